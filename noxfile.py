@@ -1,0 +1,203 @@
+"""Sessions of the repository; `nox -l` lists them. Arguments after `--` reach the program that a session runs.
+
+With `--no-venv` nothing is installed: the packages go on PYTHONPATH of a Python that already has torch and pytest,
+which suits a GPU machine without a network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from tools import gpu  # noqa: E402
+from tools.layout import HOST_ROOMS  # noqa: E402
+
+# The one table: kernel package -> architectures. Test sessions follow from it, and so must the extras of `cula`.
+PACKAGES = {
+    "cula-lightning-decode": ("sm89", "sm90", "sm100"),
+}
+ARCHITECTURES = tuple(gpu.ARCHITECTURES)
+DISTRIBUTIONS = ("cula", *PACKAGES)
+SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint"]
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every test that needs no GPU."""
+    _install(session, "cula[demo]", *PACKAGES, group="test")
+    workers = () if _bare(session) else ("--numprocesses=2",)
+    _pytest(session, *SHARED_TESTS, *map(_tests, PACKAGES), options=("-m", "not gpu", *workers))
+
+
+def _add_gpu_session(arch: str) -> None:
+    packages = [name for name, archs in PACKAGES.items() if arch in archs]
+
+    @nox.session(name=f"tests-{arch}", tags=["gpu"])
+    def gpu_tests(session: nox.Session) -> None:
+        refusal = gpu.refusal(arch, gpu.capabilities())
+        if refusal:
+            session.error(refusal)
+        _install(session, "cula[demo]", *packages, group="test")
+        _pytest(session, *SHARED_TESTS, *map(_tests, packages), options=("-m", "gpu"))
+
+    gpu_tests.__doc__ = f"The tests that need a GPU, on {arch}; fails without one."
+
+
+for _arch in ARCHITECTURES:
+    _add_gpu_session(_arch)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", [nox.param(name, id=name) for name in DISTRIBUTIONS])
+def standalone(session: nox.Session, package: str) -> None:
+    """One distribution alone: its wheel in a clean environment, where none of the others can be imported."""
+    _needs_venv(session)
+    wheels = Path(session.virtualenv.location).resolve() / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip = ("python", "-m", "pip")
+    source = f"./{_folder(package)}"  # pip takes a bare "meta" for a name on the index
+    session.run(*pip, "wheel", "--quiet", "--no-deps", f"--wheel-dir={wheels}", source)
+    (wheel,) = wheels.glob("*.whl")
+    session.install(f"{wheel}[{'demo,test' if package == 'cula' else 'test'}]")
+    others = [_import_name(name) for name in DISTRIBUTIONS if name != package]
+    session.run("python", "-I", "tools/standalone.py", _import_name(package), *others)
+    _pytest(session, _tests(package), options=("-m", "not gpu"))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, import rules, file sizes, shared copies, tables of figures."""
+    _install(session, group="lint")
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", "--check", ".")
+    for script in ("import_rules.py", "file_sizes.py"):
+        session.run("python", f"tools/{script}")
+    session.run("python", "tools/vendor.py", "--check")
+    session.run("python", "benchmarks/tables.py", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy over the host files; kernels are written in the DSL's types and left out."""
+    _install(session, "cula[demo]", *PACKAGES, group="types")
+    session.env["MYPYPATH"] = os.pathsep.join(f"{_folder(name)}/src" for name in DISTRIBUTIONS)
+    rooms = [
+        str(path.relative_to(ROOT))
+        for name in PACKAGES
+        for path in sorted((ROOT / _folder(name) / "src").glob("*/*.py"))
+        if path.stem in HOST_ROOMS
+    ]
+    session.run("mypy", *session.posargs, "meta/src", *rooms)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheels and sdists of every distribution in dist/, then installed from there into a clean environment."""
+    _needs_venv(session)
+    _install(session, group="build")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in DISTRIBUTIONS:
+        session.run("python", "-m", "build", "--no-isolation", f"--outdir={dist}", _folder(name))
+    clean = Path(session.virtualenv.location).resolve() / "clean"
+    session.run("python", "-m", "venv", "--clear", str(clean))
+    python = str(clean / "bin" / "python")
+    install = (python, "-m", "pip", "install", "--quiet", f"--find-links={dist}")
+    for arch in ARCHITECTURES:
+        session.run(*install, f"cula[{arch}]", external=True)
+    session.chdir(clean)
+    session.run(python, "-m", "cula", "info", external=True)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Linear attention on real text: python -m cula demo [FILE ...]."""
+    # Without a GPU no kernel can serve, so none is downloaded.
+    _install(session, "cula[demo]", *(PACKAGES if gpu.capabilities() else ()))
+    session.run("python", "-m", "cula", "demo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks beside their peers: python benchmarks/run.py OP [--against fla] [--json]."""
+    _install(session, "cula", *PACKAGES, group="bench")
+    session.run("python", "benchmarks/run.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def vendor(session: nox.Session) -> None:
+    """Copies shared files into the packages that need them; with --check, fails on a stale copy."""
+    session.run(sys.executable, "tools/vendor.py", *session.posargs)
+
+
+def _install(session: nox.Session, *distributions: str, group: str | None = None) -> None:
+    """Installs our distributions from the tree and one dependency group, at the versions of constraints-ci.txt.
+
+    A PIP_CONSTRAINT of the caller's own, even an empty one, replaces that file. Without an environment of its own the
+    session gets the distributions on PYTHONPATH and takes the rest from the Python at hand.
+    """
+    if _bare(session):
+        paths = [str(ROOT / _folder(name) / "src") for name in distributions]
+        inherited = os.environ.get("PYTHONPATH")
+        session.env["PYTHONPATH"] = os.pathsep.join([*paths, *([inherited] if inherited else [])])
+        return
+    _constrain(session)
+    wanted = list(GROUPS[group]) if group else []
+    for name in distributions:
+        bracket = name[name.index("[") :] if "[" in name else ""
+        wanted += ["--editable", f"./{_folder(name)}{bracket}"]
+    session.install(*wanted)
+
+
+def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> None:
+    """Runs pytest over `folders`, or over the paths among the session's arguments if there are any."""
+    chosen = any(Path(argument.partition("::")[0]).exists() for argument in session.posargs)
+    targets = () if chosen else folders
+    for folder in targets:
+        if not (ROOT / folder).is_dir():
+            session.error(f"{folder} does not exist; every part of the repository has tests")
+    session.env.setdefault("OMP_NUM_THREADS", "1")
+    session.run("python", "-m", "pytest", *options, *targets, *session.posargs)
+
+
+def _constrain(session: nox.Session) -> None:
+    pins = os.environ.get("PIP_CONSTRAINT", str(ROOT / "constraints-ci.txt"))
+    session.env["PIP_CONSTRAINT"] = pins
+    session.env["PIP_BUILD_CONSTRAINT"] = pins
+
+
+def _needs_venv(session: nox.Session) -> None:
+    if _bare(session):
+        session.error("needs an environment of its own; run it without --no-venv")
+    _constrain(session)
+
+
+def _bare(session: nox.Session) -> bool:
+    return session.venv_backend == "none"
+
+
+def _folder(name: str) -> str:
+    """Folder of a distribution, extras in brackets ignored."""
+    name = name.partition("[")[0]
+    return "meta" if name == "cula" else f"packages/{name}"
+
+
+def _tests(name: str) -> str:
+    return f"{_folder(name)}/tests"
+
+
+def _import_name(name: str) -> str:
+    return name.replace("-", "_")

@@ -1,0 +1,94 @@
+"""The vendor tool, the file-size report and the GPU probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import file_sizes, gpu, vendor
+
+COPIES = {"shared/gate.py": ("a/gate.py", "b/deep/gate.py"), "LICENSE": ("a/LICENSE",)}
+
+
+@pytest.fixture
+def masters(tmp_path: Path) -> Path:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/gate.py").write_text("X = 1\n")
+    (tmp_path / "LICENSE").write_text("terms\n")
+    return tmp_path
+
+
+def test_vendor_writes_copies_with_a_header(masters: Path) -> None:
+    assert vendor.vendor(masters, COPIES) == ["a/gate.py", "b/deep/gate.py", "a/LICENSE"]
+    header, body = (masters / "b/deep/gate.py").read_text().split("\n", 1)
+    assert header.startswith("# Vendored from shared/gate.py ") and body == "X = 1\n"
+    assert (masters / "a/LICENSE").read_text() == "terms\n"
+    assert vendor.vendor(masters, COPIES) == []
+
+
+@pytest.mark.parametrize(
+    "drift", ["copy edited", "master edited", "copy removed", "header removed"]
+)
+def test_vendor_check_finds_drift_and_writes_nothing(masters: Path, drift: str) -> None:
+    vendor.vendor(masters, COPIES)
+    copy, master = masters / "a/gate.py", masters / "shared/gate.py"
+    if drift == "copy edited":
+        copy.write_text(copy.read_text() + "Y = 2\n")
+    elif drift == "master edited":
+        master.write_text("X = 3\n")
+    elif drift == "copy removed":
+        copy.unlink()
+    else:
+        copy.write_text(master.read_text())
+    before = {path: path.read_text() for path in masters.rglob("*") if path.is_file()}
+    expected = ["a/gate.py", "b/deep/gate.py"] if drift == "master edited" else ["a/gate.py"]
+    assert vendor.vendor(masters, COPIES, check=True) == expected
+    assert before == {path: path.read_text() for path in masters.rglob("*") if path.is_file()}
+
+
+def test_vendor_check_sets_the_exit_code(
+    masters: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vendor, "COPIES", COPIES)
+    assert vendor.main(["--check"], masters) == 1
+    assert "a/gate.py: differs from its master; run nox -s vendor" in capsys.readouterr().out
+    assert vendor.main([], masters) == 0
+    assert vendor.main(["--check"], masters) == 0
+
+
+def test_repository_copies_equal_their_masters(root: Path) -> None:
+    assert vendor.vendor(root, check=True) == []
+
+
+def test_long_kernel_file_fails_and_long_host_file_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "packages/cula-x/src/cula_x"
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text("")
+    (source / "fwd.py").write_text("import cutlass\n" + "X = 1\n" * (file_sizes.KERNEL_LINES - 1))
+    (source / "ops.py").write_text("X = 1\n" * (file_sizes.HOST_LINES + 1))
+    assert file_sizes.main(tmp_path) == 0
+    assert capsys.readouterr().out.startswith(
+        "warning: packages/cula-x/src/cula_x/ops.py: 601 lines"
+    )
+
+    (source / "fwd.py").write_text("import cutlass\n" + "X = 1\n" * file_sizes.KERNEL_LINES)
+    assert file_sizes.main(tmp_path) == 1
+    assert "error: packages/cula-x/src/cula_x/fwd.py: 901 lines" in capsys.readouterr().out
+
+
+def test_gpu_refusal_is_one_line_that_names_what_is_there() -> None:
+    assert gpu.refusal("sm90", [(9, 0)]) is None
+    assert gpu.refusal("sm100", [(8, 0), (10, 3)]) is None
+    assert gpu.refusal("sm90", []) == "needs an sm90 GPU; this machine has no NVIDIA GPU"
+    assert gpu.refusal("sm89", [(9, 0), (9, 0)]) == "needs an sm89 GPU; this machine has sm90"
+
+
+def test_gpu_probe_without_a_driver_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
+    assert gpu.capabilities() == []

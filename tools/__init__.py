@@ -1,0 +1,1 @@
+"""Checks and helpers of the repository; nothing here ships."""
