@@ -1,0 +1,41 @@
+"""cula: linear attention and skip-list attention, served by the fastest kernel that fits the machine.
+
+    cula.lightning    Lightning attention, simple GLA and the gated delta rule: prefill and decode
+    cula.kda          Kimi Delta Attention: prefill
+    cula.lite         skip-list softmax attention
+    cula.varlen       packed sequences: lengths, masks, cu_seqlens, packing, chunk schedules
+    cula.reference    the same operations in plain torch, and token-by-token oracles
+    cula.explain      which implementation serves a problem, and why the others do not
+
+Submodules load at first use; importing `cula` imports neither torch nor a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cula import integrations, kda, lightning, lite, reference, varlen
+    from cula._registry import explain
+
+__version__ = "0.1.0"
+__all__ = ["explain", "integrations", "kda", "lightning", "lite", "reference", "varlen"]
+
+logging.getLogger("cula").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":
+        value: Any = importlib.import_module("cula._registry").explain
+    elif name in __all__:
+        value = importlib.import_module(f"cula.{name}")
+    else:
+        raise AttributeError(f"module 'cula' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,162 @@
+"""`python -m cula`: what this machine can run, the demo and the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cula import __version__
+
+USAGE = 2
+_DISTRIBUTIONS = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "fla-core")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns the exit code: 0 done, 1 failed, 2 could not start."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m cula", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"cula {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    info = commands.add_parser(
+        "info", help="GPU, versions, and which implementation serves each op (default)"
+    )
+    info.add_argument("--json", action="store_true", help="machine-readable")
+    info.add_argument(
+        "--arch", help="architecture to answer for, such as cpu or sm90 (default: this machine's)"
+    )
+    # The options of these two belong to others, who also print the help.
+    commands.add_parser("demo", help="linear attention at work on real text", add_help=False)
+    commands.add_parser("bench", help="benchmarks/run.py of a source checkout", add_help=False)
+    if arguments[:1] == ["demo"]:
+        from cula import demo
+
+        return demo.main(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return _bench(arguments[1:])
+    options = parser.parse_args(arguments or ["info"])
+    if options.command is None:
+        parser.print_help()
+        return USAGE
+    facts = collect(options.arch)
+    print(json.dumps(facts, indent=2) if options.json else render(facts))
+    return 0
+
+
+def collect(arch: str | None = None) -> dict[str, Any]:
+    """What `info` shows, as plain data."""
+    import torch
+
+    from cula import _registry
+
+    problem: dict[str, Any] = {"arch": arch} if arch else {}
+    ops = []
+    kernels: dict[str, str] = {}
+    for op, functions in _registry.OPS.items():
+        for found in _registry.implementations(op):
+            if found.kernel:
+                kernels[found.name] = _version(found.name) or "source tree"
+        for function in functions:
+            explanation = _registry.explain(op, function=function, **problem)
+            rows = [
+                {"name": row.name, "verdict": row.verdict, "reason": row.reason}
+                for row in explanation.rows
+            ]
+            ops.append(
+                {"op": op, "function": function, "arch": explanation.arch, "implementations": rows}
+            )
+    gpus = []
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            gpus.append(
+                {
+                    "name": properties.name,
+                    "arch": _registry.arch_of(torch.device("cuda", i)),
+                    "multiprocessors": properties.multi_processor_count,
+                    "memory_gib": round(properties.total_memory / 2**30, 1),
+                }
+            )
+    return {
+        "cula": __version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "gpus": gpus,
+        "versions": {
+            "torch": torch.__version__,
+            **{name: _version(name) for name in _DISTRIBUTIONS},
+            **kernels,
+        },
+        "ops": ops,
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The facts of `collect` as text."""
+    lines = [
+        f"cula {facts['cula']}, Python {facts['python']}, CUDA {facts['cuda'] or 'none in this torch'}"
+    ]
+    lines.append(f"driver {facts['driver'] or 'none found'}")
+    for i, gpu in enumerate(facts["gpus"]):
+        lines.append(
+            f"GPU {i}: {gpu['name']}, {gpu['arch']}, {gpu['multiprocessors']} SMs, {gpu['memory_gib']} GiB"
+        )
+    if not facts["gpus"]:
+        lines.append("no GPU: everything runs on the CPU")
+    lines += [
+        f"  {name:<22} {found or 'not installed'}" for name, found in facts["versions"].items()
+    ]
+    for op in facts["ops"]:
+        lines += ["", f"{op['op']}.{op['function']} on {op['arch']}"]
+        width = max(len(row["name"]) for row in op["implementations"])
+        for row in op["implementations"]:
+            lines.append(
+                f"  {row['name']:<{width}}  {row['verdict']:<9}  {row['reason'] or ''}".rstrip()
+            )
+    return "\n".join(lines)
+
+
+def _bench(arguments: list[str]) -> int:
+    script = Path(__file__).resolve().parents[3] / "benchmarks" / "run.py"
+    if not script.is_file():
+        print(
+            "the benchmarks are not part of the installed package: "
+            "clone the repository and run benchmarks/run.py, or nox -s bench",
+            file=sys.stderr,
+        )
+        return USAGE
+    return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver, or None."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0] if lines else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""flash-linear-attention as the implementation "fla": its functions under the signatures of cula.
+
+Needs `fla-core` 0.6 and CUDA tensors. FLA plans packed input on the host: without `cu_seqlens_cpu` it reads
+`cu_seqlens` back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula import varlen
+from cula._registry import importable
+
+_MINIMUM = (0, 6)
+
+
+def supports(
+    *,
+    arch: str = "",
+    function: str | None = None,
+    dtype: torch.dtype | None = None,
+    head_dim_k: int | None = None,
+    stochastic_rounding: bool = False,
+    return_intermediate_states: bool = False,
+    use_intracard_cp: bool | str = "auto",
+    **_: Any,
+) -> str | None:
+    """Why a problem is refused, or None."""
+    if not arch.startswith("sm"):
+        return f"needs a CUDA device, the device here is {arch}"
+    if not importable("fla"):
+        return "flash-linear-attention is not installed: pip install 'cula[fla]'"
+    found = _version()
+    if found is not None and found < _MINIMUM:
+        return f"needs fla-core {'.'.join(map(str, _MINIMUM))} or newer, {'.'.join(map(str, found))} is installed"
+    if function not in _FUNCTIONS:
+        return f"has no {function}"
+    if dtype is not None and dtype not in (torch.bfloat16, torch.float16):
+        return f"activations must be bfloat16 or float16, not {dtype}"
+    if head_dim_k is not None and head_dim_k > 256:
+        return f"K must be at most 256, not {head_dim_k}"
+    if stochastic_rounding:
+        return "has no stochastic rounding"
+    if return_intermediate_states:
+        return "returns intermediate states in its own layout and precision"
+    if use_intracard_cp is True:
+        return "splits sequences by settings of its own, not by use_intracard_cp=True"
+    return None
+
+
+def load(function: str) -> Callable[..., Any]:
+    """The adapter for a public function of cula."""
+    return _FUNCTIONS[function]
+
+
+def _version() -> tuple[int, ...] | None:
+    """Major and minor version of fla-core; None for a source tree, which has no metadata."""
+    try:
+        return tuple(int(part) for part in version("fla-core").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return None
+
+
+def _chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+    return_intermediate_states: bool, use_intracard_cp: bool | str, out: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    from fla.ops.kda import chunk_kda
+
+    return _into(out, *chunk_kda(q, k, v, g, beta, **options))
+
+
+def _chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, out: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return _into(out, *chunk_gated_delta_rule(q, k, v, g, beta, **options))
+
+
+def _chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return _into(out, *chunk_simple_gla(_expand(q, v), _expand(k, v), v, **options))
+
+
+def _lightning_attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    return _chunk_simple_gla(q, k, v, g_gamma=-decay, **options)
+
+
+def _lightning_attn_fwd_varlen(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cu_seqlens: Tensor, *,
+    state_pool: Tensor | None, initial_state_indices: Tensor | None, output_final_state: bool,
+    out: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    options |= {"g_gamma": -decay, "cu_seqlens": cu_seqlens}
+    if state_pool is None:
+        return _chunk_simple_gla(q, k, v, output_final_state=output_final_state, out=out, **options)
+    slots, live = _rows(initial_state_indices, cu_seqlens.shape[0] - 1, state_pool)
+    initial = state_pool[slots]
+    o, final = _chunk_simple_gla(q, k, v, initial_state=initial, output_final_state=True, **options)
+    _store(state_pool, final, slots, live)
+    if len(slots):
+        ids = varlen.sequence_ids(cu_seqlens, q.shape[1])
+        o = torch.where((live[ids] & (ids >= 0))[None, :, None, None], o, 0)
+    return _into(out, o, state_pool)
+
+
+def _linear_attention_decode(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor, *,
+    state_indices: Tensor | None, scale: float | None, state_v_first: bool,
+    out: Tensor | None, commit: bool, rounding_seed: None,
+) -> Tensor:  # fmt: skip
+    from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+    slots, live = _rows(state_indices, q.shape[0], state)
+    o, final = fused_recurrent_simple_gla(
+        _expand(q, v),
+        _expand(k, v),
+        v,
+        g_gamma=-decay,
+        scale=scale,
+        initial_state=state[slots].float(),
+        output_final_state=commit,
+        state_v_first=state_v_first,
+    )
+    if commit:
+        _store(state, final, slots, live)
+    return _into(out, torch.where(live[:, None, None, None], o, 0), None)[0]
+
+
+def _linear_attention_commit(
+    k: Tensor, v: Tensor, state: Tensor, decay: Tensor, num_accepted: Tensor, *,
+    state_indices: Tensor | None, state_v_first: bool, rounding_seed: None,
+) -> None:  # fmt: skip
+    from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+    slots, live = _rows(state_indices, k.shape[0], state)
+    # A token that was not accepted neither writes nor decays.
+    accepted = torch.arange(k.shape[1], device=k.device) < num_accepted[:, None]
+    k = torch.where(accepted[..., None, None], _expand(k, v), 0)
+    g = torch.where(accepted[..., None], -decay, 0)
+    _, final = fused_recurrent_simple_gla(
+        k,
+        k,
+        v,
+        g=g,
+        initial_state=state[slots].float(),
+        output_final_state=True,
+        state_v_first=state_v_first,
+    )
+    _store(state, final, slots, live)
+
+
+def _expand(x: Tensor, v: Tensor) -> Tensor:
+    """FLA's simple GLA has as many query and key heads as value heads."""
+    group = v.shape[2] // x.shape[2]
+    return x if group == 1 else x.repeat_interleave(group, 2)
+
+
+def _into(out: Tensor | None, o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return (o if out is None else out.copy_(o)), state
+
+
+def _rows(indices: Tensor | None, count: int, pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Pool row of each sequence, with 0 for padding, and which sequences are no padding."""
+    if indices is None:
+        indices = torch.arange(count, device=pool.device)
+    return indices.clamp(min=0).long(), indices >= 0
+
+
+def _store(pool: Tensor, states: Tensor | None, slots: Tensor, live: Tensor) -> None:
+    """Writes the live states to their rows without asking the host which those are.
+
+    A padding sequence repeats the write of the first live one; without any, row 0 is written as it was.
+    """
+    if states is None or len(slots) == 0:
+        return
+    source = torch.where(live, torch.arange(len(slots), device=slots.device), live.byte().argmax())
+    rows = slots[source]
+    pool[rows] = torch.where(live.any(), states[source].to(pool.dtype), pool[rows])
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "chunk_kda": _chunk_kda,
+    "chunk_gated_delta_rule": _chunk_gated_delta_rule,
+    "chunk_simple_gla": _chunk_simple_gla,
+    "lightning_attn_fwd": _lightning_attn_fwd,
+    "lightning_attn_fwd_varlen": _lightning_attn_fwd_varlen,
+    "linear_attention_decode": _linear_attention_decode,
+    "linear_attention_commit": _linear_attention_commit,
+}

@@ -1,0 +1,246 @@
+"""Kimi Delta Attention (Kimi Linear, arXiv 2510.26692): linear attention with a delta rule and a decay per channel.
+
+Per sequence and value head, with the state S `[K, V]`, the log decay g_t `[K]` (natural log, <= 0) and the write
+strength beta_t:
+
+    S'_t = diag(exp(g_t)) S_{t-1}
+    S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T        o_t = scale * S_t^T q_t
+"""
+
+from __future__ import annotations
+
+from operator import index
+
+from torch import Tensor
+
+from cula import _check
+from cula._registry import KERNELS_ONLY, arch_of, resolve
+
+__all__ = ["chunk_kda", "kda_prefill_hopper"]
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_intracard_cp: bool | str = "auto",
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """KDA over whole sequences, with the argument order of flash-linear-attention 0.6.
+
+    Activations q, k, v are bfloat16, float16, float32 or float64, of one dtype, and may be strided as long as the last
+    dimension is contiguous. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`. Sums are
+    kept in fp32 (fp64 for float64). Differentiable when the implementation that serves is.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0; or the raw gate with `use_gate_in_kernel`.
+        beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (or float64 with float64
+            activations); N is B, or the number of packed sequences. None: zero.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
+        use_gate_in_kernel: compute the decay from the raw g: without `lower_bound`
+            `-exp(A_log) * softplus(g + dt_bias)`, with it `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+        use_beta_sigmoid_in_kernel: use `sigmoid(beta)`.
+        allow_neg_eigval: use `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
+        safe_gate: promises decays in [-5, 0), which lets kernels use wider matrix instructions. A gate computed inside
+            then needs `lower_bound`.
+        lower_bound: bound of the safe gate, in [-5, 0) with `safe_gate`, else finite and < 0. None: the softplus form.
+        disable_recompute: keep intermediates for the backward pass instead of computing them again.
+        return_intermediate_states: also return the state before each chunk; inference only.
+        state_v_first: states are stored `[.., V, K]` instead of `[.., K, V]`.
+        cu_seqlens: `[N + 1]` int32 or int64 on the device of q: B is 1 and T holds N sequences, some possibly empty.
+            Values are checked when they lie on the CPU; a device is never read back by cula itself.
+        cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
+        cp_context: None; context parallelism over several GPUs is not supported.
+        A_log: `[HV]` float32, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
+        dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
+        use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
+            False.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto", or the name of an implementation, which then serves or raises; see `cula.explain`.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v, final_state like initial_state or None. With
+        `return_intermediate_states` a third tensor `[B, NT, HV, K, V]` (`[B, NT, HV, V, K]` with `state_v_first`), one
+        state per chunk of 64 tokens.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        NotImplementedError: `cp_context` is given.
+        RuntimeError: the implementation asked for cannot serve; the message says why.
+    """
+    requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    dims = _check.chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_intracard_cp=use_intracard_cp,
+        out=out,
+        requires_grad=requires_grad,
+    )
+    run = resolve(
+        "chunk_kda",
+        impl,
+        q.device,
+        q.dtype,
+        index(dims.dim_k),
+        index(dims.dim_v),
+        requires_grad,
+        None if initial_state is None else initial_state.dtype,
+        g.dtype,
+        beta.dtype,
+        cu_seqlens is not None,
+        index(dims.value_heads // dims.heads),
+        initial_state is not None,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        safe_gate,
+        lower_bound is not None,
+        return_intermediate_states,
+        use_intracard_cp,
+    )
+    return run(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=None,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_intracard_cp=use_intracard_cp,
+        out=out,
+    )
+
+
+def kda_prefill_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_intracard_cp: bool | str = "auto",
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`chunk_kda` by a Hopper kernel or not at all: the same contract, for callers that must not get a slower path.
+
+    Args: see `chunk_kda`.
+
+    Returns: see `chunk_kda`.
+
+    Raises:
+        RuntimeError: the tensors are not on a Hopper GPU (sm90), no Hopper KDA kernel is installed, or the kernel does
+            not take this problem.
+        TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+    """
+    if isinstance(q, Tensor) and arch_of(q.device) != "sm90":
+        raise RuntimeError(
+            f"kda_prefill_hopper needs tensors on a Hopper GPU (sm90), got {arch_of(q.device)}"
+        )
+    return chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        safe_gate,
+        lower_bound,
+        disable_recompute,
+        return_intermediate_states,
+        state_v_first,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_intracard_cp=use_intracard_cp,
+        out=out,
+        impl=KERNELS_ONLY,
+    )

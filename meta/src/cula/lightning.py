@@ -1,0 +1,600 @@
+"""Linear attention with one decay per head: Lightning attention, simple gated linear attention, gated delta rule.
+
+Per sequence and value head, with the state S `[K, V]`:
+
+    Lightning           S_t = exp(-decay) S_{t-1} + k_t v_t^T
+    simple GLA          S_t = exp(g_t) S_{t-1} + k_t v_t^T
+    gated delta rule    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
+
+and `o_t = scale * S_t^T q_t`. Decays are in natural log units per token: `decay >= 0`, and FLA's `g`, `g_gamma` <= 0.
+
+What every function here shares. Activations are bfloat16, float16, float32 or float64, of one dtype on one device, and
+may be strided as long as the last dimension is contiguous. HV is a multiple of H; value head h reads query and key head
+`h // (HV // H)`. States are `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`, float32 unless said otherwise
+(float64 is accepted with float64 activations). `cu_seqlens` `[N + 1]`, int32 or int64 on the device of q, packs N
+sequences, some possibly empty, into B = 1; its values are checked when it lies on the CPU, and a device is never read
+back by cula itself. `impl` is "auto" or the name of an implementation, which then serves or raises; see `cula.explain`.
+TypeError and ValueError name the argument that does not fit and nothing was changed; RuntimeError says why the
+implementation asked for cannot serve.
+"""
+
+from __future__ import annotations
+
+from operator import index
+
+import torch
+from torch import Tensor
+
+from cula import _check
+from cula._registry import resolve, self_checking
+
+__all__ = [
+    "chunk_gated_delta_rule",
+    "chunk_lightning_attn",
+    "chunk_simple_gla",
+    "lightning_attn_fwd",
+    "lightning_attn_fwd_varlen",
+    "linear_attention_commit",
+    "linear_attention_decode",
+]
+
+
+def lightning_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention (Lightning Attention-2, arXiv 2401.04658) over a dense batch.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        decay: `[HV]` float32, >= 0 (checked on the CPU); a head's state shrinks by `exp(-decay)` per token.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`. None: zero.
+        output_final_state: whether to return the final states.
+        state_v_first: layout of the states.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the state after the last token, or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module.
+    """
+    requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
+    dims = _check.lightning_attn_fwd(
+        q,
+        k,
+        v,
+        decay,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        out=out,
+        requires_grad=requires_grad,
+    )
+    run = resolve(
+        "lightning_attn_fwd",
+        impl,
+        q.device,
+        q.dtype,
+        index(dims.dim_k),
+        index(dims.dim_v),
+        requires_grad,
+        None if initial_state is None else initial_state.dtype,
+        index(dims.value_heads // dims.heads),
+        initial_state is not None,
+        output_final_state,
+        state_v_first,
+    )
+    return run(
+        q,
+        k,
+        v,
+        decay,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        out=out,
+    )
+
+
+def lightning_attn_fwd_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_final_state: bool = True,
+    state_v_first: bool = False,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention over packed sequences, on a pool of states that is updated in place.
+
+    Args:
+        q, k: `[1, T, H, K]`.
+        v: `[1, T, HV, V]`.
+        decay: `[HV]` float32, >= 0 (checked on the CPU).
+        cu_seqlens: `[N + 1]`.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        state_pool: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`. Sequence n starts from its row and
+            leaves its final state there. Excludes gradients. None: sequences start from zero.
+        initial_state_indices: `[N]` int32, the row of every sequence. Negative: a padding slot, no row is read or
+            written and the outputs of that sequence are zero. Live rows must differ (not checked, since that would
+            need a synchronisation). None: sequence n uses row n.
+        output_final_state: without a pool, whether to return the final states.
+        state_v_first: layout of the states.
+        out: `[1, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `(o, state_pool)`; without a pool `(o, final_states)`, `[N, HV, K, V]` (or `[N, HV, V, K]`), or None for them.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module.
+    """
+    requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
+    dims = _check.lightning_attn_fwd_varlen(
+        q,
+        k,
+        v,
+        decay,
+        cu_seqlens,
+        scale=scale,
+        state_pool=state_pool,
+        initial_state_indices=initial_state_indices,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        out=out,
+        requires_grad=requires_grad,
+    )
+    run = resolve(
+        "lightning_attn_fwd_varlen",
+        impl,
+        q.device,
+        q.dtype,
+        index(dims.dim_k),
+        index(dims.dim_v),
+        requires_grad,
+        None if state_pool is None else state_pool.dtype,
+        True,
+        index(dims.value_heads // dims.heads),
+        state_pool is not None,
+        state_v_first,
+    )
+    return run(
+        q,
+        k,
+        v,
+        decay,
+        cu_seqlens,
+        scale=scale,
+        state_pool=state_pool,
+        initial_state_indices=initial_state_indices,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        out=out,
+    )
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention with the decay of a layer, in the argument order of flash-linear-attention 0.6.
+
+    Value head h of HV decays by `(8 / HV) * (1 - layer_idx / num_layers) * h` per token.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        layer_idx, num_layers: number of the layer, from 0, and of the layers of the model.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`. None: zero.
+        output_final_state: whether to return the final states.
+        cu_seqlens: `[N + 1]` for packed input.
+        state_v_first: layout of the states.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `(o, final_state)` as `chunk_simple_gla`, which serves it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module.
+    """
+    _check.layer(layer_idx, num_layers)
+    g_gamma = None
+    if isinstance(v, Tensor) and v.dim() == 4 and v.shape[2] > 0:
+        slope = 8 / v.shape[2] * (1 - layer_idx / num_layers)
+        g_gamma = torch.arange(v.shape[2], dtype=torch.float32, device=v.device) * -slope
+    return chunk_simple_gla(
+        q, k, v, None, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, out=out, impl=impl
+    )  # fmt: skip
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Simple gated linear attention (arXiv 2312.06635), in the argument order of flash-linear-attention 0.6.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV]`, any floating dtype: natural-log decay per token, <= 0. Excludes `g_gamma`.
+        g_gamma: `[HV]` float32: constant natural-log decay, <= 0 (checked on the CPU). With neither, nothing decays.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; N is B, or the number of packed
+            sequences. None: zero.
+        output_final_state: whether to return the final states.
+        state_v_first: layout of the states.
+        cu_seqlens: `[N + 1]` for packed input.
+        cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the state after the last token, or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module.
+    """
+    requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
+    dims = _check.chunk_simple_gla(
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        out=out,
+        requires_grad=requires_grad,
+    )
+    run = resolve(
+        "chunk_simple_gla",
+        impl,
+        q.device,
+        q.dtype,
+        index(dims.dim_k),
+        index(dims.dim_v),
+        requires_grad,
+        None if initial_state is None else initial_state.dtype,
+        None if g is None else g.dtype,
+        cu_seqlens is not None,
+        index(dims.value_heads // dims.heads),
+        initial_state is not None,
+        output_final_state,
+        state_v_first,
+    )
+    return run(
+        q,
+        k,
+        v,
+        g=g,
+        g_gamma=g_gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        out=out,
+    )
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule (Gated Delta Networks, arXiv 2412.06464), in the argument order of flash-linear-attention 0.6.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV]`, any floating dtype: natural-log decay, <= 0; or the raw gate with `use_gate_in_kernel`.
+        beta: `[B, T, HV]`, any floating dtype: write strength; or its logits with `use_beta_sigmoid_in_kernel`.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; N is B, or the number of packed
+            sequences. None: zero.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
+        use_beta_sigmoid_in_kernel: use `sigmoid(beta)`.
+        allow_neg_eigval: use `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
+        state_v_first: layout of the states.
+        cu_seqlens: `[N + 1]` for packed input.
+        cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
+        chunk_indices: `[NT, 2]` int32 or int64, the schedule `cula.varlen.chunk_indices(cu_seqlens, 64, NT)` with
+            the exact NT, for implementations that take one.
+        cp_context: None; context parallelism over several GPUs is not supported.
+        use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`.
+        A_log: `[HV]` float32, needed with `use_gate_in_kernel`.
+        dt_bias: `[HV]`, bias of the raw gate; None: 0.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the state after the last token, or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module.
+        NotImplementedError: `cp_context` is given.
+    """
+    requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    dims = _check.chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_indices=chunk_indices,
+        cp_context=cp_context,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        out=out,
+        requires_grad=requires_grad,
+    )
+    run = resolve(
+        "chunk_gated_delta_rule",
+        impl,
+        q.device,
+        q.dtype,
+        index(dims.dim_k),
+        index(dims.dim_v),
+        requires_grad,
+        None if initial_state is None else initial_state.dtype,
+        g.dtype,
+        beta.dtype,
+        cu_seqlens is not None,
+        index(dims.value_heads // dims.heads),
+        initial_state is not None,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+    )
+    return run(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_indices=chunk_indices,
+        cp_context=None,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        out=out,
+    )
+
+
+def linear_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    out: Tensor | None = None,
+    commit: bool = True,
+    rounding_seed: Tensor | int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Lightning attention for 1 to 8 new tokens per row, on a pool of states that is updated in place. Inference only.
+
+    Args:
+        q, k: `[B, T, H, K]`, T = 1..8; on a CUDA device bfloat16 or float16.
+        v: `[B, T, HV, V]`.
+        state: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16 (on the CPU
+            also float64); arithmetic is fp32 or better. Updated in place unless `commit` is False.
+        decay: `[HV]` float32, >= 0 (checked on the CPU).
+        state_indices: `[B]` int32, the pool row of every row. Negative: padding, the output is zero and no state
+            changes. The same row twice in one call is undefined (not checked, since that would need a
+            synchronisation). None: row b uses pool row b.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        state_v_first: layout of the pool.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned.
+        commit: False leaves the pool alone and only returns the outputs, for speculative verification;
+            `linear_attention_commit` then advances every row by the tokens that were accepted.
+        rounding_seed: None rounds a state to the nearest. An int, or a one-element int64 tensor on the device (which a
+            CUDA graph can advance between replays), rounds a bfloat16 state stochastically.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `[B, T, HV, V]` in the dtype of v: the output after each token, itself included.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
+    """
+    _check.decode_operands(k=k, v=v, state=state)
+    run = resolve(
+        "linear_attention_decode",
+        impl,
+        k.device,
+        k.dtype,
+        index(k.shape[3]),
+        index(v.shape[3]),
+        False,
+        state.dtype,
+        index(k.shape[1]),
+        state_v_first,
+        commit,
+        rounding_seed is not None,
+    )
+    if run not in self_checking:
+        _check.linear_attention_decode(
+            q,
+            k,
+            v,
+            state,
+            decay,
+            state_indices=state_indices,
+            scale=scale,
+            state_v_first=state_v_first,
+            out=out,
+            commit=commit,
+            rounding_seed=rounding_seed,
+        )
+    return run(
+        q,
+        k,
+        v,
+        state,
+        decay,
+        state_indices=state_indices,
+        scale=scale,
+        state_v_first=state_v_first,
+        out=out,
+        commit=commit,
+        rounding_seed=rounding_seed,
+    )
+
+
+def linear_attention_commit(
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    num_accepted: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    state_v_first: bool = False,
+    rounding_seed: Tensor | int | None = None,
+    impl: str = "auto",
+) -> None:
+    """Advances the state of row b by its first `num_accepted[b]` tokens, in place: the other half of `commit=False`.
+
+    Args:
+        k: `[B, T, H, K]`, T = 1..8.
+        v: `[B, T, HV, V]`.
+        state, decay, state_indices, state_v_first, rounding_seed: as in `linear_attention_decode`.
+        num_accepted: `[B]` int32; less than 0 counts as 0, more than T as T.
+        impl: "auto" or the name of an implementation.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
+    """
+    _check.decode_operands(k=k, v=v, state=state)
+    run = resolve(
+        "linear_attention_commit",
+        impl,
+        k.device,
+        k.dtype,
+        index(k.shape[3]),
+        index(v.shape[3]),
+        False,
+        state.dtype,
+        index(k.shape[1]),
+        state_v_first,
+        rounding_seed is not None,
+    )
+    if run not in self_checking:
+        _check.linear_attention_commit(
+            k,
+            v,
+            state,
+            decay,
+            num_accepted,
+            state_indices=state_indices,
+            state_v_first=state_v_first,
+            rounding_seed=rounding_seed,
+        )
+    run(
+        k,
+        v,
+        state,
+        decay,
+        num_accepted,
+        state_indices=state_indices,
+        state_v_first=state_v_first,
+        rounding_seed=rounding_seed,
+    )

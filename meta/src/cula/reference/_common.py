@@ -1,0 +1,74 @@
+"""What every reference function does to its arguments on the way in and to its results on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any input is fp64, else fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, T, H, D]` -> `[B, T, HV, D]`: value head h reads query/key head `h // (HV // H)`."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def incoming_state(
+    initial_state: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> Tensor:
+    """The initial states as `[N, HV, K, V]` in the dtype of v; zero when the caller gives none."""
+    if initial_state is None:
+        sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return v.new_zeros(sequences, v.shape[2], k.shape[-1], v.shape[-1])
+    state = initial_state.to(v.dtype)
+    return state.transpose(-1, -2) if state_v_first else state
+
+
+def outgoing_state(state: Tensor, state_v_first: bool) -> Tensor:
+    """`[..., K, V]` -> the caller's layout, contiguous and never an alias of the initial state."""
+    return (state.transpose(-1, -2) if state_v_first else state).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def outgoing_tokens(o: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
+    """The output, contiguous and in the dtype of `like`, written to `out` when given."""
+    return o.to(like.dtype).contiguous() if out is None else out.copy_(o)
+
+
+def walk_tokens(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    tokens: tuple[Tensor, ...],
+    v: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Apply `step(state, v_t, *tokens_t) -> (state, o_t)` token by token; returns `(o, final_states)`.
+
+    Reads `cu_seqlens` on the host. Tokens behind the last sequence give zero.
+    """
+    if cu_seqlens is None:
+        outputs = [v[:, :0]]
+        for t in range(v.shape[1]):
+            state, o = step(state, v[:, t], *(x[:, t] for x in tokens))
+            outputs.append(o[:, None])
+        return torch.cat(outputs, dim=1), state
+
+    bounds = cu_seqlens.tolist()
+    outputs, states = [], [state[:0]]
+    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        part = tuple(x[:, start:end] for x in tokens)
+        o, final = walk_tokens(step, part, v[:, start:end], state[n : n + 1], None)
+        outputs.append(o)
+        states.append(final)
+    outputs.append(torch.zeros_like(v[:, bounds[-1] :]))
+    return torch.cat(outputs, dim=1), torch.cat(states)

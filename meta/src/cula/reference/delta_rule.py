@@ -1,0 +1,285 @@
+"""The gated delta rule: KDA with one decay per key channel, and its special case with one decay per head.
+
+Per sequence and value head, with log decay g_t (natural log, <= 0; a K-vector or one number) and write strength beta_t:
+
+    S'_t = diag(exp(g_t)) S_{t-1}
+    S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T        o_t = scale * S_t^T q_t
+
+Within a chunk the corrections `u_i = beta_i (v_i - S'_i^T k_i)` obey a unit lower-triangular system, which one solve
+turns into `u = U - W S` with S the state the chunk starts from.
+Sources: Kimi Linear, arXiv 2510.26692; Gated Delta Networks, arXiv 2412.06464; DeltaNet in parallel, arXiv 2406.06484.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula.reference._chunks import CHUNK, Chunks, chunks_of
+from cula.reference._common import (
+    compute_dtype,
+    expand_heads,
+    incoming_state,
+    outgoing_state,
+    outgoing_tokens,
+    walk_tokens,
+)
+from cula.reference._decay import decayed_products
+from cula.reference.gates import l2norm, log_decay, write_strength
+from cula.varlen import chunk_offsets
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> _Inputs:
+    """q (scaled), k, v, log decay `[B, T, HV, K or 1]`, beta `[B, T, HV, 1]`: HV heads each, in the computing dtype."""
+    dtype, heads = compute_dtype(q, k, v), v.shape[2]
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    g = g[..., None] if g.dim() == 3 else g
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if use_gate_in_kernel:
+        g = log_decay(g, A_log, dt_bias, lower_bound)
+    if use_beta_sigmoid_in_kernel:
+        beta = write_strength(beta, allow_neg_eigval)
+    return expand_heads(q * scale, heads), expand_heads(k, heads), v, g, beta[..., None]
+
+
+def _step(
+    state: Tensor, v_t: Tensor, q_t: Tensor, k_t: Tensor, g_t: Tensor, beta_t: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of the recurrence; state `[B, HV, K, V]`, tokens `[B, HV, ...]`."""
+    state = g_t[..., None].exp() * state
+    seen = (k_t[..., None] * state).sum(-2)
+    state = state + k_t[..., None] * (beta_t * (v_t - seen))[..., None, :]
+    return state, (q_t[..., None] * state).sum(-2)
+
+
+def _walk_chunks(
+    inputs: _Inputs, chunks: Chunks, initial: Tensor, keep_states: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(o [B, T, HV, V], final [N, HV, K, V], state before each chunk [NC or 0, B, HV, K, V])`."""
+    q, k, v, g, beta = inputs
+    batch, heads, size = v.shape[0], v.shape[2], chunks.size
+    o = v.new_zeros(batch, v.shape[1] + 1, heads, v.shape[-1])
+    before = [v.new_zeros(0, batch, *initial.shape[1:])]
+    state, final = chunks.begin(initial)
+    for group in chunks.groups(batch * heads * size * (k.shape[-1] + v.shape[-1])):
+        qc, kc, vc, gc, bc = (chunks.gather(x, group) for x in (q, k, v, g, beta))
+        (overlap, scores), sums = decayed_products((kc, qc), kc, gc)
+        grown = sums.since_start.exp()
+        # unitriangular: the solve reads the diagonal as 1 and so needs only the strictly lower part of beta * overlap
+        right = bc * torch.cat([vc, grown * kc], dim=-1)
+        u, w = torch.linalg.solve_triangular(
+            bc * overlap, right, upper=False, unitriangular=True
+        ).split([v.shape[-1], k.shape[-1]], dim=-1)
+        readers = torch.cat([w, grown * qc], dim=-2)
+        writers = (kc * sums.until_end.exp()).transpose(-1, -2)
+        kept = sums.total.exp().transpose(-1, -2)
+        outputs = []
+        for i, chunk in enumerate(range(group.start, group.stop)):
+            state = chunks.enter(chunk, state, initial)
+            if keep_states:
+                before.append(state[None])
+            predicted, carried = (readers[i] @ state).split(size, dim=-2)
+            correction = u[i] - predicted
+            outputs.append(carried + scores[i] @ correction)
+            state = kept[i] * state + writers[i] @ correction
+            final = chunks.leave(chunk, state, final)
+        o = chunks.scatter(o, torch.stack(outputs), group)
+    return o[:, :-1], chunks.end(final), torch.cat(before)
+
+
+def recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **activation: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Token-by-token oracle of `chunk_kda`; it takes the same activation flags and reads `cu_seqlens` on the host."""
+    q, k, values, g, beta = _prepare(q, k, v, g, beta, scale, **activation)
+    initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
+    o, final = walk_tokens(_step, (q, k, g, beta), values, initial, cu_seqlens)
+    return o.to(v.dtype), outgoing_state(final, state_v_first) if output_final_state else None
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **activation: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Token-by-token oracle of `chunk_gated_delta_rule`: the KDA recurrence with one decay per head, g `[B, T, HV]`."""
+    return recurrent_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        **activation,
+    )
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_intracard_cp: bool | str = "auto",
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Kimi Delta Attention, 64 tokens at a time; differentiable.
+
+    q, k `[B, T, H, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]` natural-log decay; beta `[B, T, HV]`. Packed input has
+    B = 1 and cu_seqlens `[N + 1]`. initial_state `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`. scale
+    defaults to `K ** -0.5`.
+
+    use_gate_in_kernel: g is raw and goes through `gates.log_decay` with A_log `[HV]` and dt_bias `[HV * K]`;
+    lower_bound picks the form. use_beta_sigmoid_in_kernel: beta holds logits, and allow_neg_eigval doubles their
+    sigmoid. use_qk_l2norm_in_kernel: q and k are normalised per head. safe_gate, disable_recompute and
+    use_intracard_cp promise or tune something to a kernel and change no value here.
+
+    Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in fp32 (fp64 for fp64 input) or None; and
+    with return_intermediate_states a third result, the state before each chunk of 64, `[B, NT, HV, K, V]` in the
+    state's layout and dtype. For packed input NT is the capacity bound and surplus entries are zero, unless
+    `cu_seqlens_cpu` tells the exact count.
+    """
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context: context parallelism over several devices needs a GPU kernel package; "
+            "the torch reference expects None"
+        )
+    q, k, values, g, beta = _prepare(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
+    chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
+    o, final, before = _walk_chunks(
+        (q, k, values, g, beta), chunks, initial, return_intermediate_states
+    )
+    o = outgoing_tokens(o, v, out)
+    final_state = outgoing_state(final, state_v_first) if output_final_state else None
+    if not return_intermediate_states:
+        return o, final_state
+    before = torch.where(chunks.valid.any(-1)[:, None, None, None, None], before, 0)
+    if cu_seqlens_cpu is not None:
+        before = before[: int(chunk_offsets(cu_seqlens_cpu, CHUNK)[-1])]
+    return o, final_state, outgoing_state(before.transpose(0, 1), state_v_first)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule: `chunk_kda` with one decay per head, g `[B, T, HV]`, and dt_bias `[HV]`.
+
+    `cu_seqlens_cpu` and `chunk_indices` are neither needed nor read.
+    """
+    o, final_state, *_ = chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        out=out,
+    )
+    return o, final_state

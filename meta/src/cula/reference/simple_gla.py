@@ -1,0 +1,135 @@
+"""Linear attention with one decay per head: simple gated linear attention, and Lightning as its constant-decay case.
+
+Per sequence and head, with log decay g_t (natural log, <= 0):
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
+
+Sources: Gated Linear Attention, arXiv 2312.06635; Lightning Attention-2, arXiv 2401.04658.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cula.reference._chunks import chunks_of
+from cula.reference._common import (
+    compute_dtype,
+    expand_heads,
+    incoming_state,
+    outgoing_state,
+    outgoing_tokens,
+    walk_tokens,
+)
+from cula.reference._decay import decayed_products
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q (scaled), k, v and the log decay `[B, T, HV, 1]`, all with HV heads in the computing dtype."""
+    dtype, heads = compute_dtype(q, k, v), v.shape[2]
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    decay = torch.zeros(*v.shape[:3], 1, dtype=dtype, device=v.device)
+    if g is not None:
+        decay = decay + g.to(dtype)[..., None]
+    if g_gamma is not None:
+        decay = decay + g_gamma.to(dtype)[:, None]
+    return (
+        expand_heads(q.to(dtype) * scale, heads),
+        expand_heads(k.to(dtype), heads),
+        v.to(dtype),
+        decay,
+    )
+
+
+def recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Token-by-token oracle of `chunk_simple_gla`; same arguments, but it reads `cu_seqlens` on the host."""
+    rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale)
+    initial = incoming_state(initial_state, cols, values, cu_seqlens, state_v_first)
+
+    def step(
+        state: Tensor, v_t: Tensor, q_t: Tensor, k_t: Tensor, g_t: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        state = g_t[..., None].exp() * state + k_t[..., None] * v_t[..., None, :]
+        return state, (q_t[..., None] * state).sum(-2)
+
+    o, final = walk_tokens(step, (rows, cols, decay), values, initial, cu_seqlens)
+    return o.to(v.dtype), outgoing_state(final, state_v_first) if output_final_state else None
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple gated linear attention, 64 tokens at a time; differentiable.
+
+    q, k `[B, T, H, K]`; v `[B, T, HV, V]`; g `[B, T, HV]` and g_gamma `[HV]` are natural-log decays, added when both
+    are given, no decay when neither is. Packed input has B = 1 and cu_seqlens `[N + 1]`; `cu_seqlens_cpu` is neither
+    needed nor read. initial_state `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`. scale defaults to
+    `K ** -0.5`.
+
+    Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in fp32 (fp64 for fp64 input) or None.
+    """
+    o, final = chunked_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, state_v_first, cu_seqlens
+    )
+    return outgoing_tokens(o, v, out), final if output_final_state else None
+
+
+def chunked_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and final state of `chunk_simple_gla` in the computing dtype."""
+    rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale)
+    initial = incoming_state(initial_state, cols, values, cu_seqlens, state_v_first)
+    chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
+    batch, heads, head_dim = v.shape[0], v.shape[2], k.shape[-1] + v.shape[-1]
+
+    o = values.new_zeros(batch, v.shape[1] + 1, heads, v.shape[-1])
+    state, final = chunks.begin(initial)
+    for group in chunks.groups(batch * heads * chunks.size * head_dim):
+        qc, kc, vc, gc = (chunks.gather(x, group) for x in (rows, cols, values, decay))
+        (scores,), sums = decayed_products((qc,), kc, gc)
+        written = (kc * sums.until_end.exp()).transpose(-1, -2) @ vc
+        kept = sums.total.exp()
+        entering = []
+        for i, chunk in enumerate(range(group.start, group.stop)):
+            state = chunks.enter(chunk, state, initial)
+            entering.append(state)
+            state = kept[i] * state + written[i]
+            final = chunks.leave(chunk, state, final)
+        read = (qc * sums.since_start.exp()) @ torch.stack(entering)
+        o = chunks.scatter(o, read + scores @ vc, group)
+
+    return o[:, :-1], outgoing_state(chunks.end(final), state_v_first)

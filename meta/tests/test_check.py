@@ -1,0 +1,769 @@
+"""Every argument of every public function: wrong values are named, and nothing is changed by a refused call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cula import kda, lightning, lite
+
+B, T, H, HV, K, V = 2, 3, 2, 4, 8, 6
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (
+        kda.chunk_kda,
+        lightning.lightning_attn_fwd,
+        lightning.lightning_attn_fwd_varlen,
+        lightning.chunk_lightning_attn,
+        lightning.chunk_simple_gla,
+        lightning.chunk_gated_delta_rule,
+        lightning.linear_attention_decode,
+        lightning.linear_attention_commit,
+        lite.lite_attention,
+    )
+}
+
+
+def good(function: str) -> dict[str, Any]:
+    """Arguments that are accepted."""
+    batch = 1 if function == "lightning_attn_fwd_varlen" else B
+    q, k, v = torch.randn(batch, T, H, K), torch.randn(batch, T, H, K), torch.randn(batch, T, HV, V)
+    decay = torch.rand(HV)
+    gates = {"beta": torch.rand(batch, T, HV), "scale": 0.5}
+    match function:
+        case "chunk_kda":
+            return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV, K), **gates}
+        case "chunk_gated_delta_rule":
+            return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV), **gates}
+        case "lightning_attn_fwd":
+            return {"q": q, "k": k, "v": v, "decay": decay}
+        case "lightning_attn_fwd_varlen":
+            return {
+                "q": q, "k": k, "v": v, "decay": decay, "cu_seqlens": torch.tensor([0, 1, T]),
+                "state_pool": torch.randn(5, HV, K, V),
+                "initial_state_indices": torch.tensor([4, -1], dtype=torch.int32),
+            }  # fmt: skip
+        case "chunk_lightning_attn":
+            return {"q": q, "k": k, "v": v, "layer_idx": 1, "num_layers": 4}
+        case "chunk_simple_gla":
+            return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV)}
+        case "linear_attention_decode" | "linear_attention_commit":
+            found: dict[str, Any] = {
+                "q": q, "k": k, "v": v, "state": torch.randn(5, HV, K, V), "decay": decay,
+                "state_indices": torch.tensor([3, 0], dtype=torch.int32),
+            }  # fmt: skip
+            if function == "linear_attention_commit":
+                del found["q"]
+                found["num_accepted"] = torch.tensor([1, 2], dtype=torch.int32)
+            return found
+        case "lite_attention":
+            return {
+                "q": torch.randn(B, 9, 4, K),
+                "k": torch.randn(B, 7, 2, K),
+                "v": torch.randn(B, 7, 2, V),
+                "block_m": 4,
+                "block_n": 2,
+            }
+    raise AssertionError(function)
+
+
+# A case: function, argument to blame, what to change (a value or a function of the good arguments), error, what the
+# message says was expected. `q` and the like stand for the good tensors.
+Case = tuple[str, str, dict[str, Any], type[Exception], str]
+PREFILL = ("chunk_kda", "lightning_attn_fwd", "lightning_attn_fwd_varlen", "chunk_lightning_attn", "chunk_simple_gla",
+           "chunk_gated_delta_rule")  # fmt: skip
+PACKED = (
+    "chunk_kda",
+    "lightning_attn_fwd_varlen",
+    "chunk_lightning_attn",
+    "chunk_simple_gla",
+    "chunk_gated_delta_rule",
+)
+DENSE = tuple(name for name in PREFILL if name != "lightning_attn_fwd_varlen")
+DELTA = ("chunk_kda", "chunk_gated_delta_rule")
+DECODE = ("linear_attention_decode", "linear_attention_commit")
+META = torch.device("meta")
+
+
+def change(name: str, f: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    return {name: lambda args: f(args[name])}
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values with a gap between the elements of the last dimension."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def cases() -> list[Case]:
+    found: list[Case] = []
+
+    def add(
+        functions: tuple[str, ...] | str,
+        blamed: str,
+        changes: dict[str, Any],
+        error: type[Exception],
+        expected: str,
+    ) -> None:
+        for function in (functions,) if isinstance(functions, str) else functions:
+            found.append((function, blamed, changes, error, expected))
+
+    def tensor(
+        functions: tuple[str, ...] | str,
+        name: str,
+        like: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """What is wrong with any tensor: no tensor, another device."""
+        value = like or (lambda args: args[name])
+        add(
+            functions,
+            name,
+            {**more, name: lambda args: value(args).tolist()},
+            TypeError,
+            "a torch.Tensor, got list",
+        )
+        add(
+            functions,
+            name,
+            {**more, name: lambda args: value(args).to(META)},
+            ValueError,
+            "a tensor on cpu",
+        )
+
+    for function in FUNCTIONS:
+        names = ("k", "v") if function == "linear_attention_commit" else ("q", "k", "v")
+        for name in names:
+            add(function, name, {name: 1.0}, TypeError, "a torch.Tensor, got float")
+            add(function, name, change(name, lambda x: x[0]), ValueError, "")
+            if function not in DECODE or name != "k":
+                add(
+                    function,
+                    name,
+                    change(name, strided),
+                    ValueError,
+                    "a contiguous last dimension, got strides",
+                )
+        add(
+            function,
+            names[0],
+            change(names[0], torch.Tensor.int),
+            TypeError,
+            "bfloat16, float16, float32 or float64, got int32",
+        )
+        add(
+            function,
+            names[1],
+            change(names[1], torch.Tensor.half),
+            TypeError,
+            "float32, the dtype of",
+        )
+        add(
+            function,
+            names[1],
+            change(names[1], lambda x: x.to(META)),
+            ValueError,
+            "a tensor on cpu, the device of",
+        )
+        if function != "lite_attention":
+            add(
+                function,
+                "v",
+                change("v", lambda x: x[:, :, :3]),
+                ValueError,
+                "heads HV that is a multiple of H = 2, got 3",
+            )
+            add(
+                function,
+                "v",
+                change("v", lambda x: x[:, :2]),
+                ValueError,
+                "shape [B, T, HV, V] with B, T",
+            )
+            add(
+                function,
+                "v",
+                change("v", lambda x: x[..., :0]),
+                ValueError,
+                "a head dimension of at least 1",
+            )
+        if function in PREFILL:
+            add(function, "k", change("k", lambda x: x[:, :, :1]), ValueError, "the shape of q")
+        add(function, "impl", {"impl": "nothing"}, ValueError, "'auto' or one of")
+        add(function, "impl", {"impl": None}, TypeError, "a str, got NoneType")
+        if function != "linear_attention_commit":
+            for bad, error in (
+                ("1", TypeError),
+                (True, TypeError),
+                (float("inf"), ValueError),
+                (float("nan"), ValueError),
+            ):
+                add(
+                    function,
+                    "scale",
+                    {"scale": bad},
+                    error,
+                    "a float or None" if error is TypeError else "a finite number",
+                )
+        if function not in ("lite_attention", "linear_attention_commit"):
+            zeros = {"out": lambda args: torch.zeros_like(args["v"])}
+            tensor(function, "out", zeros["out"])
+            add(
+                function,
+                "out",
+                {"out": lambda args: torch.zeros_like(args["v"]).double()},
+                TypeError,
+                "float32, the dtype of v, got float64",
+            )
+            add(
+                function,
+                "out",
+                {"out": lambda args: torch.zeros_like(args["v"])[:, 1:]},
+                ValueError,
+                "the shape of v",
+            )
+            add(
+                function,
+                "out",
+                {"out": lambda args: strided(torch.zeros_like(args["v"]))},
+                ValueError,
+                "a contiguous last dimension",
+            )
+        if function in DENSE:
+            grad = {**zeros, "q": lambda args: args["q"].clone().requires_grad_()}
+            add(function, "out", grad, ValueError, "None when gradients are required")
+        if function != "lite_attention":
+            add(function, "state_v_first", {"state_v_first": 1}, TypeError, "a bool, got int")
+        if function in PREFILL:
+            add(
+                function,
+                "output_final_state",
+                {"output_final_state": None},
+                TypeError,
+                "a bool, got NoneType",
+            )
+
+    state = {"initial_state": lambda args: torch.zeros(B, HV, K, V)}
+    tensor(DENSE, "initial_state", state["initial_state"])
+    add(
+        DENSE,
+        "initial_state",
+        {"initial_state": lambda args: torch.zeros(B, HV, K, V).half()},
+        TypeError,
+        "float32, got float16",
+    )
+    add(
+        DENSE,
+        "initial_state",
+        {"initial_state": lambda args: torch.zeros(B, HV, V, K)},
+        ValueError,
+        "shape [N, HV, K, V] = [N, 4, 8, 6]",
+    )
+    add(
+        DENSE,
+        "initial_state",
+        {**state, "state_v_first": True},
+        ValueError,
+        "shape [N, HV, V, K] = [N, 4, 6, 8]",
+    )
+    add(
+        DENSE,
+        "initial_state",
+        {"initial_state": lambda args: torch.zeros(B + 1, HV, K, V)},
+        ValueError,
+        "one state per sequence, N = 2, got 3",
+    )
+    add(
+        DENSE,
+        "initial_state",
+        {"initial_state": lambda args: strided(torch.zeros(B, HV, K, V))},
+        ValueError,
+        "matrices with one contiguous",
+    )
+
+    def packed(cu: Any, name: str = "cu_seqlens", **more: Any) -> dict[str, Any]:
+        """The first row of the batch, packed by `cu`."""
+        cut = {n: (lambda args, n=n: args[n][:1]) for n in ("q", "k", "v", "g", "beta")}
+        return {**cut, name: cu, **more}
+
+    for bad, error, expected in (
+        ([0, T], TypeError, "a torch.Tensor, got list"),
+        (torch.tensor([0.0, T]), TypeError, "int32 or int64, got float32"),
+        (torch.tensor([[0, T]]), ValueError, "shape [N + 1]"),
+        (torch.tensor([], dtype=torch.int32), ValueError, "shape [N + 1], got [0]"),
+        (torch.tensor([0, T], device=META), ValueError, "a tensor on cpu, got meta"),
+        (torch.tensor([[0, 9], [T, 9]])[:, 0], ValueError, "a contiguous tensor, got stride 2"),
+        (torch.tensor([1, T]), ValueError, "a first entry of 0, got 1"),
+        (torch.tensor([0, 2, 1, T]), ValueError, "entries that do not decrease, got [0, 2, 1, 3]"),
+        (torch.tensor([0, T - 1]), ValueError, "a last entry of T = 3, got 2"),
+        (torch.tensor([0, T + 1]), ValueError, "a last entry of T = 3, got 4"),
+    ):  # fmt: skip
+        add(PACKED, "cu_seqlens", packed(bad), error, expected)
+        if isinstance(bad, torch.Tensor):
+            both = packed(torch.tensor([0, T]), cu_seqlens_cpu=bad)
+            for function in (*DELTA, "chunk_simple_gla"):
+                add(function, "cu_seqlens_cpu", both, error, expected)
+    with_cu = packed(torch.tensor([0, 1, T]))
+    three = ("chunk_kda", "chunk_gated_delta_rule", "chunk_simple_gla")
+    add(
+        three,
+        "cu_seqlens_cpu",
+        {"cu_seqlens_cpu": torch.tensor([0, T])},
+        ValueError,
+        "None without cu_seqlens",
+    )
+    add(
+        three,
+        "cu_seqlens_cpu",
+        {**with_cu, "cu_seqlens_cpu": torch.tensor([0, T])},
+        ValueError,
+        "the shape of cu_seqlens, [3], got [2]",
+    )
+    add(
+        three,
+        "q",
+        {"cu_seqlens": torch.tensor([0, 1, T])},
+        ValueError,
+        "a packed batch of B = 1 because cu_seqlens is given, got B = 2",
+    )
+    add(
+        three,
+        "initial_state",
+        {**with_cu, "initial_state": torch.zeros(1, HV, K, V)},
+        ValueError,
+        "one state per sequence, N = 2, got 1",
+    )
+
+    for name in ("g", "beta"):
+        tensor(DELTA, name)
+        add(
+            DELTA,
+            name,
+            change(name, torch.Tensor.long),
+            TypeError,
+            "bfloat16, float16, float32 or float64, got int64",
+        )
+        add(DELTA, name, change(name, lambda x: x[:, :, :H]), ValueError, "shape [B, T, HV")
+        add(DELTA, name, change(name, strided), ValueError, "a contiguous last dimension")
+    tensor("chunk_simple_gla", "g")
+    add(
+        "chunk_simple_gla",
+        "g",
+        change("g", lambda x: x[..., None]),
+        ValueError,
+        "shape [B, T, HV] = [2, 3, 4]",
+    )
+    add(
+        "chunk_simple_gla",
+        "g_gamma",
+        {"g_gamma": torch.zeros(HV)},
+        ValueError,
+        "None when g is given",
+    )
+    for function, name, sign in (
+        ("chunk_simple_gla", "g_gamma", -1),
+        ("lightning_attn_fwd", "decay", 1), ("lightning_attn_fwd_varlen", "decay", 1),
+        ("linear_attention_decode", "decay", 1), ("linear_attention_commit", "decay", 1),
+    ):  # fmt: skip
+        alone = {"g": None} if name == "g_gamma" else {}
+        for value, error, expected in (
+            ([0.0] * HV, TypeError, "a torch.Tensor, got list"),
+            (torch.zeros(HV).half(), TypeError, "float32, got float16"),
+            (torch.zeros(H), ValueError, "shape [HV] = [4], got [2]"),
+            (torch.zeros(HV, 1), ValueError, "shape [HV] = [4], got [4, 1]"),
+            (torch.zeros(HV, device=META), ValueError, "a tensor on cpu, got meta"),
+            (torch.zeros(HV, 2)[:, 0], ValueError, "a contiguous last dimension"),
+            (torch.tensor([0.0, 1.0, -0.5, 1.0]) * sign, ValueError, f"values {'>=' if sign > 0 else '<='} 0"),
+            (torch.tensor([0.0, float("nan"), 0.0, 0.0]), ValueError, f"values {'>=' if sign > 0 else '<='} 0"),
+        ):  # fmt: skip
+            add(function, name, {**alone, name: value}, error, expected)
+
+    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(HV)}
+    for name in (
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+    ):
+        add(DELTA, name, {name: 1}, TypeError, "a bool, got int")
+    add(
+        DELTA,
+        "allow_neg_eigval",
+        {"allow_neg_eigval": True},
+        ValueError,
+        "use_beta_sigmoid_in_kernel=True with it",
+    )
+    add(DELTA, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
+    add(
+        DELTA,
+        "A_log",
+        {"A_log": torch.zeros(HV)},
+        ValueError,
+        "None unless use_gate_in_kernel=True",
+    )
+    add(
+        DELTA,
+        "dt_bias",
+        {"dt_bias": torch.zeros(HV)},
+        ValueError,
+        "None unless use_gate_in_kernel=True",
+    )
+    add(
+        DELTA,
+        "A_log",
+        {"use_gate_in_kernel": True},
+        ValueError,
+        "a tensor because use_gate_in_kernel=True, got None",
+    )
+    tensor(DELTA, "A_log", lambda args: torch.zeros(HV), use_gate_in_kernel=True)
+    add(DELTA, "A_log", {**gate, "A_log": torch.zeros(H)}, ValueError, "shape [HV] = [4], got [2]")
+    add(
+        DELTA,
+        "A_log",
+        {**gate, "A_log": torch.zeros(HV).bfloat16()},
+        TypeError,
+        "float32, got bfloat16",
+    )
+    add(DELTA, "dt_bias", {**gate, "dt_bias": [0.0]}, TypeError, "a torch.Tensor, got list")
+    add(DELTA, "dt_bias", {**gate, "dt_bias": torch.zeros(HV + 1)}, ValueError, "shape [")
+    add(
+        DELTA,
+        "dt_bias",
+        {**gate, "dt_bias": torch.zeros(HV * K, dtype=torch.int32)},
+        TypeError,
+        "bfloat16, float16",
+    )
+    add(
+        "chunk_kda",
+        "dt_bias",
+        {**gate, "dt_bias": torch.zeros(HV)},
+        ValueError,
+        "shape [32] or shape [4, 8], got [4]",
+    )
+    add(
+        "chunk_kda",
+        "dt_bias",
+        {**gate, "dt_bias": torch.zeros(HV * K, device=META)},
+        ValueError,
+        "a tensor on cpu, got meta",
+    )
+
+    for name in ("safe_gate", "disable_recompute", "return_intermediate_states"):
+        add("chunk_kda", name, {name: "yes"}, TypeError, "a bool, got str")
+    for changes, error, expected in (
+        (
+            {"safe_gate": True, **gate},
+            ValueError,
+            "a float because safe_gate and use_gate_in_kernel are True, got None",
+        ),
+        (
+            {"safe_gate": True, "lower_bound": -5.5},
+            ValueError,
+            "a float in [-5, 0) because safe_gate is True, got -5.5",
+        ),
+        ({"safe_gate": True, "lower_bound": 0.0}, ValueError, "a float in [-5, 0)"),
+        (
+            {"lower_bound": -1.0},
+            ValueError,
+            "None unless safe_gate or use_gate_in_kernel is True, got -1.0",
+        ),
+        ({**gate, "lower_bound": 1.0}, ValueError, "a finite float < 0, got 1.0"),
+        ({**gate, "lower_bound": float("-inf")}, ValueError, "a finite float < 0"),
+        ({**gate, "lower_bound": float("nan")}, ValueError, "a finite float < 0"),
+        ({**gate, "lower_bound": "-5"}, TypeError, "a float or None, got str"),
+    ):
+        add("chunk_kda", "lower_bound", changes, error, expected)
+    for bad in ("always", 1, None, 0.0):
+        add(
+            "chunk_kda",
+            "use_intracard_cp",
+            {"use_intracard_cp": bad},
+            ValueError,
+            "'auto', True or False",
+        )
+    states = {"return_intermediate_states": True}
+    add(
+        "chunk_kda",
+        "return_intermediate_states",
+        {**states, "disable_recompute": True},
+        ValueError,
+        "disable_recompute=False with it",
+    )
+    grad = {"beta": lambda args: args["beta"].clone().requires_grad_()}
+    add("chunk_kda", "return_intermediate_states", {**states, **grad}, ValueError, "no gradients")
+
+    for bad, error, expected in (
+        ([[0, 0]], TypeError, "a torch.Tensor"),
+        (torch.zeros(1, 2), TypeError, "int32 or int64, got float32"),
+        (torch.zeros(2, dtype=torch.int32), ValueError, "shape [chunks, 2], got [2]"),
+        (torch.zeros(1, 2, dtype=torch.int32, device=META), ValueError, "a tensor on cpu"),
+    ):  # fmt: skip
+        add(
+            "chunk_gated_delta_rule",
+            "chunk_indices",
+            {**with_cu, "chunk_indices": bad},
+            error,
+            expected,
+        )
+    indices = torch.zeros(1, 2, dtype=torch.int32)
+    add(
+        "chunk_gated_delta_rule",
+        "chunk_indices",
+        {"chunk_indices": indices},
+        ValueError,
+        "None without cu_seqlens",
+    )
+
+    for name, value, error, expected in (
+        ("layer_idx", 1.0, TypeError, "an int, got float"),
+        ("layer_idx", 4, ValueError, "an int in [0, num_layers) = [0, 4), got 4"),
+        ("layer_idx", -1, ValueError, "an int in [0, num_layers)"),
+        ("num_layers", True, TypeError, "an int, got bool"),
+        ("num_layers", 0, ValueError, "an int >= 1, got 0"),
+    ):
+        add("chunk_lightning_attn", name, {name: value}, error, expected)
+
+    for function, pool, rows in (
+        ("lightning_attn_fwd_varlen", "state_pool", "initial_state_indices"),
+        *((function, "state", "state_indices") for function in DECODE),
+    ):
+        tensor(function, pool)
+        tensor(function, rows)
+        add(function, pool, change(pool, torch.Tensor.int), TypeError, "float32")
+        add(
+            function,
+            pool,
+            change(pool, lambda x: x[:, :H]),
+            ValueError,
+            "shape [pool, HV, K, V] = [pool, 4, 8, 6]",
+        )
+        add(
+            function,
+            pool,
+            {"state_v_first": True},
+            ValueError,
+            "shape [pool, HV, V, K] = [pool, 4, 6, 8]",
+        )
+        add(
+            function,
+            pool,
+            change(pool, strided),
+            ValueError,
+            "matrices with one contiguous dimension",
+        )
+        too_few = {pool: torch.zeros(1, HV, K, V), rows: None}
+        add(function, pool, too_few, ValueError, f"= 2 states because {rows} is None, got 1")
+        add(function, rows, change(rows, torch.Tensor.long), TypeError, "int32, got int64")
+        add(function, rows, change(rows, lambda x: x[:1]), ValueError, "= [2], got [1]")
+        add(
+            function,
+            rows,
+            change(rows, lambda x: x + 5),
+            ValueError,
+            "values below the 5 states of",
+        )
+    add(
+        "lightning_attn_fwd_varlen",
+        "initial_state_indices",
+        {"state_pool": None},
+        ValueError,
+        "None without a state_pool",
+    )
+    grad = {"v": lambda args: args["v"].clone().requires_grad_()}
+    add("lightning_attn_fwd_varlen", "state_pool", grad, ValueError, "no gradients with it")
+
+    for function in DECODE:
+        for name in ("k", "v", "state", "decay"):
+            wants = change(name, lambda x: x.clone().requires_grad_())
+            add(function, name, wants, ValueError, "no gradient, the state is updated in place")
+        for length in (0, 9):
+            long = {
+                n: (lambda args, n=n, m=length: args[n].repeat(1, 3, 1, 1)[:, :m])
+                for n in ("q", "k", "v")
+            }
+            add(function, "k", long, ValueError, f"1 to 8 tokens T, got {length}")
+        bf16 = {"state": lambda args: args["state"].bfloat16()}
+        add(
+            function,
+            "rounding_seed",
+            {"rounding_seed": 1},
+            ValueError,
+            "None unless the state is bfloat16",
+        )
+        for seed, error, expected in (
+            (1.5, TypeError, "an int, an int64 tensor"),
+            (True, TypeError, "an int, an int64 tensor"),
+            (1 << 63, ValueError, "a 64-bit integer"),
+            (torch.ones(1, dtype=torch.int32), TypeError, "int64, got int32"),
+            (torch.ones(2, dtype=torch.int64), ValueError, "one element, shape [1], got [2]"),
+            (torch.ones(1, dtype=torch.int64, device=META), ValueError, "a tensor on cpu"),
+        ):
+            add(function, "rounding_seed", {**bf16, "rounding_seed": seed}, error, expected)
+    add(
+        "linear_attention_decode",
+        "q",
+        change("q", lambda x: x[:, :, :1]),
+        ValueError,
+        "the shape of k",
+    )
+    add(
+        "linear_attention_decode",
+        "q",
+        change("q", lambda x: x.clone().requires_grad_()),
+        ValueError,
+        "no gradient",
+    )
+    add("linear_attention_decode", "commit", {"commit": 0}, TypeError, "a bool, got int")
+    tensor("linear_attention_commit", "num_accepted")
+    add(
+        "linear_attention_commit",
+        "num_accepted",
+        change("num_accepted", torch.Tensor.long),
+        TypeError,
+        "int32, got int64",
+    )
+    add(
+        "linear_attention_commit",
+        "num_accepted",
+        change("num_accepted", lambda x: x[:1]),
+        ValueError,
+        "shape [B] = [2], got [1]",
+    )
+
+    lite_name = "lite_attention"
+    add(
+        lite_name,
+        "k",
+        change("k", lambda x: x[..., 1:]),
+        ValueError,
+        "shape [B, Sk, Hkv, D] with B = 2 and D = 8",
+    )
+    add(
+        lite_name,
+        "k",
+        {n: (lambda args, n=n: args[n][:, :, [0, 1, 1]]) for n in ("k", "v")},
+        ValueError,
+        "Hkv that divides Hq = 4, got 3",
+    )
+    add(
+        lite_name,
+        "v",
+        change("v", lambda x: x[:, 1:]),
+        ValueError,
+        "shape [B, Sk, Hkv, DV] with B, Sk, Hkv",
+    )
+    add(
+        lite_name,
+        "v",
+        change("v", lambda x: x[..., :0]),
+        ValueError,
+        "a head dimension of at least 1",
+    )
+    for name in ("block_m", "block_n"):
+        add(lite_name, name, {name: 0}, ValueError, "an int >= 1, got 0")
+        add(lite_name, name, {name: 8.0}, TypeError, "an int, got float")
+    for bad, error in ((0, ValueError), (2, ValueError), (1.0, TypeError), (True, TypeError)):
+        add(lite_name, "direction", {"direction": bad}, error, "1 or -1")
+    add(lite_name, "threshold", {"threshold": "low"}, TypeError, "a float, got str")
+    add(
+        lite_name,
+        "threshold",
+        {"threshold": float("nan")},
+        ValueError,
+        "a number in log2 units, or an infinity",
+    )
+    mask = torch.ones(B, 4, 3, 4, dtype=torch.bool)
+    for name in ("read_mask", "must_do"):
+        add(lite_name, name, {name: mask.tolist()}, TypeError, "a torch.Tensor, got list")
+        add(lite_name, name, {name: mask.int()}, TypeError, "bool, got int32")
+        add(lite_name, name, {name: mask.to(META)}, ValueError, "a tensor on cpu")
+        add(lite_name, name, {name: mask[..., :3]}, ValueError, "[B, Hq, Mt, Nt] = [2, 4, 3, 4]")
+    add(lite_name, "read_mask", {"read_mask": mask[:1]}, ValueError, "shape [B, Hq, Mt, Nt]")
+    add(lite_name, "must_do", {"must_do": mask[None]}, ValueError, "a shape that broadcasts")
+    return found
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
+def test_wrong_argument_is_named_and_nothing_changes(case: Case) -> None:
+    function, blamed, changes, error, expected = case
+    base = good(function)
+    parameters = inspect.signature(FUNCTIONS[function]).parameters
+    arguments = dict(base)
+    for name, value in changes.items():
+        # `packed` cuts every activation there is; a function that lacks one goes without.
+        if name in base or (name in parameters and name not in ("q", "k", "v", "g", "beta")):
+            arguments[name] = value(base) if callable(value) else value
+    before = {
+        n: (x.detach().clone(), x._version)
+        for n, x in arguments.items()
+        if isinstance(x, torch.Tensor)
+    }
+    with pytest.raises(error, match=f"^{blamed}: expected .*{re.escape(expected)}") as caught:
+        FUNCTIONS[function](**arguments)
+    assert type(caught.value) is error
+    for name, (values, version) in before.items():
+        assert arguments[name]._version == version, name
+        if arguments[name].device.type == "cpu":
+            assert torch.equal(
+                torch.nan_to_num(arguments[name].detach()), torch.nan_to_num(values)
+            ), name
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_argument_has_a_case(function: str) -> None:
+    covered = {blamed for name, blamed, *_ in CASES if name == function}
+    assert covered == set(inspect.signature(FUNCTIONS[function]).parameters)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_good_arguments_are_accepted(function: str) -> None:
+    FUNCTIONS[function](**good(function))
+
+
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "lite_attention"])
+def test_strided_views_and_transposed_states_are_accepted(function: str) -> None:
+    """A view with gaps between rows gives what its contiguous copy gives."""
+    base = good(function)
+    wide = dict(base)
+    for name in ("q", "k", "v", "g", "beta"):
+        if isinstance(base.get(name), torch.Tensor):
+            wide[name] = torch.cat((base[name], base[name]), -1)[..., : base[name].shape[-1]]
+            assert not wide[name].is_contiguous()
+    pool = next((name for name in ("state", "state_pool") if name in base), None)
+    if pool:
+        wide[pool] = base[pool].mT.contiguous().mT
+    for x, y in zip(
+        _tensors(FUNCTIONS[function](**base)), _tensors(FUNCTIONS[function](**wide)), strict=True
+    ):
+        torch.testing.assert_close(x, y)
+    if pool:
+        torch.testing.assert_close(wide[pool], base[pool])
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_checks_read_no_device(function: str) -> None:
+    """On meta tensors, which have no contents, everything that looks at contents would raise."""
+    arguments = {
+        n: x.to(META) if isinstance(x, torch.Tensor) else x for n, x in good(function).items()
+    }
+    result = FUNCTIONS[function](**arguments)
+    assert all(x.device == META for x in _tensors(result))
+
+
+def test_scale_may_be_any_finite_number() -> None:
+    base = good("lightning_attn_fwd")
+    one, _ = lightning.lightning_attn_fwd(**base, scale=1)
+    for scale in (0, 0.0, -2.5):
+        found, _ = lightning.lightning_attn_fwd(**base, scale=scale)
+        torch.testing.assert_close(found, one * scale)

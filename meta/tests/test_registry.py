@@ -1,0 +1,417 @@
+"""Discovery, resolution and explanation, with kernel packages made up for the purpose."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cula
+from cula import _env, _registry
+from cula._registry import COMMON_FACTS, FACTS, KERNELS_ONLY, OPS, explain, resolve
+
+CPU = torch.device("cpu")
+GLA = (torch.float32, 16, 16, False, None, None, False, 1, False, False, False)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel package, no settings, nothing decided; and the same afterwards."""
+    for name in ("CULA_IMPL", "CULA_DISABLE", "CULA_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_registry, "FIRST_PARTY", ())
+    monkeypatch.setattr(_registry, "entry_points", lambda group: ())
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    _env.env.cache_clear()
+    _registry.refresh()
+
+
+def make_spec(**changes: Any) -> types.ModuleType:
+    """A spec module for simple GLA that claims to run on the CPU, so that it can be chosen here."""
+    spec = types.ModuleType("made_up._spec")
+    facts: dict[str, Any] = {
+        "NAME": "made-up",
+        "OP": "lightning.prefill",
+        "ARCHS": ("cpu", "sm90"),
+        "PRIORITY": 10,
+        "supports": lambda **problem: None,
+        "load": lambda function: lambda *args, **kwargs: f"{function} by made-up",
+        **changes,
+    }
+    for name, value in facts.items():
+        if value is not None:
+            setattr(spec, name, value)
+    return spec
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs spec modules behind entry points."""
+
+    def install(*specs: types.ModuleType | str) -> None:
+        points = []
+        for i, spec in enumerate(specs):
+            module = spec if isinstance(spec, str) else f"made_up_{i}._spec"
+            if not isinstance(spec, str):
+                monkeypatch.setitem(
+                    sys.modules,
+                    module.partition(".")[0],
+                    types.ModuleType(module.partition(".")[0]),
+                )
+                monkeypatch.setitem(sys.modules, module, spec)
+            points.append(EntryPoint(name=f"point{i}", value=module, group="cula.kernels"))
+        monkeypatch.setattr(_registry, "entry_points", lambda group: tuple(points))
+        _forget()
+
+    return install
+
+
+def rows(op: str = "lightning.prefill", **problem: Any) -> dict[str, tuple[str, str | None]]:
+    return {row.name: (row.verdict, row.reason) for row in explain(op, arch="cpu", **problem).rows}
+
+
+def test_builtin_implementations_of_every_op() -> None:
+    assert set(OPS) == {
+        "lightning.decode", "lightning.prefill", "lightning.gated_delta_rule", "kda.prefill", "lite.attention",
+    }  # fmt: skip
+    for op in OPS:
+        names = [i.name for i in _registry.implementations(op)]
+        assert names == (["reference"] if op == "lite.attention" else ["fla", "reference"])
+    assert {function for functions in OPS.values() for function in functions} == set(FACTS)
+
+
+def test_entry_point_is_found_and_preferred(install: Callable[..., None]) -> None:
+    install(make_spec())
+    assert rows()["made-up"] == ("chosen", None)
+    assert rows()["reference"] == ("available", None)
+    assert resolve("chunk_simple_gla", "auto", CPU, *GLA)() == "chunk_simple_gla by made-up"
+    assert resolve("chunk_simple_gla", "made-up", CPU, *GLA)() == "chunk_simple_gla by made-up"
+    assert resolve("chunk_simple_gla", "reference", CPU, *GLA) is cula.reference.chunk_simple_gla
+
+
+def test_lower_priority_number_wins(install: Callable[..., None]) -> None:
+    install(make_spec(NAME="slow", PRIORITY=20), make_spec(NAME="fast", PRIORITY=5))
+    assert [row.name for row in explain("lightning.prefill", arch="cpu").rows][:2] == [
+        "fast",
+        "slow",
+    ]
+    assert explain("lightning.prefill", arch="cpu").chosen == "fast"
+
+
+def test_one_spec_may_offer_several_ops(install: Callable[..., None]) -> None:
+    install(make_spec(OP=("lightning.prefill", "lightning.gated_delta_rule")))
+    assert explain("lightning.gated_delta_rule", arch="cpu").chosen == "made-up"
+    assert "made-up" not in rows("kda.prefill")
+
+
+def test_source_tree_is_found_without_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "made_up_tree"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "_spec.py").write_text(
+        "NAME, OP, ARCHS, PRIORITY = 'tree', 'kda.prefill', ('cpu',), 10\n"
+        "def supports(**problem): return None\n"
+        "def load(function): return lambda: function\n"
+    )
+    (tmp_path / "made_up_directory").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(
+        _registry, "FIRST_PARTY", ("made_up_tree", "made_up_absent", "made_up_directory")
+    )
+    _forget()
+    assert explain("chunk_kda", arch="cpu").chosen == "tree"
+    assert _registry.broken() == ()
+    # Found twice, by metadata and by probing, it still counts once.
+    point = EntryPoint(name="tree", value="made_up_tree._spec", group="cula.kernels")
+    monkeypatch.setattr(_registry, "entry_points", lambda group: (point,))
+    _forget()
+    assert [i.name for i in _registry.implementations("kda.prefill")] == [
+        "tree",
+        "fla",
+        "reference",
+    ]
+    assert _registry.broken() == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"load": None}, "AttributeError: made_up._spec lacks load"),
+        ({"NAME": None, "ARCHS": None}, "AttributeError: made_up._spec lacks NAME, ARCHS"),
+        ({"OP": "kda.decode"}, "ValueError: made_up._spec.OP: expected one of lightning.decode"),
+        ({"NAME": "reference"}, "ValueError: made_up._spec.NAME: 'reference' is reserved"),
+        (
+            {"PRIORITY": 1000},
+            "ValueError: made_up._spec.PRIORITY: expected an int in [0, 1000), got 1000",
+        ),
+    ],
+)
+def test_unusable_spec_is_reported_and_harmless(
+    install, changes: dict[str, Any], error: str
+) -> None:
+    install(make_spec(**changes), make_spec(NAME="good"))
+    verdict, reason = rows()["made_up_0"]
+    assert verdict == "refused" and reason is not None and reason.startswith(error)
+    assert explain("lightning.prefill", arch="cpu").chosen == "good"
+
+
+def test_spec_that_cannot_be_imported_is_reported(install: Callable[..., None]) -> None:
+    install("made_up_nowhere._spec")
+    assert rows()["made_up_nowhere"] == (
+        "refused",
+        "ModuleNotFoundError: No module named 'made_up_nowhere'",
+    )
+    assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is cula.reference.chunk_simple_gla
+
+
+def test_second_spec_of_a_name_is_reported(install: Callable[..., None]) -> None:
+    install(make_spec(), make_spec(PRIORITY=1))
+    assert rows()["made_up_1"] == ("refused", "the name 'made-up' is taken")
+    assert rows()["made-up"] == ("chosen", None)
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"supports": lambda **p: "only on Sundays"}, "only on Sundays"),
+        ({"supports": lambda **p: _raise(KeyError("dtype"))}, "KeyError: 'dtype'"),
+        ({"load": lambda f: _raise(ImportError("no cutlass"))}, "ImportError: no cutlass"),
+        ({"ARCHS": ("sm80", "sm90")}, "needs a CUDA device (sm80, sm90), the device here is cpu"),
+    ],
+)
+def test_refusal_falls_back_under_auto_and_raises_when_asked_for(
+    install, changes, reason: str
+) -> None:
+    install(make_spec(**changes))
+    assert rows()["made-up"] == ("refused", reason)
+    assert rows()["reference"] == ("chosen", None)
+    assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is cula.reference.chunk_simple_gla
+    with pytest.raises(RuntimeError) as caught:
+        resolve("chunk_simple_gla", "made-up", CPU, *GLA)
+    message = str(caught.value)
+    assert (
+        message
+        == f"impl='made-up' cannot serve lightning.prefill.chunk_simple_gla on cpu: {reason}"
+    )
+    with pytest.raises(
+        RuntimeError, match="no kernel serves lightning.prefill.chunk_simple_gla on cpu: made-up: "
+    ):
+        resolve("chunk_simple_gla", KERNELS_ONLY, CPU, *GLA)
+
+
+def test_kernels_only_without_kernels() -> None:
+    with pytest.raises(RuntimeError, match="on cpu: no kernel package for it is installed$"):
+        resolve("chunk_simple_gla", KERNELS_ONLY, CPU, *GLA)
+
+
+def test_architecture_that_a_kernel_does_not_list(install: Callable[..., None]) -> None:
+    install(make_spec(ARCHS=("sm90",)))
+    row = explain("lightning.prefill", arch="sm75").rows[0]
+    assert row.reason == "needs one of sm90, the device here is sm75"
+
+
+def test_unknown_impl_lists_the_known_ones(install: Callable[..., None]) -> None:
+    install(make_spec())
+    message = "impl: expected 'auto' or one of made-up, fla, reference for lightning.prefill, got 'made_up'"
+    for call in (
+        lambda: resolve("chunk_simple_gla", "made_up", CPU, *GLA),
+        lambda: explain("lightning.prefill", impl="made_up"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for bad in (None, 3, ["reference"]):
+        with pytest.raises(TypeError, match=f"impl: expected a str, got {type(bad).__name__}"):
+            resolve("chunk_simple_gla", bad, CPU, *GLA)  # type: ignore[arg-type]
+
+
+def test_supports_sees_the_problem_by_name(install: Callable[..., None]) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def supports(**problem: Any) -> None:
+        seen.append(problem)
+
+    for op, functions in OPS.items():
+        install(make_spec(OP=op, supports=supports))
+        for function in functions:
+            names = COMMON_FACTS + FACTS[function]
+            resolve(function, "auto", CPU, *range(len(names)))
+            expected = {name: i for i, name in enumerate(names)}
+            assert seen.pop() == {"op": op, "function": function, "arch": "cpu", **expected}
+    with pytest.raises(ValueError, match="zip"):
+        resolve("chunk_simple_gla", "auto", CPU, torch.float32)
+
+
+def test_decision_is_made_once(install: Callable[..., None]) -> None:
+    calls: list[str] = []
+    install(
+        make_spec(
+            supports=lambda **p: calls.append("supports"),
+            load=lambda f: calls.append("load") or len,
+        )
+    )
+    for _ in range(3):
+        assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is len
+    assert calls == ["supports", "load"]
+
+
+def test_impl_from_the_environment(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CULA_IMPL", "reference")
+    install(make_spec())
+    assert rows()["made-up"] == ("refused", "reference was asked for")
+    assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is cula.reference.chunk_simple_gla
+    assert resolve("chunk_simple_gla", "made-up", CPU, *GLA)() == "chunk_simple_gla by made-up"
+
+    # It governs the ops that have an implementation of that name, and there it does not fall back.
+    monkeypatch.setenv("CULA_IMPL", "made-up")
+    install(make_spec(supports=lambda **p: "not today"))
+    with pytest.raises(RuntimeError, match="impl='made-up' cannot serve .*: not today"):
+        resolve("chunk_simple_gla", "auto", CPU, *GLA)
+    assert explain("chunk_kda", arch="cpu").chosen == "reference"
+
+    monkeypatch.setenv("CULA_IMPL", "refrence")
+    _forget()
+    with pytest.raises(ValueError, match="CULA_IMPL: expected 'auto' or one of .*, got 'refrence'"):
+        explain("chunk_kda")
+
+
+def test_disable_from_the_environment(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CULA_DISABLE", "made-up, fla")
+    install(make_spec())
+    assert rows()["made-up"] == rows()["fla"] == ("refused", "disabled by CULA_DISABLE")
+    assert rows()["reference"] == ("chosen", None)
+    monkeypatch.setenv("CULA_DISABLE", "made-up,fla,reference")
+    _forget()
+    with pytest.raises(
+        RuntimeError, match="nothing serves .* on cpu: made-up: disabled by CULA_DISABLE; fla: "
+    ):
+        resolve("chunk_simple_gla", "auto", CPU, *GLA)
+    assert explain("lightning.prefill", arch="cpu").chosen is None
+
+
+def test_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _env.env() == _env.Env()
+    monkeypatch.setenv("CULA_DISABLE", "reference")
+    assert _env.env() == _env.Env()
+    monkeypatch.setenv("CULA_LOG", "loud")
+    _env.env.cache_clear()
+    with pytest.raises(
+        ValueError, match="CULA_LOG: expected one of debug, info, warning, error, critical"
+    ):
+        _env.env()
+
+
+def test_decision_is_logged_once(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(make_spec(supports=lambda **p: "not today"))
+    with caplog.at_level(logging.INFO, logger="cula"):
+        for flag in (True, False, True):
+            resolve("chunk_simple_gla", "auto", CPU, *GLA[:-1], flag)
+    assert [record.getMessage() for record in caplog.records] == [
+        "lightning.prefill.chunk_simple_gla on cpu is served by reference; made-up refused: not today; "
+        "fla refused: needs a CUDA device, the device here is cpu"
+    ]
+
+
+def test_log_level_from_the_environment() -> None:
+    code = "import torch, cula; q = torch.ones(1, 2, 1, 4); cula.lightning.lightning_attn_fwd(q, q, q, torch.ones(1))"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("CULA_")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**environment, "CULA_LOG": "info", "CULA_DISABLE": "fla"},
+    )
+    assert [line for line in done.stderr.splitlines() if line.startswith("cula")] == [
+        "cula INFO: lightning.prefill.lightning_attn_fwd on cpu is served by reference; "
+        "fla refused: disabled by CULA_DISABLE"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("kda.prefill", ("kda.prefill", "chunk_kda")),
+        ("chunk_kda", ("kda.prefill", "chunk_kda")),
+        ("kda.chunk_kda", ("kda.prefill", "chunk_kda")),
+        ("lightning.prefill.chunk_simple_gla", ("lightning.prefill", "chunk_simple_gla")),
+        ("linear_attention_commit", ("lightning.decode", "linear_attention_commit")),
+    ],
+)
+def test_explain_takes_ops_and_functions(op: str, expected: tuple[str, str]) -> None:
+    found = explain(op)
+    assert (found.op, found.function) == expected
+
+
+@pytest.mark.parametrize("op", ["chunk_kdA", "kda", "", 3])
+def test_explain_refuses_what_it_does_not_know(op: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"op: expected one of lightning.decode \(linear_attention_decode"
+    ):
+        explain(op)
+    with pytest.raises(
+        ValueError, match="function: expected one of chunk_kda for kda.prefill, got 'nope'"
+    ):
+        explain("kda.prefill", function="nope")
+
+
+def test_explain_refuses_unknown_facts() -> None:
+    with pytest.raises(
+        TypeError,
+        match="head_dim: expected one of dtype, head_dim_k, .* for chunk_kda, got an unknown",
+    ):
+        explain("chunk_kda", head_dim=128)
+    assert (
+        explain("chunk_kda", arch="cpu", tokens=3, varlen=True, safe_gate=True).chosen
+        == "reference"
+    )
+
+
+def test_explanation_is_a_table(install: Callable[..., None]) -> None:
+    install(make_spec(ARCHS=("sm90",)))
+    assert str(explain("chunk_simple_gla", arch="cpu", dtype=torch.float32)) == (
+        "lightning.prefill.chunk_simple_gla on cpu (dtype=torch.float32)\n"
+        "  made-up    refused    needs a CUDA device (sm90), the device here is cpu\n"
+        "  fla        refused    needs a CUDA device, the device here is cpu\n"
+        "  reference  chosen"
+    )
+    assert repr(explain("chunk_kda")) == str(explain("chunk_kda"))
+
+
+def test_reference_refuses_what_it_does_not_do() -> None:
+    found = explain("chunk_kda", arch="cpu", use_intracard_cp=True)
+    assert found.chosen is None
+    assert found.rows[-1].reason == "does not split sequences (use_intracard_cp=True)"
+    assert explain("chunk_kda", arch="cpu", use_intracard_cp=False).chosen == "reference"
+
+
+def test_arch_of_a_device() -> None:
+    assert _registry.arch_of(CPU) == "cpu"
+    assert _registry.arch_of(torch.device("meta")) == "meta"
