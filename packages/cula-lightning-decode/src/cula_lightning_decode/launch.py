@@ -1,0 +1,134 @@
+"""Compiles a Problem for an architecture and launches it. The only host file that imports the DSL."""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from torch import Tensor
+
+from .config import Problem, select, supports_overlap
+from .decode import LightningDecode
+
+_DSL = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
+
+
+def fake_arguments(problem: Problem) -> tuple:
+    """What `cute.compile` needs to know of the arguments: all but dtypes, head dims and tokens is symbolic."""
+    vector = 16 * 8 // getattr(cutlass, _DSL[problem.state_dtype]).width
+    dtype, state_dtype = (
+        getattr(cutlass, _DSL[problem.dtype]),
+        getattr(cutlass, _DSL[problem.state_dtype]),
+    )
+    batch, heads, heads_v = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+    def activation(heads, dim):
+        strides = (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
+        return make_fake_tensor(dtype, (batch, problem.tokens, heads, dim), stride=strides)
+
+    def row(dtype, size):
+        return make_fake_tensor(dtype, (size,), stride=(1,))
+
+    dims = (problem.head_dim_k, problem.head_dim_v)
+    rows, columns = dims[::-1] if problem.state_v_first else dims
+    outer = tuple(cute.sym_int64(divisibility=vector) for _ in range(2))
+    state = make_fake_tensor(
+        state_dtype,
+        (cute.sym_int(), heads_v, rows, columns),
+        stride=(*outer, columns, 1),
+        assumed_align=16,
+    )
+    outputs = problem.mode != "commit"
+    return (
+        activation(heads, problem.head_dim_k) if outputs else None,
+        activation(heads, problem.head_dim_k),
+        activation(heads_v, problem.head_dim_v),
+        state,
+        row(cutlass.Float32, heads_v),
+        row(cutlass.Int32, batch) if problem.indexed else None,
+        row(cutlass.Int32, batch) if problem.mode == "commit" else None,
+        row(cutlass.Int64, 1) if problem.stochastic else None,
+        activation(heads_v, problem.head_dim_v) if outputs else None,
+        cutlass.Float32(1.0),
+    )
+
+
+@functools.cache
+def compile(problem: Problem, arch: str, *options):
+    """A callable for one problem on one architecture ("sm_80", "sm_90a", ...), reused for every size and stride."""
+    kernel = LightningDecode(select(problem, arch), overlap=supports_overlap(arch))
+    return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
+        kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True)
+    )
+
+
+@functools.cache
+def kernel_for(
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    head_dim_k: int,
+    head_dim_v: int,
+    tokens: int,
+    state_v_first: bool,
+    indexed: bool,
+    mode: str,
+    stochastic: bool,
+    device: torch.device,
+):
+    """The compiled kernel for the static facts of a call; compiles on first use (about a second).
+
+    Raises ValueError for facts that no kernel serves, RuntimeError for a GPU that is too old.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise RuntimeError(
+            f"cula-lightning-decode needs compute capability 8.0 or newer; {device} has {major}.{minor}"
+        )
+    names = [str(d).removeprefix("torch.") for d in (dtype, state_dtype)]
+    problem = Problem(
+        *names, head_dim_k, head_dim_v, tokens, state_v_first, indexed, mode, stochastic
+    )
+    if problem.illegal():
+        raise ValueError(problem.illegal())
+    return compile(problem, f"sm_{major}{minor}" + "a" * (major >= 9))
+
+
+def run(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    state_indices: Tensor | None,
+    num_accepted: Tensor | None,
+    rounding_seed: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+    state_v_first: bool,
+    mode: str,
+) -> None:
+    """Launches one call on torch's current stream.
+
+    The compiled host code verifies every dtype, shape, stride, alignment and device in C++ before it launches, which
+    is several times faster than Python could; what it cannot see is verified here. The caller explains the error.
+    """
+    batch, tokens, heads, head_dim_k = k.shape
+    _, _, heads_v, head_dim_v = v.shape
+    if heads_v % heads or (state_indices is None and state.shape[0] < batch):
+        raise ValueError("heads or pool size do not fit")
+    device = k.device
+    kernel = kernel_for(
+        k.dtype, state.dtype, head_dim_k, head_dim_v, tokens, state_v_first,
+        state_indices is not None, mode, rounding_seed is not None, device,
+    )  # fmt: skip
+    if batch == 0:
+        return
+    arguments = (q, k, v, state, decay, state_indices, num_accepted, rounding_seed, out, scale)
+    if device.index == torch.cuda.current_device():
+        kernel(*arguments)
+    else:
+        with torch.cuda.device(device):
+            kernel(*arguments)

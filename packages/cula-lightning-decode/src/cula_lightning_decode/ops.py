@@ -1,0 +1,213 @@
+"""The torch operators: schema, CPU and CUDA implementations, fake. The kernel is imported when a CUDA tensor comes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .check import check_commit, check_decode
+
+torch.library.define(
+    "cula_lightning_decode::decode",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor decay, Tensor? state_indices, Tensor? rounding_seed, "
+    "float scale, bool state_v_first, bool commit, Tensor(b!) out) -> ()",
+)
+torch.library.define(
+    "cula_lightning_decode::commit",
+    "(Tensor k, Tensor v, Tensor(a!) state, Tensor decay, Tensor num_accepted, Tensor? state_indices, "
+    "Tensor? rounding_seed, bool state_v_first) -> ()",
+)
+
+
+def _decode_cpu(
+    q, k, v, state, decay, state_indices, rounding_seed, scale, state_v_first, commit, out
+):
+    reference.linear_attention_decode(
+        q, k, v, state, decay, state_indices=state_indices, scale=scale, state_v_first=state_v_first,
+        out=out, commit=commit, rounding_seed=rounding_seed,
+    )  # fmt: skip
+
+
+def _decode_cuda(
+    q, k, v, state, decay, state_indices, rounding_seed, scale, state_v_first, commit, out
+):
+    mode = "decode" if commit else "verify"
+    seed = rounding_seed if commit else None
+    _launch()(q, k, v, state, decay, state_indices, None, seed, out, scale, state_v_first, mode)
+
+
+def _commit_cpu(k, v, state, decay, num_accepted, state_indices, rounding_seed, state_v_first):
+    reference.linear_attention_commit(
+        k, v, state, decay, num_accepted, state_indices=state_indices, state_v_first=state_v_first,
+        rounding_seed=rounding_seed,
+    )  # fmt: skip
+
+
+def _commit_cuda(k, v, state, decay, num_accepted, state_indices, rounding_seed, state_v_first):
+    _launch()(
+        None, k, v, state, decay, state_indices, num_accepted, rounding_seed, None, 1.0, state_v_first, "commit"
+    )  # fmt: skip
+
+
+for _name, _cpu, _cuda in (
+    ("decode", _decode_cpu, _decode_cuda),
+    ("commit", _commit_cpu, _commit_cuda),
+):
+    torch.library.impl(f"cula_lightning_decode::{_name}", "CPU", _cpu)
+    torch.library.impl(f"cula_lightning_decode::{_name}", "CUDA", _cuda)
+    torch.library.register_fake(f"cula_lightning_decode::{_name}", lambda *_: None)
+
+_decode = torch.ops.cula_lightning_decode.decode.default
+_commit = torch.ops.cula_lightning_decode.commit.default
+
+
+def linear_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    out: Tensor | None = None,
+    commit: bool = True,
+    rounding_seed: Tensor | int | None = None,
+) -> Tensor:
+    """Lightning attention for 1 to 8 new tokens per row, on a pool of states that is updated in place.
+
+    For every row b, value head h and token t in turn, with lambda = exp(-decay[h]) and S the state of the row:
+    `S = lambda * S + k v^T`, then `out = scale * q^T S`. (Lightning Attention-2, arXiv 2401.04658.)
+    The state is read and written once, however many tokens there are.
+
+    Args:
+        q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128, 256}, bfloat16 or float16 (on the CPU also float32, float64).
+            Any strides whose last one is 1.
+        v: `[B, T, HV, V]`, V in {64, 128, 256}, the dtype of q; HV is a multiple of H, and value head h reads query
+            head h // (HV // H).
+        state: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16, the
+            arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A `[.., K, V]`
+            view of `[.., V, K]` storage (or the other way round) is taken as it lies, without a copy.
+        decay: `[HV]` float32, >= 0, in natural log units per token.
+        state_indices: `[B]` int32, the slot of every row. Negative: padding, the output is zero and no state changes.
+            The same slot twice in one call is undefined (it is not checked, because that needs a synchronisation).
+            None: row b uses slot b.
+        scale: factor of the output; None: K ** -0.5.
+        out: `[B, T, HV, V]` tensor to write to; None: allocated.
+        commit: False leaves all states alone and only returns the outputs (speculative verification);
+            `linear_attention_commit` then advances every row by the tokens that were accepted.
+        rounding_seed: None rounds to the nearest. An int, or an int64 tensor of one element (which a CUDA graph can
+            advance between replays), rounds a bfloat16 state stochastically; use a new seed at every step.
+
+    Returns:
+        `[B, T, HV, V]`, the dtype of v.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        RuntimeError: the GPU is older than compute capability 8.0.
+    """
+    state, state_v_first = _as_stored(state, state_v_first)
+    arguments = (
+        q,
+        k,
+        v,
+        state,
+        decay,
+        state_indices,
+        scale,
+        state_v_first,
+        out,
+        commit,
+        rounding_seed,
+    )
+    run = _decode
+    if not _is_plain_cuda_call(k):
+        check_decode(*arguments)
+    # What the compiled host code cannot see; anything unusual is left to the full check.
+    elif (
+        (scale is not None and (type(scale) is not float or not math.isfinite(scale)))
+        or (type(commit) is not bool or type(state_v_first) is not bool)
+        or (rounding_seed is not None and (not commit or state.dtype != torch.bfloat16))
+        or (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad)
+    ):
+        check_decode(*arguments)
+    else:
+        run = _decode_cuda
+    try:
+        if out is None:
+            out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        if scale is None:
+            scale = k.shape[3] ** -0.5
+        seed = _seed_tensor(rounding_seed, k)
+        run(q, k, v, state, decay, state_indices, seed, float(scale), state_v_first, commit, out)
+    except Exception:
+        check_decode(*arguments)
+        raise
+    return out
+
+
+def linear_attention_commit(
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    num_accepted: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    state_v_first: bool = False,
+    rounding_seed: Tensor | int | None = None,
+) -> None:
+    """Advances the state of row b by its first `num_accepted[b]` tokens, in place.
+
+    The second half of speculative decoding: after `linear_attention_decode(..., commit=False)` on T draft tokens, keep
+    the accepted ones. num_accepted: `[B]` int32 on the device, 0..T (larger values count as T, negative ones as 0).
+    The other arguments, the errors and the formula are those of `linear_attention_decode`.
+    """
+    state, state_v_first = _as_stored(state, state_v_first)
+    check_commit(k, v, state, decay, num_accepted, state_indices, state_v_first, rounding_seed)
+    seed = _seed_tensor(rounding_seed, k)
+    _commit(k, v, state, decay, num_accepted, state_indices, seed, state_v_first)
+
+
+def _is_plain_cuda_call(k: Tensor) -> bool:
+    """Whether the launcher may be called directly, without the dispatcher and without checks in Python.
+
+    True for real CUDA tensors outside every tracing mode. The compiled host code then verifies the tensors in C++
+    before it launches, and check.py only explains what was wrong; together this halves the cost of a call.
+    """
+    return (
+        type(k) is Tensor
+        and k.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+@functools.cache
+def _launch():
+    from .launch import run
+
+    return run
+
+
+def _as_stored(state: Tensor, state_v_first: bool) -> tuple[Tensor, bool]:
+    """A transposed view of a pool is the pool in the other layout."""
+    if (
+        isinstance(state, Tensor)
+        and state.dim() == 4
+        and state.stride(3) != 1
+        and state.stride(2) == 1
+    ):
+        return state.transpose(2, 3), not state_v_first
+    return state, state_v_first
+
+
+def _seed_tensor(seed: Tensor | int | None, k: Tensor) -> Tensor | None:
+    if seed is None or isinstance(seed, Tensor):
+        return seed
+    return torch.full((1,), seed, dtype=torch.int64, device=k.device)

@@ -1,0 +1,87 @@
+"""What the tests of this package share; nothing outside this folder is needed to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "gpu: needs a CUDA GPU and fails without one; -m 'not gpu' leaves it out"
+    )
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU; a machine without one fails the test in one line."""
+    if not torch.cuda.is_available():
+        pytest.fail("needs a CUDA GPU; -m 'not gpu' leaves such tests out", pytrace=False)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _make_inputs(
+    batch: int,
+    tokens: int,
+    heads: int,
+    heads_v: int,
+    dim_k: int,
+    dim_v: int,
+    *,
+    pool: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    state_v_first: bool = False,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """q, k, v, state and decay by name; the same numbers on every device, for every dtype and layout."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    pool = batch if pool is None else pool
+    q, k = normal(batch, tokens, heads, dim_k), normal(batch, tokens, heads, dim_k)
+    v, state = normal(batch, tokens, heads_v, dim_v), normal(pool, heads_v, dim_k, dim_v)
+    decay = torch.rand(heads_v, generator=generator, dtype=torch.float32)
+    if state_v_first:
+        state = state.transpose(2, 3).contiguous()
+    tensors = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    tensors |= {"state": state.to(state_dtype), "decay": decay}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="session")
+def make_inputs() -> Callable[..., dict[str, Tensor]]:
+    return _make_inputs
+
+
+def _relative_rmse(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over RMS of `expected`, in fp64; NaN in either gives NaN, which no bound admits."""
+    assert actual.shape == expected.shape
+    difference = actual.double() - expected.double()
+    return (difference.square().sum() / expected.double().square().sum()).sqrt().item()
+
+
+@pytest.fixture(scope="session")
+def relative_rmse() -> Callable[[Tensor, Tensor], float]:
+    return _relative_rmse
+
+
+def _shared_bytes(config: object) -> int:
+    """Shared memory of a tile: every token's k, v and q in fp32 unless the threads read them directly, and one partial
+    output per warp where the rows of a column spread over warps."""
+    problem = config.problem
+    outputs = problem.mode != "commit"
+    staged = 0 if config.direct else problem.head_dim_k * (1 + outputs) + config.tile_v
+    partial = config.threads // 32 * config.tile_v if outputs and not problem.state_v_first else 0
+    return 4 * problem.tokens * (staged + partial)
+
+
+@pytest.fixture(scope="session")
+def shared_bytes() -> Callable[[object], int]:
+    return _shared_bytes

@@ -1,0 +1,402 @@
+"""Every wrong argument, one at a time: the exception, what it says, and that nothing has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cula_lightning_decode
+from cula_lightning_decode import ops
+
+Arguments = dict[str, Any]
+BATCH, TOKENS, HEADS, HEADS_V, DIM_K, DIM_V, POOL = 2, 3, 2, 4, 64, 128, 3
+BOTH = ("decode", "commit")
+ANYWHERE = ("cpu", "cuda")
+# A device that tensors may not be on when the others are on the one named.
+ELSEWHERE = {"cpu": "meta", "cuda": "cpu"}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Arguments that replace good ones, and the refusal: `argument: expected ... `says`..., got ...`got`...`."""
+
+    label: str
+    change: Callable[[Arguments], Arguments]
+    error: type[Exception]
+    argument: str
+    says: str
+    got: str
+    functions: tuple[str, ...] = BOTH
+    devices: tuple[str, ...] = ANYWHERE
+    # The compiled host code of a GPU call cannot see this, so Python must refuse it before.
+    unseen: bool = False
+
+
+def no_tensor(name: str, value: Any, functions: tuple[str, ...] = BOTH) -> Wrong:
+    kind = type(value).__name__
+    return Wrong(
+        f"{name} is a {kind}", lambda a: {name: value}, TypeError, name, "a torch.Tensor", kind, functions
+    )
+
+
+def change(label, name, how, error, says, got, functions=BOTH, **more) -> Wrong:
+    """One tensor of the good ones replaced by a function of itself."""
+    return Wrong(label, lambda a: {name: how(a[name])}, error, name, says, got, functions, **more)
+
+
+def value(name: str, value: Any, error: type[Exception], says: str, got: str, functions=BOTH, **more) -> Wrong:
+    return Wrong(f"{name}={value!r}", lambda a: {name: value}, error, name, says, got, functions, **more)
+
+
+def seed(label: str, value: Any, error: type[Exception], says: str, got: str) -> Wrong:
+    """A wrong seed beside a bfloat16 state."""
+
+    def arguments(a: Arguments) -> Arguments:
+        moved = value.to(a["k"].device) if isinstance(value, Tensor) else value
+        return {"state": a["state"].bfloat16(), "rounding_seed": moved}
+
+    return Wrong(f"rounding_seed is {label}", arguments, error, "rounding_seed", says, got)
+
+
+def every_other(tensor: Tensor) -> Tensor:
+    """The same shape and values, two elements apart in the last dimension."""
+    spread = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
+    spread[..., 0] = tensor
+    return spread[..., 0]
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same shape and strides, one element behind an aligned address."""
+    return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+
+
+def resized(name: str, *dims: tuple[int, int]) -> Callable[[Arguments], Tensor]:
+    def make(a: Arguments) -> Tensor:
+        shape = list(a[name].shape)
+        for dim, size in dims:
+            shape[dim] = size
+        return a[name].new_zeros(shape)
+
+    return make
+
+
+def several(label, makers: dict[str, Callable[[Arguments], Any]], error, argument, says, got, **more) -> Wrong:
+    """Several arguments replaced together, so that only one rule is broken."""
+    return Wrong(
+        label, lambda a: {n: make(a) for n, make in makers.items()}, error, argument, says, got, **more
+    )
+
+
+def away(name: str, functions=BOTH) -> Wrong:
+    return Wrong(
+        f"{name} on another device",
+        lambda a: {name: a[name].to(ELSEWHERE[a["k"].device.type])},
+        ValueError, name, "a tensor on ", "", functions,
+    )  # fmt: skip
+
+
+DECODE, COMMIT = ("decode",), ("commit",)
+CUDA, CPU = ("cuda",), ("cpu",)
+LAST = "a contiguous last dimension"
+POOL_KV, POOL_VK = "[pool, HV, K, V] = [pool, 4, 64, 128]", "[pool, HV, V, K] = [pool, 4, 128, 64]"
+tokens_are = {name: (lambda n: lambda count: resized(n, (1, count)))(name) for name in ("q", "k", "v", "out")}
+
+WRONG = [
+    no_tensor("q", None, DECODE),
+    no_tensor("k", [1.0]),
+    no_tensor("k", None),
+    no_tensor("v", None),
+    no_tensor("v", [1.0]),
+    no_tensor("state", None),
+    no_tensor("state", 1.0),
+    no_tensor("decay", 0.5),
+    no_tensor("out", 3, DECODE),
+    no_tensor("state_indices", [0, 1]),
+    no_tensor("num_accepted", None, COMMIT),
+    no_tensor("num_accepted", 2, COMMIT),
+    change("k of int32", "k", Tensor.int, TypeError, "bfloat16 or float16", "int32"),
+    several(
+        "float32 activations", {n: lambda a, n=n: a[n].float() for n in ("q", "k", "v", "out")},
+        TypeError, "k", "bfloat16 or float16", "float32", devices=CUDA,
+    ),
+    several(
+        "float64 activations", {n: lambda a, n=n: a[n].double() for n in ("q", "k", "v", "out")},
+        TypeError, "k", "bfloat16 or float16", "float64", devices=CUDA,
+    ),
+    change("q of another dtype", "q", Tensor.half, TypeError, "the dtype of k, bfloat16", "float16", DECODE),
+    change("v of another dtype", "v", Tensor.half, TypeError, "the dtype of k, bfloat16", "float16"),
+    change("out of another dtype", "out", Tensor.half, TypeError, "the dtype of k, bfloat16", "float16", DECODE),
+    change("out of float32", "out", Tensor.float, TypeError, "the dtype of k, bfloat16", "float32", DECODE),
+    change("q of 3 dimensions", "q", lambda q: q[0], ValueError, "[2, 3, 2, 64]", "[3, 2, 64]", DECODE),
+    change("k of 3 dimensions", "k", lambda k: k[0], ValueError, "[B, T, H, K]", "[3, 2, 64]"),
+    change("v of 3 dimensions", "v", lambda v: v[0], ValueError, "[B, T, HV, V]", "[3, 4, 128]"),
+    change("q of another batch", "q", lambda q: q[:1], ValueError, "[2, 3, 2, 64]", "[1, 3, 2, 64]", DECODE),
+    change("q of fewer tokens", "q", lambda q: q[:, :2], ValueError, "[2, 3, 2, 64]", "[2, 2, 2, 64]", DECODE),
+    change("q of fewer heads", "q", lambda q: q[:, :, :1], ValueError, "[2, 3, 2, 64]", "[2, 3, 1, 64]", DECODE),
+    several("q of another K", {"q": resized("q", (3, 128))}, ValueError, "q", "[2, 3, 2, 64]", "128]",
+            functions=DECODE),
+    change("v of another batch", "v", lambda v: v[:1], ValueError, "B, T = 2, 3 as in k", "[1, 3, 4, 128]"),
+    change("v of fewer tokens", "v", lambda v: v[:, :2], ValueError, "B, T = 2, 3 as in k", "[2, 2, 4, 128]"),
+    several("no tokens", {n: make(0) for n, make in tokens_are.items()}, ValueError, "k", "1 to 8 tokens", "0"),
+    several("nine tokens", {n: make(9) for n, make in tokens_are.items()}, ValueError, "k", "1 to 8 tokens", "9"),
+    several(
+        "K = 96", {"q": resized("q", (3, 96)), "k": resized("k", (3, 96)), "state": resized("state", (2, 96))},
+        ValueError, "k", "(64, 128, 256)", "96",
+    ),
+    several(
+        "V = 32", {"v": resized("v", (3, 32)), "out": resized("out", (3, 32)), "state": resized("state", (3, 32))},
+        ValueError, "v", "(64, 128, 256)", "32",
+    ),
+    several(
+        "HV = 3, H = 2",
+        {"v": resized("v", (2, 3)), "out": resized("out", (2, 3)), "state": resized("state", (1, 3)),
+         "decay": resized("decay", (0, 3))},
+        ValueError, "v", "a multiple of H = 2", "3",
+    ),
+    several("no query heads", {"q": resized("q", (2, 0)), "k": resized("k", (2, 0))}, ValueError, "v",
+            "a multiple of H = 0", "4"),
+    several(
+        "no value heads",
+        {"v": resized("v", (2, 0)), "out": resized("out", (2, 0)), "state": resized("state", (1, 0)),
+         "decay": resized("decay", (0, 0))},
+        ValueError, "v", "a multiple of H = 2", "0",
+    ),
+    several(
+        "65536 rows",
+        {n: lambda a, n=n: a[n][:1, :1].expand(65536, *[-1] * 3) for n in ("q", "k", "v")}
+        | {"out": lambda a: None}
+        | {n: lambda a, n=n: a[n][:1].expand(65536).contiguous() for n in ("state_indices", "num_accepted")},
+        ValueError, "v", "at most 65535 rows", "[65536, 1, 4, 128]",
+    ),
+    change("q every other element", "q", every_other, ValueError, LAST, "strides (768, 256, 128, 2)", DECODE),
+    change("k every other element", "k", every_other, ValueError, LAST, "strides (768, 256, 128, 2)"),
+    change("v every other element", "v", every_other, ValueError, LAST, "strides (3072, 1024, 256, 2)"),
+    change("out every other element", "out", every_other, ValueError, LAST, "256, 2)", DECODE),
+    change("out of fewer tokens", "out", lambda o: o[:, :2], ValueError, "[2, 3, 4, 128]", "[2, 2, 4, 128]", DECODE),
+    change("out of 3 dimensions", "out", lambda o: o[0], ValueError, "[2, 3, 4, 128]", "[3, 4, 128]", DECODE),
+    change("out without a row", "out", lambda o: o[:1], ValueError, "[2, 3, 4, 128]", "[1, 3, 4, 128]", DECODE),
+    value("state_v_first", 1, TypeError, "a bool", "int", unseen=True),
+    value("state_v_first", None, TypeError, "a bool", "NoneType", unseen=True),
+    Wrong("a [K, V] pool", lambda a: {"state_v_first": True}, ValueError, "state", POOL_VK, "[3, 4, 64, 128]"),
+    several("a [V, K] pool", {"state": lambda a: a["state"].transpose(2, 3).contiguous()}, ValueError, "state",
+            POOL_KV, "[3, 4, 128, 64]"),
+    change("state of 3 dimensions", "state", lambda s: s[0], ValueError, POOL_KV, "[4, 64, 128]"),
+    change("state of fewer heads", "state", lambda s: s[:, :2], ValueError, POOL_KV, "[3, 2, 64, 128]"),
+    change("state of int8", "state", lambda s: s.to(torch.int8), TypeError, "float32 or bfloat16 or float16", "int8"),
+    change("state of float64", "state", Tensor.double, TypeError, "float32 or bfloat16 or float16", "float64",
+           devices=CUDA),
+    several("state with gaps between rows", {"state": lambda a: resized("state", (3, 256))(a)[..., :128]},
+            ValueError, "state", "dense matrices (last strides 128, 1)", "strides (65536, 16384, 256, 1)"),
+    change("state every other element", "state", every_other, ValueError, "dense matrices", "256, 2)"),
+    Wrong("a pool smaller than the batch", lambda a: {"state": a["state"][:1], "state_indices": None},
+          ValueError, "state", "at least B = 2 states", "1"),
+    change("state at an odd address", "state", shifted, ValueError, "multiples of 16 bytes", "strides", devices=CUDA),
+    Wrong("state with odd pool strides",
+          lambda a: {"state": torch.zeros(POOL * 32770, device=a["k"].device).as_strided(
+              (POOL, HEADS_V, DIM_K, DIM_V), (32769, 8192, 128, 1))},
+          ValueError, "state", "multiples of 16 bytes", "strides (32769, 8192, 128, 1)", devices=CUDA),
+    change("decay of bfloat16", "decay", Tensor.bfloat16, TypeError, "float32", "bfloat16"),
+    change("decay of float64", "decay", Tensor.double, TypeError, "float32", "float64"),
+    change("decay per query head", "decay", lambda d: d[:2], ValueError, "[HV] = [4]", "[2]"),
+    change("decay of 2 dimensions", "decay", lambda d: d[None], ValueError, "[HV] = [4]", "[1, 4]"),
+    change("decay of no dimension", "decay", lambda d: d[0], ValueError, "[HV] = [4]", "[]"),
+    change("decay every other element", "decay", every_other, ValueError, "a contiguous [HV] = [4]", "[4]"),
+    *(
+        wrong
+        for name, functions in (("state_indices", BOTH), ("num_accepted", COMMIT))
+        for wrong in (
+            change(f"{name} of int64", name, Tensor.long, TypeError, "int32", "int64", functions),
+            change(f"{name} of float32", name, Tensor.float, TypeError, "int32", "float32", functions),
+            change(f"{name} too short", name, lambda i: i[:1], ValueError, "[B] = [2]", "[1]", functions),
+            change(f"{name} too long", name, lambda i: i.repeat(2), ValueError, "[B] = [2]", "[4]", functions),
+            change(f"{name} of 2 dimensions", name, lambda i: i[None], ValueError, "[B] = [2]", "[1, 2]", functions),
+            change(f"{name} every other", name, every_other, ValueError, "a contiguous [B]", "[2]", functions),
+            away(name, functions),
+        )
+    ),
+    value("scale", "1", TypeError, "a float or None", "str", DECODE, unseen=True),
+    value("scale", True, TypeError, "a float or None", "bool", DECODE, unseen=True),
+    value("scale", math.inf, ValueError, "a finite number", "inf", DECODE, unseen=True),
+    value("scale", math.nan, ValueError, "a finite number", "nan", DECODE, unseen=True),
+    Wrong("scale is a tensor", lambda a: {"scale": torch.ones(())}, TypeError, "scale", "a float", "Tensor", DECODE,
+          unseen=True),
+    value("commit", 1, TypeError, "a bool", "int", DECODE, unseen=True),
+    value("commit", None, TypeError, "a bool", "NoneType", DECODE, unseen=True),
+    value("rounding_seed", 5, ValueError, "None unless the state is bfloat16", "float32 state", unseen=True),
+    Wrong("rounding_seed that is not used", lambda a: {"rounding_seed": 5, "commit": False}, ValueError,
+          "rounding_seed", "None unless the state is bfloat16", "float32 state", DECODE, unseen=True),
+    seed("a float", 0.5, TypeError, "an int, an int64 tensor of one element or None", "float"),
+    seed("a bool", True, TypeError, "an int, an int64 tensor of one element or None", "bool"),
+    seed("a string", "7", TypeError, "an int, an int64 tensor of one element or None", "str"),
+    seed("too large", 1 << 63, ValueError, "a 64-bit integer", str(1 << 63)),
+    seed("too small", -(1 << 63) - 1, ValueError, "a 64-bit integer", str(-(1 << 63) - 1)),
+    seed("an int32 tensor", torch.ones(1, dtype=torch.int32), TypeError, "int64", "int32"),
+    seed("of two elements", torch.ones(2, dtype=torch.int64), ValueError, "one element, [1]", "[2]"),
+    seed("of no dimension", torch.ones((), dtype=torch.int64), ValueError, "one element, [1]", "[]"),
+    Wrong("rounding_seed on another device",
+          lambda a: {"state": a["state"].bfloat16(),
+                     "rounding_seed": torch.ones(1, dtype=torch.int64, device=ELSEWHERE[a["k"].device.type])},
+          ValueError, "rounding_seed", "a tensor on ", ""),
+    away("q", DECODE),
+    away("v"),
+    away("state"),
+    away("decay"),
+    away("out", DECODE),
+    several("k on a device of no kind", {"k": lambda a: a["k"].to("meta")}, ValueError, "k",
+            "a tensor on a CUDA device or the CPU", "meta"),
+    *(
+        change(f"{name} requires a gradient", name, lambda x: x.clone().requires_grad_(), ValueError, "no gradient",
+               "requires_grad=True", DECODE if name == "q" else BOTH, unseen=True)
+        for name in ("q", "k", "v", "state", "decay")
+    ),
+    several(
+        "an empty batch and a wrong decay",
+        {n: lambda a, n=n: a[n][:0] for n in ("q", "k", "v", "out", "state_indices", "num_accepted")}
+        | {"decay": lambda a: a["decay"].double()},
+        TypeError, "decay", "float32", "float64",
+    ),
+]  # fmt: skip
+
+
+def cases(device: str, *, unseen: bool = False) -> list:
+    """The list for one device, once for each function; with `unseen` only what Python has to refuse."""
+    return [
+        pytest.param(wrong, function, id=f"{function}-{wrong.label}")
+        for wrong in WRONG
+        for function in wrong.functions
+        if device in wrong.devices and (wrong.unseen or not unseen)
+    ]
+
+
+def good_arguments(make_inputs, device: torch.device | str) -> Arguments:
+    """For both functions; `call` picks."""
+    arguments: Arguments = make_inputs(
+        BATCH, TOKENS, HEADS, HEADS_V, DIM_K, DIM_V, pool=POOL, dtype=torch.bfloat16, device=device
+    )
+    arguments["state_indices"] = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    arguments["num_accepted"] = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    return arguments | {"out": torch.full_like(arguments["v"], 9.0)}
+
+
+def call(function: str, arguments: Arguments) -> Any:
+    foreign = ("num_accepted",) if function == "decode" else ("q", "scale", "out", "commit")
+    public = getattr(cula_lightning_decode, f"linear_attention_{function}")
+    return public(**{name: x for name, x in arguments.items() if name not in foreign})
+
+
+def contents(arguments: Arguments) -> dict[str, Tensor]:
+    """A copy of every byte behind the tensors, those between the elements of a view included."""
+    found = {}
+    for name, tensor in arguments.items():
+        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            found[name] = raw.set_(tensor.untyped_storage()).clone()
+    return found
+
+
+def assert_refused(wrong: Wrong, function: str, good: Arguments) -> None:
+    arguments = good | wrong.change(good)
+    before = contents(arguments)
+    with pytest.raises(wrong.error) as caught:
+        call(function, arguments)
+    message = str(caught.value)
+    assert type(caught.value) is wrong.error
+    head, found, tail = message.partition(", got ")
+    assert found and head.startswith(f"{wrong.argument}: expected "), message
+    assert wrong.says in head and wrong.got in tail, message
+    for name, raw in contents(arguments).items():
+        assert torch.equal(raw, before[name]), f"{name} has changed"
+
+
+@pytest.mark.parametrize("wrong, function", cases("cpu"))
+def test_wrong_arguments_are_refused(make_inputs, wrong, function):
+    assert_refused(wrong, function, good_arguments(make_inputs, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong, function", cases("cuda"))
+def test_wrong_cuda_arguments_are_refused(make_inputs, cuda, wrong, function):
+    assert_refused(wrong, function, good_arguments(make_inputs, cuda))
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def host_code(monkeypatch) -> list:
+    """Sends CPU calls down the way of a plain CUDA call, to a launcher whose exceptions are this list's."""
+    answers: list[Exception] = []
+
+    def launch(*arguments):
+        if answers:
+            raise answers[0]
+
+    monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda k: type(k) is Tensor)
+    monkeypatch.setattr(ops, "_decode_cuda", launch)
+    return answers
+
+
+@pytest.mark.parametrize("wrong, function", cases("cpu"))
+def test_a_refusal_by_the_host_code_is_explained(make_inputs, host_code, wrong, function):
+    host_code.append(RuntimeError("Mismatched argument #3"))
+    assert_refused(wrong, function, good_arguments(make_inputs, "cpu"))
+
+
+@pytest.mark.parametrize("wrong, function", cases("cpu", unseen=True))
+def test_what_the_host_code_cannot_see_does_not_reach_it(make_inputs, host_code, wrong, function):
+    assert_refused(wrong, function, good_arguments(make_inputs, "cpu"))
+
+
+def test_an_error_that_no_argument_explains_is_passed_on(make_inputs, host_code):
+    host_code.append(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        call("decode", good_arguments(make_inputs, "cpu"))
+
+
+@pytest.mark.parametrize("function", BOTH)
+def test_the_good_arguments_are_good(make_inputs, function):
+    """Otherwise the tests above would prove little."""
+    arguments = good_arguments(make_inputs, "cpu")
+    before = contents(arguments)
+    call(function, arguments)
+    changed = {name for name, raw in contents(arguments).items() if not torch.equal(raw, before[name])}
+    assert changed == ({"state", "out"} if function == "decode" else {"state"})
+
+
+ALLOWED: dict[str, Callable[[Arguments], Arguments]] = {
+    "activations of float16": lambda a: {n: a[n].half() for n in ("q", "k", "v", "out")},
+    "activations with gaps": lambda a: {
+        n: torch.zeros(2, 7, 9, 300, dtype=a[n].dtype)[:, 1:7:2, 3 : 3 + a[n].shape[2], 5 : 5 + a[n].shape[3]]
+        for n in ("q", "k", "v", "out")
+    },
+    "one row of odd strides": lambda a: {
+        n: a[n][:1].as_strided(a[n][:1].shape, (7, *a[n].stride()[1:])) for n in ("q", "k", "v", "out")
+    }
+    | {n: a[n].repeat(2)[::3][:1] for n in ("state_indices", "num_accepted")},
+    "a pool of any size and pitch": lambda a: {"state": torch.zeros(9, 6, DIM_K, DIM_V)[::2, 1:5]},
+    "a transposed pool": lambda a: {"state": a["state"].transpose(2, 3), "state_v_first": True},
+    "no indices": lambda a: {"state_indices": None},
+    "an integer scale": lambda a: {"scale": 2},
+    "a scale of zero": lambda a: {"scale": 0.0},
+    "a negative decay index": lambda a: {"state_indices": torch.tensor([-1, -9], dtype=torch.int32)},
+    "the smallest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": -(1 << 63)},
+    "the largest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": (1 << 63) - 1},
+    "a seed on the device": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": torch.tensor([3])},
+    "no rows": lambda a: {
+        n: a[n][:0] for n in ("q", "k", "v", "out", "state_indices", "num_accepted")
+    },
+    "padding beside an empty pool": lambda a: {
+        "state": a["state"][:0], "state_indices": torch.tensor([-1, -9], dtype=torch.int32)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", BOTH)
+@pytest.mark.parametrize("label", ALLOWED)
+def test_unusual_arguments_are_accepted(make_inputs, label, function):
+    good = good_arguments(make_inputs, "cpu")
+    call(function, good | ALLOWED[label](good))
