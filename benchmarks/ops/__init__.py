@@ -1,0 +1,1 @@
+"""One module per benchmarked op; each defines `OP`."""

@@ -1,0 +1,38 @@
+"""Lightning decode on 80 multiprocessors (a green context): what a card with 78 of them can be expected to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from benchmarks import cuda
+from benchmarks.ops import lightning_decode
+from benchmarks.ops._decode import setting
+from benchmarks.registry import Setting
+
+SMS = 80
+
+
+def settings(quick: bool) -> list[Setting]:
+    """Single-token steps, both layouts in fp32 and the default one in bf16, and four tokens per call."""
+    batches = lightning_decode.QUICK_BATCHES if quick else lightning_decode.BATCHES
+    single = [
+        setting(b, state=state, layout=layout, l2=l2)
+        for state, layout in (("fp32", "kv"), ("fp32", "vk"), ("bf16", "kv"))
+        for b in batches
+        for l2 in (("resident", "cold") if b in lightning_decode.RESIDENT_BATCHES else ("cold",))
+    ]
+    return single + [setting(b, tokens=4) for b in batches if b >= 64]
+
+
+OP = dataclasses.replace(
+    lightning_decode.OP,
+    name="lightning_decode_80sm",
+    title=f"Lightning decode on {SMS} multiprocessors, H=64, K=V=128, bf16 activations",
+    settings=settings,
+    place=functools.partial(cuda.green, SMS),
+    notes=(
+        *lightning_decode.NOTES,
+        f"Every provider ran in a green context of {SMS} multiprocessors.",
+    ),
+)

@@ -1,0 +1,144 @@
+"""Measures an op beside its peers and the physical floor.
+
+    python benchmarks/run.py OP [--against fla] [--json [PATH]] [--settings PATTERN ...] [--quick]
+
+Exit codes: 0 measured, 1 a result was wrong, 2 wrong arguments or no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import progress, registry, report, results
+from benchmarks.harness import Timing
+from benchmarks.measure import DEFAULT_METHODS, Run
+from benchmarks.provenance import gpu_slug, provenance, read_smi
+from benchmarks.registry import CheckFailed, Op, Provider, Setting
+
+DEFAULT_PATH = "default"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Measures an op beside its peers and the physical floor."
+    )
+    parser.add_argument("op", choices=registry.names())
+    parser.add_argument(
+        "--against",
+        action="append",
+        metavar="PEER",
+        help="only this peer (repeatable); 'none' for none",
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        metavar="PATTERN",
+        help="shell patterns of setting names, e.g. 'B64-*'",
+    )
+    parser.add_argument(
+        "--methods", nargs="+", choices=results.METHODS, default=list(DEFAULT_METHODS)
+    )
+    parser.add_argument("--quick", action="store_true", help="few settings, few samples")
+    parser.add_argument("--list", action="store_true", help="print the setting names and stop")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=DEFAULT_PATH,
+        metavar="PATH",
+        help="write the result, without PATH to benchmarks/results/<gpu>/<op>.json",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        op = registry.get(args.op)
+        settings = registry.select(op.settings(args.quick), args.settings)
+        providers = registry.choose(op, args.against)
+    except ValueError as error:
+        return _fail(error)
+    if args.list:
+        print("\n".join(s.name for s in settings))
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        return _fail("benchmarks need a CUDA device, and torch sees none")
+    if reasons := _absent(settings, providers, args.against or ()):
+        return _fail("; ".join(reasons))
+    return _measure(op, settings, providers, args)
+
+
+def _absent(
+    settings: list[Setting], providers: Iterable[Provider], wanted: Iterable[str]
+) -> list[str]:
+    """Of the peers asked for by name, those that can serve none of the settings, with the reason."""
+    absent = []
+    for provider in providers:
+        reasons = [provider.supports(s) for s in settings]
+        if provider.name in wanted and all(reasons):
+            absent.append(f"{provider.name}: {reasons[0]}")
+    return absent
+
+
+def _measure(
+    op: Op, settings: list[Setting], providers: tuple[Provider, ...], args: argparse.Namespace
+) -> int:
+    import torch
+
+    from benchmarks import cuda
+
+    # Inference code records no autograd graph, and neither shall the peer's.
+    with torch.inference_mode():
+        origin = {**provenance(), "clocks_before": read_smi()}
+        gpu = gpu_slug(origin["gpu"])
+        try:
+            with cuda.place_of(op) as place:
+                run = Run(
+                    op=op,
+                    providers=providers,
+                    timing=Timing.quick() if args.quick else Timing(),
+                    backend=cuda.CudaBackend(place),
+                    device="cuda",
+                    l2_bytes=origin["l2_bytes"],
+                    floor_tbs=results.ATTAINABLE_TBS.get(gpu),
+                    methods=args.methods,
+                    release=torch.cuda.empty_cache,
+                )
+                run.measure(progress.progress(settings))
+                origin["clocks_after"] = read_smi()
+        except CheckFailed as error:
+            return _fail(error, code=1)
+        except cuda.PlaceError as error:
+            return _fail(error)
+    _publish(run.result(origin, place.describe()), gpu, args)
+    return 0
+
+
+def _publish(result: dict[str, Any], gpu: str, args: argparse.Namespace) -> None:
+    for method in dict.fromkeys(row["method"] for row in result["rows"]):
+        print(f"\n{result['title']}: {method}\n{report.as_text(report.table(result, method))}")
+    for reason in dict.fromkeys(f"{s['provider']}: {s['reason']}" for s in result["skipped"]):
+        print(f"skipped {reason}")
+    print(report.origin(result))
+    if args.json is not None:
+        path = results.result_path(args.op, gpu) if args.json == DEFAULT_PATH else Path(args.json)
+        results.save(result, path)
+        print(f"wrote {path}")
+
+
+def _fail(reason: object, code: int = 2) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

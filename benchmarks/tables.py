@@ -1,0 +1,113 @@
+"""Writes the tables of result files into markdown documents, or checks that they are up to date.
+
+    python benchmarks/tables.py [--check] [FILE.md ...]
+
+A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
+is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`.
+Without files, every markdown file of the repository is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import report, results
+
+ROOT = Path(__file__).resolve().parents[1]
+SKIPPED = {"node_modules", "build", "dist", "site-packages"}
+OPTIONS = {"settings", "method"}
+REGION = re.compile(
+    r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
+    r"(?P<body>.*?)^<!-- /bench -->$",
+    re.MULTILINE | re.DOTALL,
+)
+OPENING = re.compile(r"^<!-- bench:.*-->$", re.MULTILINE)
+
+
+def region(op: str, gpu: str, options: str, root: Path) -> str:
+    """The lines between the markers of one region."""
+    chosen = dict(word.split("=", 1) for word in options.split())
+    if unknown := set(chosen) - OPTIONS:
+        raise ValueError(
+            f"bench:{op}:{gpu}: expected options {sorted(OPTIONS)}, got {sorted(unknown)}"
+        )
+    path = results.result_path(op, gpu, root)
+    if not path.exists():
+        return f"\nNot measured on {gpu}.\n\n"
+    result = results.load(path)
+    method = chosen.get("method", results.device_method(result))
+    pattern = chosen.get("settings", "*")
+    table = report.table(result, method, pattern)
+    if not table[1]:
+        raise ValueError(
+            f"bench:{op}:{gpu}: no row has method {method} and a setting like {pattern}"
+        )
+    return f"\n{report.as_markdown(table)}\n\nMedian (20-80 %) of {method}. {report.origin(result)}\n\n"
+
+
+def rendered(text: str, root: Path = results.RESULTS) -> str:
+    """The document with every region up to date; ValueError when a region is not closed or cannot be filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        opening = match.group(0).split("\n", 1)[0]
+        body = region(match["op"], match["gpu"], match["options"], root)
+        return f"{opening}\n{body}<!-- /bench -->"
+
+    regions = [match.group(0) for match in REGION.finditer(text)]
+    if len(OPENING.findall(text)) != len(regions) or any(
+        len(OPENING.findall(r)) != 1 for r in regions
+    ):
+        raise ValueError("a bench region is not closed, or its opening marker is malformed")
+    return REGION.sub(fill, text)
+
+
+def documents(root: Path = ROOT) -> Iterable[Path]:
+    """Every markdown file outside hidden and generated folders."""
+    for path in sorted(root.rglob("*.md")):
+        parents = path.relative_to(root).parts[:-1]
+        if not any(part.startswith(".") or part in SKIPPED for part in parents):
+            yield path
+
+
+def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> list[Path]:
+    """Rewrites the documents whose tables have drifted, or with `check` only names them."""
+    drifted = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        try:
+            wanted = rendered(text, root)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if wanted != text:
+            drifted.append(path)
+            if not check:
+                path.write_text(wanted, encoding="utf-8")
+    return drifted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Writes result tables into markdown documents.")
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 when a document has drifted"
+    )
+    args = parser.parse_args(argv)
+    try:
+        drifted = update(args.files or documents(), args.check)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for path in drifted:
+        print(f"{path}: tables {'differ from' if args.check else 'updated from'} the result files")
+    return 1 if args.check and drifted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

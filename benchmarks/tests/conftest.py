@@ -1,0 +1,174 @@
+"""A fake device with a clock of its own, a toy op, and a synthetic result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import results
+from benchmarks.harness import Timing
+from benchmarks.measure import Run
+from benchmarks.ops import _decode
+from benchmarks.registry import Op, Provider, Setting
+
+
+class FakeBackend:
+    """Every call advances a virtual clock by its own cost; host and device share that clock."""
+
+    def __init__(self, graphs: bool = True) -> None:
+        self.graphs = graphs
+        self.now_us = 0.0
+        self.log: list[str] = []
+        self.captured: list[tuple[int, bool]] = []
+        self.launch_gap_us = 2.0
+
+    def call(self, name: str, cost_us: float) -> Callable[[], str]:
+        def run() -> str:
+            self.now_us += cost_us
+            self.log.append(name)
+            return name
+
+        return run
+
+    def synchronize(self) -> None:
+        pass
+
+    def clock(self) -> float:
+        return self.now_us * 1e-6
+
+    def capture(self, calls: Sequence[Callable[[], Any]], keep: bool) -> Callable[[], None]:
+        self.captured.append((len(calls), keep))
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
+
+    def time_each(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
+        times = []
+        for call in calls:
+            start = self.now_us
+            call()
+            times.append(self.now_us - start)
+        return times
+
+    def time_queued(self, calls: Sequence[Callable[[], Any]], keep: bool) -> float:
+        return sum(self.time_each(calls))
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+COSTS = {"ours": 10.0, "other": 15.0, "limit": 8.0}
+
+
+@pytest.fixture
+def toy(backend: FakeBackend) -> Op:
+    """Costs 10, 15 and 8 us per call, moves 40, 60 and 40 bytes; `other` does not know the setting called small."""
+
+    def provider(name: str, role: str, moved: int, **more: Any) -> Provider:
+        return Provider(
+            name,
+            role,
+            lambda s, x: backend.call(f"{name}{x}", COSTS[name]),
+            lambda s: moved,
+            **more,
+        )
+
+    def settings(quick: bool) -> list[Setting]:
+        large = Setting("large", {"B": 8})
+        return [large] if quick else [Setting("small", {"B": 1}, l2="resident"), large]
+
+    return Op(
+        name="toy",
+        title="Toy",
+        settings=settings,
+        providers=(
+            provider("ours", "ours", 40_000_000),
+            provider(
+                "other",
+                "peer",
+                60_000_000,
+                supports=lambda s: "too small" if s.name == "small" else None,
+            ),
+            provider("limit", "ceiling", 40_000_000),
+        ),
+        make_inputs=lambda setting, device, seed: seed,
+        set_bytes=lambda setting: 100,
+        check=lambda provider, setting, device: {"output": 0.0},
+    )
+
+
+@pytest.fixture
+def toy_run(toy: Op, backend: FakeBackend) -> Run:
+    timing = Timing(rounds=3, block=4, graph_us=100.0, eager_calls=8)
+    return Run(toy, toy.providers, timing, backend, "cpu", l2_bytes=150, floor_tbs=4.0)
+
+
+ORIGIN = {
+    "date": "2026-01-02T03:04:05Z",
+    "gpu": "NVIDIA Toy 100",
+    "sms": 132,
+    "l2_bytes": 150,
+    "driver": "1.2",
+    "cuda": "13.0",
+    "python": "3.12",
+    "versions": {"torch": "2.11.0", "triton": None, "cula": "0.1.0"},
+    "commit": "0123456789abcdef",
+    "dirty": False,
+}
+PLACE = {"sms": 80, "sms_seen": 80, "strategy": "green context, stream", "graphs": True}
+
+
+@pytest.fixture
+def toy_result(toy_run: Run) -> dict[str, Any]:
+    toy_run.measure(toy_run.op.settings(False))
+    return toy_run.result(ORIGIN, PLACE)
+
+
+def _decode_result(
+    op: str, batches: Sequence[int], slowdown: float = 1.0, providers: Any = None
+) -> dict[str, Any]:
+    """A result of single-token decode whose `cula` runs at 4.0 TB/s / slowdown, its ceiling at 4.2 and FLA at 3.5."""
+    rates = providers or {
+        "cula": ("ours", 4.0 / slowdown),
+        "inplace_ceiling": ("ceiling", 4.2),
+        "fla": ("peer", 3.5),
+    }
+    rows = []
+    for batch in batches:
+        setting = _decode.setting(batch)
+        moved = _decode.moved(setting)
+        for name, (role, tbs) in rates.items():
+            time = moved / tbs / 1e6
+            rows.append(
+                {
+                    "setting": setting.name,
+                    "params": dict(setting.params),
+                    "l2": setting.l2,
+                    "provider": name,
+                    "role": role,
+                    "method": "graph",
+                    "median_us": time,
+                    "p20_us": time * 0.99,
+                    "p80_us": time * 1.01,
+                    "samples": 10,
+                    "calls_per_sample": 4,
+                    "bytes": moved,
+                    "gbps": tbs * 1e3,
+                    "floor_us": moved / 4.3 / 1e6,
+                }
+            )
+    results.add_ratios(rows)
+    head = {"schema": 1, "op": op, "title": "Decode", "provenance": ORIGIN, "place": PLACE}
+    return {**head, "method": {}, "notes": [], "checks": [], "skipped": [], "rows": rows}
+
+
+@pytest.fixture
+def decode_result() -> Callable[..., dict[str, Any]]:
+    return _decode_result
