@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.ops import _decode, _decode_providers, lightning_decode
 from benchmarks.ops._decode import Inputs, setting
 from benchmarks.registry import Provider, Setting
-from cula_lightning_decode.config import Config, Problem, candidates, select
+from cula_lightning_decode.config import Config, Problem, candidates
 
 BATCHES = (1, 16, 64, 256)
 LAYOUTS = tuple(itertools.product(("fp32", "bf16"), ("kv", "vk")))
@@ -44,9 +44,8 @@ def variant_name(config: Config) -> str:
 
 
 def configurations(chosen: Setting) -> dict[str, Config]:
-    """All candidates of a setting by name, without the selected one, which `cula` measures."""
-    problem = problem_of(chosen)
-    return {variant_name(c): c for c in candidates(problem) if c != select(problem)}
+    """All candidates of a setting by name; the one that `cula` takes on this machine is among them."""
+    return {variant_name(c): c for c in candidates(problem_of(chosen))}
 
 
 def _call(name: str, chosen: Setting, x: Inputs, out: Tensor | None = None) -> Callable[[], Any]:
@@ -72,9 +71,7 @@ def _variant(name: str) -> Provider:
         "variant",
         lambda chosen, x: _call(name, chosen, x),
         _decode.moved,
-        supports=lambda chosen: (
-            None if name in configurations(chosen) else "no candidate, or the selected one"
-        ),
+        supports=lambda chosen: None if name in configurations(chosen) else "not a candidate",
     )
 
 
@@ -107,6 +104,6 @@ OP = dataclasses.replace(
     providers=(_decode_providers.CULA, *map(_variant, NAMES), _decode_providers.CEILING),
     check=check,
     notes=(
-        "cula is the selected tile; the others are candidates() of the kernel's config module.",
+        "cula is the tile that the package selects; the others are the candidates() of its config module.",
     ),
 )

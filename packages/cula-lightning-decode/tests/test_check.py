@@ -41,7 +41,13 @@ class Wrong:
 def no_tensor(name: str, value: Any, functions: tuple[str, ...] = BOTH) -> Wrong:
     kind = type(value).__name__
     return Wrong(
-        f"{name} is a {kind}", lambda a: {name: value}, TypeError, name, "a torch.Tensor", kind, functions
+        f"{name} is a {kind}",
+        lambda a: {name: value},
+        TypeError,
+        name,
+        "a torch.Tensor",
+        kind,
+        functions,
     )
 
 
@@ -50,8 +56,12 @@ def change(label, name, how, error, says, got, functions=BOTH, **more) -> Wrong:
     return Wrong(label, lambda a: {name: how(a[name])}, error, name, says, got, functions, **more)
 
 
-def value(name: str, value: Any, error: type[Exception], says: str, got: str, functions=BOTH, **more) -> Wrong:
-    return Wrong(f"{name}={value!r}", lambda a: {name: value}, error, name, says, got, functions, **more)
+def value(
+    name: str, value: Any, error: type[Exception], says: str, got: str, functions=BOTH, **more
+) -> Wrong:
+    return Wrong(
+        f"{name}={value!r}", lambda a: {name: value}, error, name, says, got, functions, **more
+    )
 
 
 def seed(label: str, value: Any, error: type[Exception], says: str, got: str) -> Wrong:
@@ -73,7 +83,9 @@ def every_other(tensor: Tensor) -> Tensor:
 
 def shifted(tensor: Tensor) -> Tensor:
     """The same shape and strides, one element behind an aligned address."""
-    return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+    return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(
+        tensor.shape
+    )
 
 
 def resized(name: str, *dims: tuple[int, int]) -> Callable[[Arguments], Tensor]:
@@ -86,10 +98,18 @@ def resized(name: str, *dims: tuple[int, int]) -> Callable[[Arguments], Tensor]:
     return make
 
 
-def several(label, makers: dict[str, Callable[[Arguments], Any]], error, argument, says, got, **more) -> Wrong:
+def several(
+    label, makers: dict[str, Callable[[Arguments], Any]], error, argument, says, got, **more
+) -> Wrong:
     """Several arguments replaced together, so that only one rule is broken."""
     return Wrong(
-        label, lambda a: {n: make(a) for n, make in makers.items()}, error, argument, says, got, **more
+        label,
+        lambda a: {n: make(a) for n, make in makers.items()},
+        error,
+        argument,
+        says,
+        got,
+        **more,
     )
 
 
@@ -105,7 +125,9 @@ DECODE, COMMIT = ("decode",), ("commit",)
 CUDA, CPU = ("cuda",), ("cpu",)
 LAST = "a contiguous last dimension"
 POOL_KV, POOL_VK = "[pool, HV, K, V] = [pool, 4, 64, 128]", "[pool, HV, V, K] = [pool, 4, 128, 64]"
-tokens_are = {name: (lambda n: lambda count: resized(n, (1, count)))(name) for name in ("q", "k", "v", "out")}
+tokens_are = {
+    name: (lambda n: lambda count: resized(n, (1, count)))(name) for name in ("q", "k", "v", "out")
+}
 
 WRONG = [
     no_tensor("q", None, DECODE),
@@ -363,7 +385,9 @@ def test_the_good_arguments_are_good(make_inputs, function):
     arguments = good_arguments(make_inputs, "cpu")
     before = contents(arguments)
     call(function, arguments)
-    changed = {name for name, raw in contents(arguments).items() if not torch.equal(raw, before[name])}
+    changed = {
+        name for name, raw in contents(arguments).items() if not torch.equal(raw, before[name])
+    }
     assert changed == ({"state", "out"} if function == "decode" else {"state"})
 
 
@@ -382,7 +406,7 @@ ALLOWED: dict[str, Callable[[Arguments], Arguments]] = {
     "no indices": lambda a: {"state_indices": None},
     "an integer scale": lambda a: {"scale": 2},
     "a scale of zero": lambda a: {"scale": 0.0},
-    "a negative decay index": lambda a: {"state_indices": torch.tensor([-1, -9], dtype=torch.int32)},
+    "only padding": lambda a: {"state_indices": torch.tensor([-1, -9], dtype=torch.int32)},
     "the smallest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": -(1 << 63)},
     "the largest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": (1 << 63) - 1},
     "a seed on the device": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": torch.tensor([3])},

@@ -130,15 +130,24 @@ _TILES = {
 
 
 def candidates(problem: Problem) -> list[Config]:
-    """Every tile worth compiling for a problem, the one that `select` takes included."""
+    """Every tile worth compiling for a problem, the one that `select` takes included.
+
+    Reading the tokens directly pays for one token and little state per thread only.
+    """
     every = [
         Config(problem, tile_v, threads, direct)
         for tile_v in (8, 16, 32, 64, 128, 256)
         for threads in (64, 128, 256, 512, 1024)
         for direct in (False, True)
-        if not (direct and problem.tokens > 1)
     ]
-    return [c for c in every if c.illegal() is None and c.bytes_per_thread >= 32]
+    return [
+        c
+        for c in every
+        if c.illegal() is None
+        and c.bytes_per_thread >= 32
+        and not (c.direct and (problem.tokens > 1 or c.bytes_per_thread > 64))
+        and not (problem.tokens > 1 and c.bytes_per_thread < 64)
+    ]
 
 
 def select(problem: Problem, arch: str) -> Config:

@@ -1,4 +1,4 @@
-"""Compiles a Problem for an architecture and launches it. The only host file that imports the DSL."""
+"""Compiles a Config for an architecture and launches it. The only host file that imports the DSL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
-from .config import Problem, select, supports_overlap
+from .config import Config, Problem, select, supports_overlap
 from .decode import LightningDecode
 
 _DSL = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
@@ -57,11 +57,11 @@ def fake_arguments(problem: Problem) -> tuple:
 
 
 @functools.cache
-def compile(problem: Problem, arch: str, *options):
-    """A callable for one problem on one architecture ("sm_80", "sm_90a", ...), reused for every size and stride."""
-    kernel = LightningDecode(select(problem, arch), overlap=supports_overlap(arch))
+def compile(config: Config, arch: str, *options):
+    """A callable for one Config on one architecture ("sm_80", "sm_90a", ...), reused for every size and stride."""
+    kernel = LightningDecode(config, overlap=supports_overlap(arch))
     return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
-        kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True)
+        kernel, *fake_arguments(config.problem), make_fake_stream(use_tvm_ffi_env_stream=True)
     )
 
 
@@ -93,7 +93,8 @@ def kernel_for(
     )
     if problem.illegal():
         raise ValueError(problem.illegal())
-    return compile(problem, f"sm_{major}{minor}" + "a" * (major >= 9))
+    arch = f"sm_{major}{minor}" + "a" * (major >= 9)
+    return compile(select(problem, arch), arch)
 
 
 def run(
