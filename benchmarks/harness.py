@@ -1,6 +1,6 @@
 """Timing: interleaved CUDA-graph replays, host-visible eager calls, and the statistics over both.
 
-Nothing here touches CUDA directly: a backend (`benchmarks.cuda.CudaBackend`, or a fake one in the tests) captures,
+Nothing here touches CUDA directly: a backend (`benchmarks.gpu.CudaBackend`, or a fake one in the tests) captures,
 replays, records events and reads clocks. All times are microseconds per call.
 
 L2-cold timing walks over several buffer sets whose total exceeds three times the L2, so that a set's lines are evicted

@@ -170,12 +170,12 @@ def workload(batch: int, sms: int, state: str, layout: str) -> None:
     """What runs under ncu: a few steps, then one step inside the profiled range."""
     import torch
 
-    from benchmarks import cuda
+    from benchmarks import gpu
     from benchmarks.ops import _decode
     from benchmarks.ops._decode_providers import CULA
 
     problem = _decode.setting(batch, state=state, layout=layout)
-    with torch.inference_mode(), cuda.green(sms) if sms else cuda.whole_card():
+    with torch.inference_mode(), gpu.green(sms) if sms else gpu.whole_card():
         call = CULA.bind(problem, _decode.make_inputs(problem, "cuda", 0))
         for _ in range(WARM_UP_CALLS):
             call()

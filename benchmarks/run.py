@@ -94,22 +94,22 @@ def _measure(
 ) -> int:
     import torch
 
-    from benchmarks import cuda
+    from benchmarks import gpu
 
     # Inference code records no autograd graph, and neither shall the peer's.
     with torch.inference_mode():
         origin = {**provenance(), "clocks_before": read_smi()}
-        gpu = gpu_slug(origin["gpu"])
+        card = gpu_slug(origin["gpu"])
         try:
-            with cuda.place_of(op) as place:
+            with gpu.place_of(op) as place:
                 run = Run(
                     op=op,
                     providers=providers,
                     timing=Timing.quick() if args.quick else Timing(),
-                    backend=cuda.CudaBackend(place),
+                    backend=gpu.CudaBackend(place),
                     device="cuda",
                     l2_bytes=origin["l2_bytes"],
-                    floor_tbs=results.ATTAINABLE_TBS.get(gpu),
+                    floor_tbs=results.ATTAINABLE_TBS.get(card),
                     methods=args.methods,
                     release=torch.cuda.empty_cache,
                 )
@@ -117,9 +117,9 @@ def _measure(
                 origin["clocks_after"] = read_smi()
         except CheckFailed as error:
             return _fail(error, code=1)
-        except cuda.PlaceError as error:
+        except gpu.PlaceError as error:
             return _fail(error)
-    _publish(run.result(origin, place.describe()), gpu, args)
+    _publish(run.result(origin, place.describe()), card, args)
     return 0
 
 

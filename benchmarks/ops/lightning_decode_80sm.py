@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from benchmarks import cuda
+from benchmarks import gpu
 from benchmarks.ops import lightning_decode
 from benchmarks.ops._decode import setting
 from benchmarks.registry import Setting
@@ -30,7 +30,7 @@ OP = dataclasses.replace(
     name="lightning_decode_80sm",
     title=f"Lightning decode on {SMS} multiprocessors, H=64, K=V=128, bf16 activations",
     settings=settings,
-    place=functools.partial(cuda.green, SMS),
+    place=functools.partial(gpu.green, SMS),
     notes=(
         *lightning_decode.NOTES,
         f"Every provider ran in a green context of {SMS} multiprocessors.",

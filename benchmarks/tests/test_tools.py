@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks import cuda, ncu_decode, provenance, registry, results, run
+from benchmarks import gpu, ncu_decode, provenance, registry, results, run
 from benchmarks.progress import progress
 from benchmarks.registry import CheckFailed, Setting
 
@@ -215,13 +215,13 @@ def test_publishing_prints_a_table_per_method_and_writes_the_file(toy_result, tm
 @pytest.fixture
 def toy_card(monkeypatch, toy, backend):
     """`run.py toy` on the fake device."""
-    place = cuda.Place(132, None, "whole card")
+    place = gpu.Place(132, None, "whole card")
     origin = {**provenance.provenance(), "gpu": "NVIDIA Toy 100", "l2_bytes": 150}
     monkeypatch.setattr(registry, "names", lambda: ["toy"])
     monkeypatch.setattr(registry, "get", lambda name: toy)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(cuda, "place_of", lambda op: nullcontext(place))
-    monkeypatch.setattr(cuda, "CudaBackend", lambda place: backend)
+    monkeypatch.setattr(gpu, "place_of", lambda op: nullcontext(place))
+    monkeypatch.setattr(gpu, "CudaBackend", lambda place: backend)
     monkeypatch.setattr(run, "provenance", lambda: origin)
     return toy
 

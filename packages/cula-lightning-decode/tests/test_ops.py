@@ -43,17 +43,16 @@ def gapped(tensor: Tensor) -> Tensor:
     return view.copy_(tensor)
 
 
-OP_CASES = list(
-    itertools.product(
-        [
-            (torch.bfloat16, torch.float32),
-            (torch.float16, torch.bfloat16),
-            (torch.float64, torch.float64),
-        ],
-        (False, True),
-        (None, (2, -1, 0)),
-    )
+OP_DTYPES = (
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float64),
 )
+# Dtypes x layouts x indices; whether the arguments are views alternates, so that every pair of facts occurs.
+OP_CASES = [
+    (OP_DTYPES[d], bool(first), (2, -1, 0) if indexed else None, bool((d + first + indexed) % 2))
+    for d, first, indexed in itertools.product(range(3), range(2), range(2))
+]
 
 
 def op_inputs(make_inputs, dtypes, v_first, slots, views) -> dict[str, Tensor]:
@@ -68,8 +67,7 @@ def op_inputs(make_inputs, dtypes, v_first, slots, views) -> dict[str, Tensor]:
     return inputs
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("dtypes, v_first, slots", OP_CASES)
+@pytest.mark.parametrize("dtypes, v_first, slots, views", OP_CASES)
 def test_opcheck_decode(make_inputs, dtypes, v_first, slots, views):
     a = op_inputs(make_inputs, dtypes, v_first, slots, views)
     seed = torch.tensor([5]) if dtypes[1] == torch.bfloat16 else None
@@ -80,8 +78,7 @@ def test_opcheck_decode(make_inputs, dtypes, v_first, slots, views):
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("dtypes, v_first, slots", OP_CASES)
+@pytest.mark.parametrize("dtypes, v_first, slots, views", OP_CASES)
 def test_opcheck_commit(make_inputs, dtypes, v_first, slots, views):
     a = op_inputs(make_inputs, dtypes, v_first, slots, views)
     seed = torch.tensor([5]) if dtypes[1] == torch.bfloat16 else None
@@ -125,14 +122,15 @@ def test_public_functions_are_the_reference_on_a_cpu(make_inputs, v_first):
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-def test_a_transposed_pool_is_updated_in_place(make_inputs, v_first):
+def test_a_transposed_pool_is_updated_in_place(make_inputs, relative_rmse, v_first):
     a = make_inputs(2, 3, 1, 2, 64, 128, state_v_first=v_first)
     turned = a["state"].transpose(2, 3).contiguous().transpose(2, 3)
     address = turned.data_ptr()
     expected = linear_attention_decode(**a, state_v_first=v_first)
     out = linear_attention_decode(**(a | {"state": turned}), state_v_first=v_first)
-    assert torch.equal(out, expected) and torch.equal(turned, a["state"])
-    assert turned.data_ptr() == address
+    # Element by element the same arithmetic; only the sums of the output run in another order.
+    assert torch.equal(turned, a["state"]) and turned.data_ptr() == address
+    assert relative_rmse(out, expected) < 1e-6
 
 
 def test_out_is_honoured(make_inputs):
@@ -234,8 +232,8 @@ def test_fake_tensors_of_any_device(device, v_first):
         warnings.simplefilter("error")
         new = {"device": device, "dtype": torch.bfloat16}
         q, k = (torch.empty(3, 4, 2, 64, **new) for _ in range(2))
-        v, state = torch.empty(3, 4, 6, 128, **new), torch.empty(5, 6, 64, 128, **new)
-        state = state.transpose(2, 3).contiguous() if v_first else state
+        matrix = (128, 64) if v_first else (64, 128)
+        v, state = torch.empty(3, 4, 6, 128, **new), torch.empty(5, 6, *matrix, **new)
         decay, rows = (
             torch.empty(6, device=device),
             torch.empty(3, device=device, dtype=torch.int32),
@@ -249,7 +247,7 @@ def test_fake_tensors_of_any_device(device, v_first):
         linear_attention_commit(k, v, state, decay, rows, **layout)
         with pytest.raises(ValueError, match="^state_indices: expected"):
             linear_attention_decode(
-                q, k, v, state, decay, state_indices=rows[:2], state_v_first=v_first
+                q, k, v, state, decay, state_indices=decay, state_v_first=v_first
             )
 
 

@@ -151,8 +151,9 @@ def _check_shared(
 def _check_alignment(state: Tensor) -> None:
     size = state.element_size()
     strides = state.stride(0) * size % 16 or state.stride(1) * size % 16
-    # Traced tensors have no address; the compiled host code sees the real one.
-    if strides or (not torch.compiler.is_compiling() and state.data_ptr() % 16):
+    # Only real tensors have an address; for traced ones the compiled host code sees it later.
+    real = type(state) is Tensor and not torch.compiler.is_compiling()
+    if strides or (real and state.data_ptr() % 16):
         _value_error(
             "state",
             "an address and strides that are multiples of 16 bytes",

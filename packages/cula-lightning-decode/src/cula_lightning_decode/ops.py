@@ -112,33 +112,23 @@ def linear_attention_decode(
         RuntimeError: the GPU is older than compute capability 8.0.
     """
     state, state_v_first = _as_stored(state, state_v_first)
-    arguments = (
-        q,
-        k,
-        v,
-        state,
-        decay,
-        state_indices,
-        scale,
-        state_v_first,
-        out,
-        commit,
-        rounding_seed,
-    )
-    run = _decode
+    # fmt: off
+    arguments = (q, k, v, state, decay, state_indices, scale, state_v_first, out, commit, rounding_seed)
+    # fmt: on
+    run = _decode_cuda
     if not _is_plain_cuda_call(k):
         check_decode(*arguments)
-    # What the compiled host code cannot see; anything unusual is left to the full check.
-    elif (
-        (scale is not None and (type(scale) is not float or not math.isfinite(scale)))
-        or (type(commit) is not bool or type(state_v_first) is not bool)
-        or (rounding_seed is not None and (not commit or state.dtype != torch.bfloat16))
-        or (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad)
-    ):
-        check_decode(*arguments)
-    else:
-        run = _decode_cuda
+        run = _decode
     try:
+        # What the compiled host code cannot see; anything unusual is left to the full check.
+        if (
+            (scale is not None and (type(scale) is not float or not math.isfinite(scale)))
+            or (type(commit) is not bool or type(state_v_first) is not bool)
+            or (rounding_seed is not None and (not commit or state.dtype != torch.bfloat16))
+            or (q.requires_grad or k.requires_grad or v.requires_grad)
+            or (state.requires_grad or decay.requires_grad)
+        ):
+            check_decode(*arguments)
         if out is None:
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
         if scale is None:

@@ -121,8 +121,11 @@ def _slots(state_indices: Tensor | None, batch: int, state: Tensor) -> tuple[Ten
 
 
 def _read(state: Tensor, slots: Tensor, state_v_first: bool, work: torch.dtype) -> Tensor:
-    """The rows' states as [B, HV, K, V] in the working precision."""
-    current = state[slots].to(work)
+    """The rows' states as [B, HV, K, V] in the working precision; zeros from an empty pool, whose rows are padding."""
+    if len(state) == 0:
+        current = state.new_zeros(len(slots), *state.shape[1:], dtype=work)
+    else:
+        current = state[slots].to(work)
     return current.transpose(-1, -2) if state_v_first else current
 
 
@@ -138,7 +141,7 @@ def _write(
     state_v_first: bool,
     seed: Tensor | int | None,
 ) -> None:
-    if slots.numel() == 0:
+    if len(slots) == 0 or len(state) == 0:
         return
     if state_v_first:
         current = current.transpose(-1, -2)
