@@ -118,7 +118,7 @@ def time_queued(backend: Backend, calls: Calls, timing: Timing, keep: bool) -> d
 
 
 def time_eager_event(backend: Backend, calls: Calls, timing: Timing) -> dict[str, Stats]:
-    """Events around every single eager call; on an idle device this shows the call's own launch latency too."""
+    """Device time of single eager calls, each queued behind a busy device, as triton.testing.do_bench reports it."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name in _turns(list(calls), timing.rounds):
         batch = _batch(calls[name], timing.block)

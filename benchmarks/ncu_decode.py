@@ -173,9 +173,10 @@ def workload(batch: int, sms: int, state: str, layout: str) -> None:
     from benchmarks import gpu
     from benchmarks.ops import _decode
     from benchmarks.ops._decode_providers import CULA
+    from benchmarks.ops.lightning_decode_80sm import narrow_card
 
     problem = _decode.setting(batch, state=state, layout=layout)
-    with torch.inference_mode(), gpu.green(sms) if sms else gpu.whole_card():
+    with torch.inference_mode(), narrow_card(sms) if sms else gpu.whole_card():
         call = CULA.bind(problem, _decode.make_inputs(problem, "cuda", 0))
         for _ in range(WARM_UP_CALLS):
             call()

@@ -71,7 +71,11 @@ def seed(label: str, value: Any, error: type[Exception], says: str, got: str) ->
         moved = value.to(a["k"].device) if isinstance(value, Tensor) else value
         return {"state": a["state"].bfloat16(), "rounding_seed": moved}
 
-    return Wrong(f"rounding_seed is {label}", arguments, error, "rounding_seed", says, got)
+    # A tensor is seen by the host code; anything else has become one by then.
+    unseen = not isinstance(value, Tensor)
+    return Wrong(
+        f"rounding_seed is {label}", arguments, error, "rounding_seed", says, got, unseen=unseen
+    )
 
 
 def every_other(tensor: Tensor) -> Tensor:
@@ -403,6 +407,10 @@ ALLOWED: dict[str, Callable[[Arguments], Arguments]] = {
     | {n: a[n].repeat(2)[::3][:1] for n in ("state_indices", "num_accepted")},
     "a pool of any size and pitch": lambda a: {"state": torch.zeros(9, 6, DIM_K, DIM_V)[::2, 1:5]},
     "a transposed pool": lambda a: {"state": a["state"].transpose(2, 3), "state_v_first": True},
+    "one value head": lambda a: {
+        "q": a["q"][:, :, :1], "k": a["k"][:, :, :1], "v": a["v"][:, :, :1], "out": a["out"][:, :, :1],
+        "state": a["state"][:, :1], "decay": a["decay"].repeat(3)[::12],
+    },
     "no indices": lambda a: {"state_indices": None},
     "an integer scale": lambda a: {"scale": 2},
     "a scale of zero": lambda a: {"scale": 0.0},

