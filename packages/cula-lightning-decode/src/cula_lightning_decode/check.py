@@ -103,8 +103,8 @@ def _check_shared(
         _value_error("v", f"a head dimension V in {HEAD_DIMS}", dim_v)
     if heads == 0 or heads_v == 0 or heads_v % heads:
         _value_error("v", f"a number of heads HV that is a multiple of H = {heads}", heads_v)
-    if batch > _MAX_GRID or heads_v > _MAX_GRID:
-        _value_error("v", f"at most {_MAX_GRID} rows and heads", _shape(v))
+    if batch > _MAX_GRID or heads > _MAX_GRID:
+        _value_error("k", f"at most {_MAX_GRID} rows and heads", _shape(k))
     _check_activation("k", k, k)
     _check_activation("v", v, k)
 
@@ -131,8 +131,7 @@ def _check_shared(
 
     if decay.dtype != torch.float32:
         _type_error("decay", "float32", _name(decay.dtype))
-    if decay.dim() != 1 or decay.shape[0] != heads_v or decay.stride(0) != 1:
-        _value_error("decay", f"a contiguous [HV] = [{heads_v}]", _shape(decay))
+    _check_vector("decay", decay, "HV", heads_v)
     _check_device("decay", decay, device)
 
     if state_indices is not None:
@@ -187,13 +186,15 @@ def _check_rows(name: str, tensor: Tensor, k: Tensor) -> None:
     _check_tensor(name, tensor)
     if tensor.dtype != torch.int32:
         _type_error(name, "int32", _name(tensor.dtype))
-    if (
-        tensor.dim() != 1
-        or tensor.shape[0] != k.shape[0]
-        or (tensor.stride(0) != 1 and k.shape[0] > 1)
-    ):
-        _value_error(name, f"a contiguous [B] = [{k.shape[0]}]", _shape(tensor))
+    _check_vector(name, tensor, "B", k.shape[0])
     _check_device(name, tensor, k.device)
+
+
+def _check_vector(name: str, tensor: Tensor, dimension: str, size: int) -> None:
+    if tensor.dim() != 1 or tensor.shape[0] != size:
+        _value_error(name, f"[{dimension}] = [{size}]", _shape(tensor))
+    if size > 1 and tensor.stride(0) != 1:
+        _value_error(name, "contiguous elements", f"strides {tensor.stride()}")
 
 
 def _check_activation(name: str, tensor: Tensor, k: Tensor) -> None:

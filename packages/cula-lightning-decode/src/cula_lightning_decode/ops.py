@@ -124,9 +124,10 @@ def linear_attention_decode(
         if (
             (scale is not None and (type(scale) is not float or not math.isfinite(scale)))
             or (type(commit) is not bool or type(state_v_first) is not bool)
-            or (rounding_seed is not None and (not commit or state.dtype != torch.bfloat16))
+            or (rounding_seed is not None and not (commit and _is_seed(rounding_seed, state)))
             or (q.requires_grad or k.requires_grad or v.requires_grad)
             or (state.requires_grad or decay.requires_grad)
+            or k.shape[0] == 0
         ):
             check_decode(*arguments)
         if out is None:
@@ -195,6 +196,10 @@ def _as_stored(state: Tensor, state_v_first: bool) -> tuple[Tensor, bool]:
     ):
         return state.transpose(2, 3), not state_v_first
     return state, state_v_first
+
+
+def _is_seed(seed: object, state: Tensor) -> bool:
+    return (isinstance(seed, Tensor) or type(seed) is int) and state.dtype == torch.bfloat16
 
 
 def _seed_tensor(seed: Tensor | int | None, k: Tensor) -> Tensor | None:
