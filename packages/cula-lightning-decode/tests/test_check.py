@@ -198,7 +198,7 @@ WRONG = [
         {n: lambda a, n=n: a[n][:1, :1].expand(65536, *[-1] * 3) for n in ("q", "k", "v")}
         | {"out": lambda a: None}
         | {n: lambda a, n=n: a[n][:1].expand(65536).contiguous() for n in ("state_indices", "num_accepted")},
-        ValueError, "v", "at most 65535 rows", "[65536, 1, 4, 128]",
+        ValueError, "k", "at most 65535 rows", "[65536, 1, 2, 64]",
     ),
     change("q every other element", "q", every_other, ValueError, LAST, "strides (768, 256, 128, 2)", DECODE),
     change("k every other element", "k", every_other, ValueError, LAST, "strides (768, 256, 128, 2)"),
@@ -232,7 +232,7 @@ WRONG = [
     change("decay per query head", "decay", lambda d: d[:2], ValueError, "[HV] = [4]", "[2]"),
     change("decay of 2 dimensions", "decay", lambda d: d[None], ValueError, "[HV] = [4]", "[1, 4]"),
     change("decay of no dimension", "decay", lambda d: d[0], ValueError, "[HV] = [4]", "[]"),
-    change("decay every other element", "decay", every_other, ValueError, "a contiguous [HV] = [4]", "[4]"),
+    change("decay every other element", "decay", every_other, ValueError, "contiguous elements", "strides (2,)"),
     *(
         wrong
         for name, functions in (("state_indices", BOTH), ("num_accepted", COMMIT))
@@ -242,7 +242,7 @@ WRONG = [
             change(f"{name} too short", name, lambda i: i[:1], ValueError, "[B] = [2]", "[1]", functions),
             change(f"{name} too long", name, lambda i: i.repeat(2), ValueError, "[B] = [2]", "[4]", functions),
             change(f"{name} of 2 dimensions", name, lambda i: i[None], ValueError, "[B] = [2]", "[1, 2]", functions),
-            change(f"{name} every other", name, every_other, ValueError, "a contiguous [B]", "[2]", functions),
+            change(f"{name} every other", name, every_other, ValueError, "contiguous elements", "strides (2,)", functions),
             away(name, functions),
         )
     ),
