@@ -120,7 +120,7 @@ class Config:
 _ONE_TOKEN = {
     (True, False): (1024, 32, True),
     (True, True): (1024, 32, True),
-    (False, False): (512, 64, False),
+    (False, False): (512, 64, True),
     (False, True): (64, 64, True),
 }
 _ONE_TOKEN_NARROW = {
