@@ -50,7 +50,7 @@ def _add_gpu_session(arch: str) -> None:
         refusal = gpu.refusal(arch, gpu.capabilities())
         if refusal:
             session.error(refusal)
-        _install(session, "cula[demo]", *packages, group="test")
+        _install(session, "cula[demo,fla]", *packages, group="test")
         _pytest(session, *SHARED_TESTS, *map(_tests, packages), options=("-m", "gpu"))
 
     gpu_tests.__doc__ = f"The tests that need a GPU, on {arch}; fails without one."

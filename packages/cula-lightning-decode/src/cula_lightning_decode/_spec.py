@@ -27,13 +27,13 @@ PRIORITY = 10
 
 def supports(
     *,
-    dtype=None,
-    state_dtype=None,
+    dtype: object = None,
+    state_dtype: object = None,
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
     tokens: int | None = None,
     requires_grad: bool = False,
-    **_,
+    **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it."""
     for module in ("cutlass", "tvm_ffi"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ torch.library.define(
 
 
 def _decode_cpu(
-    q, k, v, state, decay, state_indices, rounding_seed, scale, state_v_first, commit, out
-):
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor, state_indices: Tensor | None,
+    rounding_seed: Tensor | None, scale: float, state_v_first: bool, commit: bool, out: Tensor,
+) -> None:  # fmt: skip
     reference.linear_attention_decode(
         q, k, v, state, decay, state_indices=state_indices, scale=scale, state_v_first=state_v_first,
         out=out, commit=commit, rounding_seed=rounding_seed,
@@ -33,21 +35,28 @@ def _decode_cpu(
 
 
 def _decode_cuda(
-    q, k, v, state, decay, state_indices, rounding_seed, scale, state_v_first, commit, out
-):
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor, state_indices: Tensor | None,
+    rounding_seed: Tensor | None, scale: float, state_v_first: bool, commit: bool, out: Tensor,
+) -> None:  # fmt: skip
     mode = "decode" if commit else "verify"
     seed = rounding_seed if commit else None
     _launch()(q, k, v, state, decay, state_indices, None, seed, out, scale, state_v_first, mode)
 
 
-def _commit_cpu(k, v, state, decay, num_accepted, state_indices, rounding_seed, state_v_first):
+def _commit_cpu(
+    k: Tensor, v: Tensor, state: Tensor, decay: Tensor, num_accepted: Tensor, state_indices: Tensor | None,
+    rounding_seed: Tensor | None, state_v_first: bool,
+) -> None:  # fmt: skip
     reference.linear_attention_commit(
         k, v, state, decay, num_accepted, state_indices=state_indices, state_v_first=state_v_first,
         rounding_seed=rounding_seed,
     )  # fmt: skip
 
 
-def _commit_cuda(k, v, state, decay, num_accepted, state_indices, rounding_seed, state_v_first):
+def _commit_cuda(
+    k: Tensor, v: Tensor, state: Tensor, decay: Tensor, num_accepted: Tensor, state_indices: Tensor | None,
+    rounding_seed: Tensor | None, state_v_first: bool,
+) -> None:  # fmt: skip
     _launch()(
         None, k, v, state, decay, state_indices, num_accepted, rounding_seed, None, 1.0, state_v_first, "commit"
     )  # fmt: skip
@@ -180,7 +189,7 @@ def _is_plain_cuda_call(k: Tensor) -> bool:
 
 
 @functools.cache
-def _launch():
+def _launch() -> Callable[..., None]:
     from .launch import run
 
     return run
