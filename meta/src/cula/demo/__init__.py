@@ -49,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"on {machine.name}, torch {torch.__version__}, {machine.dtype}, seed {options.seed}",
         markup=False,
     )
+    if runtime.served_by("kda.prefill", machine, dtype=machine.dtype) == "fla":
+        console.print(
+            "fla compiles and tunes its kernels at first use: minutes (CULA_DISABLE=fla avoids it)",
+            markup=False,
+        )
     with torch.inference_mode(), runtime.single_thread(), report.bars(console) as progress:
         outcome = runner.run(
             machine, corpus, data.Projections(options.seed), options.tokens, progress
