@@ -3,7 +3,8 @@
     python benchmarks/decode_80sm.py [--gpu h200] [--check]
 
 Reads lightning_decode_80sm.json (required), lightning_decode.json (the whole card),
-lightning_decode_variants_80sm.json and ncu_decode.json beside it (each optional; its section says when it is missing).
+lightning_decode_variants_80sm.json, ncu_decode.json and decode_design_study.json beside it (each optional; its
+section says when it is missing).
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ def project(
 
 
 def document(
-    green: Result, whole: Result | None, variants: Result | None, counters: Result | None
+    green: Result,
+    whole: Result | None,
+    variants: Result | None,
+    counters: Result | None,
+    study: Result | None = None,
 ) -> str:
     """The whole page."""
     sections = [
@@ -77,6 +82,7 @@ def document(
         _measured(green, whole),
         _counters(counters),
         _variants(variants),
+        _structures(study),
         _extrapolated(green),
     ]
     return "\n\n".join(sections) + "\n"
@@ -178,6 +184,43 @@ def _variants(variants: Result | None) -> str:
     return f"{title}\n\n{report.origin(variants)} Medians of {method}; cula is the selected tile.\n\n{table}"
 
 
+ANSWERS = """\
+* K splitting: a second pass over partial outputs costs more than any locality brings; V is split instead, with no
+  reduction over CTAs.
+* Tile height and warps: `[K, V]` states want pieces of at least 256 bytes of every row; `[V, K]` slices are contiguous
+  and the height hardly matters. Fewer multiprocessors want more bytes in flight on each, so the package takes other
+  tiles below 100 of them; they are `cula` in the tables above.
+* Vector stores: no difference, a warp fills whole sectors with 4-byte stores too. The package keeps 16 bytes.
+* TMA: bulk copies there and back are slower than plain loads and stores for an update in place."""
+
+
+def _structures(study: Result | None) -> str:
+    """What other structures cost, and what that answers."""
+    head = "## Splitting, stores, TMA (measured on the whole card)"
+    if study is None:
+        return f"{head}\n\nNot measured."
+    variants = [
+        [name, f"{us['B64']:.1f}", f"{us['B256']:.1f}"]
+        for name, us in study["decode_variants_us"].items()
+    ]
+    names = study["traffic_only_kernels"]
+    traffic = [
+        [f"{names[row['kernel']]}: {row['shape']}", f"{row['B64_us']:.1f}", f"{row['B256_us']:.1f}"]
+        for row in study["traffic_only"]
+    ]
+    columns = ["us", "B=64", "B=256"]
+    return "\n\n".join(
+        (
+            head,
+            f"{study['title']}. {study['note']}",
+            report.as_markdown((columns, variants)),
+            "The traffic alone:",
+            report.as_markdown((columns, traffic)),
+            ANSWERS,
+        )
+    )
+
+
 def _extrapolated(green: Result) -> str:
     """The part that is not a measurement; every assumption is written beside its figures."""
     header = ["setting", "H20 low, us", "H20 high, us", "limited by"]
@@ -250,12 +293,16 @@ def page(gpu: str, root: Path = results.RESULTS) -> str:
         path = results.result_path(op, gpu, root)
         return results.load(path) if path.exists() else None
 
-    counters = results.result_path("ncu_decode", gpu, root)
+    def plain(name: str) -> Result | None:
+        path = results.result_path(name, gpu, root)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
     return document(
         results.load(results.result_path("lightning_decode_80sm", gpu, root)),
         optional("lightning_decode"),
         optional("lightning_decode_variants_80sm"),
-        json.loads(counters.read_text(encoding="utf-8")) if counters.exists() else None,
+        plain("ncu_decode"),
+        plain("decode_design_study"),
     )
 
 

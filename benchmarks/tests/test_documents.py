@@ -200,6 +200,13 @@ def test_page_separates_measured_from_extrapolated(decode_result):
             "v", (64, 256), providers={"cula": ("ours", 4.0), "tile_v=8": ("variant", 2.0)}
         ),
         COUNTERS,
+        {
+            "title": "T",
+            "note": "N",
+            "decode_variants_us": {"k_split": {"B64": 1.25, "B256": 5.0}},
+            "traffic_only_kernels": {"A": "plain"},
+            "traffic_only": [{"kernel": "A", "shape": "128x1", "B64_us": 1.0, "B256_us": 4.06}],
+        },
     )
     measured, extrapolated = page.split("## Extrapolated to an H20")
     assert "**Nothing in this section was measured.**" in extrapolated
@@ -209,6 +216,7 @@ def test_page_separates_measured_from_extrapolated(decode_result):
     assert cold == "| B64-T1-fp32-kv-cold | 135.3 | 128.8 | 0.952 | 4.00 | 4.20 | 132.6 | 1.020 |"
     assert "| 64 | 80 | 128.0 | 87.5 % | 61.0 % | 50.1 % | 64 | long_scoreboard 80 % |" in measured
     assert "| tile_v=8 | 270.5 |" in measured
+    assert "| k_split | 1.2 | 5.0 |" in measured and "| plain: 128x1 | 1.0 | 4.1 |" in measured
     assert "| B64-T1-fp32-kv-cold | 138.7 | 162.3 | memory |" in extrapolated
     # 4000 / 80 against 4200 * 4.0 / 4.8 / 78 GB/s per multiprocessor.
     assert (
@@ -221,7 +229,7 @@ def test_page_says_what_is_missing(decode_result):
     page = decode_80sm.document(
         decode_result("lightning_decode_80sm", BATCHES, 1.2), None, None, None
     )
-    assert page.count("Not measured.") == 2
+    assert page.count("Not measured.") == 3
     assert "at 0.95 of the ceiling or more: none." in page
     slow = decode_80sm.document(
         decode_result("lightning_decode_80sm", BATCHES, 1.3), None, None, None
