@@ -35,7 +35,7 @@ class Backend(Protocol):
         """One graph of all calls; `keep` holds every result alive, so that each call writes memory of its own."""
 
     def time_each(self, calls: Sequence[Call]) -> list[float]:
-        """Device time of every call, between two events recorded around it."""
+        """Device time of every call, between two events around it, each queued behind a busy device."""
 
     def time_queued(self, calls: Sequence[Call], keep: bool) -> float:
         """Device time of all calls together, queued up behind a busy device so that launch gaps do not count."""

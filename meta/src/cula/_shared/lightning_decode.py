@@ -37,7 +37,7 @@ def linear_attention_decode(
     batch, tokens, heads, dim_k = q.shape
     group = v.shape[2] // heads
     work = _work_dtype(q, v, state)
-    slots, valid = _slots(state_indices, batch, state)
+    slots, valid = pool_slots(state_indices, batch, state)
     scale = dim_k**-0.5 if scale is None else scale
     current = _read(state, slots, state_v_first, work)
     factor = torch.exp(-decay.to(work))[None, :, None, None]
@@ -70,7 +70,7 @@ def linear_attention_commit(
     batch, tokens, heads, _ = k.shape
     group = v.shape[2] // heads
     work = _work_dtype(k, v, state)
-    slots, valid = _slots(state_indices, batch, state)
+    slots, valid = pool_slots(state_indices, batch, state)
     current = _read(state, slots, state_v_first, work)
     factor = torch.exp(-decay.to(work))[None, :, None, None]
     for t in range(tokens):
@@ -112,11 +112,24 @@ def _work_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _slots(state_indices: Tensor | None, batch: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    if state_indices is None:
-        slots = torch.arange(batch, device=state.device)
-        return slots, torch.ones_like(slots, dtype=torch.bool)
-    return state_indices.to(torch.int64).clamp(min=0), state_indices >= 0
+def pool_slots(indices: Tensor | None, count: int, pool: Tensor) -> tuple[Tensor, Tensor]:
+    """The pool row of each of `count` rows, with 0 for padding, and which rows are no padding (index >= 0)."""
+    if indices is None:
+        indices = torch.arange(count, device=pool.device)
+    return indices.to(torch.int64).clamp(min=0), indices >= 0
+
+
+def store_live(pool: Tensor, states: Tensor, slots: Tensor, live: Tensor) -> None:
+    """`pool[slots] = states` for the live rows, without asking the host which those are; see pool_slots.
+
+    A padding row repeats the write of the first live one, which leaves the same value whatever the order of writes;
+    with no live row at all every write puts row 0 back as it is.
+    """
+    if len(slots) == 0 or len(pool) == 0:
+        return
+    source = torch.where(live, torch.arange(len(slots), device=slots.device), live.int().argmax())
+    target = slots[source]
+    pool[target] = torch.where(live.any(), states[source].to(pool.dtype), pool[target])
 
 
 def _read(state: Tensor, slots: Tensor, state_v_first: bool, work: torch.dtype) -> Tensor:
@@ -140,19 +153,10 @@ def _write(
     state_v_first: bool,
     seed: Tensor | int | None,
 ) -> None:
-    if len(slots) == 0 or len(state) == 0:
-        return
     if state_v_first:
         current = current.transpose(-1, -2)
-    if seed is None:
-        stored = current.to(state.dtype)
-    else:
+    if seed is not None:
         hv = state.shape[1]
         numbers = slots[:, None] * hv + torch.arange(hv, device=state.device)
-        stored = stochastic_round_bf16(current, seed, numbers)
-    # A padding row repeats the write of some valid row (or rewrites slot 0 as it is when there is none), because
-    # dropping it would need its number on the host.
-    first = valid.to(torch.int8).argmax()
-    source = torch.where(valid, torch.arange(len(slots), device=state.device), first)
-    target = slots[source]
-    state[target] = torch.where(valid.any(), stored[source], state[target])
+        current = stochastic_round_bf16(current, seed, numbers)
+    store_live(state, current, slots, valid)

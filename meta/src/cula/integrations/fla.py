@@ -15,6 +15,8 @@ from torch import Tensor
 
 from cula import varlen
 from cula._registry import importable
+from cula._shared.lightning_decode import pool_slots, store_live
+from cula.reference._common import expand_heads
 
 _MINIMUM = (0, 6)
 
@@ -88,7 +90,10 @@ def _chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return _into(out, *chunk_simple_gla(_expand(q, v), _expand(k, v), v, **options))
+    return _into(
+        out,
+        *chunk_simple_gla(expand_heads(q, v.shape[2]), expand_heads(k, v.shape[2]), v, **options),
+    )
 
 
 def _lightning_attn_fwd(
@@ -105,10 +110,11 @@ def _lightning_attn_fwd_varlen(
     options |= {"g_gamma": -decay, "cu_seqlens": cu_seqlens}
     if state_pool is None:
         return _chunk_simple_gla(q, k, v, output_final_state=output_final_state, out=out, **options)
-    slots, live = _rows(initial_state_indices, cu_seqlens.shape[0] - 1, state_pool)
+    slots, live = pool_slots(initial_state_indices, cu_seqlens.shape[0] - 1, state_pool)
     initial = state_pool[slots]
     o, final = _chunk_simple_gla(q, k, v, initial_state=initial, output_final_state=True, **options)
-    _store(state_pool, final, slots, live)
+    if final is not None:
+        store_live(state_pool, final, slots, live)
     if len(slots):
         ids = varlen.sequence_ids(cu_seqlens, q.shape[1])
         o = torch.where((live[ids] & (ids >= 0))[None, :, None, None], o, 0)
@@ -122,10 +128,10 @@ def _linear_attention_decode(
 ) -> Tensor:  # fmt: skip
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
-    slots, live = _rows(state_indices, q.shape[0], state)
+    slots, live = pool_slots(state_indices, q.shape[0], state)
     o, final = fused_recurrent_simple_gla(
-        _expand(q, v),
-        _expand(k, v),
+        expand_heads(q, v.shape[2]),
+        expand_heads(k, v.shape[2]),
         v,
         g_gamma=-decay,
         scale=scale,
@@ -134,7 +140,7 @@ def _linear_attention_decode(
         state_v_first=state_v_first,
     )
     if commit:
-        _store(state, final, slots, live)
+        store_live(state, final, slots, live)
     return _into(out, torch.where(live[:, None, None, None], o, 0), None)[0]
 
 
@@ -144,10 +150,10 @@ def _linear_attention_commit(
 ) -> None:  # fmt: skip
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
-    slots, live = _rows(state_indices, k.shape[0], state)
+    slots, live = pool_slots(state_indices, k.shape[0], state)
     # A token that was not accepted neither writes nor decays.
     accepted = torch.arange(k.shape[1], device=k.device) < num_accepted[:, None]
-    k = torch.where(accepted[..., None, None], _expand(k, v), 0)
+    k = torch.where(accepted[..., None, None], expand_heads(k, v.shape[2]), 0)
     g = torch.where(accepted[..., None], -decay, 0)
     _, final = fused_recurrent_simple_gla(
         k,
@@ -158,36 +164,11 @@ def _linear_attention_commit(
         output_final_state=True,
         state_v_first=state_v_first,
     )
-    _store(state, final, slots, live)
-
-
-def _expand(x: Tensor, v: Tensor) -> Tensor:
-    """FLA's simple GLA has as many query and key heads as value heads."""
-    group = v.shape[2] // x.shape[2]
-    return x if group == 1 else x.repeat_interleave(group, 2)
+    store_live(state, final, slots, live)
 
 
 def _into(out: Tensor | None, o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return (o if out is None else out.copy_(o)), state
-
-
-def _rows(indices: Tensor | None, count: int, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Pool row of each sequence, with 0 for padding, and which sequences are no padding."""
-    if indices is None:
-        indices = torch.arange(count, device=pool.device)
-    return indices.clamp(min=0).long(), indices >= 0
-
-
-def _store(pool: Tensor, states: Tensor | None, slots: Tensor, live: Tensor) -> None:
-    """Writes the live states to their rows without asking the host which those are.
-
-    A padding sequence repeats the write of the first live one; without any, row 0 is written as it was.
-    """
-    if states is None or len(slots) == 0:
-        return
-    source = torch.where(live, torch.arange(len(slots), device=slots.device), live.byte().argmax())
-    rows = slots[source]
-    pool[rows] = torch.where(live.any(), states[source].to(pool.dtype), pool[rows])
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

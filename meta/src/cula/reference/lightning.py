@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cula._shared.lightning_decode import pool_slots, store_live
 from cula.reference._common import outgoing_tokens
 from cula.reference.simple_gla import chunk_simple_gla, chunked_simple_gla
 from cula.varlen import sequence_ids
@@ -82,33 +83,11 @@ def lightning_attn_fwd_varlen(
 
     pool = state_pool.detach()
     sequences = cu_seqlens.shape[0] - 1
-    slots = (
-        torch.arange(sequences, device=q.device)
-        if initial_state_indices is None
-        else initial_state_indices.long()
-    )
-    live = slots >= 0
-    initial = torch.where(live[:, None, None, None], pool.index_select(0, slots.clamp(min=0)), 0)
+    slots, live = pool_slots(initial_state_indices, sequences, pool)
+    initial = torch.where(live[:, None, None, None], pool.index_select(0, slots), 0)
     o, final = chunked_simple_gla(q, k, v, None, -decay, scale, initial, state_v_first, cu_seqlens)
-    _store_live(pool, slots, final.detach())
+    store_live(pool, final.detach(), slots, live)
     if sequences > 0:
         owner = sequence_ids(cu_seqlens, q.shape[1]).clamp(min=0)
         o = torch.where(live[owner][:, None, None], o, 0)
     return outgoing_tokens(o, v, out), state_pool
-
-
-def _store_live(pool: Tensor, slots: Tensor, states: Tensor) -> None:
-    """`pool[slots] = states` for the slots >= 0, without asking the host which those are.
-
-    A padding slot repeats the write of the first live one, which leaves the same value whatever the order of writes;
-    with no live slot at all every write puts row 0 back as it is.
-    """
-    if slots.shape[0] == 0 or pool.shape[0] == 0:
-        return
-    live = slots >= 0
-    donor = torch.where(
-        live, torch.arange(slots.shape[0], device=slots.device), live.int().argmax()
-    )
-    row = slots[donor].clamp(min=0)
-    value = torch.where(live.any(), states[donor].to(pool.dtype), pool.index_select(0, row))
-    pool.index_copy_(0, row, value)

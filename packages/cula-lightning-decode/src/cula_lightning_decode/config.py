@@ -33,6 +33,11 @@ class Problem:
     mode: str = "decode"
     stochastic: bool = False
 
+    @property
+    def vector(self) -> int:
+        """Elements of one 16-byte access to the state."""
+        return _VECTOR_BYTES // _BYTES[self.state_dtype]
+
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
         if (
@@ -67,8 +72,7 @@ class Config:
 
     @property
     def vector(self) -> int:
-        """Elements of one 16-byte access to the state."""
-        return _VECTOR_BYTES // _BYTES[self.problem.state_dtype]
+        return self.problem.vector
 
     @property
     def rows(self) -> int:

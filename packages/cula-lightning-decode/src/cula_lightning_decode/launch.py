@@ -13,16 +13,12 @@ from torch import Tensor
 from .config import Config, Problem, select, supports_overlap
 from .decode import LightningDecode
 
-_DSL = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
+_DSL = {"float32": cutlass.Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 def fake_arguments(problem: Problem) -> tuple:
     """What `cute.compile` needs to know of the arguments: all but dtypes, head dims and tokens is symbolic."""
-    vector = 16 * 8 // getattr(cutlass, _DSL[problem.state_dtype]).width
-    dtype, state_dtype = (
-        getattr(cutlass, _DSL[problem.dtype]),
-        getattr(cutlass, _DSL[problem.state_dtype]),
-    )
+    dtype, state_dtype = (_DSL[d] for d in (problem.dtype, problem.state_dtype))
     batch, heads, heads_v = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
     def activation(heads, dim):
@@ -34,7 +30,7 @@ def fake_arguments(problem: Problem) -> tuple:
 
     dims = (problem.head_dim_k, problem.head_dim_v)
     rows, columns = dims[::-1] if problem.state_v_first else dims
-    outer = tuple(cute.sym_int64(divisibility=vector) for _ in range(2))
+    outer = tuple(cute.sym_int64(divisibility=problem.vector) for _ in range(2))
     state = make_fake_tensor(
         state_dtype,
         (cute.sym_int(), heads_v, rows, columns),

@@ -124,13 +124,12 @@ def linear_attention_decode(
     # fmt: off
     arguments = (q, k, v, state, decay, state_indices, scale, state_v_first, out, commit, rounding_seed)
     # fmt: on
-    run = _decode_cuda
-    if not _is_plain_cuda_call(k):
+    plain = _is_plain_cuda_call(k)
+    if not plain:
         check_decode(*arguments)
-        run = _decode
     try:
         # What the compiled host code cannot see; anything unusual is left to the full check.
-        if (
+        if plain and (
             (scale is not None and (type(scale) is not float or not math.isfinite(scale)))
             or (type(commit) is not bool or type(state_v_first) is not bool)
             or (rounding_seed is not None and not (commit and _is_seed(rounding_seed, state)))
@@ -144,6 +143,7 @@ def linear_attention_decode(
         if scale is None:
             scale = k.shape[3] ** -0.5
         seed = _seed_tensor(rounding_seed, k)
+        run = _decode_cuda if plain else _decode
         run(q, k, v, state, decay, state_indices, seed, float(scale), state_v_first, commit, out)
     except Exception:
         check_decode(*arguments)
