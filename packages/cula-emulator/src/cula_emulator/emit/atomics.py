@@ -1,0 +1,98 @@
+"""Atomic read-modify-write of one element or a vector."""
+
+from __future__ import annotations
+
+from ..ptx import ir
+from .function import (
+    BITS,
+    CPP_TYPES,
+    FLOATS,
+    READ,
+    STRONG,
+    WRITE,
+    FunctionEmitter,
+    access,
+    bits_type,
+)
+from .registry import emits
+
+
+def _updated(
+    e: FunctionEmitter,
+    i: ir.Instruction,
+    operation: str,
+    t: str,
+    part: int | None,
+    operands: list[ir.Operand],
+) -> str:
+    """The new bits of one element whose old bits are `old_`."""
+    values = [e.items(o)[part] if part is not None else o for o in operands]
+    v = e.value(values[0], bits_type(t))
+    if operation == "exch":
+        return v
+    if operation == "cas":
+        return f"old_ == {v} ? {e.value(values[1], bits_type(t))} : old_"
+    if operation in ("and", "or", "xor"):
+        return f"old_ {dict(zip(('and', 'or', 'xor'), '&|^'))[operation]} {v}"
+    if t in ("f16x2", "bf16x2"):
+        widen, narrow = {
+            "f16x2": ("f16_to_f32", "f32_to_f16"),
+            "bf16x2": ("bf16_to_f32", "f32_to_bf16"),
+        }[t]
+        combine = {"add": "{} + {}", "min": "fminf({}, {})", "max": "fmaxf({}, {})"}[operation]
+
+        def half(shift: int) -> str:
+            old, fresh = (f"{widen}((uint16_t)({x} >> {shift}))" for x in ("old_", v))
+            return f"(uint32_t){narrow}({combine.format(old, fresh)}) << {shift}"
+
+        return f"{half(0)} | {half(16)}"
+    if t in FLOATS:
+        widen, narrow = {
+            "f32": ("as_f32", "from_f32"),
+            "f64": ("as_f64", "from_f64"),
+            "f16": ("f16_to_f32", "f32_to_f16"),
+            "bf16": ("bf16_to_f32", "f32_to_bf16"),
+        }[t]
+        combine = {"add": "{} + {}", "min": "std::fmin({}, {})", "max": "std::fmax({}, {})"}[
+            operation
+        ]
+        return f"{narrow}({combine.format(f'{widen}(old_)', e.read(values[0], t))})"
+    old, fresh, cpp = f"({CPP_TYPES[t]})old_", e.read(values[0], t), CPP_TYPES[t]
+    if operation == "inc":
+        return f"old_ >= {v} ? 0 : old_ + 1"
+    if operation == "dec":
+        return f"old_ == 0 || old_ > {v} ? {v} : old_ - 1"
+    return {
+        "add": f"old_ + (uint64_t){fresh}",
+        "min": f"std::min<{cpp}>({old}, {fresh})",
+        "max": f"std::max<{cpp}>({old}, {fresh})",
+    }[operation]
+
+
+@emits("atom", "red")
+def atomic(e: FunctionEmitter, i: ir.Instruction) -> str:
+    operation, t = (
+        i.first_of(("add", "min", "max", "exch", "cas", "and", "or", "xor", "inc", "dec")),
+        i.type,
+    )
+    operands = list(i.operands)
+    destination = operands.pop(0) if i.parts[0] == "atom" else None
+    address, values = operands[0], operands[1:]
+    parts = len(values[0].items) if isinstance(values[0], ir.Vector) else None
+    storage, size = CPP_TYPES[bits_type(t)], BITS[t] // 8
+    pointer = e.pointer(
+        address, e.space_of(i, address), size * (parts or 1), access(i, READ | WRITE | STRONG)
+    )
+    statements = [f"uint8_t* p_ = {pointer};"]
+    for n in range(parts or 1):
+        part = n if parts else None
+        fresh = f"({storage})({_updated(e, i, operation, t, part, values)})"
+        body = f"atomic_update<{storage}>(p_ + {n * size}, [&]({storage} old_) -> {storage} {{ return {fresh}; }});"
+        if destination is None:
+            statements.append(body)
+        else:
+            statements.append(f"auto o{n}_ = {body}")
+            statements.append(
+                e.write(e.items(destination)[n] if parts else destination, bits_type(t), f"o{n}_")
+            )
+    return "{ " + " ".join(statements) + " }"

@@ -1,0 +1,321 @@
+"""The pytest plugin, run on small test files of its own."""
+
+import re
+import textwrap
+
+import pytest
+
+import cula_emulator  # noqa: F401  (pytester forgets what an inner run imports first, and torch bears one import only)
+
+pytest_plugins = ["pytester"]
+
+COPY = """
+.version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry copy(.param .u64 from, .param .u64 to, .param .u32 shift)
+{
+    .reg .b32 %r<8>; .reg .b64 %rd<8>;
+    ld.param.u64 %rd1, [from];
+    ld.param.u64 %rd2, [to];
+    ld.param.u32 %r1, [shift];
+    mov.u32 %r2, %tid.x;
+    mul.wide.u32 %rd3, %r2, 4;
+    add.s64 %rd4, %rd1, %rd3;
+    ld.global.u32 %r3, [%rd4];
+    add.u32 %r4, %r2, %r1;
+    mul.wide.s32 %rd5, %r4, 4;
+    add.s64 %rd6, %rd2, %rd5;
+    st.global.u32 [%rd6], %r3;
+    ret;
+}
+"""
+PREAMBLE = f"""
+import pytest, torch
+import cula_emulator as emulator
+
+COPY = {COPY!r}
+X = torch.arange(32, dtype=torch.float32)
+"""
+
+# hypothesis would be imported anew by every inner run.
+PLUGINS = ("-p", "cula_emulator.pytest_plugin", "-p", "no:hypothesispytest")
+
+
+@pytest.fixture
+def run(pytester):
+    def run(source, *arguments, plugins=PLUGINS, ini=""):
+        pytester.makepyfile(test_inner=PREAMBLE + textwrap.dedent(source))
+        pytester.makeini(f"[pytest]\naddopts = --strict-markers --strict-config\n{ini}")
+        return pytester.runpytest_inprocess(*plugins, *arguments)
+
+    return run
+
+
+def names(result):
+    return [
+        line.partition("::")[2] for line in result.outlines if line.startswith("test_inner.py::")
+    ]
+
+
+USES_IT = "def test(emulated): pass"
+
+
+def test_default_schedules(run):
+    shown = names(run(USES_IT, "--collect-only", "-q"))
+    assert shown == [
+        f"test[{s}]" for s in ("immediate", "random-0", "random-1", "lazy-0", "lazy-1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marker", "arguments", "expected"),
+    [
+        ("schedules=('immediate', 'lazy')", (), ["immediate", "lazy-0", "lazy-1"]),
+        ("schedules='immediate'", (), ["immediate"]),
+        ("schedules=('lazy',), seeds=3", (), ["lazy-0", "lazy-1", "lazy-2"]),
+        ("schedules=('lazy-7', 'random-2')", ("--emulator-seeds=9",), ["lazy-7", "random-2"]),
+        ("schedules=('random',), seeds=1", ("--emulator-seeds=2",), ["random-0", "random-1"]),
+        (
+            "schedules=('random',), seeds=3",
+            ("--emulator-seeds=1",),
+            ["random-0", "random-1", "random-2"],
+        ),
+        ("schedules=('lazy', 'lazy-1')", (), ["lazy-0", "lazy-1"]),
+    ],
+)
+def test_schedules_of_the_marker(run, marker, arguments, expected):
+    result = run(f"@pytest.mark.emulated({marker})\n{USES_IT}", "--collect-only", "-q", *arguments)
+    assert names(result) == [f"test[{s}]" for s in expected]
+
+
+def test_the_closest_marker_wins_and_the_others_fill_in(run):
+    source = """
+    pytestmark = pytest.mark.emulated(schedules="immediate", concurrent_ctas=4)
+
+    @pytest.mark.emulated(concurrent_ctas=2)
+    def test(emulated):
+        assert emulated.options == emulator.Options(concurrent_ctas=2, detect_races=True, time_limit=300)
+    """
+    run(source).assert_outcomes(passed=1)
+
+
+def test_schedule_comes_last_among_parameters(run):
+    source = """
+    @pytest.mark.emulated(schedules=("immediate", "lazy-1"))
+    @pytest.mark.parametrize("n", [4, 8])
+    def test(n, emulated): pass
+    """
+    shown = names(run(source, "--collect-only", "-q"))
+    assert shown == ["test[4-immediate]", "test[4-lazy-1]", "test[8-immediate]", "test[8-lazy-1]"]
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        (
+            "architecture='sm_80'",
+            "the marker `emulated` does not take architecture; it takes arch, check_bounds,",
+        ),
+        ("'lazy'", "does not take 'lazy'"),
+        ("schedules=('eager',)", "test_inner.py::test: async_mode must be one of"),
+        ("seed=1", "does not take seed"),
+    ],
+)
+def test_wrong_marker_is_an_error_at_collection(run, marker, message):
+    result = run(f"@pytest.mark.emulated({marker})\n{USES_IT}")
+    result.assert_outcomes(errors=1)
+    assert message in result.stdout.str()
+
+
+def test_tests_without_the_fixture_are_left_alone(run):
+    result = run(
+        "@pytest.mark.emulated(schedules='lazy')\ndef test(): pass", "--collect-only", "-q"
+    )
+    assert names(result) == ["test"]
+
+
+def test_marker_expression_selects_every_emulated_test(run):
+    result = run(f"{USES_IT}\ndef test_plain(): pass", "-m", "not emulated", "--collect-only", "-q")
+    assert names(result) == ["test_plain"]
+
+
+@pytest.mark.parametrize(
+    ("marker", "arguments", "ini", "expected"),
+    [
+        ("", (), "", True),
+        ("", (), "emulator_detect_races = false", False),
+        ("", ("--emulator-races",), "emulator_detect_races = false", True),
+        ("", ("--no-emulator-races",), "", False),
+        ("detect_races=True", ("--no-emulator-races",), "", True),
+        ("detect_races=False", ("--emulator-races",), "", False),
+    ],
+)
+def test_race_detection_marker_then_command_line_then_ini(run, marker, arguments, ini, expected):
+    source = f"""
+    @pytest.mark.emulated({marker})
+    def test(emulated, emulator_schedule):
+        assert emulated.options is emulator_schedule and emulated.options.detect_races is {expected}
+    """
+    run(source, *arguments, ini=ini).assert_outcomes(passed=5)
+
+
+@pytest.mark.parametrize(("ini", "expected"), [("12.5", 12.5), ("0", None)])
+def test_time_limit_of_the_ini_file(run, ini, expected):
+    source = f"def test(emulated): assert emulated.options.time_limit == {expected}"
+    run(source, ini=f"emulator_time_limit = {ini}").assert_outcomes(passed=5)
+
+
+def test_ptx_runs_under_the_schedule(run):
+    source = """
+    seen = []
+
+    def test(emulated):
+        out = emulated.empty((32,))
+        module = emulated.ptx(COPY)
+        module.launch("copy", (1,), (32,), (X, out, 0))
+        assert torch.equal(out, X)
+        seen.append((id(module.module), module.options.async_mode, module.options.seed))
+
+    def test_last():
+        assert len({i for i, _, _ in seen}) == 1
+        assert [s[1:] for s in seen] == [
+            ("immediate", 0), ("random", 0), ("random", 1), ("lazy", 0), ("lazy", 1)
+        ]
+    """
+    run(source).assert_outcomes(passed=6)
+
+
+def test_kernels_are_compiled_once(run):
+    """Per test and parameters without a key; with a key once for all tests, but per kernel and architecture."""
+    source = """
+    compiled = []
+
+    def compile(kernel, *fake_arguments, arch, **named):
+        compiled.append((kernel.__name__, fake_arguments, arch))
+        return lambda *arguments, options: calls.append(options)
+
+    calls = []
+    def f(): pass
+    def g(): pass
+
+    @pytest.fixture(autouse=True)
+    def replaced(monkeypatch):
+        monkeypatch.setattr(emulator, "compile", compile)
+
+    @pytest.mark.emulated(arch="sm_80")
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_a(emulated, n):
+        emulated(f, n)(concurrent_ctas=2)
+        emulated(f, -n)
+        assert calls.pop() == emulated.options.__class__(
+            async_mode=emulated.options.async_mode, seed=emulated.options.seed,
+            detect_races=True, time_limit=300, concurrent_ctas=2
+        )
+
+    def test_b(emulated):
+        emulated(f, "b", arch="sm_90a", key="k")
+
+    def test_c(emulated):
+        emulated(f, "c", arch="sm_90a", key="k")
+        emulated(f, "c", arch="sm_89", key="k")
+        emulated(g, "c", arch="sm_90a", key="k")
+
+    def test_last():
+        assert compiled == [
+            ("f", (1,), "sm_80"), ("f", (-1,), "sm_80"), ("f", (2,), "sm_80"), ("f", (-2,), "sm_80"),
+            ("f", ("b",), "sm_90a"), ("f", ("c",), "sm_89"), ("g", ("c",), "sm_90a"),
+        ]
+    """
+    run(source).assert_outcomes(passed=21)
+
+
+def test_architecture_must_be_named(run):
+    result = run(
+        "@pytest.mark.emulated(schedules='immediate')\ndef test(emulated): emulated(print)"
+    )
+    result.assert_outcomes(failed=1)
+    assert "name the architecture" in result.stdout.str()
+
+
+def test_outputs_are_poisoned_and_aligned(run):
+    source = """
+    DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+    @pytest.mark.emulated(schedules="immediate")
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_floats(emulated, dtype):
+        out = emulated.empty((3, 5), dtype)
+        assert out.shape == (3, 5) and out.dtype == dtype and out.is_contiguous()
+        assert out.float().isnan().all() and out.data_ptr() % 256 == 0
+
+    @pytest.mark.emulated(schedules="immediate")
+    def test_the_rest(emulated):
+        assert emulated.empty((2,)).dtype == torch.float32
+        assert (emulated.empty((4,), torch.int32) == 2**31 - 1).all()
+        assert (emulated.empty((4,), torch.uint8) == 255).all()
+        assert emulated.empty((4,), torch.bool).all()
+        assert emulated.empty(()).isnan() and emulated.empty((0, 3)).shape == (0, 3)
+        turned = emulated.empty_like(torch.zeros(4, 6).t())
+        assert turned.stride() == (1, 6) and turned.isnan().all()
+        assert emulated.empty_like(X, torch.int8).dtype == torch.int8
+        wide = emulated.empty((4, 3), stride=(8, 1))
+        assert wide.stride() == (8, 1)
+        wide.zero_()
+    """
+    run(source).assert_outcomes(passed=7)
+
+
+@pytest.mark.parametrize(
+    ("shift", "stride", "values", "first"),
+    [(1, None, 1, 128), (-2, None, 2, -8), (120, None, 32, 480), (0, (8, 1), 16, 16)],
+    ids=["after", "before", "far", "between rows"],
+)
+def test_a_write_beside_an_output_fails_the_test(run, shift, stride, values, first):
+    source = f"""
+    @pytest.mark.emulated(schedules="immediate", check_bounds=False)
+    def test(emulated):
+        out = emulated.empty({(4, 4) if stride else (32,)}, stride={stride})
+        emulated.ptx(COPY).launch("copy", (1,), (32,), (X + 1, out, {shift} % 2**32))
+    """
+    result = run(source)
+    result.assert_outcomes(passed=1, errors=1)
+    shown = re.search(r"(\d+) value\(s\) beside an .* at byte (-?\d+) from", result.stdout.str())
+    assert [int(n) for n in shown.groups()] == [values, first]
+
+
+def test_failure_names_schedule_and_how_to_run_it_again(run):
+    source = """
+    @pytest.mark.emulated(schedules=("immediate", "lazy"))
+    @pytest.mark.parametrize("n", [5])
+    def test(emulated, n):
+        assert emulated.options.seed != 3
+    """
+    result = run(source, "--emulator-seeds=4")
+    result.assert_outcomes(passed=4, failed=1)
+    text = result.stdout.str()
+    assert "Options(async_mode='lazy', seed=3, detect_races=True)" in text
+    again = re.search(r"again: pytest '(\S+)' (\S+)", text)
+    assert again.groups() == ("test_inner.py::test[5-lazy-3]", "--emulator-seeds=4")
+    rerun = run(source, *again.groups())
+    rerun.assert_outcomes(failed=1)
+
+
+def test_distributed_over_workers(run):
+    pytest.importorskip("xdist")
+    source = """
+    def test(emulated):
+        out = emulated.empty((32,))
+        emulated.ptx(COPY).launch("copy", (1,), (32,), (X, out, 0))
+        assert torch.equal(out, X) and emulated.options.seed != 1
+    """
+    result = run(source, "-n2")
+    result.assert_outcomes(passed=3, failed=2)
+    assert "Options(async_mode='lazy', seed=1, detect_races=True)" in result.stdout.str()
+
+
+def test_loading_it_twice_is_harmless(pytester):
+    pytester.makepyfile(test_inner=f'pytest_plugins = ["cula_emulator.pytest_plugin"]\n{USES_IT}')
+    pytester.makeconftest('pytest_plugins = ["cula_emulator.pytest_plugin"]')
+    result = pytester.runpytest_inprocess(*PLUGINS)
+    result.assert_outcomes(passed=5)
