@@ -7,6 +7,7 @@ which suits a GPU machine without a network.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,14 +18,15 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools import gpu  # noqa: E402
-from tools.layout import HOST_ROOMS  # noqa: E402
+from tools.layout import DEVELOPMENT_TOOLS, HOST_ROOMS  # noqa: E402
 
 # The one table: kernel package -> architectures. Test sessions follow from it, and so must the extras of `cula`.
+# DEVELOPMENT_TOOLS of tools/layout.py stand beside it: tests use them, nothing that runs a kernel does.
 PACKAGES = {
     "cula-lightning-decode": ("sm89", "sm90", "sm100"),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
-DISTRIBUTIONS = ("cula", *PACKAGES)
+DISTRIBUTIONS = ("cula", *PACKAGES, *DEVELOPMENT_TOOLS)
 SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 
@@ -37,13 +39,16 @@ nox.options.sessions = ["tests", "lint"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU."""
-    _install(session, "cula[demo]", *PACKAGES, group="test")
+    distributions = (*PACKAGES, *DEVELOPMENT_TOOLS)
+    _install(session, "cula[demo]", *distributions, group="test")
     workers = () if _bare(session) else ("--numprocesses=2",)
-    _pytest(session, *SHARED_TESTS, *map(_tests, PACKAGES), options=("-m", "not gpu", *workers))
+    folders = (*SHARED_TESTS, *map(_tests, distributions))
+    _pytest(session, *folders, options=("-m", "not gpu", *workers))
 
 
 def _add_gpu_session(arch: str) -> None:
     packages = [name for name, archs in PACKAGES.items() if arch in archs]
+    packages += DEVELOPMENT_TOOLS
 
     @nox.session(name=f"tests-{arch}", tags=["gpu"])
     def gpu_tests(session: nox.Session) -> None:
@@ -67,12 +72,15 @@ def standalone(session: nox.Session, package: str) -> None:
     _needs_venv(session)
     wheels = Path(session.virtualenv.location).resolve() / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
-    pip = ("python", "-m", "pip")
-    source = f"./{_folder(package)}"  # pip takes a bare "meta" for a name on the index
-    session.run(*pip, "wheel", "--quiet", "--no-deps", f"--wheel-dir={wheels}", source)
-    (wheel,) = wheels.glob("*.whl")
-    session.install(f"{wheel}[{'demo,test' if package == 'cula' else 'test'}]")
-    others = [_import_name(name) for name in DISTRIBUTIONS if name != package]
+    tools = _tools_of_its_tests(package)
+    for name in (package, *tools):
+        source = f"./{_folder(name)}"  # pip takes a bare "meta" for a name on the index
+        pip = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={wheels}")
+        session.run(*pip, source)
+    (wheel,) = wheels.glob(f"{_import_name(package)}-*.whl")
+    extras = "demo,test" if package == "cula" else "test"
+    session.install(f"--find-links={wheels}", f"{wheel}[{extras}]")
+    others = [_import_name(name) for name in DISTRIBUTIONS if name not in (package, *tools)]
     session.run("python", "-I", "tools/standalone.py", _import_name(package), *others)
     _pytest(session, _tests(package), options=("-m", "not gpu"))
 
@@ -92,7 +100,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy over the host files; kernels are written in the DSL's types and left out."""
-    _install(session, "cula[demo]", *PACKAGES, group="types")
+    _install(session, "cula[demo]", *PACKAGES, *DEVELOPMENT_TOOLS, group="types")
     session.env["MYPYPATH"] = os.pathsep.join(f"{_folder(name)}/src" for name in DISTRIBUTIONS)
     rooms = [
         str(path.relative_to(ROOT))
@@ -100,7 +108,8 @@ def types(session: nox.Session) -> None:
         for path in sorted((ROOT / _folder(name) / "src").glob("*/*.py"))
         if path.stem in HOST_ROOMS
     ]
-    session.run("mypy", *session.posargs, "meta/src", *rooms)
+    tools = [f"{_folder(name)}/src" for name in DEVELOPMENT_TOOLS]
+    session.run("mypy", *session.posargs, "meta/src", *tools, *rooms)
 
 
 @nox.session
@@ -170,6 +179,9 @@ def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> No
         if not (ROOT / folder).is_dir():
             session.error(f"{folder} does not exist; every part of the repository has tests")
     session.env.setdefault("OMP_NUM_THREADS", "1")
+    # What the emulator compiles outlives the session's environment, so that the next run is fast.
+    kept = os.environ.get("CULA_EMULATOR_CACHE", str(ROOT / ".nox" / "emulator-cache"))
+    session.env["CULA_EMULATOR_CACHE"] = kept
     session.run("python", "-m", "pytest", *options, *targets, *session.posargs)
 
 
@@ -187,6 +199,13 @@ def _needs_venv(session: nox.Session) -> None:
 
 def _bare(session: nox.Session) -> bool:
     return session.venv_backend == "none"
+
+
+def _tools_of_its_tests(package: str) -> list[str]:
+    """The development tools that the `test` extra of a distribution names."""
+    project = nox.project.load_toml(ROOT / _folder(package) / "pyproject.toml")["project"]
+    wanted = {re.match(r"[\w.-]+", line)[0] for line in project["optional-dependencies"]["test"]}
+    return [name for name in DEVELOPMENT_TOOLS if name in wanted]
 
 
 def _folder(name: str) -> str:

@@ -45,7 +45,8 @@ def run(code: str, site: Path) -> str:
 
 
 def test_table_names_every_package_of_the_tree(root: Path) -> None:
-    assert sorted(noxfile.PACKAGES) == sorted(path.name for path in (root / "packages").iterdir())
+    named = (*noxfile.PACKAGES, *noxfile.DEVELOPMENT_TOOLS)
+    assert sorted(named) == sorted(path.name for path in (root / "packages").iterdir())
     assert {arch for archs in noxfile.PACKAGES.values() for arch in archs} <= set(
         noxfile.ARCHITECTURES
     )
@@ -70,11 +71,21 @@ def test_cula_needs_torch_and_nothing_else(wheels: dict[str, Path]) -> None:
     assert requirements(wheels["cula"]) == {"torch>=2.8"}
 
 
-@pytest.mark.parametrize("name", noxfile.PACKAGES)
-def test_kernel_package_depends_on_none_of_ours(name: str, wheels: dict[str, Path]) -> None:
-    every = metadata(wheels[name]).get_all("Requires-Dist", [])
+def test_no_extra_of_cula_brings_a_development_tool(wheels: dict[str, Path]) -> None:
+    every = metadata(wheels["cula"]).get_all("Requires-Dist", [])
+    assert not {re.match(r"[\w.-]+", line)[0] for line in every} & set(noxfile.DEVELOPMENT_TOOLS)
+
+
+@pytest.mark.parametrize("name", (*noxfile.PACKAGES, *noxfile.DEVELOPMENT_TOOLS))
+def test_package_depends_on_none_of_ours(name: str, wheels: dict[str, Path]) -> None:
+    """Except that the tests of a kernel package, and they alone, may need a tool of the same series."""
+    series = ".".join(metadata(wheels[name])["Version"].split(".")[:2])
+    tools = set() if name in noxfile.DEVELOPMENT_TOOLS else set(noxfile.DEVELOPMENT_TOOLS)
+    every = {line.replace(" ", "") for line in metadata(wheels[name]).get_all("Requires-Dist", [])}
+    every -= {f"{tool}~={series}.0;extra=='test'" for tool in tools}
     needed = {re.match(r"[\w.-]+", line)[0] for line in every}
-    assert "torch" in needed and not needed & set(DISTRIBUTIONS)
+    assert any(line.startswith("torch>=") for line in every)
+    assert not needed & set(DISTRIBUTIONS)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

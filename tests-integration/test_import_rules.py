@@ -10,6 +10,7 @@ from tools.import_rules import main, violations
 
 PACKAGE = "packages/cula-x/src/cula_x"
 KERNEL = f"{PACKAGE}/fwd.py"
+EMULATOR = "packages/cula-emulator/src/cula_emulator"
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -21,6 +22,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         f"{PACKAGE}/launch.py": "import cutlass\nimport torch\nfrom .fwd import Fwd\n",
         KERNEL: "import cutlass.cute as cute\nfrom .config import Config\n",
         "packages/cula-y/src/cula_y/__init__.py": "",
+        f"{EMULATOR}/__init__.py": "from .build import build\n",
+        f"{EMULATOR}/build.py": "import subprocess\nimport torch\n",
         "meta/src/cula/__init__.py": "import torch\n",
         "meta/src/cula/_registry.py": 'FIRST_PARTY = ("cula_x",)\n',
     }
@@ -132,6 +135,47 @@ BROKEN = {
         "import cula_emulator",
         "only tests may",
     ),
+    "a file named like the emulator's benchmark elsewhere": (
+        "benchmarks/ops/emulator.py",
+        "import cula_emulator",
+        "only tests may",
+    ),
+    "tool imports the emulator": (
+        "tools/check.py",
+        "def f():\n    import cula_emulator",
+        "only tests may",
+    ),
+    "meta imports the emulator": (
+        "meta/src/cula/kda.py",
+        "def f():\n    import cula_emulator",
+        "not for this part of cula",
+    ),
+    "emulator imports numpy": (f"{EMULATOR}/arguments.py", "import numpy", "may import torch"),
+    "emulator imports cutlass": (
+        f"{EMULATOR}/library.py",
+        "def f():\n    import cutlass",
+        "may import torch",
+    ),
+    "emulator imports a kernel package": (
+        f"{EMULATOR}/library.py",
+        "def f():\n    import cula_x",
+        "may import torch",
+    ),
+    "emulator's front end imports cutlass at the top": (
+        f"{EMULATOR}/cute.py",
+        "import cutlass.cute as cute",
+        "only a function may",
+    ),
+    "emulator imports pytest outside its plugin": (
+        f"{EMULATOR}/mutation.py",
+        "import pytest",
+        "may import torch",
+    ),
+    "emulator's test imports a kernel package": (
+        "packages/cula-emulator/tests/test_cute.py",
+        "import cula_x",
+        "passes its tests alone",
+    ),
 }
 
 
@@ -161,6 +205,20 @@ ALLOWED = {
     "the emulator in a package's tests": (
         "packages/cula-x/tests/test_emulated.py",
         "import cula_emulator",
+    ),
+    "the emulator in its own benchmark": ("benchmarks/emulator_speed.py", "import cula_emulator"),
+    "cutlass in the emulator's front end": (
+        f"{EMULATOR}/cute.py",
+        "def f():\n    import cutlass.cute as cute",
+    ),
+    "cutlass in the emulator's resource report": (
+        f"{EMULATOR}/resources/tools.py",
+        "def f():\n    import cutlass",
+    ),
+    "pytest in the emulator's plugin": (f"{EMULATOR}/pytest_plugin.py", "import pytest"),
+    "cutlass and triton in the emulator's tests": (
+        "packages/cula-emulator/tests/test_cute.py",
+        "import cutlass\nimport triton",
     ),
     "a struct without future annotations": (
         KERNEL,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import file_sizes, gpu, vendor
+from tools import file_sizes, gpu, layout, vendor
 
 COPIES = {"shared/gate.py": ("a/gate.py", "b/deep/gate.py"), "LICENSE": ("a/LICENSE",)}
 
@@ -77,6 +77,29 @@ def test_long_kernel_file_fails_and_long_host_file_warns(
     (source / "fwd.py").write_text("import cutlass\n" + "X = 1\n" * file_sizes.KERNEL_LINES)
     assert file_sizes.main(tmp_path) == 1
     assert "error: packages/cula-x/src/cula_x/fwd.py: 901 lines" in capsys.readouterr().out
+
+
+def test_development_tool_is_no_kernel_package(tmp_path: Path) -> None:
+    for name, module in (("cula-x", "cula_x"), ("cula-emulator", "cula_emulator")):
+        source = tmp_path / "packages" / name / "src" / module
+        source.mkdir(parents=True)
+        (source / "__init__.py").write_text("")
+    assert layout.packages(tmp_path) == {"cula_x": tmp_path / "packages/cula-x"}
+    tools = {"cula_emulator": tmp_path / "packages/cula-emulator"}
+    assert layout.development_tools(tmp_path) == tools
+
+
+def test_long_cpp_file_warns(tmp_path: Path) -> None:
+    runtime = tmp_path / "packages/cula-emulator/src/cula_emulator/runtime"
+    runtime.mkdir(parents=True)
+    (runtime / "long.cpp").write_text("int x;\n" * (file_sizes.HOST_LINES + 1))
+    (runtime / "fits.h").write_text("int x;\n" * file_sizes.HOST_LINES)
+    assert file_sizes.report(tmp_path) == (
+        [],
+        [
+            "packages/cula-emulator/src/cula_emulator/runtime/long.cpp: 601 lines, over the host budget of 600"
+        ],
+    )
 
 
 def test_gpu_refusal_is_one_line_that_names_what_is_there() -> None:

@@ -2,7 +2,8 @@
 
 A kernel package stands alone: torch, one kernel language and its tensor exchange, nothing else of ours. `cula` knows
 the kernel packages only by name, in its registry. Inside a package the host rooms run without a kernel language,
-`launch` is imported lazily, and kernels know neither torch nor the ops that call them.
+`launch` is imported lazily, and kernels know neither torch nor the ops that call them. The emulator is for tests:
+nothing that runs a kernel imports it, and it imports torch alone until its DSL front end or its pytest plugin is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.layout import HOST_ROOMS, KERNEL_LANGUAGES, ROOT, is_kernel, packages, sources
+from tools.layout import (
+    HOST_ROOMS,
+    KERNEL_LANGUAGES,
+    ROOT,
+    development_tools,
+    is_kernel,
+    packages,
+    sources,
+)
 
 PACKAGE_MAY = frozenset({"torch", "cutlass", "triton", "tvm_ffi", "torch_c_dlpack_ext", "cuda"})
 META_MAY = frozenset({"torch"})
@@ -28,6 +37,10 @@ META_ROOM_MAY = {
 }
 KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
 EMULATOR = "cula_emulator"
+EMULATOR_MAY = frozenset({"torch"})
+# Rooms of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
+EMULATOR_ROOM_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
+EMULATOR_ROOM_MAY = {"pytest_plugin": frozenset({"pytest"})}
 
 
 @dataclass(frozen=True)
@@ -97,10 +110,14 @@ def violations(root: Path = ROOT) -> list[str]:
     for name, folder in ours.items():
         lines += _check_package(root, name, folder, set(ours) - {name})
         lines += _check_package_tests(root, name, folder, set(ours) - {name})
+    for name, folder in development_tools(root).items():
+        lines += _check_tool(root, name, folder)
+        lines += _check_package_tests(root, name, folder, set(ours))
     lines += _check_meta(root, set(ours))
     for folder_name in ("benchmarks", "tools"):
         for path, _, found in _modules(root / folder_name, root / folder_name):
-            if "tests" in path.parts:
+            # benchmarks/emulator*.py measure the emulator itself.
+            if "tests" in path.parts or path.match("benchmarks/emulator*.py"):
                 continue
             lines += [
                 _line(root, path, i.line, f"imports {EMULATOR}, which only tests may")
@@ -156,6 +173,26 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                             f"imports {forbidden}: a kernel knows neither torch nor its callers"
                         )
         yield from _check_struct(root, path, tree)
+
+
+def _check_tool(root: Path, name: str, folder: Path) -> Iterator[str]:
+    source = folder / "src"
+    for path, _, found in _modules(source, source):
+        room = path.relative_to(source / name).with_suffix("").parts[0]
+        late = EMULATOR_ROOM_MAY_LATE.get(room, frozenset())
+        may = EMULATOR_MAY | EMULATOR_ROOM_MAY.get(room, frozenset()) | late | {name}
+        for item in found:
+            if not _allowed(item.top, may):
+                yield _line(
+                    root,
+                    path,
+                    item.line,
+                    f"imports {item.top}: this part of {name} may import {', '.join(sorted(may - {name}))}",
+                )
+            elif item.top in late and not item.lazy:
+                yield _line(
+                    root, path, item.line, f"imports {item.top} at the top: only a function may"
+                )
 
 
 def _check_struct(root: Path, path: Path, tree: ast.Module) -> Iterator[str]:

@@ -9,17 +9,30 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL_LANGUAGES = frozenset({"cutlass", "triton"})
 # The rooms of a package that must run without a kernel language; every package has the same ones.
 HOST_ROOMS = frozenset({"__init__", "ops", "check", "config", "reference", "_spec"})
+# Distributions under packages/ that serve tests; everything else there is a kernel package.
+DEVELOPMENT_TOOLS = ("cula-emulator",)
 
 
 def packages(root: Path = ROOT) -> dict[str, Path]:
     """Import name of every kernel package -> its folder under packages/."""
+    return {k: v for k, v in _distributions(root).items() if v.name not in DEVELOPMENT_TOOLS}
+
+
+def development_tools(root: Path = ROOT) -> dict[str, Path]:
+    """Import name of every development tool -> its folder under packages/."""
+    return {k: v for k, v in _distributions(root).items() if v.name in DEVELOPMENT_TOOLS}
+
+
+def _distributions(root: Path) -> dict[str, Path]:
     found = sorted(root.glob("packages/*/src/*/__init__.py"))
     return {init.parent.name: init.parents[2] for init in found}
 
 
-def sources(folder: Path) -> list[Path]:
-    """The Python files under `folder`, in a stable order."""
-    return sorted(p for p in folder.rglob("*.py") if "__pycache__" not in p.parts)
+def sources(folder: Path, *suffixes: str) -> list[Path]:
+    """The files under `folder` with one of the suffixes, Python's if none is named, in a stable order."""
+    wanted = suffixes or (".py",)
+    found = (path for suffix in wanted for path in folder.rglob(f"*{suffix}"))
+    return sorted(path for path in found if "__pycache__" not in path.parts)
 
 
 def imported_names(tree: ast.AST) -> set[str]:

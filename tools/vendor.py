@@ -21,7 +21,11 @@ COPIES: dict[str, tuple[str, ...]] = {
         "packages/cula-lightning-decode/src/cula_lightning_decode/reference.py",
     ),
     # Every wheel carries the licence, and a wheel is built from its own folder alone.
-    "LICENSE": ("meta/LICENSE", "packages/cula-lightning-decode/LICENSE"),
+    "LICENSE": (
+        "meta/LICENSE",
+        "packages/cula-emulator/LICENSE",
+        "packages/cula-lightning-decode/LICENSE",
+    ),
 }
 
 

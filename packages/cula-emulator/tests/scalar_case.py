@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from softfloat import FORMATS
 
 HEADER = ".version 8.4\n.target sm_90a\n.address_size 64\n"
 _BITS = {"pred": 32, "tf32": 32, "f16x2": 32, "bf16x2": 32, "u16x2": 32, "s16x2": 32, "bf16": 16}
-_BITS |= {"e4m3x2": 16, "e5m2x2": 16}
+_BITS |= {"e4m3x2": 16, "e5m2x2": 16, "e4m3": 8, "e5m2": 8}
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Case:
 
     @property
     def words_in(self) -> int:
-        return sum(words(t) for t in self.inputs)
+        return unit(self.inputs) * len(self.inputs)
 
     @property
     def words_out(self) -> int:
-        return sum(words(t) for t in self.outputs)
+        return unit(self.outputs) * len(self.outputs)
 
 
 def bits(kind: str) -> int:
@@ -56,8 +56,9 @@ def bits(kind: str) -> int:
     return _BITS.get(kind) or int(kind.lstrip("busf"))
 
 
-def words(kind: str) -> int:
-    return 2 if bits(kind) == 64 else 1
+def unit(kinds: Sequence[str]) -> int:
+    """Words per value: two for all values if one has 64 bits, so that it is aligned."""
+    return 2 if any(bits(k) == 64 for k in kinds) else 1
 
 
 def entry(case: Case) -> str:
@@ -77,7 +78,7 @@ def entry(case: Case) -> str:
             lines.append(f"ld.global.b32 w, [p+{offset}]; setp.ne.b32 {name}, w, 0;")
         else:
             lines.append(f"ld.global.b{bits(kind)} {name}, [p+{offset}];")
-        offset += 4 * words(kind)
+        offset += 4 * unit(case.inputs)
     lines += [
         f".reg .{'pred' if k == 'pred' else f'b{bits(k)}'} {n};" for n, k in zip("de", case.outputs)
     ]
@@ -88,7 +89,7 @@ def entry(case: Case) -> str:
             lines.append(f"selp.b32 w, 1, 0, {name}; st.global.b32 [q+{offset}], w;")
         else:
             lines.append(f"st.global.b{bits(kind)} [q+{offset}], {name};")
-        offset += 4 * words(kind)
+        offset += 4 * unit(case.outputs)
     return "\n".join([*lines, "ret;\n}"])
 
 
@@ -160,7 +161,7 @@ def _random(kind: str, source: random.Random) -> int:
 
 
 def samples(case: Case, count: int = 256) -> list[tuple[int, ...]]:
-    """Inputs of `count` threads (a multiple of 32), the same in every process: edges against edges, then random ones."""
+    """Inputs of `count` threads (a multiple of 32), always the same: edges against edges, then random ones."""
     source = random.Random(zlib.crc32(case.name.encode()))
     if case.domain:
         return [case.domain(source) for _ in range(count)]
@@ -175,16 +176,13 @@ def samples(case: Case, count: int = 256) -> list[tuple[int, ...]]:
     ]
 
 
-def _split(values: Iterable[int], kinds: Sequence[str]) -> list[int]:
-    out = []
-    for value, kind in zip(values, kinds):
-        out += [value & 0xFFFFFFFF, value >> 32] if words(kind) == 2 else [value]
-    return out
-
-
 def pack(case: Case, inputs: list[tuple[int, ...]]) -> list[int]:
     """The input buffer: 32-bit words, thread after thread; 64-bit values low word first."""
-    return [w for values in inputs for w in _split(values, case.inputs)]
+    out = []
+    for values in inputs:
+        for value in values:
+            out += [value & 0xFFFFFFFF, value >> 32] if unit(case.inputs) == 2 else [value]
+    return out
 
 
 def expected(case: Case, inputs: list[tuple[int, ...]]) -> list[tuple[int | None, ...]]:
@@ -221,13 +219,10 @@ def mismatches(case: Case, inputs: list[tuple[int, ...]], output: Sequence[int])
     """One line per thread whose words (32-bit, `words_out` each) are not what the oracle allows."""
     wrong = []
     for thread, want in enumerate(expected(case, inputs)):
-        position, got = thread * case.words_out, []
-        for kind in case.outputs:
-            value = output[position] & 0xFFFFFFFF
-            if words(kind) == 2:
-                value |= (output[position + 1] & 0xFFFFFFFF) << 32
-            position += words(kind)
-            got.append(value)
+        step, got = unit(case.outputs), []
+        for n, kind in enumerate(case.outputs):
+            position = thread * case.words_out + n * step
+            got.append(sum((output[position + k] & 0xFFFFFFFF) << 32 * k for k in range(step)))
         for kind, g, w in zip(case.outputs, got, want):
             if w is not None and not _agrees(kind, case.kind, g, w):
                 a = " ".join(f"{x:#x}" for x in inputs[thread])

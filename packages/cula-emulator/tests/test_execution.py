@@ -11,19 +11,24 @@ import cula_emulator as emulator
 SHARED = ".shared .align 16 .b8 tile[256];\n.shared .align 8 .b8 bar[8];\n"
 BODIES = {
     "endless": "W: st.global.b32 [%rd5], %r2; bra W;",
-    "loop": "mov.u32 %r10, 0; L: add.u32 %r10, %r10, 1; setp.lt.u32 %p1, %r10, 5; @%p1 bra L; st.global.b32 [%rd5], %r10;",
+    "loop": "mov.u32 %r10, 0;"
+    "L: add.u32 %r10, %r10, 1; setp.lt.u32 %p1, %r10, 5; @%p1 bra L; st.global.b32 [%rd5], %r10;",
     "half": "setp.lt.u32 %p1, %r2, 16; @!%p1 bra E; st.global.b32 [%rd5], 1; E:",
     # The second warp leaves; the barrier of the whole CTA is then complete without it.
     "leavers": "setp.ge.u32 %p1, %r2, 32; @%p1 bra E; bar.sync 0; st.global.b32 [%rd5], 1; E:",
     "red": "setp.ge.u32 %p1, %r2, 64; @%p1 bra E; setp.lt.u32 %p2, %r2, 7; bar.red.popc.u32 %r10, 0, %p2;"
-    "bar.red.and.pred %p3, 0, %p2; bar.red.or.pred %p4, 0, %p2; selp.u32 %r11, 100, 0, %p3; selp.u32 %r12, 1000, 0, %p4;"
+    "bar.red.and.pred %p3, 0, %p2; bar.red.or.pred %p4, 0, %p2;"
+    "selp.u32 %r11, 100, 0, %p3; selp.u32 %r12, 1000, 0, %p4;"
     "add.u32 %r10, %r10, %r11; add.u32 %r10, %r10, %r12; st.global.b32 [%rd5], %r10; E:",
-    "arrive": "mov.u32 %r20, bar; setp.ne.u32 %p1, %r2, 0; @%p1 bra I; mbarrier.init.shared.b64 [%r20], 64; I: bar.sync 0;"
+    "arrive": "mov.u32 %r20, bar;"
+    " setp.ne.u32 %p1, %r2, 0; @%p1 bra I; mbarrier.init.shared.b64 [%r20], 64; I: bar.sync 0;"
     "mbarrier.arrive.shared.b64 _, [%r20]; W: mbarrier.try_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra W;"
     "st.global.b32 [%rd5], 1;",
-    "attempts": "mov.u32 %r20, bar; mov.u32 %r10, 0; setp.ne.u32 %p1, %r2, 0; @%p1 bra I; mbarrier.init.shared.b64 [%r20], 1;"
+    "attempts": "mov.u32 %r20, bar; mov.u32 %r10, 0;"
+    " setp.ne.u32 %p1, %r2, 0; @%p1 bra I; mbarrier.init.shared.b64 [%r20], 1;"
     "I: bar.sync 0; setp.eq.u32 %p3, %r2, 63; @%p3 mbarrier.arrive.shared.b64 _, [%r20];"
-    "W: add.u32 %r10, %r10, 1; mbarrier.try_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra W; st.global.b32 [%rd5], %r10;",
+    "W: add.u32 %r10, %r10, 1; mbarrier.try_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra W;"
+    "st.global.b32 [%rd5], %r10;",
     "commit": "mov.u32 %r11, tile; shl.b32 %r10, %r2, 2; add.u32 %r11, %r11, %r10; cvt.u64.u32 %rd6, %r10;"
     "add.s64 %rd7, %rd1, %rd6; cp.async.ca.shared.global [%r11], [%rd7], 4; cp.async.commit_group;"
     "cp.async.wait_group 0; ld.shared.b32 %r13, [%r11]; st.global.b32 [%rd5], %r13;",

@@ -90,7 +90,8 @@ CASES = {
         "st.relaxed.cta.shared.b32 [%r21], 1;",
     ),
     "volatile flag behind a fence": (
-        "@!%p1 st.shared.b32 [%r21], 0; bar.sync 0; @%p1 bra R; st.shared.b32 [%r12], 7; {x} st.volatile.shared.b32 [%r21], 1;"
+        "@!%p1 st.shared.b32 [%r21], 0; bar.sync 0; @%p1 bra R; st.shared.b32 [%r12], 7; {x}"
+        "st.volatile.shared.b32 [%r21], 1;"
         "R: P: ld.volatile.shared.b32 %r14, [%r21]; setp.eq.u32 %p2, %r14, 0; @%p2 bra P; membar.cta;" + READ_FIRST,
         "membar.cta;",
         "",
@@ -211,8 +212,10 @@ def test_each_byte_has_its_own_past(schedule):
     module = build(
         {
             "bytes": "mov.u32 %r12, tile; add.u32 %r12, %r12, %r2; st.shared.b8 [%r12], %r2;",
-            "words": "mov.u32 %r12, tile; and.b32 %r13, %r2, 1; shl.b32 %r13, %r13, 1; setp.gt.u32 %p1, %r2, 1; @%p1 bra E;"
-            "add.u32 %r12, %r12, %r13; setp.eq.u32 %p2, %r2, 0; @%p2 st.shared.b32 [%r12], 1; @!%p2 st.shared.b16 [%r12], %h1; E:",
+            "words": "mov.u32 %r12, tile; and.b32 %r13, %r2, 1; shl.b32 %r13, %r13, 1;"
+            "setp.gt.u32 %p1, %r2, 1; @%p1 bra E;"
+            "add.u32 %r12, %r12, %r13; setp.eq.u32 %p2, %r2, 0; @%p2 st.shared.b32 [%r12], 1;"
+            "@!%p2 st.shared.b16 [%r12], %h1; E:",
         },
         SHARED,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Atomic read-modify-write of one element or a vector."""
+"""Atomic read-modify-write of one element or a vector, at once or asynchronously."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from .function import (
     FunctionEmitter,
     access,
     bits_type,
+    block,
 )
+from .memory import CACHE, SCOPE
 from .registry import emits
+
+_HEAD = f"?relaxed|acquire|release|acq_rel {SCOPE} ?global|shared|shared::cta|shared::cluster"
+_FORMS = [
+    f"{_HEAD} add|min|max|and|or|xor|exch|cas|inc|dec {CACHE} b32|b64|b128|u32|u64|s32|s64|f32|f64",
+    f"{_HEAD} add|cas ?noftz {CACHE} b16|f16|bf16|f16x2|bf16x2",
+    f"{_HEAD} add|min|max ?noftz {CACHE} v2|v4|v8 f32|f16|bf16|f16x2|bf16x2",
+]
 
 
 def _updated(
@@ -24,8 +33,9 @@ def _updated(
     t: str,
     part: int | None,
     operands: list[ir.Operand],
+    flushes: bool = False,
 ) -> str:
-    """The new bits of one element whose old bits are `old_`."""
+    """The new bits of one element whose old bits are `old_`. Additions in global memory flush subnormal numbers."""
     values = [e.items(o)[part] if part is not None else o for o in operands]
     v = e.value(values[0], bits_type(t))
     if operation == "exch":
@@ -56,7 +66,11 @@ def _updated(
         combine = {"add": "{} + {}", "min": "std::fmin({}, {})", "max": "std::fmax({}, {})"}[
             operation
         ]
-        return f"{narrow}({combine.format(f'{widen}(old_)', e.read(values[0], t))})"
+        sides = f"{widen}(old_)", e.read(values[0], t)
+        if operation == "add" and t == "f32" and flushes:
+            sides = tuple(f"flush({side})" for side in sides)
+            return f"{narrow}(flush({combine.format(*sides)}))"
+        return f"{narrow}({combine.format(*sides)})"
     old, fresh, cpp = f"({CPP_TYPES[t]})old_", e.read(values[0], t), CPP_TYPES[t]
     if operation == "inc":
         return f"old_ >= {v} ? 0 : old_ + 1"
@@ -69,7 +83,7 @@ def _updated(
     }[operation]
 
 
-@emits("atom", "red")
+@emits("atom", "red", forms=_FORMS)
 def atomic(e: FunctionEmitter, i: ir.Instruction) -> str:
     operation, t = (
         i.first_of(("add", "min", "max", "exch", "cas", "and", "or", "xor", "inc", "dec")),
@@ -80,13 +94,12 @@ def atomic(e: FunctionEmitter, i: ir.Instruction) -> str:
     address, values = operands[0], operands[1:]
     parts = len(values[0].items) if isinstance(values[0], ir.Vector) else None
     storage, size = CPP_TYPES[bits_type(t)], BITS[t] // 8
-    pointer = e.pointer(
-        address, e.space_of(i, address), size * (parts or 1), access(i, READ | WRITE | STRONG)
-    )
+    space = e.space_of(i, address)
+    pointer = e.pointer(address, space, size * (parts or 1), access(i, READ | WRITE | STRONG))
     statements = [f"uint8_t* p_ = {pointer};"]
     for n in range(parts or 1):
         part = n if parts else None
-        fresh = f"({storage})({_updated(e, i, operation, t, part, values)})"
+        fresh = f"({storage})({_updated(e, i, operation, t, part, values, space == 'global')})"
         body = f"atomic_update<{storage}>(p_ + {n * size}, [&]({storage} old_) -> {storage} {{ return {fresh}; }});"
         if destination is None:
             statements.append(body)
@@ -96,3 +109,32 @@ def atomic(e: FunctionEmitter, i: ir.Instruction) -> str:
                 e.write(e.items(destination)[n] if parts else destination, bits_type(t), f"o{n}_")
             )
     return "{ " + " ".join(statements) + " }"
+
+
+_SYNC = "?shared::cluster mbarrier::complete_tx::bytes"
+_WORDS = "b32|b64|u32|u64|s32|s64"
+
+
+@emits("st.async", forms=[f"?weak {_SYNC} ?v2|v4 {_WORDS}|f32|f64"])
+@emits(
+    "red.async",
+    forms=[f"?relaxed ?cluster {_SYNC} add|min|max|and|or|xor|inc|dec {_WORDS}"],
+)
+def asynchronous_update(e: FunctionEmitter, i: ir.Instruction) -> str:
+    """Store or reduction in shared memory of the cluster whose completion an mbarrier counts."""
+    t, (address, value, barrier) = i.type, i.operands
+    operation = i.first_of(("add", "min", "max", "and", "or", "xor", "inc", "dec"), "exch")
+    storage, size, values = CPP_TYPES[bits_type(t)], BITS[t] // 8, e.items(value)
+    held = [f"v{n}_ = ({storage})({e.value(v, bits_type(t))})" for n, v in enumerate(values)]
+    updates = []
+    for n in range(len(values)):
+        fresh = _updated(e, i, operation, t, None, [ir.Register(f"v{n}_", t)])
+        updates.append(f"{{ {storage} old_ = load<{storage}>(p_ + {n * size}); "
+                       f"store<{storage}>(p_ + {n * size}, ({storage})({fresh})); }}")  # fmt: skip
+    total = size * len(values)
+    place = f"uint8_t* p_ = shared(a_, {total}, {total});"
+    return block(
+        f"const {storage} {', '.join(held)};",
+        f"const uint32_t a_ = {e.address32(address)}, b_ = {e.address32(barrier)}; const Past r_ = race_past();",
+        f"push_async(Engine::kCopyIn, [=] {block(place, *updates, f'bulk_written(r_, a_, {total}, b_);')});",
+    )

@@ -4,76 +4,124 @@ from __future__ import annotations
 
 from ..ptx import ir
 from .function import FunctionEmitter, boolean
-from .registry import Unsupported, emits
+from .registry import emits
+
+_SCOPE = "?cta|cluster|gpu|sys"
+_SHARED = "?shared|shared::cta|shared::cluster"
 
 
-@emits("membar", "fence")
+# ---- fences. Fibers see memory in program order, so only the proxy check and the race detector learn of them.
+
+
+@emits("membar", forms=["cta|gl|sys"])
+@emits(
+    "fence",
+    forms=["sc|acq_rel|acquire|release cta|cluster|gpu|sys", "mbarrier_init release cluster"],
+)
 def fence(e: FunctionEmitter, i: ir.Instruction) -> str:
-    """Fibers see memory in program order, so only the proxy check and the race detector learn of fences."""
-    if i.opcode.startswith("fence.proxy"):
-        return "proxy_fence();" if i.opcode.startswith("fence.proxy.async") else ";"
     return "if (!ignored_here()) race_fence();"
 
 
-@emits("bar.warp")
+@emits("fence.proxy", forms=["alias", "async ?global|shared::cta|shared::cluster",
+                             "tensormap::generic release|acquire cta|cluster|gpu|sys"])  # fmt: skip
+def proxy_fence(e: FunctionEmitter, i: ir.Instruction) -> str:
+    return "proxy_fence();" if i.has("async") and not i.has("global") else ";"
+
+
+# ---- barriers
+
+
+@emits("bar.warp", forms=["sync"])
 def warp_barrier(e: FunctionEmitter, i: ir.Instruction) -> str:
     return f"warp_sync({e.value(i.operands[0])});"
 
 
-@emits("barrier.cluster")
+@emits("barrier.cluster", forms=["arrive ?release|relaxed ?aligned", "wait ?acquire ?aligned"])
 def cluster_barrier(e: FunctionEmitter, i: ir.Instruction) -> str:
     return "cluster_wait();" if i.has("wait") else f"cluster_arrive({boolean(i.has('relaxed'))});"
 
 
-@emits("bar", "barrier")
+@emits("bar", "barrier", forms=["?cta sync|arrive ?aligned"])
 def cta_barrier(e: FunctionEmitter, i: ir.Instruction) -> str:
-    o = list(i.operands)
-    if i.has("red"):
-        destination, predicate = o[0], e.value(o[-1], "pred")
-        count = e.value(o[2]) if len(o) == 4 else "0"
-        operation = i.first_of(("popc", "and", "or"))
-        result = {
-            "popc": "b_.population",
-            "and": "b_.population == b_.count",
-            "or": "b_.population != 0",
-        }[operation]
-        target = "b32" if operation == "popc" else "pred"
-        return (
-            f"{{ const BarrierResult b_ = named_barrier({e.value(o[1])}, {count}, true, {predicate}); "
-            f"{e.write(destination, target, result)} }}"
-        )
+    o = i.operands
     count = e.value(o[1]) if len(o) > 1 else "0"
-    return f"named_barrier({e.value(o[0])}, {count}, {boolean(not i.has('arrive'))});"
+    return f"named_barrier({e.value(o[0])}, {count}, {boolean(i.has('sync'))});"
 
 
-@emits("mbarrier")
-def mbarrier(e: FunctionEmitter, i: ir.Instruction) -> str:
-    o, relaxed = i.operands, boolean(i.has("relaxed"))
-    if i.has("init"):
-        return f"mbarrier_init({e.address32(o[0])}, {e.value(o[1])});"
-    if i.has("inval"):
-        return f"mbarrier_invalidate({e.address32(o[0])});"
-    if i.has("try_wait", "test_wait"):
-        if i.has("parity"):
-            call = f"mbarrier_try_wait({e.address32(o[1])}, {e.value(o[2])}, {relaxed})"
-        else:
-            call = (
-                f"mbarrier_try_wait_state({e.address32(o[1])}, {e.value(o[2], 'b64')}, {relaxed})"
-            )
-        return e.write(o[0], "pred", call)
-    if i.has("pending_count"):
-        return e.write(o[0], "b32", f"mbarrier_decode({e.value(o[1], 'b64')}).pending")
-    if i.has("arrive", "arrive_drop"):
-        count, expected = "1", "0"
-        if i.has("expect_tx"):
-            expected = f"(int32_t){e.value(o[2])}"
-        elif len(o) > 2:
-            count = e.value(o[2])
-        drop = boolean(i.has("arrive_drop"))
-        call = f"mbarrier_arrive({e.address32(o[1])}, {count}, {expected}, {drop}, {relaxed})"
-        return e.write(o[0], "b64", call)
+_RESULTS = {"popc": "b_.population", "and": "b_.population == b_.count", "or": "b_.population != 0"}
+
+
+@emits("bar.red", "barrier.red", "bar.cta.red", "barrier.cta.red",
+       forms=["?aligned popc u32", "?aligned and|or pred"])  # fmt: skip
+def barrier_reduction(e: FunctionEmitter, i: ir.Instruction) -> str:
+    destination, identifier, *count, predicate = i.operands
+    call = f"{e.value(identifier)}, {e.value(count[0]) if count else '0'}, true, {e.value(predicate, 'pred')}"
+    write = e.write(destination, i.type, _RESULTS[i.first_of(_RESULTS)])
+    return f"{{ const BarrierResult b_ = named_barrier({call}); {write} }}"
+
+
+# ---- mbarrier
+
+
+@emits("mbarrier.init", forms=["?shared|shared::cta b64"])
+def mbarrier_init(e: FunctionEmitter, i: ir.Instruction) -> str:
+    return f"mbarrier_init({e.shared_address(i, i.operands[0])}, {e.value(i.operands[1])});"
+
+
+@emits("mbarrier.inval", forms=["?shared|shared::cta b64"])
+def mbarrier_invalidate(e: FunctionEmitter, i: ir.Instruction) -> str:
+    return f"mbarrier_invalidate({e.shared_address(i, i.operands[0])});"
+
+
+@emits(
+    "mbarrier.test_wait",
+    "mbarrier.try_wait",
+    forms=[f"?parity ?acquire|relaxed {_SCOPE} {_SHARED} b64"],
+)
+def mbarrier_wait(e: FunctionEmitter, i: ir.Instruction) -> str:
+    done, address, phase = i.operands[:3]  # a time hint may follow
+    function, bits = (
+        ("mbarrier_try_wait", "b32") if i.has("parity") else ("mbarrier_try_wait_state", "b64")
+    )
+    call = f"{function}({e.shared_address(i, address)}, {e.value(phase, bits)}, {boolean(i.has('relaxed'))})"
+    return e.write(done, "pred", call)
+
+
+@emits(
+    "mbarrier.arrive",
+    "mbarrier.arrive_drop",
+    forms=[
+        f"?expect_tx ?release|relaxed {_SCOPE} {_SHARED} b64",
+        f"noComplete ?release {_SCOPE} {_SHARED} b64",
+    ],
+)
+def mbarrier_arrive(e: FunctionEmitter, i: ir.Instruction) -> str:
+    state, address, *rest = i.operands
+    count, expected = e.value(rest[0]) if rest else "1", "0"
     if i.has("expect_tx"):
-        return f"mbarrier_expect({e.address32(o[0])}, (int32_t){e.value(o[1])});"
-    if i.has("complete_tx"):
-        return f"mbarrier_update({e.address32(o[0])}, 0, -(int32_t){e.value(o[1])});"
-    raise Unsupported("variant")
+        count, expected = "1", f"(int32_t){count}"
+    flags = f"{boolean(i.parts[1] == 'arrive_drop')}, {boolean(i.has('relaxed'))}"
+    return e.write(
+        state,
+        "b64",
+        f"mbarrier_arrive({e.shared_address(i, address)}, {count}, {expected}, {flags})",
+    )
+
+
+@emits("mbarrier.expect_tx", forms=[f"?relaxed {_SCOPE} {_SHARED} b64"])
+def mbarrier_expect(e: FunctionEmitter, i: ir.Instruction) -> str:
+    return (
+        f"mbarrier_expect({e.shared_address(i, i.operands[0])}, (int32_t){e.value(i.operands[1])});"
+    )
+
+
+@emits("mbarrier.complete_tx", forms=[f"?relaxed {_SCOPE} {_SHARED} b64"])
+def mbarrier_complete(e: FunctionEmitter, i: ir.Instruction) -> str:
+    return f"mbarrier_update({e.shared_address(i, i.operands[0])}, 0, -(int32_t){e.value(i.operands[1])});"
+
+
+@emits("mbarrier.pending_count", forms=["b64"])
+def mbarrier_pending(e: FunctionEmitter, i: ir.Instruction) -> str:
+    return e.write(
+        i.operands[0], "b32", f"mbarrier_decode({e.value(i.operands[1], 'b64')}).pending"
+    )

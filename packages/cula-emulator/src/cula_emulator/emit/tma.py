@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 from ..ptx import ir
-from .copies import reduction
-from .function import WRITE, FunctionEmitter
-from .registry import Unsupported, emits
+from .copies import COUNTED, reduction
+from .function import READ, WRITE, FunctionEmitter, block
+from .registry import emits
+
+_RANK = "1d|2d|3d|4d|5d"
 
 
-@emits("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
-def tensor_copy(e: FunctionEmitter, i: ir.Instruction) -> str:
-    if any(word in i.opcode for word in ("im2col", "gather4", "scatter4", "cta_group::2")):
-        raise Unsupported("TMA mode")
-    to_shared = ".shared::cluster.global" in i.opcode or ".shared::cta.global" in i.opcode
-    tensor, shared = (i.operands[1], i.operands[0]) if to_shared else (i.operands[0], i.operands[1])
+def _place(e: FunctionEmitter, tensor: ir.TensorAddress, shared: ir.Operand) -> tuple[str, str]:
+    """The declaration of the coordinates, and the arguments that loads and stores have in common."""
     coordinates = ", ".join(f"(int32_t)({e.value(c)})" for c in tensor.coordinates)
-    start = f"int32_t c_[] = {{{coordinates}}};"
-    common = f"{e.value(tensor.map, 'b64')}, c_, {len(tensor.coordinates)}, {e.address32(shared)}"
-    if to_shared:
-        mask = e.value(i.operands[3], "b16") if i.has("multicast::cluster") else "0"
-        return f"{{ {start} tma_load({common}, {e.address32(i.operands[2])}, {mask}); }}"
-    return f"{{ {start} tma_store({common}, {reduction(i)}); }}"
+    arguments = (
+        f"{e.value(tensor.map, 'b64')}, c_, {len(tensor.coordinates)}, {e.address32(shared)}"
+    )
+    return f"const int32_t c_[] = {{{coordinates}}};", arguments
 
 
-_MAP_FIELDS = {
+@emits(
+    "cp.async.bulk.tensor",
+    forms=[
+        f"{_RANK} shared::cluster|shared::cta global ?tile {COUNTED} ?multicast::cluster ?cta_group::1 ?L2::cache_hint",
+        f"{_RANK} global shared::cta ?tile bulk_group ?L2::cache_hint",
+    ],
+)
+def tensor_copy(e: FunctionEmitter, i: ir.Instruction) -> str:
+    if i.parts[5] == "global":
+        tensor, shared = i.operands[:2]
+        declaration, place = _place(e, tensor, shared)
+        return block(declaration, f"tma_store({place}, Reduce::kNone);")
+    shared, tensor, barrier, *rest = i.operands
+    declaration, place = _place(e, tensor, shared)
+    mask = e.value(rest[0], "b16") if i.has("multicast::cluster") else "0"
+    return block(declaration, f"tma_load({place}, {e.address32(barrier)}, {mask});")
+
+
+@emits(
+    "cp.reduce.async.bulk.tensor",
+    forms=[f"{_RANK} global shared::cta add|min|max|and|or|xor ?tile bulk_group ?L2::cache_hint"],
+)
+def tensor_reduce(e: FunctionEmitter, i: ir.Instruction) -> str:
+    declaration, place = _place(e, *i.operands[:2])
+    return block(declaration, f"tma_store({place}, {reduction(i)});")
+
+
+_FIELDS = {
     "global_address": "kAddress",
     "global_dim": "kSize",
     "global_stride": "kStride",
@@ -31,14 +54,21 @@ _MAP_FIELDS = {
 }
 
 
-@emits("tensormap")
-def tensor_map(e: FunctionEmitter, i: ir.Instruction) -> str:
-    o, space = i.operands, i.first_of(("global", "shared::cta"), "generic").split("::")[0]
-    if i.parts[1] == "cp_fenceproxy":
-        return f"memcpy(global_for_write({e.address64(o[0])}, 128, 128), shared({e.address32(o[1])}, 128, 128), 128);"
-    field = i.first_of(_MAP_FIELDS)
-    if i.parts[1] != "replace" or field is None:
-        raise Unsupported("field")
-    index, value = ("0", o[1]) if len(o) == 2 else (e.value(o[1]), o[2])
-    pointer = e.pointer(o[0], space, 128, WRITE)
-    return f"tensor_map_replace({pointer}, MapField::{_MAP_FIELDS[field]}, {index}, {e.value(value, i.type)});"
+@emits("tensormap.replace", forms=[f"tile {'|'.join(_FIELDS)} ?global|shared::cta b1024 b32|b64"])
+def replace_field(e: FunctionEmitter, i: ir.Instruction) -> str:
+    place, *index, value = i.operands
+    pointer = e.pointer(place, e.space_of(i, place), 128, WRITE)
+    field = f"MapField::{_FIELDS[i.first_of(_FIELDS)]}"
+    return f"tensor_map_replace({pointer}, {field}, {e.value(index[0]) if index else '0'}, {e.value(value, i.type)});"
+
+
+@emits(
+    "tensormap.cp_fenceproxy",
+    forms=["global shared::cta tensormap::generic release cta|cluster|gpu|sys sync aligned"],
+)
+def publish_map(e: FunctionEmitter, i: ir.Instruction) -> str:
+    destination, source = (
+        e.pointer(operand, space, 128, how)
+        for operand, space, how in zip(i.operands, ("global", "shared"), (WRITE, READ))
+    )
+    return f"memcpy({destination}, {source}, 128);"

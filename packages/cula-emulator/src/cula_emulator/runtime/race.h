@@ -32,12 +32,12 @@ class Clock {
 
 // Whose work an asynchronous access is; one agent per kind and number.
 enum class Agent : uint64_t {
-  kMbarrier,     // copies that complete on an mbarrier (its address); the clock counts its phases
-  kCopies,       // cp.async of a thread; ordinals
-  kBulkCopies,   // bulk copies out of shared memory of a thread; ordinals
-  kWarp,         // ldmatrix and other collectives of a warp; ordinals
-  kWarpMma,      // wgmma of a warp; ordinals
-  kTensorCore,   // tcgen05 of a CTA; ordinals
+  kMbarrier,    // copies that complete on an mbarrier (its address); the clock counts its phases
+  kCopies,      // cp.async of a thread; ordinals
+  kBulkCopies,  // bulk copies out of shared memory of a thread; ordinals
+  kWarp,        // ldmatrix and other collectives of a warp; ordinals
+  kWarpMma,     // wgmma of a warp; ordinals
+  kTensorCore,  // tcgen05 of a CTA; ordinals
 };
 
 // An object through which threads order their work.
