@@ -4,6 +4,7 @@
 
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
 is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`.
+The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`) have tables of their own.
 Without files, every markdown file of the repository is looked at.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report, results
+from benchmarks import emulator_report, report, results
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
@@ -41,6 +42,8 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     path = results.result_path(op, gpu, root)
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
+    if op in emulator_report.TABLES:
+        return emulator_report.region(op, path)
     result = results.load(path)
     method = chosen.get("method", results.device_method(result))
     pattern = chosen.get("settings", "*")

@@ -138,6 +138,20 @@ def _edges(kind: str) -> list[int]:
     ]
 
 
+def _tie(base: str, source: random.Random) -> int:
+    """A number half way between two of a shorter format, or next to half way."""
+    off = source.choice((-1, 0, 0, 1))
+    if base not in FORMATS:
+        n = bits(base)
+        shift = source.randrange(n)
+        return (source.getrandbits(12) << shift) + off & ((1 << n) - 1)
+    f = FORMATS[base]
+    kept = source.choice([k for k in (1, 2, 3, 7, 10, 23) if k < f.mantissa_bits])
+    mantissa = (source.getrandbits(kept) * 2 + 1 << f.mantissa_bits - kept - 1) + off
+    exponent = min(max(f.bias + source.randint(-12, 12), 0), (1 << f.exponent_bits) - 2)
+    return source.randrange(2) * f.sign | (exponent << f.mantissa_bits) + mantissa
+
+
 def _random(kind: str, source: random.Random) -> int:
     base, _, limit = kind.partition(":")
     if limit:
@@ -145,19 +159,32 @@ def _random(kind: str, source: random.Random) -> int:
     if base.endswith("x2") and base[:-2] in FORMATS:
         half = FORMATS[base[:-2]].bits
         return _random(base[:-2], source) << half | _random(base[:-2], source)
-    if source.random() < 0.25:
+    choice = source.random()
+    if base == "pred" or choice < 0.2:
         return source.choice(_edges(base))
-    if base in FORMATS and source.random() < 0.7:  # exponents near each other, so that sums round
+    if choice < 0.4:
+        return _tie(base, source)
+    if base in FORMATS and choice < 0.8:  # exponents near each other, so that sums round
         f = FORMATS[base]
         exponent = min(max(f.bias + source.randint(-12, 12), 0), (1 << f.exponent_bits) - 2)
-        return (
-            source.randrange(2) * f.sign
-            | exponent << f.mantissa_bits
-            | source.randrange(f.smallest_normal)
-        )
-    n = 1 if base == "pred" else bits(base)
-    value = source.getrandbits(n)
-    return value >> source.choice((0, 0, 0, n // 4, n // 2, 3 * n // 4))
+        sign, mantissa = source.randrange(2) * f.sign, source.randrange(f.smallest_normal)
+        return sign | exponent << f.mantissa_bits | mantissa
+    n = bits(base)
+    return source.getrandbits(n) >> source.choice((0, 0, 0, n // 4, n // 2, 3 * n // 4))
+
+
+def _edge(kind: str, source: random.Random) -> int:
+    if kind[:-2] in FORMATS:
+        return _edge(kind[:-2], source) << FORMATS[kind[:-2]].bits | _edge(kind[:-2], source)
+    return source.choice(_edges(kind))
+
+
+def _equal(case: Case, source: random.Random) -> tuple[int, ...]:
+    """One edge for every input, some with the sign bit turned."""
+    value = _edge(case.inputs[0], source)
+    signs = {"f16x2": 0x80008000, "bf16x2": 0x80008000}.get(case.inputs[0])
+    signs = 1 << bits(case.inputs[0]) - 1 if signs is None else signs
+    return tuple(value ^ source.randrange(2) * signs for _ in case.inputs)
 
 
 def samples(case: Case, count: int = 256) -> list[tuple[int, ...]]:
@@ -167,13 +194,11 @@ def samples(case: Case, count: int = 256) -> list[tuple[int, ...]]:
         return [case.domain(source) for _ in range(count)]
     chosen: list[tuple[int, ...]] = []
     if not case.warp:
-        edges = [
-            _edges(t.removesuffix("x2")) if t[:-2] in FORMATS else _edges(t) for t in case.inputs
-        ]
-        chosen = [tuple(source.choice(e) for e in edges) for _ in range(count // 2)]
-    return chosen + [
-        tuple(_random(t, source) for t in case.inputs) for _ in range(count - len(chosen))
-    ]
+        chosen = [tuple(_edge(t, source) for t in case.inputs) for _ in range(count // 3)]
+        if len(set(case.inputs)) == 1 and ":" not in case.inputs[0] and case.inputs[0] != "pred":
+            chosen += [_equal(case, source) for _ in range(count // 8)]
+    rest = count - len(chosen)
+    return chosen + [tuple(_random(t, source) for t in case.inputs) for _ in range(rest)]
 
 
 def pack(case: Case, inputs: list[tuple[int, ...]]) -> list[int]:
@@ -220,7 +245,7 @@ def mismatches(case: Case, inputs: list[tuple[int, ...]], output: Sequence[int])
     wrong = []
     for thread, want in enumerate(expected(case, inputs)):
         step, got = unit(case.outputs), []
-        for n, kind in enumerate(case.outputs):
+        for n in range(len(case.outputs)):
             position = thread * case.words_out + n * step
             got.append(sum((output[position + k] & 0xFFFFFFFF) << 32 * k for k in range(step)))
         for kind, g, w in zip(case.outputs, got, want):

@@ -46,11 +46,10 @@ for _d in _INTEGERS:
             continue  # ptxas wants 8-bit registers here
         _nan = 1 << int(_d[1:]) - 1 if _s == "f64" or _d in ("u64", "s64") else 0
         for _mode in ("rni", "rzi", "rmi", "rpi"):
-            _g = (
-                lambda a, d=_d, f=FORMATS[_s], m=_mode, nan=_nan: _extended(  # noqa: E731
-                    sf.to_integer(f, a, int(d[1:]), d[0] == "s", m, nan), d
-                )
-            )
+
+            def _g(a, d=_d, f=FORMATS[_s], m=_mode, nan=_nan):
+                return _extended(sf.to_integer(f, a, int(d[1:]), d[0] == "s", m, nan), d)
+
             case(f"cvt.{_mode}.{_d}.{_s}", f"cvt.{_mode}.{_d}.{_s} d, a;", _register(_d), _s, _g)
         if _s == "f32":
             case(f"cvt.rpi.ftz.{_d}.f32", f"cvt.rpi.ftz.{_d}.f32 d, a;", _register(_d), "f32",

@@ -83,7 +83,7 @@ case(
     lambda a: sf.add(F32, a, 0xBF800000),
 )
 case("round_down_trick", "add.rm.ftz.f32 d, a, 0f4B400000; sub.rn.ftz.f32 d, d, 0f4B400000;", "f32", "f32",
-     lambda a: F32.flush(sf.subtract(F32, F32.flush(sf.add(F32, F32.flush(a), 0x4B400000, "rm")), 0x4B400000)))  # fmt: skip
+     lambda a: F32.flush(sf.subtract(F32, sf.add(F32, F32.flush(a), 0x4B400000, "rm"), 0x4B400000)))  # fmt: skip
 
 for _t, _f in {"f16": F16, "bf16": BF16}.items():
     for _x2 in ("", "x2"):
@@ -100,6 +100,27 @@ for _t, _f in {"f16": F16, "bf16": BF16}.items():
                 _n = 3 if _op == "fma" else 2
                 case(_o.replace(".", "_"), f"{_o} d, {', '.join('abc'[:_n])};", _k, " ".join([_k] * _n),
                      _wrap(_applied(_f, lambda *x, f=_f, g=_g: g(f, *x), _suffix)))  # fmt: skip
+
+
+def _near_ties(f: sf.Format):
+    """a * b half way between two numbers and c far below: rounding twice would lose c."""
+
+    def domain(source) -> tuple[int, ...]:
+        odd = source.randrange(f.smallest_normal) | 1
+        while (odd + f.smallest_normal) * 3 >= 4 * f.smallest_normal and (
+            odd + f.smallest_normal
+        ) * 3 % 4 != 2:
+            odd = source.randrange(f.smallest_normal)
+        a, b = f.bias << f.mantissa_bits | odd, f.bias << f.mantissa_bits | 1 << f.mantissa_bits - 1
+        c = source.choice((1, 5, f.smallest_normal, f.smallest_normal * 3))
+        return a, b | source.randrange(2) * f.sign, c | source.randrange(2) * f.sign
+
+    return domain
+
+
+for _t, _f in {"f16": F16, "bf16": BF16}.items():
+    case(f"fma_near_ties_{_t}", f"fma.rn.{_t} d, a, b, c;", _t, f"{_t} {_t} {_t}",
+         lambda a, b, c, f=_f: sf.fused(f, a, b, c), domain=_near_ties(_f))  # fmt: skip
 
 
 def _extreme(f: sf.Format, largest: bool, suffix: str):
@@ -244,10 +265,13 @@ case("rsqrt_approx_f64", "rsqrt.approx.f64 d, a;", "f64", "f64", _function(F64, 
      Approximate(2**-22), lambda source: (F64.encode(_exactly(source.uniform(1e-3, 1e3))),))  # fmt: skip
 for _t, _f in {"f16": F16, "bf16": BF16}.items():
     _ftz = ".ftz" if _t == "bf16" else ""
-    _near = lambda source, f=_f: (f.encode(_exactly(source.uniform(-8, 8))),)  # noqa: E731
-    _near2 = lambda source, f=_f: (
-        f.encode(_exactly(source.uniform(-8, 8))) << 16 | f.encode(_exactly(source.uniform(-8, 8))),
-    )  # noqa: E731
+
+    def _near(source, f=_f):
+        return (f.encode(_exactly(source.uniform(-8, 8))),)
+
+    def _near2(source, near=_near):
+        return (near(source)[0] << 16 | near(source)[0],)
+
     _error = 2**-9.9 if _t == "f16" else 2**-7
     case(
         f"ex2_{_t}",

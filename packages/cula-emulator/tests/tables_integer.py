@@ -233,5 +233,5 @@ for _a in "us":
                  number(a >> 8 * i, p + "8") * number(b >> 8 * i, q + "8") for i in range(4)) & M32)  # fmt: skip
         for _half, _shift in (("lo", 0), ("hi", 16)):
             case(f"dp2a_{_half}_{_a}_{_b}", f"dp2a.{_half}.{_a}32.{_b}32 d, a, b, c;", _d, "b32 b32 b32",
-                 lambda a, b, c, p=_a, q=_b, s=_shift: c + sum(
-                     number(a >> 16 * i, p + "16") * number(b >> s + 8 * i, q + "8") for i in range(2)) & M32)  # fmt: skip
+                 lambda a, b, c, p=_a + "16", q=_b + "8", s=_shift: c + sum(
+                     number(a >> 16 * i, p) * number(b >> s + 8 * i, q) for i in range(2)) & M32)  # fmt: skip

@@ -127,10 +127,10 @@ for _n in (32, 64):
             f"{_t} u32 u32",
             lambda a, b, c, t=_t: extract(a, b, c, t),
         )
-        _find = lambda a, t=_t: (
-            (a if t[0] == "u" or not a >> int(t[1:]) - 1 else ~a & mask(int(t[1:]))).bit_length()
-            - 1
-        )  # noqa: E731
+
+        def _find(a, signed_type=_t[0] == "s", n=_n):
+            return (~a & mask(n) if signed_type and a >> n - 1 else a).bit_length() - 1
+
         case(f"bfind_{_t}", f"bfind.{_t} d, a;", "u32", _t, lambda a, f=_find: f(a) & M32)
         case(f"bfind_shiftamt_{_t}", f"bfind.shiftamt.{_t} d, a;", "u32", _t,
              lambda a, f=_find, n=_n: M32 if f(a) < 0 else n - 1 - f(a))  # fmt: skip
@@ -169,7 +169,7 @@ case(
 for _mode in ("clamp", "wrap"):
     _wrap = _mode == "wrap"
     case(f"bmsk_{_mode}", f"bmsk.{_mode}.b32 d, a, b;", "b32", "u32:70 u32:70",
-         lambda a, b, w=_wrap: mask(b & 31) << (a & 31) & M32 if w else (mask(min(b, 32)) << min(a, 32)) & M32)  # fmt: skip
+         lambda a, b, w=_wrap: (mask(b & 31) << (a & 31) if w else mask(min(b, 32)) << min(a, 32)) & M32)  # fmt: skip
     for _t in ("u32", "s32"):
 
         def _szext(a, b, wrap=_wrap, t=_t):
@@ -204,12 +204,17 @@ def ordered(name: str, f: sf.Format, a: int, b: int) -> int:
     return int(_ORDER[name[:2]](f.value(a), f.value(b)))
 
 
+def _both(result: bool) -> tuple[int, int]:
+    """What setp writes to p|q."""
+    return int(result), int(not result)
+
+
 for _t in ("u16", "s16", "u32", "s32", "u64", "s64"):
     for _op in ("eq", "ne", "lt", "le", "gt", "ge") + (
         ("lo", "ls", "hi", "hs") if _t[0] == "u" else ()
     ):
         case(f"setp_{_op}_{_t}", f"setp.{_op}.{_t} d|e, a, b;", "pred pred", f"{_t} {_t}",
-             lambda a, b, t=_t, f=_ORDER[_op]: (int(f(number(a, t), number(b, t))), int(not f(number(a, t), number(b, t)))))  # fmt: skip
+             lambda a, b, t=_t, f=_ORDER[_op]: _both(f(number(a, t), number(b, t))))  # fmt: skip
 for _t in ("b16", "b32", "b64"):
     case(f"setp_ne_{_t}", f"setp.ne.{_t} d, a, b;", "pred", f"{_t} {_t}", lambda a, b: int(a != b))
 _FLOAT_COMPARISONS = (
@@ -243,13 +248,14 @@ for _t in ("f16", "f32"):
              lambda a, b, o=_op, f=_f: ordered(o, f, f.flush(a), f.flush(b)))  # fmt: skip
 for _op, _g in _LOGIC.items():
     case(f"setp_{_op}", f"setp.lt.{_op}.s32 d|e, a, b, c;", "pred pred", "s32 s32 pred",
-         lambda a, b, p, g=_g: (g(int(signed(a, 32) < signed(b, 32)), p), g(int(signed(a, 32) >= signed(b, 32)), p)))  # fmt: skip
+         lambda a, b, p, g=_g: tuple(g(c, p) for c in _both(signed(a, 32) < signed(b, 32))))  # fmt: skip
     case(f"setp_{_op}_not", f"setp.gt.{_op}.f32 d|e, a, b, !c;", "pred pred", "f32 f32 pred",
-         lambda a, b, p, g=_g: (g(ordered("gt", sf.F32, a, b), 1 - p), g(1 - ordered("gt", sf.F32, a, b), 1 - p)))  # fmt: skip
+         lambda a, b, p, g=_g: tuple(g(c, 1 - p) for c in _both(ordered("gt", sf.F32, a, b))))  # fmt: skip
 for _x2, _f in {"f16x2": sf.F16, "bf16x2": sf.BF16}.items():
     for _op in ("lt", "neu", "nan"):
         case(f"setp_{_op}_{_x2}", f"setp.{_op}.{_x2} d|e, a, b;", "pred pred", f"{_x2} {_x2}",
-             lambda a, b, o=_op, f=_f: (ordered(o, f, a & 0xFFFF, b & 0xFFFF), ordered(o, f, a >> 16, b >> 16)))  # fmt: skip
+             lambda a, b, o=_op, f=_f: (
+                 ordered(o, f, a & 0xFFFF, b & 0xFFFF), ordered(o, f, a >> 16, b >> 16)))  # fmt: skip
         case(f"set_{_op}_{_x2}", f"set.{_op}.{_x2}.{_x2} d, a, b;", _x2, f"{_x2} {_x2}",
              lambda a, b, o=_op, f=_f: (f.bias << f.mantissa_bits) * (
                  ordered(o, f, a & 0xFFFF, b & 0xFFFF) | ordered(o, f, a >> 16, b >> 16) << 16))  # fmt: skip
@@ -316,6 +322,13 @@ case("mov_pack32", ".reg .b32 x, y; mov.b64 {x, y}, a; mov.b64 d, {y, x};", "b64
      lambda a: a >> 32 | (a & M32) << 32)  # fmt: skip
 case("mov_pack4", ".reg .b16 x<4>; mov.b64 {x0, x1, x2, x3}, a; mov.b64 d, {x3, x2, x1, x0};", "b64", "b64",
      lambda a: sum((a >> 48 - 16 * i & 0xFFFF) << 16 * i for i in range(4)))  # fmt: skip
+case(
+    "mov_pack128",
+    ".reg .b128 x; mov.b128 x, {b, a}; mov.b128 {d, e}, x;",
+    "b64 b64",
+    "b64 b64",
+    lambda a, b: (b, a),
+)
 case("mov_sink", "mov.b32 {_, d}, a;", "b16", "b32", lambda a: a >> 16)
 case("mov_pred", "mov.pred d, a;", "pred", "pred", lambda a: a)
 case("mov_f32_literal", "mov.f32 d, 0fBF000000;", "f32", "f32", lambda a: 0xBF000000)

@@ -9,7 +9,8 @@ A test, on the emulator or on a GPU, does for each case of CASES:
     assert not mismatches(case, inputs, out_buffer)        one line per wrong thread
 
 Threads of warp cases are lanes: block k holds inputs[32 * k : 32 * k + 32]. 8- and 16-bit values are in the low bits of
-a word, predicates are 0 or 1; where one value has 64 bits, all take two words. `case.kind` is None where every bit must agree, or an Approximate.
+a word, predicates are 0 or 1; where one value has 64 bits, all take two words. `case.kind` is
+None where every bit must agree, or an Approximate.
 """
 
 from scalar_case import HEADER, Approximate, Case, entry, expected, mismatches, pack, samples

@@ -148,10 +148,9 @@ for _name, _value in {
         lambda lanes, f=_value: [f(i) for i in LANES],
     )
 for _name, _value in {
-    "WARP_SZ": 32, "%warpid": None, "%nctaid.y": 1, "%ctaid.y": 0, "%ctaid.z": 0, "%tid.y": 0, "%tid.z": 0, "%ntid.y": 1,
+    "WARP_SZ": 32, "%nctaid.y": 1, "%ctaid.y": 0, "%ctaid.z": 0, "%tid.y": 0, "%tid.z": 0, "%ntid.y": 1,
     "%ntid.z": 1, "%dynamic_smem_size": 0, "%cluster_ctarank": 0, "%cluster_nctarank": 1, "%cluster_ctaid.x": 0,
     "%cluster_nctaid.x": 1, "%clusterid.y": 0, "%nclusterid.z": 1,
 }.items():  # fmt: skip
-    if _value is not None:
-        case("special_" + _name.strip("%").replace(".", "_"), f"mov.u32 d, {_name};", "u32", "b32",
-             lambda lanes, v=_value: [v] * 32)  # fmt: skip
+    case("special_" + _name.strip("%").replace(".", "_"), f"mov.u32 d, {_name};", "u32", "b32",
+         lambda lanes, v=_value: [v] * 32)  # fmt: skip

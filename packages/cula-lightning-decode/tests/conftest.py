@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """The emulator's plugin from a source tree; where it is installed its entry point has loaded it already."""
+    pluginmanager.import_plugin("cula_emulator.pytest_plugin")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +79,22 @@ def _relative_rmse(actual: Tensor, expected: Tensor) -> float:
 @pytest.fixture(scope="session")
 def relative_rmse() -> Callable[[Tensor, Tensor], float]:
     return _relative_rmse
+
+
+@pytest.fixture
+def assert_rounded_once(relative_rmse) -> Callable[[Tensor, Tensor], None]:
+    """What is stored may lose what one rounding of the exact result loses, 5 % and the noise of fp32 arithmetic.
+
+    Nothing that returns the same dtype can lose less, so this is also within 1.5 times any other implementation.
+    """
+
+    def check(actual: Tensor, expected: Tensor) -> None:
+        floor = relative_rmse(expected.to(actual.dtype), expected)
+        error = relative_rmse(actual, expected)
+        assert error <= 1.05 * floor + 1e-6, (error, floor)
+        assert error <= 5e-3
+
+    return check
 
 
 def _shared_bytes(config: object) -> int:

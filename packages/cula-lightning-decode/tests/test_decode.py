@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from decode_helpers import bits, clone, exact, keys, rows, same
 from torch import Tensor
 
 from cula_lightning_decode import (
@@ -36,51 +37,6 @@ CASES = [
         itertools.product(DIMS, DIMS, STATES, (False, True))
     )
 ]  # fmt: skip
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
-    size = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(size)
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(bits(first), bits(second))
-
-
-def rows(device: torch.device, *values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def clone(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in inputs.items()}
-
-
-def keys(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: inputs[name] for name in ("k", "v", "state", "decay")}
-
-
-def exact(inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-    """Outputs and pool in fp64, from the very numbers that the kernel gets."""
-    wide = {name: tensor.double() for name, tensor in inputs.items()}
-    out = reference.linear_attention_decode(**wide, **options)
-    return out, wide["state"]
-
-
-@pytest.fixture
-def assert_rounded_once(relative_rmse) -> Callable[[Tensor, Tensor], None]:
-    """What is stored may lose what one rounding of the exact result loses, 5 % and the noise of fp32 arithmetic.
-
-    Nothing that returns the same dtype can lose less, so this is also within 1.5 times any other implementation.
-    """
-
-    def check(actual: Tensor, expected: Tensor) -> None:
-        floor = relative_rmse(expected.to(actual.dtype), expected)
-        error = relative_rmse(actual, expected)
-        assert error <= 1.05 * floor + 1e-6, (error, floor)
-        assert error <= 5e-3
-
-    return check
 
 
 @pytest.mark.parametrize("dim_k, dim_v, state_dtype, v_first, tokens, dtype, heads, indexed", CASES)

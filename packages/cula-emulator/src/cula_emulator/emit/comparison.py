@@ -55,7 +55,12 @@ def _halves(e: FunctionEmitter, i: ir.Instruction) -> list[str]:
     t = i.type[:-2]
     flush = "flush_f16" if i.has("ftz") else ""
     return [
-        _compared(e, i, *(f"{t}_to_f32({flush}((uint16_t)({e.value(x)} >> {s})))" for x in i.operands[1:3]), True)
+        _compared(
+            e,
+            i,
+            *(f"{t}_to_f32({flush}((uint16_t)({e.value(x)} >> {s})))" for x in i.operands[1:3]),
+            True,
+        )
         for s in (0, 16)
     ]
 
@@ -67,12 +72,18 @@ def _combined(e: FunctionEmitter, i: ir.Instruction, names: list[str]) -> tuple[
         raise Unsupported("operands")
     if combine is None:
         return "", names
-    return f"bool p_ = {e.value(i.operands[3], 'pred')};", [f"({n} {_COMBINE[combine]} p_)" for n in names]
+    return f"bool p_ = {e.value(i.operands[3], 'pred')};", [
+        f"({n} {_COMBINE[combine]} p_)" for n in names
+    ]
 
 
 @emits(
     "setp",
-    forms=[*_forms("", ""), f"{_FLOAT_TESTS} ?and|or|xor ?ftz f16x2", f"{_FLOAT_TESTS} ?and|or|xor bf16x2"],
+    forms=[
+        *_forms("", ""),
+        f"{_FLOAT_TESTS} ?and|or|xor ?ftz f16x2",
+        f"{_FLOAT_TESTS} ?and|or|xor bf16x2",
+    ],
     operands=(3, 4),
 )
 def set_predicate(e: FunctionEmitter, i: ir.Instruction) -> str:
@@ -106,7 +117,9 @@ def set_value(e: FunctionEmitter, i: ir.Instruction) -> str:
     if t.endswith("x2"):
         one = _ONE[t[:-2]]
         read, (low, high) = _combined(e, i, _halves(e, i))
-        return block(read, e.write(d, "b32", f"({low} ? {one} : 0) | (uint32_t)({high} ? {one} : 0) << 16"))
+        return block(
+            read, e.write(d, "b32", f"({low} ? {one} : 0) | (uint32_t)({high} ? {one} : 0) << 16")
+        )
     read, (result,) = _combined(e, i, [_compared(e, i, *_values(e, i), i.type in FLOATS)])
     return block(read, e.write(d, f"b{t.lstrip('busf')}", f"{result} ? {_ONE.get(t, '~0u')} : 0"))
 

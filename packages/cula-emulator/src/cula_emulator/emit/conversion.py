@@ -7,7 +7,6 @@ from .function import BITS, CPP_TYPES, FLOATS, FunctionEmitter
 from .registry import Unsupported, emits
 
 _INTEGERS = "u8|s8|u16|s16|u32|s32|u64|s64"
-_FLOATS = "|".join(FLOATS)
 _ROUND = {"rn": "kNearest", "rz": "kZero", "rm": "kDown", "rp": "kUp", "rna": "kAway"}
 _INTEGRAL = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 _TYPES = (*_INTEGERS.split("|"), *FLOATS, "f16x2", "bf16x2", "e4m3x2", "e5m2x2", "tf32")
@@ -55,7 +54,9 @@ def _to_integer(e: FunctionEmitter, i: ir.Instruction, to: str, source: str) -> 
     value = f"flush({value})" if i.has("ftz") and source == "f32" else value
     rounded = f"{_INTEGRAL[i.first_of(_INTEGRAL)]}((double){value})"
     nan = 1 << BITS[to] - 1 if source == "f64" or BITS[to] == 64 else 0
-    return e.write(i.operands[0], to, f"float_to_int<{CPP_TYPES[to]}>({rounded}, ({CPP_TYPES[to]}){nan:#x}ull)")
+    return e.write(
+        i.operands[0], to, f"float_to_int<{CPP_TYPES[to]}>({rounded}, ({CPP_TYPES[to]}){nan:#x}ull)"
+    )
 
 
 def _from_integer(e: FunctionEmitter, i: ir.Instruction, to: str, source: str) -> str:
@@ -90,20 +91,38 @@ def _between_floats(e: FunctionEmitter, i: ir.Instruction, to: str, source: str)
     return e.write(d, to, f"saturate({value})" if i.has("sat") else value)
 
 
-_TO_SMALL = ["rn|rz ?relu ?satfinite f16|bf16 f32", "rn|rz ?relu ?satfinite f16x2|bf16x2 f32"]
-_SAME = [f"?rni|rzi|rmi|rpi {'?ftz ' if t == 'f32' else ''}?sat {t} {t}" for t in FLOATS]
-_WIDENING = ["?ftz ?sat f32 f16|bf16", "?sat f64 f16|bf16", "?ftz ?sat f64 f32"]
-_NARROWING = ["rn|rz|rm|rp ?ftz ?sat f32 f64", "rn|rz|rm|rp ?sat f16|bf16 f64", "rn|rz|rm|rp ?ftz ?sat f16 f32",
-              "rn|rz|rm|rp ?ftz ?sat bf16 f32", "rn|rz|rm|rp ?sat f16 bf16", "rn|rz|rm|rp ?sat bf16 f16"]  # fmt: skip
-_INTEGER = [f"?sat {_INTEGERS} {_INTEGERS}", f"rni|rzi|rmi|rpi ?sat {_INTEGERS} f16|bf16|f64", f"rni|rzi|rmi|rpi ?ftz ?sat {_INTEGERS} f32",
-            f"rn|rz|rm|rp ?sat f16|bf16|f64 {_INTEGERS}", f"rn|rz|rm|rp ?ftz ?sat f32 {_INTEGERS}"]  # fmt: skip
-_TF32 = ["rna ?satfinite tf32 f32", "rn|rz ?satfinite ?relu tf32 f32"]
-_SMALLER = ["rn satfinite ?relu e4m3x2|e5m2x2 f32|f16x2|bf16x2", "rn ?relu f16x2 e4m3x2|e5m2x2"]
+_IRND, _FRND = "rni|rzi|rmi|rpi", "rn|rz|rm|rp"
+_FORMS = [
+    f"?sat {_INTEGERS} {_INTEGERS}",
+    f"{_IRND} ?sat {_INTEGERS} f16|bf16|f64",
+    f"{_IRND} ?ftz ?sat {_INTEGERS} f32",
+    f"{_FRND} ?sat f16|bf16|f64 {_INTEGERS}",
+    f"{_FRND} ?ftz ?sat f32 {_INTEGERS}",
+    # a float rounded to an integral value, or as it is
+    "?rni|rzi|rmi|rpi ?ftz ?sat f32 f32",
+    *(f"?rni|rzi|rmi|rpi ?sat {t} {t}" for t in ("f16", "bf16", "f64")),
+    # to a wider format
+    "?ftz ?sat f32 f16|bf16",
+    "?sat f64 f16|bf16",
+    "?ftz ?sat f64 f32",
+    # to a narrower or different one
+    f"{_FRND} ?ftz ?sat f32 f64",
+    f"{_FRND} ?sat f16|bf16 f64",
+    f"{_FRND} ?ftz ?sat f16|bf16 f32",
+    f"{_FRND} ?sat f16 bf16",
+    f"{_FRND} ?sat bf16 f16",
+    "rn|rz ?relu ?satfinite f16|bf16 f32",
+    "rn|rz ?relu ?satfinite f16x2|bf16x2 f32",
+    "rna ?satfinite tf32 f32",
+    "rn|rz ?satfinite ?relu tf32 f32",
+    "rn satfinite ?relu e4m3x2|e5m2x2 f32|f16x2|bf16x2",
+    "rn ?relu f16x2 e4m3x2|e5m2x2",
+]
 
 
 @emits(
     "cvt",
-    forms=[*_INTEGER, *_SAME, *_WIDENING, *_NARROWING, *_TO_SMALL, *_TF32, *_SMALLER],
+    forms=_FORMS,
     operands=(2, 3),
 )
 def convert(e: FunctionEmitter, i: ir.Instruction) -> str:
@@ -113,13 +132,17 @@ def convert(e: FunctionEmitter, i: ir.Instruction) -> str:
     if to in ("f16x2", "bf16x2", *_FP8):
         return _packed(e, i, to, source)
     if to == "tf32":
-        return e.write(i.operands[0], "b32", f"{_narrowed(i, e.read(i.operands[1], 'f32'), 'tf32')} << 13")
+        return e.write(
+            i.operands[0], "b32", f"{_narrowed(i, e.read(i.operands[1], 'f32'), 'tf32')} << 13"
+        )
     if to in FLOATS:
         return (_between_floats if source in FLOATS else _from_integer)(e, i, to, source)
     if source in FLOATS:
         return _to_integer(e, i, to, source)
     value = e.read(i.operands[1], source)
-    return e.write(i.operands[0], to, f"int_saturate<{CPP_TYPES[to]}>({value})" if i.has("sat") else value)
+    return e.write(
+        i.operands[0], to, f"int_saturate<{CPP_TYPES[to]}>({value})" if i.has("sat") else value
+    )
 
 
 @emits("cvt.pack", forms=["sat u16|s16 s32", "sat u8|s8|u4|s4|u2|s2 s32 b32"], operands=(3, 4))
@@ -130,6 +153,9 @@ def pack(e: FunctionEmitter, i: ir.Instruction) -> str:
     if (len(o) == 4) != (bits < 16):
         raise Unsupported(f"{len(o)} operands")
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if t[0] == "s" else (0, (1 << bits) - 1)
-    a, b = (f"((uint32_t)std::clamp({e.read(x, 's32')}, {low}, {high}) & {(1 << bits) - 1}u)" for x in o[1:3])
+    a, b = (
+        f"((uint32_t)std::clamp({e.read(x, 's32')}, {low}, {high}) & {(1 << bits) - 1}u)"
+        for x in o[1:3]
+    )
     rest = f" | {e.value(o[3])} << {2 * bits}" if bits < 16 else ""
     return e.write(o[0], "b32", f"{a} << {bits} | {b}{rest}")

@@ -13,7 +13,12 @@ from .registry import Unsupported, emits
 _DIRECTED = {"rz": "kZero", "rm": "kDown", "rp": "kUp"}
 _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _ELEMENT_BITS = {"f16": "16", "bf16": "16", "f32": "32", "f64": "64"}
-_READ = {"f16": "f16_to_f32({})", "bf16": "bf16_to_f32({})", "f32": "as_f32({})", "f64": "as_f64({})"}
+_READ = {
+    "f16": "f16_to_f32({})",
+    "bf16": "bf16_to_f32({})",
+    "f32": "as_f32({})",
+    "f64": "as_f64({})",
+}
 _PACKED = {"f16x2": "f16", "bf16x2": "bf16", "f32x2": "f32"}
 
 
@@ -36,7 +41,7 @@ def _closed(i: ir.Instruction, value: str, t: str) -> str:
 
 
 def _arithmetic(i: ir.Instruction, base: str, t: str, bits: list[str]) -> str:
-    """add sub mul div fma of one element. f32 and f64 round once in hardware; the small formats round from wider ones."""
+    """add sub mul div fma of one element, rounded once."""
     a = [_opened(x, t, i.has("ftz")) for x in bits]
     mode = _DIRECTED.get(i.first_of(("rn", *_DIRECTED)))
     if mode is not None:
@@ -45,8 +50,6 @@ def _arithmetic(i: ir.Instruction, base: str, t: str, bits: list[str]) -> str:
         return _closed(i, f"fma_{t}({', '.join(a)})", t)
     if base == "fma":
         return _closed(i, f"std::fma({', '.join(a)})", t)
-    if base == "mul" and t == "bf16":
-        return _closed(i, f"mul_bf16({a[0]}, {a[1]})", t)
     return _closed(i, f"{a[0]} {_OPERATORS[base]} {a[1]}", t)
 
 
@@ -54,7 +57,9 @@ def _extreme(i: ir.Instruction, base: str, t: str, bits: list[str]) -> str:
     a = [_opened(x, t, i.has("ftz")) for x in bits]
     name = f"{base}_nan" if i.has("NaN") else f"{base}_number"
     if i.has("xorsign"):
-        return _closed(i, f"xorsign({a[0]}, {a[1]}, {name}(std::fabs({a[0]}), std::fabs({a[1]})))", t)
+        return _closed(
+            i, f"xorsign({a[0]}, {a[1]}, {name}(std::fabs({a[0]}), std::fabs({a[1]})))", t
+        )
     a = [f"std::fabs({x})" for x in a] if i.has("abs") else a
     result = f"{name}({a[0]}, {a[1]})"
     return _closed(i, f"{name}({result}, {a[2]})" if len(a) == 3 else result, t)
@@ -121,12 +126,49 @@ _LARGE = [f"{_ROUND} ?ftz ?sat f32", f"{_ROUND} f64", f"{_ROUND} ?ftz f32x2"]
 _MIXED = [f"{_ROUND} ?sat f32 f16|bf16"]
 
 
-@emits("add", forms=["u16|u32|u64|s16|s64|u16x2|s16x2", "?sat s32", "cc u32|s32|u64|s64", *_LARGE, *_SMALL, *_MIXED], operands=3)
-@emits("sub", forms=["u16|u32|u64|s16|s64", "?sat s32", "cc u32|s32|u64|s64", *_LARGE, *_SMALL, *_MIXED], operands=3)
-@emits("mul", forms=["lo|hi u16|u32|u64|s16|s32|s64", "wide u16|u32|s16|s32", *_LARGE, *_SMALL], operands=3)
-@emits("fma", forms=[*_LARGE, "rn ?ftz ?sat|relu f16|f16x2", "rn ?relu bf16|bf16x2", *_MIXED], operands=4)
-@emits("mad", forms=["lo|hi ?cc u32|s32|u64|s64", "lo|hi u16|s16", "hi sat s32", "wide u16|u32|s16|s32", *_LARGE[:2]], operands=4)
-@emits("div", forms=[integer.INTEGERS, "approx|full|rn|rz|rm|rp ?ftz f32", "rn|rz|rm|rp f64"], operands=3)
+@emits(
+    "add",
+    forms=[
+        "u16|u32|u64|s16|s64|u16x2|s16x2",
+        "?sat s32",
+        "cc u32|s32|u64|s64",
+        *_LARGE,
+        *_SMALL,
+        *_MIXED,
+    ],
+    operands=3,
+)
+@emits(
+    "sub",
+    forms=["u16|u32|u64|s16|s64", "?sat s32", "cc u32|s32|u64|s64", *_LARGE, *_SMALL, *_MIXED],
+    operands=3,
+)
+@emits(
+    "mul",
+    forms=["lo|hi u16|u32|u64|s16|s32|s64", "wide u16|u32|s16|s32", *_LARGE, *_SMALL],
+    operands=3,
+)
+@emits(
+    "fma",
+    forms=[*_LARGE, "rn ?ftz ?sat|relu f16|f16x2", "rn ?relu bf16|bf16x2", *_MIXED],
+    operands=4,
+)
+@emits(
+    "mad",
+    forms=[
+        "lo|hi ?cc u32|s32|u64|s64",
+        "lo|hi u16|s16",
+        "hi sat s32",
+        "wide u16|u32|s16|s32",
+        *_LARGE[:2],
+    ],
+    operands=4,
+)
+@emits(
+    "div",
+    forms=[integer.INTEGERS, "approx|full|rn|rz|rm|rp ?ftz f32", "rn|rz|rm|rp f64"],
+    operands=3,
+)
 def arithmetic(e: FunctionEmitter, i: ir.Instruction) -> str:
     base, mixed = i.parts[0], i.parts[-2] == "f32" and i.type in ("f16", "bf16")
     if mixed:
@@ -144,12 +186,16 @@ def _mixed_precision(e: FunctionEmitter, i: ir.Instruction) -> str:
     return e.write(d, "b32", _arithmetic(i, base, "f32", bits))
 
 
+_EXTREME = ["u16|u32|u64|u16x2|s16|s64", "?relu s16x2|s32", "f64"]
+_EXTREME += ["?ftz ?NaN ?xorsign ?abs f32|f16|f16x2", "?NaN ?xorsign ?abs bf16|bf16x2"]
 
-@emits("min", "max", forms=["u16|u32|u64|u16x2|s16|s64", "?relu s16x2|s32", "f64", "?ftz ?NaN ?xorsign ?abs f32",
-                            "?ftz ?NaN ?xorsign ?abs f16|f16x2", "?NaN ?xorsign ?abs bf16|bf16x2"], operands=(3, 4))  # fmt: skip
+
+@emits("min", "max", forms=_EXTREME, operands=(3, 4))
 def extreme(e: FunctionEmitter, i: ir.Instruction) -> str:
     three = len(i.operands) == 4
-    if (three and (i.type != "f32" or i.has("xorsign"))) or (not three and i.has("abs") != i.has("xorsign")):
+    if (three and (i.type != "f32" or i.has("xorsign"))) or (
+        not three and i.has("abs") != i.has("xorsign")
+    ):
         raise Unsupported(f"{len(i.operands)} operands")
     if i.type in FLOATS or i.type in _PACKED:
         return _apply(e, i, i.parts[0])
@@ -176,4 +222,6 @@ def copysign(e: FunctionEmitter, i: ir.Instruction) -> str:
     """The sign of a with the magnitude of b."""
     t, (d, a, b) = i.type, i.operands
     top = 1 << BITS[t] - 1
-    return e.write(d, f"b{BITS[t]}", f"({e.value(a, t)} & {top:#x}ull) | ({e.value(b, t)} & {top - 1:#x}ull)")
+    return e.write(
+        d, f"b{BITS[t]}", f"({e.value(a, t)} & {top:#x}ull) | ({e.value(b, t)} & {top - 1:#x}ull)"
+    )

@@ -14,7 +14,8 @@ def halves(e: FunctionEmitter, i: ir.Instruction, combine) -> str:
     """Applies combine(C++ operands) to the two 16-bit halves of 32-bit registers."""
     t = CPP_TYPES[i.type[:-2]]
     low, high = (
-        combine([f"(({t})({e.value(x, 'b32')} >> {shift}))" for x in i.operands[1:]]) for shift in (0, 16)
+        combine([f"(({t})({e.value(x, 'b32')} >> {shift}))" for x in i.operands[1:]])
+        for shift in (0, 16)
     )
     return e.write(i.operands[0], "b32", f"(uint16_t)({low}) | (uint32_t)(uint16_t)({high}) << 16")
 
@@ -44,7 +45,10 @@ def integer(e: FunctionEmitter, i: ir.Instruction) -> str:
 
 def _with_carry(e: FunctionEmitter, i: ir.Instruction, a: str, b: str, carry_in: bool) -> str:
     """a + b or a - b with the flag read (addc, subc) and, for .cc, written."""
-    unsigned, minus = f"(unsigned __int128)({CPP_TYPES['u' + i.type[1:]]})", i.parts[0].startswith("sub")
+    unsigned, minus = (
+        f"(unsigned __int128)({CPP_TYPES['u' + i.type[1:]]})",
+        i.parts[0].startswith("sub"),
+    )
     flag = ir.CARRY.name
     total = f"{unsigned}({a}) {'-' if minus else '+'} {unsigned}({b})"
     total += f" {'-' if minus else '+'} {flag}" if carry_in else ""
@@ -54,7 +58,9 @@ def _with_carry(e: FunctionEmitter, i: ir.Instruction, a: str, b: str, carry_in:
 
 @emits("addc", "subc", forms=["?cc u32|s32|u64|s64"], operands=3)
 def add_with_carry(e: FunctionEmitter, i: ir.Instruction) -> str:
-    return _with_carry(e, i, e.read(i.operands[1], i.type), e.read(i.operands[2], i.type), carry_in=True)
+    return _with_carry(
+        e, i, e.read(i.operands[1], i.type), e.read(i.operands[2], i.type), carry_in=True
+    )
 
 
 def product(e: FunctionEmitter, i: ir.Instruction) -> str:
@@ -167,7 +173,9 @@ def find_leading(e: FunctionEmitter, i: ir.Instruction) -> str:
 @emits("brev", forms=["b32|b64"], operands=2)
 def reverse_bits(e: FunctionEmitter, i: ir.Instruction) -> str:
     width = BITS[i.type]
-    return e.write(i.operands[0], i.type, f"reverse_bits({e.value(i.operands[1], i.type)}) >> {64 - width}")
+    return e.write(
+        i.operands[0], i.type, f"reverse_bits({e.value(i.operands[1], i.type)}) >> {64 - width}"
+    )
 
 
 @emits("bfe", forms=["u32|s32|u64|s64"], operands=4)
@@ -180,7 +188,11 @@ def bit_field_extract(e: FunctionEmitter, i: ir.Instruction) -> str:
 @emits("bfi", forms=["b32|b64"], operands=5)
 def bit_field_insert(e: FunctionEmitter, i: ir.Instruction) -> str:
     t, o = i.type, i.operands
-    return e.write(o[0], t, f"insert_field({e.value(o[1], t)}, {e.value(o[2], t)}, {e.value(o[3])}, {e.value(o[4])})")
+    return e.write(
+        o[0],
+        t,
+        f"insert_field({e.value(o[1], t)}, {e.value(o[2], t)}, {e.value(o[3])}, {e.value(o[4])})",
+    )
 
 
 @emits("szext", forms=["clamp|wrap u32|s32"], operands=3)
@@ -193,11 +205,16 @@ def extend(e: FunctionEmitter, i: ir.Instruction) -> str:
 @emits("bmsk", forms=["clamp|wrap b32"], operands=3)
 def bit_mask(e: FunctionEmitter, i: ir.Instruction) -> str:
     d, position, length = i.operands
-    a, b = (f"({e.value(x)} & 31)" if i.has("wrap") else f"std::min<uint32_t>({e.value(x)}, 32)" for x in (position, length))
+    a, b = (
+        f"({e.value(x)} & 31)" if i.has("wrap") else f"std::min<uint32_t>({e.value(x)}, 32)"
+        for x in (position, length)
+    )
     return e.write(d, "b32", f"((1ull << {b}) - 1) << {a}")
 
 
 @emits("fns", forms=["b32"], operands=4)
 def find_nth_set(e: FunctionEmitter, i: ir.Instruction) -> str:
     d, mask, base, offset = i.operands
-    return e.write(d, "b32", f"nth_set_bit({e.value(mask)}, {e.value(base)}, (int32_t){e.value(offset)})")
+    return e.write(
+        d, "b32", f"nth_set_bit({e.value(mask)}, {e.value(base)}, (int32_t){e.value(offset)})"
+    )

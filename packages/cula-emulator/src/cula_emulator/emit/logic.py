@@ -19,7 +19,9 @@ def logic(e: FunctionEmitter, i: ir.Instruction) -> str:
 @emits("cnot", forms=["b16|b32|b64"], operands=2)
 def invert(e: FunctionEmitter, i: ir.Instruction) -> str:
     logical = i.type == "pred" or i.parts[0] == "cnot"
-    return e.write(i.operands[0], i.type, ("!" if logical else "~") + e.value(i.operands[1], i.type))
+    return e.write(
+        i.operands[0], i.type, ("!" if logical else "~") + e.value(i.operands[1], i.type)
+    )
 
 
 @emits("shl", forms=["b16|b32|b64"], operands=3)
@@ -31,15 +33,23 @@ def shift(e: FunctionEmitter, i: ir.Instruction) -> str:
     if i.parts[0] == "shr" and t[0] == "s":
         return e.write(o[0], t, f"{e.read(o[1], t)} >> std::min<uint32_t>({amount}, {width - 1})")
     operator = "<<" if i.parts[0] == "shl" else ">>"
-    return e.write(o[0], t, f"({amount}) >= {width} ? 0 : ({unsigned})({e.value(o[1], t)}) {operator} ({amount})")
+    return e.write(
+        o[0],
+        t,
+        f"({amount}) >= {width} ? 0 : ({unsigned})({e.value(o[1], t)}) {operator} ({amount})",
+    )
 
 
 @emits("shf", forms=["l|r clamp|wrap b32"], operands=4)
 def funnel_shift(e: FunctionEmitter, i: ir.Instruction) -> str:
     o = i.operands
     both = f"((uint64_t){e.value(o[2])} << 32 | {e.value(o[1])})"
-    amount = f"({e.value(o[3])} & 31)" if i.has("wrap") else f"std::min<uint32_t>({e.value(o[3])}, 32)"
-    return e.write(o[0], "b32", f"({both} << {amount}) >> 32" if i.has("l") else f"{both} >> {amount}")
+    amount = (
+        f"({e.value(o[3])} & 31)" if i.has("wrap") else f"std::min<uint32_t>({e.value(o[3])}, 32)"
+    )
+    return e.write(
+        o[0], "b32", f"({both} << {amount}) >> 32" if i.has("l") else f"{both} >> {amount}"
+    )
 
 
 @emits("prmt", forms=["b32", "b32 f4e|b4e|rc8|ecl|ecr|rc16"], operands=4)
@@ -73,7 +83,9 @@ def three_input_logic(e: FunctionEmitter, i: ir.Instruction) -> str:
 @emits("selp", forms=["b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64"], operands=4)
 def select(e: FunctionEmitter, i: ir.Instruction) -> str:
     t, o = i.type, i.operands
-    return e.write(o[0], f"b{BITS[t]}", f"{e.value(o[3], 'pred')} ? {e.value(o[1], t)} : {e.value(o[2], t)}")
+    return e.write(
+        o[0], f"b{BITS[t]}", f"{e.value(o[3], 'pred')} ? {e.value(o[1], t)} : {e.value(o[2], t)}"
+    )
 
 
 _SLCT = "b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64"
@@ -101,7 +113,9 @@ def move(e: FunctionEmitter, i: ir.Instruction) -> str:
     if isinstance(o[0], ir.Vector):
         part = width // len(o[0].items)
         parts = [
-            e.write(x, f"b{part}", f"v_ >> {part * n}") for n, x in enumerate(o[0].items) if isinstance(x, ir.Register)
+            e.write(x, f"b{part}", f"v_ >> {part * n}")
+            for n, x in enumerate(o[0].items)
+            if isinstance(x, ir.Register)
         ]
         return f"{{ {storage} v_ = {source(o[1], t)}; {' '.join(parts)} }}"
     if isinstance(o[1], ir.Vector):

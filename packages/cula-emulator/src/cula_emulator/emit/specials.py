@@ -4,7 +4,8 @@ from __future__ import annotations
 
 _SHARED_BYTES = "(machine.kernel->static_shared_bytes + machine.dynamic_shared_bytes)"
 _LINEAR_CTA = (
-    "(self()->cta->index[0] + machine.grid[0] * (self()->cta->index[1] + machine.grid[1] * self()->cta->index[2]))"
+    "(self()->cta->index[0] + machine.grid[0] * "
+    "(self()->cta->index[1] + machine.grid[1] * self()->cta->index[2]))"
 )
 _CLUSTER_CTAS = "(machine.cluster_shape[0] * machine.cluster_shape[1] * machine.cluster_shape[2])"
 

@@ -71,7 +71,7 @@ def integer(text: str) -> int | None:
 
 
 def literal(text: str) -> str | None:
-    """The canonical spelling of a constant: a decimal integer, 0fXXXXXXXX or 0dXXXXXXXXXXXXXXXX. None for other text."""
+    """The canonical spelling of a constant (see ir.Literal), or None for text that is none."""
     if _FLOAT_BITS.fullmatch(text):
         return text.lower()
     value = integer(text)

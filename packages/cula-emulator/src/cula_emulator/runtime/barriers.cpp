@@ -36,7 +36,8 @@ BarrierResult named_barrier(uint32_t id, uint32_t expected, bool wait, bool pred
   if (RaceDetector* r = races()) r->release(named_key(*cta, id), *self());
   if (b.count >= (expected ? expected : cta->live_threads)) named_barrier_complete(*cta, id);
   if (wait) {
-    wait_until([&b, generation] { return b.generation != generation; });
+    block_while(b.generation, generation);
+    synchronised();
     if (RaceDetector* r = races()) r->acquire(named_key(*cta, id), *self());
   }
   return {b.last_population, b.last_count};
@@ -160,9 +161,8 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, bool relaxed) {
       block_until([&done] { return done() || machine.impatient; });
   }
   if (!done()) return false;
-  self()->synchronised_at = machine.epoch;
+  synchronised();
   if (races()) races()->acquire(sync_key(Sync::kMbarrier, address), *self(), relaxed);
-  made_progress();
   return true;
 }
 

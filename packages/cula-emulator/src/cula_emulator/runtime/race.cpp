@@ -2,6 +2,8 @@
 
 namespace emu {
 
+const AsyncReader* async_reader = nullptr;
+
 namespace {
 constexpr int kClockBits = 24, kLineBits = 23;
 constexpr uint64_t kClockMask = (1ull << kClockBits) - 1, kLineMask = (1ull << kLineBits) - 1;
@@ -137,13 +139,12 @@ void RaceDetector::fence(const Thread& t) {
 
 void RaceDetector::synchronise(const Warp& warp, uint32_t lanes) {
   Clock all;
-  const Thread* first = &warp.cta->threads[warp.id * kWarpSize];
-  for (uint32_t l = 0; l < kWarpSize; l++)
-    if (lanes >> l & 1) all.join(state(first[l]).known);
-  for (uint32_t l = 0; l < kWarpSize; l++)
-    if (lanes >> l & 1) {
-      state(first[l]).known = all;
-      tick(first[l]);
+  for (const Thread* t = warp.begin; t < warp.end; t++)
+    if (lanes >> t->lane & 1) all.join(state(*t).known);
+  for (const Thread* t = warp.begin; t < warp.end; t++)
+    if (lanes >> t->lane & 1) {
+      state(*t).known = all;
+      tick(*t);
     }
 }
 
@@ -157,10 +158,9 @@ std::shared_ptr<const Clock> RaceDetector::past_of(const Thread& t) {
 
 std::shared_ptr<const Clock> RaceDetector::past_of(const Warp& warp) {
   auto all = std::make_shared<Clock>();
-  const uint32_t first = warp.id * kWarpSize, end = std::min(warp.cta->thread_count, first + kWarpSize);
-  for (uint32_t i = first; i < end; i++) {
-    all->join(state(warp.cta->threads[i]).known);
-    tick(warp.cta->threads[i]);
+  for (const Thread* t = warp.begin; t < warp.end; t++) {
+    all->join(state(*t).known);
+    tick(*t);
   }
   return all;
 }

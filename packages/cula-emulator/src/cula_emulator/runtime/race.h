@@ -116,9 +116,24 @@ class RaceDetector {
 };
 
 // ---- what instructions call
-static inline RaceDetector* races() { return self()->cta->cluster->races.get(); }
+static inline RaceDetector* races() {
+  return machine.settings.detect_races ? self()->cta->cluster->races.get() : nullptr;
+}
 using Past = std::shared_ptr<const Clock>;  // null when races are not looked for
 static inline Past race_past() { return races() ? races()->past_of(*self()) : nullptr; }
+// The engine whose operation runs now and reads its operands.
+struct AsyncReader {
+  Agent kind;
+  uint32_t number, ordinal;
+  Past past;
+  int line;
+};
+extern const AsyncReader* async_reader;
+static inline void race_engine_read(const Cta* cta, uint32_t offset, uint32_t bytes) {
+  if (RaceDetector* r = races())
+    r->access(async_reader->kind, async_reader->number, async_reader->ordinal, *async_reader->past, *cta, offset, bytes,
+              kRead, async_reader->line);
+}
 static inline void race_access(const Cta* cta, uint32_t offset, uint32_t bytes, int how) {
   if (RaceDetector* r = races()) r->access(*self(), *cta, offset, bytes, how);
 }

@@ -20,18 +20,20 @@ static inline T relu(T v) {
   return v <= 0 ? (T)0 : v;  // NaN stays
 }
 
-// min and max: a number wins over NaN, or NaN wins; -0 is less than +0.
+// min and max: a number wins over NaN, or NaN wins; -0 is less than +0. Numbers that differ take the first two lines.
 template <class T>
 static inline T min_number(T a, T b) {
-  if (std::isnan(a)) return b;
-  if (std::isnan(b)) return a;
-  return a < b || (a == b && std::signbit(a)) ? a : b;
+  if (a < b) return a;
+  if (b < a) return b;
+  if (a == b) return std::signbit(a) ? a : b;
+  return std::isnan(a) ? b : a;
 }
 template <class T>
 static inline T max_number(T a, T b) {
-  if (std::isnan(a)) return b;
-  if (std::isnan(b)) return a;
-  return a > b || (a == b && !std::signbit(a)) ? a : b;
+  if (a > b) return a;
+  if (b > a) return b;
+  if (a == b) return std::signbit(a) ? b : a;
+  return std::isnan(a) ? b : a;
 }
 template <class T>
 static inline T min_nan(T a, T b) {
@@ -63,7 +65,6 @@ static inline float fma_small(float a, float b, float c) {  // f16 and bf16 fact
 }
 static inline float fma_f16(float a, float b, float c) { return fma_small(a, b, c); }
 static inline float fma_bf16(float a, float b, float c) { return fma_small(a, b, c); }
-static inline float mul_bf16(float a, float b) { return odd_float((double)a * b); }
 template <class Int>
 static inline double odd_double(Int v) {
   bool negative = v < 0;

@@ -1,0 +1,326 @@
+"""Tiled tensor copies: ranks 1 to 5, element types, swizzles, edges, stores, reductions, multicast, edited maps."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from cases.case import Case, random_words
+from cases.tensor_map import TensorMap
+
+FAMILY = "tma"
+_WORDS = random_words(8192, 70)
+_BAR = ".shared .align 8 .b8 bar[16];\n"
+_MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+_LEADER = "mov.u32 %r30, tile; mov.u32 %r20, bar; setp.ne.u32 %p9, %r2, 0;"
+_INIT = "@%p9 bra I; mbarrier.init.shared.b64 [%r20], 1; fence.mbarrier_init.release.cluster; I:"
+_WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p1, [%r20], 0; @!%p1 bra W;"
+# The maps lie in global memory, where an earlier launch may have had others.
+_FRESH_MAP = "fence.proxy.tensormap::generic.acquire.gpu [%rd3], 128;"
+_DONE = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"
+
+
+def _tile(bytes_: int) -> str:
+    return f".shared .align 1024 .b8 tile[{max(bytes_, 128)}];\n" + _BAR
+
+
+def _box_bytes(m: TensorMap) -> int:
+    total = m.element_bytes
+    for n in m.box:
+        total *= n
+    return total
+
+
+def _coordinates(m: TensorMap, start: tuple[int, ...]):
+    """(index of the element in the box, its byte offset in the tensor or None when it lies outside)."""
+    strides = (m.element_bytes, *m.strides)
+    for index, position in enumerate(itertools.product(*(range(n) for n in reversed(m.box)))):
+        at = [s + p for s, p in zip(start, reversed(position))]
+        inside = all(0 <= c < n for c, n in zip(at, m.sizes))
+        yield index, m.offset + sum(c * s for c, s in zip(at, strides)) if inside else None
+
+
+def _swizzled(m: TensorMap, offset: int) -> int:
+    rows = {0: 0, 32: 1, 64: 3, 128: 7}[m.swizzle]
+    return offset ^ (offset >> 7 & rows) << 4
+
+
+def _bytes(values: torch.Tensor) -> bytearray:
+    return bytearray(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _from_bytes(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.int32).clone()
+
+
+def _loaded(m: TensorMap, start: tuple[int, ...], source: torch.Tensor) -> torch.Tensor:
+    """Shared memory after a load: elements outside the tensor are zero."""
+    data, size = _bytes(source), m.element_bytes
+    tile = bytearray(_box_bytes(m))
+    for index, offset in _coordinates(m, start):
+        to = _swizzled(m, index * size)
+        tile[to : to + size] = b"\0" * size if offset is None else data[offset : offset + size]
+    return _from_bytes(tile)
+
+
+def _vector(start: tuple[int, ...]) -> tuple[str, str]:
+    """Code that puts coordinates into registers, and their list."""
+    names = [f"%r{50 + i}" for i in range(len(start))]
+    setup = _FRESH_MAP + "".join(f"mov.s32 {r}, {c};" for r, c in zip(names, start))
+    return setup, "{" + ", ".join(names) + "}"
+
+
+def _read(count: int) -> str:
+    """All threads copy `count` words of the tile to their CTA's part of `out`."""
+    return (
+        f"mov.u32 %r40, %r2; mul.lo.u32 %r43, %r3, {count};"
+        f"D: setp.ge.u32 %p2, %r40, {count}; @%p2 bra X; mad.lo.u32 %r41, %r40, 4, %r30; ld.shared.b32 %r42, [%r41];"
+        "add.u32 %r44, %r40, %r43; mul.wide.u32 %rd8, %r44, 4; add.s64 %rd8, %rd8, %rd2; st.global.b32 [%rd8], %r42;"
+        "add.u32 %r40, %r40, 32; bra D; X:"
+    )
+
+
+def load(name: str, m: TensorMap, start: tuple[int, ...]) -> Case:
+    setup, vector = _vector(start)
+    body = _LEADER + _INIT + "bar.sync 0; @%p9 bra W;" + setup
+    body += f"mbarrier.arrive.expect_tx.shared.b64 _, [%r20], {_box_bytes(m)};"
+    body += f"cp.async.bulk.tensor.{len(start)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+    body += f"[%r30], [%rd3, {vector}], [%r20];" + _WAIT + _read(_box_bytes(m) // 4)
+    expected = _loaded(m, start, _WORDS)
+    return Case(
+        FAMILY, f"load_{name}", body, expected, _WORDS, shared=_tile(_box_bytes(m)), maps=(m,)
+    )
+
+
+def _fill(m: TensorMap) -> str:
+    """Word i of `in` goes to word i of the tile, which one thread then hands to the copy engine."""
+    return (
+        _LEADER + f"mov.u32 %r40, %r2; D: setp.ge.u32 %p2, %r40, {_box_bytes(m) // 4}; @%p2 bra X;"
+        "mul.wide.u32 %rd8, %r40, 4; add.s64 %rd8, %rd8, %rd1; ld.global.b32 %r42, [%rd8];"
+        "mad.lo.u32 %r41, %r40, 4, %r30; st.shared.b32 [%r41], %r42; add.u32 %r40, %r40, 32; bra D; X:"
+        "fence.proxy.async.shared::cta; bar.sync 0; @%p9 bra E;"
+    )
+
+
+def store(name: str, m: TensorMap, start: tuple[int, ...], words_out: int = 2048) -> Case:
+    setup, vector = _vector(start)
+    body = _fill(m) + setup
+    body += (
+        f"cp.async.bulk.tensor.{len(start)}d.global.shared::cta.tile.bulk_group [%rd3, {vector}], [%r30];"
+        + _DONE
+    )
+    before = torch.full((words_out,), -1, dtype=torch.int32)
+    data, tile, size = _bytes(before), _bytes(_WORDS), m.element_bytes
+    for index, offset in _coordinates(m, start):
+        if offset is not None:
+            at = _swizzled(m, index * size)
+            data[offset : offset + size] = tile[at : at + size]
+    return Case(
+        FAMILY,
+        f"store_{name}",
+        body,
+        _from_bytes(data),
+        _WORDS,
+        before,
+        shared=_tile(_box_bytes(m)),
+        maps=(m,),
+    )
+
+
+_TORCH = {
+    "u32": torch.int32, "s32": torch.int32, "u64": torch.int64, "s64": torch.int64, "f16": torch.float16,
+    "bf16": torch.bfloat16, "f32": torch.float32,
+}  # fmt: skip
+
+
+def _unsigned_order(kind: str, x: torch.Tensor) -> torch.Tensor:
+    return x ^ torch.iinfo(x.dtype).min if kind[0] == "u" else x
+
+
+def reduction(operation: str, kind: str) -> Case:
+    """A 2-dimensional box, half of it outside, reduced into `out`."""
+    dtype = _TORCH[kind]
+    size = dtype.itemsize
+    m = TensorMap("out", kind, (24, 10), (32 * size,), (16, 8))
+    start = (12, -3)
+    g = torch.Generator().manual_seed(71)
+    if dtype.is_floating_point:
+        old, x = (torch.randn(32 * 10, generator=g).mul(4).to(dtype) for _ in range(2))
+    else:
+        old, x = (
+            random_words(320 * size // 4, 72).view(dtype),
+            random_words(320 * size // 4, 73).view(dtype),
+        )
+    fresh = old.clone()
+    for index, offset in _coordinates(m, start):
+        if offset is None:
+            continue
+        i = offset // size
+        a, b = old[i], x[index]
+        if operation == "add":
+            total = (a.double() + b.double()).to(dtype) if dtype.is_floating_point else a + b
+        elif operation in ("min", "max"):
+            key = (
+                (lambda v: float(v))
+                if dtype.is_floating_point
+                else (lambda v: int(_unsigned_order(kind, v)))
+            )
+            total = min(a, b, key=key) if operation == "min" else max(a, b, key=key)
+        else:
+            total = {"and": a & b, "or": a | b, "xor": a ^ b}[operation]
+        fresh[i] = total
+    setup, vector = _vector(start)
+    body = _fill(m) + setup
+    body += f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.tile.bulk_group [%rd3, {vector}], [%r30];"
+    name = f"reduce_{operation}_{kind}"
+    old, x, fresh = (t.view(torch.int32) for t in (old, x, fresh))
+    return Case(FAMILY, name, body + _DONE, fresh, x, old, shared=_tile(_box_bytes(m)), maps=(m,))
+
+
+def _loads() -> list[Case]:
+    cases = []
+    for kind in ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64"):
+        size = TensorMap("in", kind, (1,), (), (1,)).element_bytes
+        m = TensorMap("in", kind, (32, 12), (48 * size,), (16, 8))
+        cases += [
+            load(f"{kind}", m, (8, 3)),
+            load(f"{kind}_outside", m, (-5, 7)),
+            load(f"{kind}_right", m, (25, -2)),
+        ]
+    shapes = {
+        1: (TensorMap("in", "f32", (100,), (), (64,)), ((16,), (-20,), (80,), (200,))),
+        2: (
+            TensorMap("in", "f32", (40, 9), (176,), (24, 6), offset=256),
+            ((0, 0), (20, 5), (-8, -3)),
+        ),
+        3: (
+            TensorMap("in", "f16", (24, 7, 5), (64, 512), (16, 4, 3)),
+            ((0, 0, 0), (8, 2, 1), (13, 5, 3), (-3, -1, -2)),
+        ),
+        4: (
+            TensorMap("in", "f32", (8, 5, 4, 3), (48, 288, 1440), (8, 3, 2, 2)),
+            ((0, 0, 0, 0), (4, 2, 1, 1), (-2, 3, 3, 2)),
+        ),
+        5: (
+            TensorMap("in", "u16", (8, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2)),
+            ((0, 0, 0, 0, 0), (4, 3, 1, 2, 1), (-1, -1, -1, -1, -1)),
+        ),
+    }
+    for rank, (m, starts) in shapes.items():
+        cases += [load(f"rank{rank}_{i}", m, start) for i, start in enumerate(starts)]
+    for swizzle, kind in itertools.product((32, 64, 128), ("u8", "f16", "f32")):
+        size = TensorMap("in", kind, (1,), (), (1,)).element_bytes
+        inner = swizzle // size
+        m = TensorMap("in", kind, (2 * inner, 20), (2 * swizzle,), (inner, 16), swizzle)
+        cases += [
+            load(f"swizzle{swizzle}_{kind}", m, (inner // 2, 2)),
+            load(f"swizzle{swizzle}_{kind}_edge", m, (inner + 3, 9)),
+        ]
+    m = TensorMap("in", "f16", (32, 20), (128,), (32, 16), 128)
+    cases.append(load("swizzle128_narrow", m, (0, 0)))
+    m = TensorMap("in", "bf16", (64, 8, 3), (128, 1024), (64, 8, 2), 128)
+    cases.append(load("swizzle128_rank3", m, (0, 0, 1)))
+    return cases
+
+
+def _stores() -> list[Case]:
+    cases = []
+    for kind in ("u8", "f16", "f32", "f64"):
+        size = TensorMap("out", kind, (1,), (), (1,)).element_bytes
+        m = TensorMap("out", kind, (32, 12), (48 * size,), (16, 8))
+        cases += [
+            store(kind, m, (8, 3)),
+            store(f"{kind}_outside", m, (-5, 7)),
+            store(f"{kind}_right", m, (25, -2)),
+        ]
+    cases.append(store("rank1", TensorMap("out", "f32", (100,), (), (64,), offset=32), (50,)))
+    cases.append(
+        store("rank3", TensorMap("out", "f16", (24, 7, 5), (64, 512), (16, 4, 3)), (13, 5, -1))
+    )
+    cases.append(
+        store(
+            "rank4",
+            TensorMap("out", "f32", (8, 5, 4, 3), (48, 288, 1440), (8, 3, 2, 2)),
+            (-2, 3, 1, 2),
+        )
+    )
+    m = TensorMap("out", "u16", (8, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2))
+    cases.append(store("rank5", m, (4, 3, 1, 2, 1)))
+    for swizzle in (32, 64, 128):
+        m = TensorMap("out", "f16", (swizzle, 20), (2 * swizzle,), (swizzle // 2, 16), swizzle)
+        cases.append(store(f"swizzle{swizzle}", m, (5, 6)))
+    for kinds, operations in (
+        (("u32", "s32", "u64", "f16", "bf16", "f32"), ("add",)),
+        (("u32", "s32", "u64", "s64", "f16", "bf16"), ("min", "max")),
+        (("u32", "u64"), ("and", "or", "xor")),
+    ):
+        cases += [reduction(operation, kind) for kind in kinds for operation in operations]
+    return cases
+
+
+def _multicast() -> list[Case]:
+    """Each CTA loads its own rows of a box and sends them to every CTA of the mask."""
+    cases = []
+    for cluster, swizzle in ((2, 0), (4, 128)):
+        m = TensorMap("in", "f16", (64, 32), (128,), (64, 8), swizzle)
+        part = _box_bytes(m)
+        body = _LEADER + "mov.u32 %r21, %cluster_ctarank;" + _INIT + _MEET + "@%p9 bra W;"
+        body += f"mbarrier.arrive.expect_tx.shared.b64 _, [%r20], {part * cluster}; mov.b16 %h1, {(1 << cluster) - 1};"
+        body += f"mad.lo.u32 %r31, %r21, {part}, %r30; {_FRESH_MAP} mov.s32 %r50, 0; mad.lo.s32 %r51, %r21, 8, 1;"
+        body += "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        body += (
+            "[%r31], [%rd3, {%r50, %r51}], [%r20], %h1;"
+            + _WAIT
+            + _read(part * cluster // 4)
+            + _MEET
+        )
+        whole = torch.cat([_loaded(m, (0, 1 + 8 * rank), _WORDS) for rank in range(cluster)])
+        expected = whole.repeat(cluster)
+        tile = _tile(part * cluster)
+        name = f"multicast_{cluster}_swizzle{swizzle}"
+        cases.append(
+            Case(
+                FAMILY,
+                name,
+                body,
+                expected,
+                _WORDS,
+                None,
+                cluster,
+                cluster=cluster,
+                shared=tile,
+                maps=(m,),
+            )
+        )
+    return cases
+
+
+def _edited() -> list[Case]:
+    """A map copied to shared memory, edited there, published, and used."""
+    first = TensorMap("in", "f32", (32, 8), (128,), (16, 4))
+    second = TensorMap("in", "f32", (20, 6), (192,), (16, 4), offset=1024)
+    copy = (
+        "mov.u32 %r33, edit; mad.lo.u32 %r34, %r2, 4, %r33; mul.wide.u32 %rd8, %r2, 4; add.s64 %rd8, %rd8, %rd3;"
+        "ld.global.b32 %r35, [%rd8]; st.shared.b32 [%r34], %r35; bar.warp.sync -1; add.s64 %rd9, %rd1, 1024;"
+        "add.s64 %rd10, %rd3, 128; @%p9 bra P;"
+        "tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r33], %rd9;"
+        "tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r33], 0, 20;"
+        "tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r33], 1, 6; mov.u64 %rd11, 192;"
+        "tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r33], 0, %rd11;"
+        "P: bar.warp.sync -1;"
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd10], [%r33], 128;"
+        "fence.proxy.tensormap::generic.acquire.gpu [%rd10], 128;"
+    )
+    start = (8, 3)
+    setup, vector = _vector(start)
+    body = _LEADER + _INIT + copy + "bar.sync 0; @%p9 bra W;" + setup
+    body += "mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 256;"
+    body += "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+    body += f"[%r30], [%rd10, {vector}], [%r20];" + _WAIT + _read(64)
+    expected = _loaded(second, start, _WORDS)
+    shared = _tile(256) + ".shared .align 128 .b8 edit[128];\n"
+    return [Case(FAMILY, "edited_map", body, expected, _WORDS, shared=shared, maps=(first, first))]
+
+
+CASES = [*_loads(), *_stores(), *_multicast(), *_edited()]

@@ -1,0 +1,73 @@
+"""Functions that several test files of this package use."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cula_lightning_decode import reference
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
+    size = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.contiguous().view(size)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(bits(first), bits(second))
+
+
+def rows(device: torch.device | str, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def clone(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def keys(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: inputs[name] for name in ("k", "v", "state", "decay")}
+
+
+def exact(inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
+    """Outputs and pool in fp64, from the very numbers that the kernel gets."""
+    wide = {name: tensor.double() for name, tensor in inputs.items()}
+    out = reference.linear_attention_decode(**wide, **options)
+    return out, wide["state"]
+
+
+def covering_cases(factors: dict[str, tuple], possible: Callable[[dict], bool]) -> list[dict]:
+    """Few cases that together hold every pair of two factors' values that some possible case holds."""
+    rng = random.Random(0)
+
+    def draw(fixed: dict) -> dict | None:
+        """A random possible case with these values."""
+        for _ in range(200):
+            case = {n: fixed.get(n, rng.choice(values)) for n, values in factors.items()}
+            if possible(case):
+                return case
+        return None
+
+    missing = {}
+    for (name, values), (other, others) in itertools.combinations(factors.items(), 2):
+        for pair in itertools.product([(name, v) for v in values], [(other, v) for v in others]):
+            if draw(dict(pair)):
+                missing[pair] = None
+    cases = []
+    while missing:
+        fixed = dict(next(iter(missing)))
+        tries = [draw(fixed) for _ in range(40)]
+
+        def gain(case: dict) -> int:
+            return sum(pair in missing for pair in itertools.combinations(case.items(), 2))
+
+        best = max((case for case in tries if case), key=gain)
+        for pair in itertools.combinations(best.items(), 2):
+            missing.pop(pair, None)
+        cases.append(best)
+    return cases
