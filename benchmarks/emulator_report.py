@@ -45,8 +45,8 @@ def speed(result: dict[str, Any]) -> str:
     text += f"One core of {p['cpu']}, {p['compiler']}, {p['date'][:10]}, {_commit(p)}."
     if build:
         text += (
-            f" A generated PTX of {build['lines']:,} lines builds in {build['cold_seconds']:.1f} s;"
-            f" with a warm cache it is ready in {build['warm_seconds']:.2f} s."
+            f" A generated PTX of {build['lines']:,} lines builds in {build['cold_seconds']:.1f} s of CPU time;"
+            f" a new process with a warm cache has it ready in {build['warm_seconds']:.2f} s."
         )
     return text
 

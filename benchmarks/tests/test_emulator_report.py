@@ -48,7 +48,9 @@ def test_speed_table_names_rate_gain_and_build_time():
     text = emulator_report.speed(SPEED)
     assert "| a loop | 22.5 | 600 | 150 | 4.0x |" in text
     assert (
-        "10,000 lines builds in 3.3 s" in text and "ready in 0.14 s" in text and "no commit" in text
+        "10,000 lines builds in 3.3 s of CPU time" in text
+        and "has it ready in 0.14 s" in text
+        and "no commit" in text
     )
 
 

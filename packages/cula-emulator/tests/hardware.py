@@ -44,6 +44,7 @@ def _read(rows: Path) -> list[dict[str, Any]]:
 def _run_group(name: str, folder: Path, stand_in: bool, attempts: int = 4) -> list[dict[str, Any]]:
     """All rows of a group. A case that loses the GPU's context, or hangs, is named; the rest runs in a new process."""
     done: list[dict[str, Any]] = []
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the groups themselves run side by side
     for attempt in range(attempts):
         rows = folder / f"{name.replace(' ', '_')}.{attempt}.jsonl"
         log = rows.with_suffix(".log")
@@ -52,7 +53,7 @@ def _run_group(name: str, folder: Path, stand_in: bool, attempts: int = 4) -> li
             skip.write_text(json.dumps([r["name"] for r in done]))
             command = [sys.executable, str(WORKER), name, str(rows), str(skip)]
             command += ["--stand-in"] if stand_in else []
-            process = subprocess.Popen(command, stderr=errors, stdout=errors)
+            process = subprocess.Popen(command, stderr=errors, stdout=errors, env=one_thread)
             last, seen = time.monotonic(), 0
             while process.poll() is None:
                 time.sleep(0.2)

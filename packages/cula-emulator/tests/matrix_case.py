@@ -1,11 +1,12 @@
 """Runs the tables of matrix instructions on the emulator."""
 
 import functools
+from collections.abc import Iterable
 
 import torch
+from tables_matrix import HEADER, Case, Problem, module_text
 
 import cula_emulator as emulator
-from tables_matrix import HEADER, Case, Problem, module_text
 
 
 @functools.cache
@@ -62,9 +63,18 @@ def run_body(
     shared: int = 0,
     header: str = HEADER,
     options: emulator.Options | None = None,
+    among: Iterable[str] = (),
 ) -> torch.Tensor:
-    """Output words of one kernel of hand-written PTX in the frame of the tables."""
-    case = Case("k", body, out_words, None, shared, threads)
+    """Output words of one kernel of hand-written PTX in the frame of the tables.
+
+    `among` are all bodies of a test with parameters, which are built together to save time.
+    """
+    bodies = list(dict.fromkeys([*among, body]))
+    cases = {
+        f"k{n}": Case(f"k{n}", text, out_words, None, shared, threads)
+        for n, text in enumerate(bodies)
+    }
     out = torch.full((out_words,), -1, dtype=torch.int32)
-    build({"k": case}, header).launch("k", (1,), (threads,), (words, out, 0), options=options)
+    name = f"k{bodies.index(body)}"
+    build(cases, header).launch(name, (1,), (threads,), (words, out, 0), options=options)
     return out

@@ -6,7 +6,7 @@ A number is a bit pattern (an int); it shares no code and no machine arithmetic 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 
@@ -17,6 +17,11 @@ class Format:
     exponent_bits: int
     mantissa_bits: int
     finite: bool = False
+    flushes: bool = False  # results that are subnormal become zero
+
+    @property
+    def flushing(self) -> Format:
+        return replace(self, flushes=True)
 
     @property
     def bits(self) -> int:
@@ -76,6 +81,18 @@ class Format:
         result = Fraction(mantissa) * Fraction(2) ** scale
         return -result if x & self.sign else result
 
+    def _rounded(self, magnitude, exponent: int, mode: str, negative: bool) -> int:
+        """The mantissa, an integer, of a number with this exponent."""
+        whole, rest = divmod(magnitude / Fraction(2) ** (exponent - self.mantissa_bits), 1)
+        up = {
+            "rn": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and int(whole) & 1),
+            "rna": rest >= Fraction(1, 2),
+            "rz": False,
+            "rm": rest > 0 and negative,
+            "rp": rest > 0 and not negative,
+        }[mode]
+        return int(whole) + bool(up)
+
     def encode(self, value, mode: str = "rn", zero_sign: int = 0) -> int:
         """Rounds an exact number; `zero_sign` is the sign of an exact zero. Modes rn rna rz rm rp."""
         if value == 0:
@@ -87,18 +104,12 @@ class Format:
         exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
         if Fraction(2) ** exponent > magnitude:
             exponent -= 1
+        if self.flushes and self._rounded(magnitude, exponent, mode, negative) * Fraction(2) ** (
+            exponent - self.mantissa_bits
+        ) < Fraction(2) ** (1 - self.bias):
+            return sign  # subnormal although rounded with an unlimited exponent
         exponent = max(exponent, 1 - self.bias)
-        scaled = magnitude / Fraction(2) ** (exponent - self.mantissa_bits)
-        whole, rest = divmod(scaled, 1)
-        whole = int(whole)
-        up = {
-            "rn": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole & 1),
-            "rna": rest >= Fraction(1, 2),
-            "rz": False,
-            "rm": rest > 0 and negative,
-            "rp": rest > 0 and not negative,
-        }[mode]
-        whole += bool(up)
+        whole = self._rounded(magnitude, exponent, mode, negative)
         bits = whole + ((exponent + self.bias - 1) << self.mantissa_bits)
         if bits > self.largest:
             towards_zero = (

@@ -22,6 +22,10 @@ def _finish(f: sf.Format, x: int, suffix: str) -> int:
     return sf.saturate(f, x) if ".sat" in suffix else sf.relu(f, x) if ".relu" in suffix else x
 
 
+def _result(f: sf.Format, suffix: str) -> sf.Format:
+    return f.flushing if ".ftz" in suffix else f
+
+
 def _applied(f: sf.Format, op, suffix: str):
     """op on inputs that .ftz flushed, then .ftz, .sat or .relu on the result."""
     flush = f.flush if ".ftz" in suffix else (lambda x: x)
@@ -45,7 +49,7 @@ for _mode in ("rn", "rz", "rm", "rp"):
                     continue
                 _o = f"{_op}.{_mode}{_suffix}.{_t}"
                 case(_o.replace(".", "_"), f"{_o} {_args};", _t, _inputs,
-                     _applied(_f, lambda *x, f=_f, g=_g, m=_mode: g(f, *x, m), _suffix))  # fmt: skip
+                     _applied(_f, lambda *x, f=_result(_f, _suffix), g=_g, m=_mode: g(f, *x, m), _suffix))  # fmt: skip
         for _op in ("sqrt", "rcp"):
             _g = (
                 sf.square_root
@@ -74,7 +78,7 @@ for _t in ("f32", "f64"):
         lambda a, b, c, f=_f: sf.fused(f, a, b, c),
     )
 case("mad_rz_ftz_sat_f32", "mad.rz.ftz.sat.f32 d, a, b, c;", "f32", "f32 f32 f32",
-     _applied(F32, lambda a, b, c: sf.fused(F32, a, b, c, "rz"), ".ftz.sat"))  # fmt: skip
+     _applied(F32, lambda a, b, c: sf.fused(F32.flushing, a, b, c, "rz"), ".ftz.sat"))  # fmt: skip
 case(
     "add_immediate_f32",
     "add.f32 d, a, 0fBF800000;",
@@ -99,7 +103,29 @@ for _t, _f in {"f16": F16, "bf16": BF16}.items():
                 _o = f"{_op}{_suffix}.{_k}"
                 _n = 3 if _op == "fma" else 2
                 case(_o.replace(".", "_"), f"{_o} d, {', '.join('abc'[:_n])};", _k, " ".join([_k] * _n),
-                     _wrap(_applied(_f, lambda *x, f=_f, g=_g: g(f, *x), _suffix)))  # fmt: skip
+                     _wrap(_applied(_f, lambda *x, f=_result(_f, _suffix), g=_g: g(f, *x), _suffix)))  # fmt: skip
+
+
+def _near_smallest(f: sf.Format):
+    """a * b next to the smallest normal number: a little more than a power of two times a little less than one."""
+
+    def domain(source) -> tuple[int, int, int]:
+        exponent = f.bias // 2 << f.mantissa_bits
+        a = exponent + source.choice((0, 1, 2, 3, source.randrange(64)))
+        b = (
+            (f.bias + 1 << f.mantissa_bits)
+            - exponent
+            - source.choice((0, 1, 2, 3, source.randrange(64)))
+        )
+        return a, b | source.randrange(2) * f.sign, 0
+
+    return domain
+
+
+for _t, _f in {"f32": F32, "f16": F16}.items():
+    for _mode in ("rn", "rz", "rm", "rp") if _t == "f32" else ("rn",):
+        case(f"fma_near_smallest_{_mode}_{_t}", f"fma.{_mode}.ftz.{_t} d, a, b, c;", _t, f"{_t} {_t} {_t}",
+             lambda a, b, c, f=_f, m=_mode: sf.fused(f.flushing, a, b, c, m), domain=_near_smallest(_f))  # fmt: skip
 
 
 def _near_ties(f: sf.Format):

@@ -96,8 +96,14 @@ for _mode in ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16"):
          lambda a, b, c, m=_mode: prmt(a, b, c, m))  # fmt: skip
 
 
+def _field_operands(position: int, length: int, n: int) -> tuple[int, int]:
+    """The manual defines 0 to 255; beyond, an H200 takes the low byte for 32-bit operands and all for 64-bit ones."""
+    return (position & 255, length & 255) if n == 32 else (position, length)
+
+
 def extract(a: int, position: int, length: int, kind: str) -> int:
-    n, position, length = int(kind[1:]), position & 255, length & 255
+    n = int(kind[1:])
+    position, length = _field_operands(position, length, n)
     sign = 0 if kind[0] == "u" or length == 0 else a >> min(position + length - 1, n - 1) & 1
     return sum(
         (a >> position + i & 1 if i < length and position + i < n else sign) << i for i in range(n)
@@ -105,7 +111,7 @@ def extract(a: int, position: int, length: int, kind: str) -> int:
 
 
 def insert(a: int, b: int, position: int, length: int, n: int) -> int:
-    position, length = position & 255, length & 255
+    position, length = _field_operands(position, length, n)
     for i in range(min(length, max(n - position, 0))):
         b = b & ~(1 << position + i) | (a >> i & 1) << position + i
     return b

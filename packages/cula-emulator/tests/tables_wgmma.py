@@ -1,4 +1,4 @@
-"""wgmma.mma_async as data, in the form of tables_matrix.py: every format, shape, layout, swizzle, major-ness, source of A.
+"""wgmma.mma_async as data, in the form of tables_matrix.py: every format, shape, layout, major-ness and source of A.
 
 Each case runs two instructions over neighbouring k blocks, the second accumulating, so that descriptors also start
 inside a swizzle atom. Operands are placed by the canonical layouts of the PTX ISA, written here as sums of strides.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from tables_matrix import (
     ROUNDING,
     Case,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-import cula_emulator as emulator
 from matrix_case import check_all, run_body
 from tables_matrix import MOVES
+
+import cula_emulator as emulator
 
 
 def test_every_count_and_order(schedule):
@@ -54,7 +54,8 @@ def test_only_the_lanes_that_name_rows_need_addresses():
     body = """
         mov.u32 %r12, tile; shl.b32 %r11, %r2, 4; setp.ge.u32 %p1, %r2, 8; add.u32 %r11, %r11, %r12;
         @%p1 mov.u32 %r11, 3; mov.u32 %r20, 65537;
-        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r11], {%r20}; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r21}, [%r11];
+        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r11], {%r20};
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r21}, [%r11];
         mul.wide.u32 %rd6, %r2, 4; add.s64 %rd6, %rd6, %rd2; st.global.b32 [%rd6], %r21;
     """
     assert (run_body(body, torch.zeros(1), 32, shared=512) == 65537).all()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-import cula_emulator as emulator
 from matrix_case import check_all, run_body
 from tables_matrix import MMA, ROUNDING, mma_case, words_of
+
+import cula_emulator as emulator
 
 
 def test_every_shape_and_type(schedule):
@@ -110,13 +110,17 @@ def test_other_variants_are_refused(suffix):
 
 
 def test_sparse_is_refused():
-    text = "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%r7,%r8}, {%r1,%r2,%r3,%r4}, %r9, 0;"
+    c = "{%r1, %r2, %r3, %r4}"
+    text = f"mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {c}, {{%r5, %r6}}, {{%r7, %r8}}, {c}, %r9, 0;"
     with pytest.raises(emulator.UnsupportedInstruction, match="mma.sp"):
         run_body(text, torch.zeros(1), 1)
 
 
 def test_register_counts_are_checked():
-    text = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%r7,%r8}, {%r1,%r2,%r3,%r4};"
+    c = "{%r1, %r2, %r3, %r4}"
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {c}, {{%r5, %r6}}, {{%r7, %r8}}, {c};"
+    )
     with pytest.raises(emulator.UnsupportedInstruction, match="registers for A"):
         run_body(text, torch.zeros(1), 1)
 

@@ -1,5 +1,6 @@
 """The mutation harness, on kernels with a wait too many and on the Hopper GEMM."""
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -123,7 +124,8 @@ def test_poison_is_told_from_other_wrong_results(rotate):
     ids=["crash", "hang", "exception", "pytest.fail", "not finite", "returns False"],
 )
 def test_whatever_goes_wrong_in_a_mutant_is_noticed(rotate, monkeypatch, misbehave, how):
-    monkeypatch.setattr(mutation, "_GRACE_SECONDS", 0.1)
+    if how == "hangs":
+        monkeypatch.setattr(mutation, "_GRACE_SECONDS", 0.1)
     check = rotation_check(rotate)
 
     def wrapped(options):
@@ -178,16 +180,15 @@ def test_an_endless_mutant_meets_the_time_limit():
 
 def test_mutants_run_side_by_side_and_keep_their_order(rotate):
     check = rotation_check(rotate)
+    meeting = multiprocessing.get_context("fork").Barrier(4)
 
-    def slow(options):
+    def meet(options):
         check(options)
         if options.ignore_line:
-            time.sleep(0.2 + 0.4 / options.ignore_line)  # the last line is done first
+            meeting.wait(60)  # raises unless four mutants are here at once
 
     lines = [line_of(ROTATE, text) for text in ("st.shared", "xor.b32", "ld.shared", "shl.b32")]
-    begin = time.monotonic()
-    report = mutation.run(slow, rotate, lines, IMMEDIATE, processes=4)
-    assert time.monotonic() - begin < 0.8
+    report = mutation.run(meet, rotate, lines, IMMEDIATE, processes=4)
     assert [m.line for m in report.mutants] == lines and not report.noticed
 
 
@@ -249,38 +250,79 @@ def test_synchronisation_lists_every_kind():
     assert list(found) == list(range(7, 7 + len(wanted)))
 
 
-# ---- the Hopper GEMM -----------------------------------------------------------------------------
+# ---- pipelines of the DSL ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mutate_gemm(emulated, fake):
+    """Mutates C = A B^T in bfloat16: two CTAs (or one cluster), five tiles in a ring of two stages."""
+
+    def mutate(kernel):
+        tensors = [fake(dtype, (None, None)) for dtype in ("bfloat16", "bfloat16", "float32")]
+        compiled = emulated(kernel, *tensors).kernel
+        a, b = torch.randn(128, 320).bfloat16(), torch.randn(64, 320).bfloat16()
+        expected = a.float() @ b.float().t()
+
+        def check(options):
+            c = emulated.empty((128, 64))
+            compiled(a, b, c, options=options)
+            torch.testing.assert_close(c, expected, rtol=1e-2, atol=1e-2)
+
+        report = mutation.run(check, compiled)
+        assert not report.not_reached, str(report)
+        return report
+
+    return mutate
+
+
+def opcodes(mutants):
+    """ "mbarrier.try_wait" and the like."""
+    return [".".join(m.text.split()[0].split(".")[:2]) for m in mutants]
+
+
+@pytest.mark.emulated(schedules="immediate", arch="sm_89")
+def test_ampere_gemm(mutate_gemm):
+    pytest.importorskip("cutlass")
+    from kernels.ampere_gemm import ampere_gemm
+
+    report = mutate_gemm(ampere_gemm)
+    assert opcodes(report.noticed) == ["cp.async"] * 3 + ["bar.sync"] * 2, str(report)
+    assert len(report.mutants) == 5
 
 
 @pytest.mark.parametrize("cluster_m", [1, 2])
 @pytest.mark.emulated(schedules="immediate", arch="sm_90a")
-def test_every_wait_of_a_pipeline_matters(emulated, fake, cluster_m):
+def test_hopper_gemm(mutate_gemm, cluster_m):
     pytest.importorskip("cutlass")
     from kernels.hopper_gemm import HopperGemm
 
-    tensors = (
-        fake("bfloat16", (None, None)),
-        fake("bfloat16", (None, None)),
-        fake("float32", (None, None)),
-    )
-    kernel = emulated(HopperGemm(cluster_m=cluster_m), *tensors).kernel
-    a, b = torch.randn(128, 320).bfloat16(), torch.randn(64, 320).bfloat16()
-    expected = a.float() @ b.float().t()
-
-    def check(options):
-        c = emulated.empty((128, 64))
-        kernel(a, b, c, options=options)
-        torch.testing.assert_close(c, expected, rtol=1e-2, atol=1e-2)
-
-    report = mutation.run(check, kernel)
-    assert {m.text.split(".sync")[0] for m in report.not_modelled} == {
-        "fence.mbarrier_init.release.cluster",
-        "wgmma.fence",
-    }
-    assert not report.not_reached and len(report.noticed) >= 6
+    report = mutate_gemm(HopperGemm(cluster_m=cluster_m))
+    assert opcodes(report.not_modelled) == ["fence.mbarrier_init", "wgmma.fence"]
     # The producer's last two waits keep its CTA alive while the other one still signals its slots. The cluster barrier
     # at the end does so too, hence either is redundant; without a cluster there is nobody to wait for.
     waits = [m for m in report.mutants if "try_wait" in m.text]
     ends = [m for m in report.mutants if m.text.startswith("barrier.cluster")][-2:]
-    unnoticed = tuple(m for m in report.unnoticed if not m.text.startswith("wgmma.commit"))
-    assert unnoticed == tuple(waits[1:3] + ends), str(report)
+    assert report.unnoticed == tuple(waits[1:3] + ends), str(report)
+    assert len(report.noticed) == (7 if cluster_m == 1 else 8)
+
+
+@pytest.mark.emulated(schedules="immediate", arch="sm_100a")
+def test_blackwell_gemm(mutate_gemm):
+    pytest.importorskip("cutlass")
+    from kernels.blackwell_gemm import blackwell_gemm
+
+    report = mutate_gemm(blackwell_gemm)
+    ring = ["mbarrier.try_wait", "mbarrier.arrive", "mbarrier.try_wait", "tcgen05.commit"]
+    accumulator = ["tcgen05.commit", "mbarrier.try_wait"]
+    assert opcodes(report.noticed)[:6] == ring + accumulator, str(report)
+    # Each of the three barriers of the set-up stands in for the other two, the only accumulator is free from the start,
+    # and nobody waits for its release.
+    assert opcodes(report.unnoticed)[:5] == ["bar.sync"] * 3 + [
+        "mbarrier.try_wait",
+        "mbarrier.arrive",
+    ]
+    # The barrier in front of tcgen05.dealloc is all that is left.
+    assert (
+        len(report.noticed) + len(report.unnoticed) == 12
+        and report.mutants[-1].text == "bar.sync 1"
+    )

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-
-import cula_emulator as emulator
 from matrix_case import build, check, check_all, run_body
 from tables_wgmma import WGMMA, layout, wgmma_case
+
+import cula_emulator as emulator
 
 
 def test_every_variant(schedule):
@@ -142,7 +142,7 @@ def test_other_variants_are_refused(suffix):
 
 
 def test_sparse_is_refused():
-    text = "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, %rd7, %rd8, %r9, 0, %p1, 1, 1, 0, 0;"
+    text = "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1, %r2, %r3, %r4}, %rd7, %rd8, %r9, 0, %p1, 1, 1;"
     with pytest.raises(emulator.UnsupportedInstruction, match="mma_async.sp"):
         run_body(text, torch.zeros(1), 1, 128)
 

@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """The emulator's plugin from a source tree; where it is installed its entry point has loaded it already."""
-    pluginmanager.import_plugin("cula_emulator.pytest_plugin")
+    """Loads the emulator's plugin from a source tree; where it is installed its entry point has done so."""
+    from cula_emulator import pytest_plugin
+
+    if not pluginmanager.is_registered(pytest_plugin):
+        pluginmanager.register(pytest_plugin, pytest_plugin.__name__)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import cutlass.cute as cute
 import pytest
 from cutlass.base_dsl.compiler import DumpDir
 
+from cula_emulator import resources
 from cula_lightning_decode import launch
 from cula_lightning_decode.config import STATE_DTYPES, Config, Problem, candidates, select
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a")
-SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90a": 232_448, "sm_100a": 232_448}
-REGISTERS_PER_SM = 65_536
 # (mode, stochastic rounding)
 MODES = (
     ("decode", False),
@@ -98,60 +96,9 @@ def label(case: tuple[Problem, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    registers: int
-    stack_bytes: int
-    local_sections: list[str]
-
-
-def read_cubin(cubin: bytes) -> dict[str, Kernel]:
-    """Registers and local memory of every kernel in an ELF file of machine code.
-
-    `.nv.info` is a list of records: format and attribute (1 byte each), size (2), and for the two attributes used here
-    a symbol number and a value. Spilled registers live on the stack, so its size is what a spill shows in.
-    """
-    register_count, frame_size = 0x2F, 0x11
-    table, entry_size, count, names_at = (
-        struct.unpack_from(kind, cubin, at)[0]
-        for kind, at in (("<Q", 40), ("<H", 58), ("<H", 60), ("<H", 62))
-    )
-    headers = [
-        struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry_size) for i in range(count)
-    ]
-
-    def text(section: tuple, offset: int) -> str:
-        start = section[4] + offset
-        return cubin[start : cubin.index(b"\0", start)].decode()
-
-    names = [text(headers[names_at], header[0]) for header in headers]
-    symbols = headers[names.index(".symtab")]
-    strings = headers[symbols[6]]
-    info = headers[names.index(".nv.info")]
-
-    def symbol(number: int) -> str:
-        return text(strings, struct.unpack_from("<I", cubin, symbols[4] + 24 * number)[0])
-
-    found: dict[int, dict[str, int]] = {register_count: {}, frame_size: {}}
-    at, end = info[4], info[4] + info[5]
-    while at < end:
-        kind, attribute, size = struct.unpack_from("<BBH", cubin, at)
-        # Only format 4 carries `size` bytes behind the record; the others keep their value in that field.
-        if kind == 4 and attribute in found:
-            number, amount = struct.unpack_from("<II", cubin, at + 4)
-            found[attribute][symbol(number)] = amount
-        at += 4 + (size if kind == 4 else 0)
-    local = [name for name in names if name.startswith(".nv.local")]
-    return {
-        name: Kernel(registers, found[frame_size][name], local)
-        for name, registers in found[register_count].items()
-    }
-
-
-@dataclass(frozen=True)
 class Build:
-    kernel: Kernel
+    kernel: resources.KernelResources
     ptx: str
-    host: str
 
 
 @pytest.fixture
@@ -159,10 +106,7 @@ def build(tmp_path: Path):
     def make(config: Config, arch: str, *options: object) -> Build:
         keep = (cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)))
         compiled = launch.compile(config, arch, *keep, *options)
-        kernels = read_cubin(compiled.artifacts.CUBIN)
-        assert len(kernels) == 1
-        (kernel,) = kernels.values()
-        return Build(kernel, compiled.artifacts.PTX, str(compiled.ir_module))
+        return Build(resources.report(compiled).kernel, compiled.artifacts.PTX)
 
     return make
 
@@ -179,37 +123,30 @@ def test_the_cases_cover_every_pair():
     assert all(problem.illegal() is None for problem, _ in CASES)
 
 
-def assert_fits(kernel: Kernel, threads: int) -> None:
-    """Nothing spilled, and one CTA finds its registers on an SM."""
-    assert kernel.stack_bytes == 0 and not kernel.local_sections
-    # Registers are handed out in eights per thread.
-    assert 0 < -(-kernel.registers // 8) * 8 * threads <= REGISTERS_PER_SM
-
-
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_machine_code(build, shared_bytes, case):
     problem, arch = case
     config = select(problem, arch)
     made = build(config, arch)
-    ptx = made.ptx
-    assert f".target {arch}" in ptx
-    assert f".reqntid {config.threads}, 1, 1" in ptx
-    assert_fits(made.kernel, config.threads)
-    assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
-
-    shared = shared_bytes(config)
-    assert shared <= SHARED_LIMIT[arch]
-    asked = {int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", made.host)}
-    assert shared in asked, f"the launch should ask for {shared} bytes; constants: {sorted(asked)}"
+    kernel = made.kernel
+    assert kernel.arch == arch and kernel.threads == (config.threads, 1, 1)
+    resources.check(kernel)
+    assert (
+        kernel.spill_stores == kernel.spill_loads == kernel.count("LDL") == kernel.count("STL") == 0
+    )
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", made.ptx)
+    assert (kernel.shared_bytes, kernel.dynamic_shared_bytes) == (0, shared_bytes(config))
 
     accesses = config.rows_per_thread * config.vectors_per_row
-    loads, stores = (
-        len(re.findall(rf"\b{kind}\.global\.(v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")
-    )
     # Tiles that read q, k, v directly do that with wide loads too, where the pointers allow it.
-    assert loads >= accesses if config.direct else loads == accesses
-    assert stores == (0 if problem.mode == "verify" else accesses)
-    assert ("griddepcontrol" in ptx) == (arch in ("sm_90a", "sm_100a"))
+    wide = kernel.count("LDG.128")
+    assert wide >= accesses if config.direct else wide == accesses
+    assert kernel.count("STG.128") == (0 if problem.mode == "verify" else accesses)
+    # Everything comes through registers.
+    assert kernel.count("LDGSTS") == kernel.count("LDG.256") == kernel.count("STG.256") == 0
+    chained = arch in ("sm_90a", "sm_100a")
+    assert ("griddepcontrol" in made.ptx) == chained
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == chained
 
 
 @pytest.mark.parametrize(
@@ -221,15 +158,20 @@ def test_every_candidate_compiles(build, shared_bytes, state_dtype, v_first, tok
     found = candidates(Problem("bfloat16", state_dtype, 128, 128, tokens, v_first, False))
     assert len(found) >= 3
     for config in found:
-        assert_fits(build(config, "sm_90a").kernel, config.threads)
-        assert shared_bytes(config) <= SHARED_LIMIT["sm_90a"]
+        kernel = build(config, "sm_90a").kernel
+        resources.check(kernel)
+        assert kernel.threads == (config.threads, 1, 1)
+        assert kernel.dynamic_shared_bytes == shared_bytes(config)
 
 
 def test_a_spill_would_be_seen(build):
     """The same reader on a tile whose threads hold more state than there are registers for one."""
     oversized = Config(Problem("bfloat16", "float32", 256, 128, 1, True, True), 32, 32)
     assert oversized.illegal() is not None
-    assert build(oversized, "sm_90a").kernel.stack_bytes > 0
+    kernel = build(oversized, "sm_90a").kernel
+    assert kernel.stack_bytes > 0 and kernel.spill_stores > 0 and kernel.count("STL") > 0
+    with pytest.raises(AssertionError, match="spills registers"):
+        resources.check(kernel)
 
 
 @pytest.mark.parametrize("mode", ["decode", "verify", "commit"])

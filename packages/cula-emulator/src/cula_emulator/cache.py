@@ -85,7 +85,8 @@ def find(name: str) -> Path | None:
     places = [_private()] if _private.cache_info().currsize else []
     for place in (*places, configured()):
         with suppress(OSError):
-            if place and place / name not in _broken and (place / name).is_file():
+            # A linker takes an empty object for a script, so nothing empty counts.
+            if place and place / name not in _broken and (place / name).stat().st_size:
                 return place / name
     return None
 

@@ -30,7 +30,7 @@ def _cases() -> list[Case]:
 
     choice = (_X[:64] & 3) * 11 + 10
     lengths = torch.tensor([steps((x & 1023) + 1) for x in _X[:64].tolist()], dtype=torch.int32)
-    registers = "setp.lt.u32 %p1, %r2, 128; @%p1 bra D; setmaxnreg.inc.sync.aligned.u32 232; bra M;"
+    registers = "setp.lt.u32 %p1, %r2, 128; @%p1 bra D; setmaxnreg.inc.sync.aligned.u32 208; bra M;"
     registers += "D: setmaxnreg.dec.sync.aligned.u32 40; M: xor.b32 %r11, %r10, 1;"
     dependent = "griddepcontrol.wait; xor.b32 %r11, %r10, 1; griddepcontrol.launch_dependents;"
     hints = "nanosleep.u32 20; pmevent 1; xor.b32 %r11, %r10, 1;"

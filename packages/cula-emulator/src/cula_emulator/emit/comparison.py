@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..ptx import ir
 from .function import FLOATS, FunctionEmitter, block
 from .registry import Unsupported, emits
@@ -28,8 +30,9 @@ def _forms(destination: str, halves: str) -> list[str]:
     ]
 
 
-def _compared(e: FunctionEmitter, i: ir.Instruction, x: str, y: str, is_float: bool) -> str:
+def _compared(i: ir.Instruction, operands: Sequence[str], is_float: bool) -> str:
     """C++ of the comparison of two operands, which are values already."""
+    x, y = operands
     name = i.first_of(_TESTS)
     if name in _UNSIGNED:
         return f"({x} {_UNSIGNED[name]} {y})"
@@ -52,15 +55,10 @@ def _values(e: FunctionEmitter, i: ir.Instruction) -> list[str]:
 
 def _halves(e: FunctionEmitter, i: ir.Instruction) -> list[str]:
     """The comparisons of the low and the high half of packed operands."""
-    t = i.type[:-2]
-    flush = "flush_f16" if i.has("ftz") else ""
+    t, flush = i.type[:-2], "flush_f16" if i.has("ftz") else ""
+    registers = [e.value(x) for x in i.operands[1:3]]
     return [
-        _compared(
-            e,
-            i,
-            *(f"{t}_to_f32({flush}((uint16_t)({e.value(x)} >> {s})))" for x in i.operands[1:3]),
-            True,
-        )
+        _compared(i, [f"{t}_to_f32({flush}((uint16_t)({r} >> {s})))" for r in registers], True)
         for s in (0, 16)
     ]
 
@@ -92,7 +90,7 @@ def set_predicate(e: FunctionEmitter, i: ir.Instruction) -> str:
     if packed:
         results = _halves(e, i)
     else:
-        result = _compared(e, i, *_values(e, i), i.type in FLOATS)
+        result = _compared(i, _values(e, i), i.type in FLOATS)
         results = [result, "!c0_"]
     targets = [d.first, d.second] if isinstance(d, ir.Pair) else [d]
     if packed and len(targets) != 2:
@@ -120,7 +118,7 @@ def set_value(e: FunctionEmitter, i: ir.Instruction) -> str:
         return block(
             read, e.write(d, "b32", f"({low} ? {one} : 0) | (uint32_t)({high} ? {one} : 0) << 16")
         )
-    read, (result,) = _combined(e, i, [_compared(e, i, *_values(e, i), i.type in FLOATS)])
+    read, (result,) = _combined(e, i, [_compared(i, _values(e, i), i.type in FLOATS)])
     return block(read, e.write(d, f"b{t.lstrip('busf')}", f"{result} ? {_ONE.get(t, '~0u')} : 0"))
 
 

@@ -34,8 +34,11 @@ def _closed(i: ir.Instruction, value: str, t: str) -> str:
     """The bits of a result after .sat, .relu and .ftz. `value` has the element's C++ type (float for f16 and bf16)."""
     value = f"saturate({value})" if i.has("sat") else f"relu({value})" if i.has("relu") else value
     if t in ("f16", "bf16"):
-        bits = f"f32_to_{t}({value})"
-        return f"flush_f16({bits})" if i.has("ftz") and t == "f16" else bits
+        return (
+            f"narrow_and_flush_f16({value})"
+            if i.has("ftz") and t == "f16"
+            else f"f32_to_{t}({value})"
+        )
     value = f"flush({value})" if i.has("ftz") else value
     return f"from_{t}({value})"
 
@@ -43,14 +46,20 @@ def _closed(i: ir.Instruction, value: str, t: str) -> str:
 def _arithmetic(i: ir.Instruction, base: str, t: str, bits: list[str]) -> str:
     """add sub mul div fma of one element, rounded once."""
     a = [_opened(x, t, i.has("ftz")) for x in bits]
+    result = _rounded(i, base, t, a)
+    if i.has("ftz") and t == "f32" and base in ("mul", "div", "fma"):
+        scaled = _rounded(i, base, t, [f"({x} * s_)" if n != 1 else x for n, x in enumerate(a)])
+        result = f"flush_result({result}, [&](float s_) {{ return {scaled}; }})"
+    return _closed(i, result, t)
+
+
+def _rounded(i: ir.Instruction, base: str, t: str, a: list[str]) -> str:
     mode = _DIRECTED.get(i.first_of(("rn", *_DIRECTED)))
     if mode is not None:
-        return _closed(i, f"directed<Rounding::{mode}, Op::{base.capitalize()}>({', '.join(a)})", t)
-    if base == "fma" and t in ("f16", "bf16"):
-        return _closed(i, f"fma_{t}({', '.join(a)})", t)
+        return f"directed<Rounding::{mode}, Op::{base.capitalize()}>({', '.join(a)})"
     if base == "fma":
-        return _closed(i, f"std::fma({', '.join(a)})", t)
-    return _closed(i, f"{a[0]} {_OPERATORS[base]} {a[1]}", t)
+        return f"{f'fma_{t}' if t in ('f16', 'bf16') else 'std::fma'}({', '.join(a)})"
+    return f"{a[0]} {_OPERATORS[base]} {a[1]}"
 
 
 def _extreme(i: ir.Instruction, base: str, t: str, bits: list[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..ptx import ir
 from .function import BITS, CPP_TYPES, FunctionEmitter, block, boolean
 from .registry import emits
@@ -10,7 +12,7 @@ INTEGERS = "u16|s16|u32|s32|u64|s64"
 _WIDE = {"s": "__int128", "u": "unsigned __int128"}
 
 
-def halves(e: FunctionEmitter, i: ir.Instruction, combine) -> str:
+def halves(e: FunctionEmitter, i: ir.Instruction, combine: Callable[[list[str]], str]) -> str:
     """Applies combine(C++ operands) to the two 16-bit halves of 32-bit registers."""
     t = CPP_TYPES[i.type[:-2]]
     low, high = (
@@ -191,7 +193,7 @@ def bit_field_insert(e: FunctionEmitter, i: ir.Instruction) -> str:
     return e.write(
         o[0],
         t,
-        f"insert_field({e.value(o[1], t)}, {e.value(o[2], t)}, {e.value(o[3])}, {e.value(o[4])})",
+        f"insert_field({e.value(o[1], t)}, {e.value(o[2], t)}, {e.value(o[3])}, {e.value(o[4])}, {BITS[t]})",
     )
 
 

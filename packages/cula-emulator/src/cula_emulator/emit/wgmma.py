@@ -100,7 +100,8 @@ def multiply(e: FunctionEmitter, i: ir.Instruction) -> str:
     )
     left = "a_, 0" if from_registers else f"nullptr, {e.value(a, 'b64')}"
     held = e.accumulator_arrays.get(_names(d))
-    call = f"wgmma(WgmmaShape{{{shape}}}, {held or 'd_'}, {left}, {e.value(b, 'b64')}, {e.value(scale_d, 'pred')} != 0);"
+    target, inputs = held or "d_", f"{left}, {e.value(b, 'b64')}, {e.value(scale_d, 'pred')} != 0"
+    call = f"wgmma(WgmmaShape{{{shape}}}, {target}, {inputs});"
     return block(
         "" if held else array(e, "d_", registers),
         array(e, "a_", check_count(a, 4, "A")) if from_registers else "",
@@ -112,7 +113,7 @@ def multiply(e: FunctionEmitter, i: ir.Instruction) -> str:
 def _flags(
     immediates: list[ir.Operand], d_type: str, element: int, from_registers: bool
 ) -> tuple[bool, bool, bool]:
-    """Product negated, A and B not K-major; from imm-scale-a, -b, imm-trans-a (A in shared memory), -b (16-bit types)."""
+    """Whether the product is negated, A and B are not K-major; from imm-scale-a, -b, imm-trans-a and -b."""
     values = [int(o.text, 0) for o in immediates]
     scales = 0 if d_type == "s32" else 2
     transposes = 0 if element != 2 else 1 if from_registers else 2

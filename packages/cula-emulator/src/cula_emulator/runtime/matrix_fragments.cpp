@@ -25,23 +25,6 @@ void read_right(const LaneInputs& lanes, Format format, uint32_t depth, RightOpe
 namespace {
 
 typedef uint32_t Words __attribute__((vector_size(16)));
-typedef int32_t Integers __attribute__((vector_size(16)));
-
-// (a0, b0, a1, b1) and (a2, b2, a3, b3)
-Quad interleave_low(Quad a, Quad b) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
-#else
-  return __builtin_shuffle(a, b, (Integers){0, 4, 1, 5});
-#endif
-}
-Quad interleave_high(Quad a, Quad b) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
-#else
-  return __builtin_shuffle(a, b, (Integers){2, 6, 3, 7});
-#endif
-}
 
 template <class T>
 T load_as(const void* p) {

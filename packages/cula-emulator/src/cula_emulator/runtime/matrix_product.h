@@ -1,8 +1,9 @@
 // The matrix product that every engine uses: operands decoded to fp32, sixteen rows of A at a time.
 //
-// Products are exact in fp32. The products of one instruction are summed in fp32 from zero, in the order of k; the sum
-// is then added to the accumulator. Hardware aligns the products to the largest of them and cuts, so results agree to
-// rounding, and bit for bit where every sum is exact. Integer sums stay below 2^24 and are exact.
+// Products are exact in fp32; only those of bf16 can leave its range. The products of one instruction are summed in
+// fp32 from zero, in the order of k; the sum is then added to the accumulator. Hardware aligns the products to the
+// largest of them and cuts, so results agree to rounding, and bit for bit where every sum is exact. Integer sums stay
+// below 2^24 and are exact.
 #pragma once
 #include "numeric.h"
 
@@ -17,6 +18,23 @@ constexpr uint32_t kUnitBytes = 16;  // operands are decoded 16 bytes at a time
 // One column of sixteen rows. GCC and clang lower the type to what the processor has.
 typedef float Rows __attribute__((vector_size(64)));
 typedef float Quad __attribute__((vector_size(16)));
+
+typedef int32_t Indices __attribute__((vector_size(16)));
+// (a0, b0, a1, b1) and (a2, b2, a3, b3)
+static inline Quad interleave_low(Quad a, Quad b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+#else
+  return __builtin_shuffle(a, b, (Indices){0, 4, 1, 5});
+#endif
+}
+static inline Quad interleave_high(Quad a, Quad b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#else
+  return __builtin_shuffle(a, b, (Indices){2, 6, 3, 7});
+#endif
+}
 
 struct LeftPanel {
   Rows column[kMaxDepth];

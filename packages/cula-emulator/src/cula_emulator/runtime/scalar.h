@@ -11,6 +11,20 @@ namespace emu {
 // ---- results of floating-point instructions
 static inline float flush(float f) { return fabsf(f) < 1.17549435e-38f ? copysignf(0.f, f) : f; }
 static inline uint16_t flush_f16(uint16_t h) { return h & 0x7c00 ? h : h & 0x8000; }
+// .ftz of a product, quotient or fma: the result is subnormal if it would be with an unlimited exponent. Next to the
+// smallest normal number that is seen by the same operation on operands 2^64 larger.
+template <class Scaled>
+static inline float flush_result(float f, Scaled scaled) {
+  constexpr float kSmallest = 1.17549435e-38f, kScale = 18446744073709551616.f;
+  if (fabsf(f) > kSmallest || std::isnan(f)) return f;
+  return fabsf(f) < kSmallest || fabsf(scaled(kScale)) < kSmallest * kScale ? copysignf(0.f, f) : f;
+}
+// The same for f16, from the value before its last rounding.
+static inline uint16_t narrow_and_flush_f16(float f) {
+  uint16_t h = f32_to_f16(f);
+  bool smallest = (h & 0x7fff) == 0x0400 && fabsf(f16_to_f32(f32_to_f16(f * 1024))) < 0.0625f;
+  return smallest ? h & 0x8000 : flush_f16(h);
+}
 template <class T>
 static inline T saturate(T v) {
   return v > 0 ? (v < 1 ? v : (T)1) : (T)0;  // NaN and -0 become +0
@@ -88,25 +102,46 @@ static inline void set_rounding(Rounding mode) {
 }
 namespace Op {
 struct Add {
-  template <class T> static T run(T a, T b, T) { return a + b; }
+  template <class T>
+  static T run(T a, T b, T) {
+    return a + b;
+  }
 };
 struct Sub {
-  template <class T> static T run(T a, T b, T) { return a - b; }
+  template <class T>
+  static T run(T a, T b, T) {
+    return a - b;
+  }
 };
 struct Mul {
-  template <class T> static T run(T a, T b, T) { return a * b; }
+  template <class T>
+  static T run(T a, T b, T) {
+    return a * b;
+  }
 };
 struct Div {
-  template <class T> static T run(T a, T b, T) { return a / b; }
+  template <class T>
+  static T run(T a, T b, T) {
+    return a / b;
+  }
 };
 struct Fma {
-  template <class T> static T run(T a, T b, T c) { return std::fma(a, b, c); }
+  template <class T>
+  static T run(T a, T b, T c) {
+    return std::fma(a, b, c);
+  }
 };
 struct Rcp {
-  template <class T> static T run(T a, T, T) { return 1 / a; }
+  template <class T>
+  static T run(T a, T, T) {
+    return 1 / a;
+  }
 };
 struct Sqrt {
-  template <class T> static T run(T a, T, T) { return std::sqrt(a); }
+  template <class T>
+  static T run(T a, T, T) {
+    return std::sqrt(a);
+  }
 };
 }  // namespace Op
 template <Rounding mode, class Operation, class T>
@@ -152,19 +187,24 @@ static inline Int remainder(Int a, Int b) {
 }
 
 static inline uint64_t field_mask(uint32_t length) { return length >= 64 ? ~0ull : (1ull << length) - 1; }
+// The manual leaves numbers above 255 open. Hardware uses their low byte for 32-bit operands, all of them for 64-bit.
+static inline void narrow_field_operands(uint32_t* position, uint32_t* length, uint32_t width) {
+  if (width == 32) *position &= 255, *length &= 255;
+}
 static inline uint64_t extract_field(uint64_t value, uint32_t position, uint32_t length, uint32_t width,
                                      bool is_signed) {
-  position &= 255, length &= 255;
+  narrow_field_operands(&position, &length, width);
   uint64_t field = position < 64 ? (value >> position) & field_mask(length) : 0;
   // The sign is the top bit of the field, or of the value when the field reaches beyond it.
-  bool negative = is_signed && length && (value >> std::min(position + length - 1, width - 1) & 1);
+  const uint64_t top = std::min<uint64_t>((uint64_t)position + length - 1, width - 1);
+  bool negative = is_signed && length && (value >> top & 1);
   uint32_t present = position < width ? std::min(length, width - position) : 0;
   return negative ? field | ~field_mask(present) : field;
 }
-static inline uint64_t insert_field(uint64_t field, uint64_t base, uint32_t position, uint32_t length) {
-  position &= 255;
+static inline uint64_t insert_field(uint64_t field, uint64_t base, uint32_t position, uint32_t length, uint32_t width) {
+  narrow_field_operands(&position, &length, width);
   if (position >= 64) return base;
-  uint64_t mask = field_mask(length & 255) << position;
+  uint64_t mask = field_mask(length) << position;
   return (base & ~mask) | (field << position & mask);
 }
 static inline uint32_t extend_field(uint32_t value, uint32_t length, bool is_signed) {

@@ -33,7 +33,9 @@ void tmem_alloc(uint32_t destination, uint32_t columns) {
       const uint32_t first = find_free(map, blocks);
       if (first == kBlocks) return;
       for (uint32_t b = 0; b < blocks; b++) map.owner[first + b] = first + 1;
-      store<uint32_t>(shared_access(destination, 4, kWrite), first * kBlockColumns);
+      // The async proxy never reads the address, so proxies need not know.
+      store<uint32_t>(shared(destination, 4, 4), first * kBlockColumns);
+      race_access(cta_of(destination), destination & kOffsetMask, 4, kWrite);
       for (uint32_t l = 0; l < kWarpSize; l++) *(bool*)lanes[l] = true;
     });
   }

@@ -95,13 +95,23 @@ void for_pieces(const TensorMap& m, const int32_t* coordinates, uint32_t offset,
   }
 }
 
-TensorMap checked_map(uint64_t address, int rank, uint32_t shared_address) {
+uint32_t swizzle_span(Swizzle s) {
+  return s == Swizzle::kNone ? 0 : s == Swizzle::k32 ? 32 : s == Swizzle::k64 ? 64 : 128;
+}
+
+// What an H200 answers with an illegal instruction, or does in a way that this model does not know, is refused.
+TensorMap checked_map(uint64_t address, const int32_t* coordinates, int rank, uint32_t shared_address) {
   if (address % 64) fail(Fault::kInvalid, "tensor map at 0x%llx is not aligned", (unsigned long long)address);
   TensorMap m = decode_map((const uint8_t*)address);
   if ((int)m.rank != rank)
     fail(Fault::kInvalid, "TMA instruction of rank %d with a tensor map of rank %u", rank, m.rank);
   if (shared_address % 128)
     fail(Fault::kInvalid, "TMA: shared address 0x%x is not aligned to 128 bytes", shared_address);
+  if ((int64_t)coordinates[0] * m.element_bytes % 16)
+    fail(Fault::kInvalid, "TMA: the first coordinate, %d, is not a multiple of 16 bytes", coordinates[0]);
+  if (m.box[0] * m.element_bytes < swizzle_span(m.swizzle))
+    fail(Fault::kInvalid, "TMA: a box row of %u bytes is narrower than its swizzle of %u", m.box[0] * m.element_bytes,
+         swizzle_span(m.swizzle));
   check_shared(shared_address, box_bytes(m), 128);
   return m;
 }
@@ -110,7 +120,7 @@ TensorMap checked_map(uint64_t address, int rank, uint32_t shared_address) {
 
 void tma_load(uint64_t tensor_map, const int32_t* coordinates, int rank, uint32_t destination, uint32_t mbarrier,
               uint32_t multicast_mask) {
-  const TensorMap m = checked_map(tensor_map, rank, destination);
+  const TensorMap m = checked_map(tensor_map, coordinates, rank, destination);
   const std::vector<int32_t> c(coordinates, coordinates + rank);
   const auto all = multicast_destinations(destination, multicast_mask);
   for (uint32_t to : all) poison_shared(to, box_bytes(m));
@@ -143,7 +153,7 @@ void tensor_map_replace(uint8_t* map, MapField field, uint32_t index, uint64_t v
 }
 
 void tma_store(uint64_t tensor_map, const int32_t* coordinates, int rank, uint32_t source, Reduce reduce) {
-  const TensorMap m = checked_map(tensor_map, rank, source);
+  const TensorMap m = checked_map(tensor_map, coordinates, rank, source);
   const std::vector<int32_t> c(coordinates, coordinates + rank);
   auto group = join_bulk_group();
   const Past past = race_past();

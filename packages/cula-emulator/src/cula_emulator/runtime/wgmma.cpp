@@ -59,7 +59,9 @@ struct Deferred {
   AsyncReader reader;
   uint32_t first_tag;  // results go to wgmma_values[first_tag + register] of each lane
   uint32_t a[kWarpSize][4];
-  uint32_t c[kWarpSize][kMaxRegisters];  // values or tags
+  bool chained;  // the accumulators are the results of one operation before, named by tags from `source_tag`
+  uint32_t source_tag;
+  uint32_t c[kWarpSize][kMaxRegisters];  // values or tags, where not chained
 };
 std::vector<std::unique_ptr<Deferred>> idle;
 
@@ -72,14 +74,17 @@ std::shared_ptr<Deferred> take_deferred() {
 
 Thread* first_thread(const Warp& warp) { return &warp.cta->threads[warp.id * kWarpSize]; }
 
-// Replaces tags by the results of the operations before, which are done. Mostly they are those of one operation.
+// Whether the registers of all lanes are the tags of one operation, as they mostly are.
+bool are_chained(const LaneInputs& c, uint32_t count) {
+  const uint32_t first = c[0][0];
+  uint32_t differences = 0;
+  for (uint32_t l = 0; l < kWarpSize; l++)
+    for (uint32_t r = 0; r < count; r++) differences |= c[l][r] ^ (first + r);
+  return is_pending(first) && !differences;
+}
+
+// Replaces tags by the results of the operations before, which are done.
 void resolve(const Thread& thread, uint32_t* values, uint32_t count) {
-  bool consecutive = true;
-  for (uint32_t r = 0; r < count; r++) consecutive &= values[r] == values[0] + r;
-  if (consecutive && is_pending(values[0])) {
-    memcpy(values, &thread.wgmma_values[values[0] & ~kTagMask], 4 * count);
-    return;
-  }
   for (uint32_t r = 0; r < count; r++)
     if (is_pending(values[r])) values[r] = thread.wgmma_values[values[r] & ~kTagMask];
 }
@@ -90,8 +95,9 @@ void run_deferred(Deferred& w) {
   LaneInputs a, c;
   LaneOutputs d;
   for (uint32_t l = 0; l < kWarpSize; l++) {
-    if (w.operands.accumulate) resolve(threads[l], w.c[l], registers);
-    a[l] = w.a[l], c[l] = w.c[l], d[l] = &threads[l].wgmma_values[w.first_tag];
+    uint32_t* results = threads[l].wgmma_values.data();
+    if (w.operands.accumulate && !w.chained) resolve(threads[l], w.c[l], registers);
+    a[l] = w.a[l], c[l] = w.chained ? results + w.source_tag : w.c[l], d[l] = results + w.first_tag;
   }
   compute(*w.warp, w.shape, w.operands, a, w.operands.accumulate ? &c : nullptr, d, w.reader);
   w.warp->wgmma_done_tags = w.first_tag + registers;
@@ -104,7 +110,7 @@ void run_oldest(Warp& warp) {
   warp.wgmma_done++;
 }
 
-void defer(Warp& warp, const WgmmaShape& shape, const Operands& operands, void** lanes) {
+void defer(Warp& warp, const WgmmaShape& shape, const Operands& operands, void** lanes, const LaneInputs& c) {
   const uint32_t registers = register_count(shape);
   const std::shared_ptr<Deferred> w = take_deferred();
   w->shape = shape;
@@ -116,12 +122,14 @@ void defer(Warp& warp, const WgmmaShape& shape, const Operands& operands, void**
   w->first_tag = warp.wgmma_tags;
   warp.wgmma_tags += registers;
   if (warp.wgmma_tags > ~kTagMask) fail(Fault::kLaunch, "too many wgmma instructions without a wait_group 0");
+  w->chained = operands.accumulate && are_chained(c, registers);
+  w->source_tag = w->chained ? c[0][0] & ~kTagMask : 0;
   Thread* threads = first_thread(warp);
   for (uint32_t l = 0; l < kWarpSize; l++) {
     const Lane& lane = *(Lane*)lanes[l];
     if (lane.a) memcpy(w->a[l], lane.a, sizeof w->a[l]);
-    if (operands.accumulate) memcpy(w->c[l], lane.d, 4 * registers);
-    threads[l].wgmma_values.resize(warp.wgmma_tags);
+    if (operands.accumulate && !w->chained) memcpy(w->c[l], lane.d, 4 * registers);
+    if (threads[l].wgmma_values.size() < warp.wgmma_tags) threads[l].wgmma_values.resize(2 * warp.wgmma_tags);
     for (uint32_t r = 0; r < registers; r++) lane.d[r] = kTagPattern | (w->first_tag + r);
   }
   warp.wgmma_queue.push_back([w] { run_deferred(*w); });
@@ -146,7 +154,7 @@ void wgmma(const WgmmaShape& shape, uint32_t* d, const uint32_t* a_registers, ui
       a[l] = lane.a, c[l] = d[l] = lane.d;
     }
     warp.wgmma_issued++;
-    if (deferred()) return defer(warp, shape, operands, lanes);
+    if (deferred()) return defer(warp, shape, operands, lanes, c);
     compute(warp, shape, operands, a, operands.accumulate ? &c : nullptr, d, reader_of(warp));
     warp.wgmma_done++;
   });
