@@ -135,7 +135,7 @@ def as_text(result: dict[str, Any]) -> str:
         if build:
             cold, warm = build["cold_seconds"], build["warm_seconds"]
             lines.append(
-                f"{label:>16} {build['lines']} lines: {cold:.1f} s cold, {warm:.2f} s with a warm cache"
+                f"{label:>16} {build['lines']} lines: {cold:.1f} s cold, {warm:.2g} s with a warm cache"
             )
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -209,8 +210,9 @@ def decode() -> Workload:
     from cula_lightning_decode.reference import linear_attention_decode
 
     problem = Problem("bfloat16", "float32", 128, 128, 1, False, False)
-    compiled = launch.compile(select(problem, "sm_90a"), "sm_90a", cute.KeepPTX)
-    built = emulator.emulate(compiled)
+    with tempfile.TemporaryDirectory() as scratch:
+        options = (cute.KeepPTX, DumpDir(scratch))
+        built = emulator.emulate(launch.compile(select(problem, "sm_90a"), "sm_90a", *options))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, 1, 4, 128, generator=generator).bfloat16() for _ in range(3))
     start = torch.randn(8, 4, 128, 128, generator=generator)
@@ -255,8 +257,8 @@ def generated_ptx(lines: int = GENERATED_LINES) -> str:
 
 def _cpu_seconds() -> float:
     """CPU time of this process and of the compilers that it has waited for."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def build_once(prepare: bool) -> float:

@@ -46,7 +46,7 @@ def speed(result: dict[str, Any]) -> str:
     if build:
         text += (
             f" A generated PTX of {build['lines']:,} lines builds in {build['cold_seconds']:.1f} s of CPU time;"
-            f" a new process with a warm cache has it ready in {build['warm_seconds']:.2f} s."
+            f" a new process with a warm cache has it ready in {build['warm_seconds']:.2g} s."
         )
     return text
 

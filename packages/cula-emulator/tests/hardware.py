@@ -41,7 +41,7 @@ def _read(rows: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
 
 
-def _run_group(name: str, folder: Path, stand_in: bool, attempts: int = 4) -> list[dict[str, Any]]:
+def _run_group(name: str, folder: Path, stand_in: bool, attempts: int = 12) -> list[dict[str, Any]]:
     """All rows of a group. A case that loses the GPU's context, or hangs, is named; the rest runs in a new process."""
     done: list[dict[str, Any]] = []
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the groups themselves run side by side

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import atomics, barriers, clusters, control, copies, memory, tma
 from cases.case import aligned, module_text
+from cases.tensor_map import TensorMap
 
 import cula_emulator as emulator
 
@@ -31,3 +32,36 @@ def test_family(family, schedule):
             where = (out != case.expected).nonzero().flatten().tolist()
             wrong.append(f"{case.name}: {len(where)} words, first {where[0]}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "case, complaint",
+    [
+        (
+            tma.load("inside", TensorMap("in", "f16", (64, 8), (128,), (16, 8)), (4, 0)),
+            "not a multiple of 16 bytes",
+        ),
+        (
+            tma.load("left", TensorMap("in", "f32", (64, 8), (256,), (16, 8)), (-1, 0)),
+            "not a multiple of 16 bytes",
+        ),
+        (
+            tma.load("narrow", TensorMap("in", "f16", (32, 8), (128,), (32, 8), 128), (0, 0)),
+            "narrower than its swizzle",
+        ),
+        (
+            tma.store("above", TensorMap("out", "f32", (64, 8), (256,), (16, 8)), (16, -1)),
+            "negative coordinate",
+        ),
+        (tma.reduction("add", "u32", (-16, 0), "_left"), "negative coordinate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_the_gpu_refuses(case, complaint):
+    """An H200 answers a narrow box with an illegal address, the others with an illegal instruction."""
+    module = emulator.EmulatedModule(module_text([case]))
+    source, out = aligned(case.source), case.output()
+    address = {"in": source.data_ptr(), "out": out.data_ptr()}[case.maps[0].of]
+    encoded = aligned(torch.frombuffer(bytearray(case.maps[0].encode(address)), dtype=torch.uint8))
+    with pytest.raises(emulator.InvalidOperation, match=complaint):
+        module.launch(case.name, (1,), (32,), (source, out, 0, encoded))

@@ -120,6 +120,8 @@ def test_schedule_comes_last_among_parameters(run):
         ("'lazy'", "does not take 'lazy'"),
         ("schedules=('eager',)", "test_inner.py::test: async_mode must be one of"),
         ("seed=1", "does not take seed"),
+        ("schedules=()", "test_inner.py::test: the marker `emulated` leaves no schedule"),
+        ("schedules=('lazy-x',)", "test_inner.py::test: invalid literal"),
     ],
 )
 def test_wrong_marker_is_an_error_at_collection(run, marker, message):

@@ -11,6 +11,15 @@ from torch import Tensor
 
 from cula_lightning_decode import reference
 
+# (mode, stochastic rounding)
+MODES = (
+    ("decode", False),
+    ("verify", False),
+    ("commit", False),
+    ("decode", True),
+    ("commit", True),
+)
+
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor as integers, so that NaN equals NaN and the zeros differ."""
@@ -39,6 +48,11 @@ def exact(inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
     wide = {name: tensor.double() for name, tensor in inputs.items()}
     out = reference.linear_attention_decode(**wide, **options)
     return out, wide["state"]
+
+
+def possible(case: dict) -> bool:
+    """Whether a case with "mode" (one of MODES) and "state_dtype" is one that some kernel serves."""
+    return case["state_dtype"] == "bfloat16" or not case["mode"][1]
 
 
 def covering_cases(factors: dict[str, tuple], possible: Callable[[dict], bool]) -> list[dict]:

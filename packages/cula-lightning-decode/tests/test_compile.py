@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +10,13 @@ from pathlib import Path
 import cutlass.cute as cute
 import pytest
 from cutlass.base_dsl.compiler import DumpDir
+from decode_helpers import MODES, covering_cases, possible
 
 from cula_emulator import resources
 from cula_lightning_decode import launch
 from cula_lightning_decode.config import STATE_DTYPES, Config, Problem, candidates, select
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a")
-# (mode, stochastic rounding)
-MODES = (
-    ("decode", False),
-    ("verify", False),
-    ("commit", False),
-    ("decode", True),
-    ("commit", True),
-)
 FACTORS = {
     "mode": MODES,
     "dims": ((64, 64), (128, 128), (256, 256), (64, 256), (256, 64)),
@@ -35,37 +27,7 @@ FACTORS = {
     "state_v_first": (False, True),
     "indexed": (False, True),
 }
-
-
-def possible(case: dict) -> bool:
-    return case["state_dtype"] == "bfloat16" or not case["mode"][1]
-
-
-def pairs_of(case: dict) -> set:
-    return set(itertools.combinations(case.items(), 2))
-
-
-def covering_cases() -> list[dict]:
-    """Few cases that together hold every possible pair of two factors' values."""
-    rng = random.Random(0)
-    missing = {}
-    for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
-        for pair in itertools.product([(name, v) for v in values], [(other, v) for v in others]):
-            if possible({"state_dtype": "bfloat16", "mode": MODES[0]} | dict(pair)):
-                missing[pair] = None
-    cases = []
-    while missing:
-        fixed = dict(next(iter(missing)))
-        tries = []
-        while len(tries) < 40:
-            case = {name: fixed.get(name, rng.choice(values)) for name, values in FACTORS.items()}
-            if possible(case):
-                tries.append(case)
-        best = max(tries, key=lambda case: sum(pair in missing for pair in pairs_of(case)))
-        for pair in pairs_of(best):
-            missing.pop(pair, None)
-        cases.append(best)
-    return cases
+COVERING = covering_cases(FACTORS, possible)
 
 
 def problem_of(case: dict) -> Problem:
@@ -84,7 +46,7 @@ HEAVY = [
     for dims in ((256, 256), (64, 256))
     for v_first in (False, True)
 ]
-CASES = [(problem_of(case), case["arch"]) for case in covering_cases()] + HEAVY
+CASES = [(problem_of(case), case["arch"]) for case in COVERING] + HEAVY
 
 
 def label(case: tuple[Problem, str]) -> str:
@@ -112,7 +74,7 @@ def build(tmp_path: Path):
 
 
 def test_the_cases_cover_every_pair():
-    covered = set().union(*(pairs_of(case) for case in covering_cases()))
+    covered = {pair for case in COVERING for pair in itertools.combinations(case.items(), 2)}
     for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
         for pair in itertools.product([(name, v) for v in values], [(other, v) for v in others]):
             impossible = (

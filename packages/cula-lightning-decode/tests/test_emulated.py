@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
-from decode_helpers import clone, covering_cases, exact, keys, rows, same
+from decode_helpers import MODES, clone, covering_cases, exact, keys, possible, rows, same
 from torch import Tensor
 
 from cula_emulator import mutation
@@ -22,14 +22,7 @@ pytestmark = pytest.mark.emulated(detect_races=True)
 
 SLOTS = (5, -1, 0, 3)
 FACTORS = {
-    # (mode, stochastic rounding)
-    "mode": (
-        ("decode", False),
-        ("verify", False),
-        ("commit", False),
-        ("decode", True),
-        ("commit", True),
-    ),
+    "mode": MODES,
     "tokens": (1, 2, 3, 4, 8),
     "arch": ("sm_80", "sm_89", "sm_90a", "sm_100a"),
     "dims": ((64, 64), (128, 64), (64, 128), (256, 64)),
@@ -44,10 +37,6 @@ FACTORS = {
     # Below 100 `select` takes other tiles.
     "multiprocessors": (132, 78),
 }
-
-
-def possible(case: dict) -> bool:
-    return case["state_dtype"] == "bfloat16" or not case["mode"][1]
 
 
 def label(case: dict) -> str:

@@ -138,6 +138,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except ValueError as error:
         pytest.fail(f"{where}: {error}", pytrace=False)
     every = list(dict.fromkeys(every))
+    if not every:
+        pytest.fail(f"{where}: the marker `emulated` leaves no schedule", pytrace=False)
     metafunc.parametrize("emulator_schedule", every, indirect=True, ids=[_label(o) for o in every])
 
 

@@ -1,4 +1,8 @@
-"""Tiled tensor copies: ranks 1 to 5, element types, swizzles, edges, stores, reductions, multicast, edited maps."""
+"""Tiled tensor copies: ranks 1 to 5, element types, swizzles, edges, stores, reductions, multicast, edited maps.
+
+The first coordinate is always a multiple of 16 bytes, and no coordinate of a store or reduction is negative: an H200
+answers anything else with an illegal instruction.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,19 @@ def _box_bytes(m: TensorMap) -> int:
     return total
 
 
-def _coordinates(m: TensorMap, start: tuple[int, ...]):
-    """(index of the element in the box, its byte offset in the tensor or None when it lies outside)."""
+def _coordinates(m: TensorMap, start: tuple[int, ...], store: bool = False):
+    """(index of the element in the box, its byte offset in the tensor or None when it lies outside).
+
+    Loads stop at the last element of a row, stores and reductions at the end of its 16 bytes.
+    """
     strides = (m.element_bytes, *m.strides)
+    sizes = list(m.sizes)
+    if store:
+        per_unit = max(1, 16 // m.element_bytes)
+        sizes[0] = -(-sizes[0] // per_unit) * per_unit
     for index, position in enumerate(itertools.product(*(range(n) for n in reversed(m.box)))):
         at = [s + p for s, p in zip(start, reversed(position))]
-        inside = all(0 <= c < n for c, n in zip(at, m.sizes))
+        inside = all(0 <= c < n for c, n in zip(at, sizes))
         yield index, m.offset + sum(c * s for c, s in zip(at, strides)) if inside else None
 
 
@@ -112,7 +123,7 @@ def store(name: str, m: TensorMap, start: tuple[int, ...], words_out: int = 2048
     )
     before = torch.full((words_out,), -1, dtype=torch.int32)
     data, tile, size = _bytes(before), _bytes(_WORDS), m.element_bytes
-    for index, offset in _coordinates(m, start):
+    for index, offset in _coordinates(m, start, store=True):
         if offset is not None:
             at = _swizzled(m, index * size)
             data[offset : offset + size] = tile[at : at + size]
@@ -138,12 +149,11 @@ def _unsigned_order(kind: str, x: torch.Tensor) -> torch.Tensor:
     return x ^ torch.iinfo(x.dtype).min if kind[0] == "u" else x
 
 
-def reduction(operation: str, kind: str) -> Case:
-    """A 2-dimensional box, half of it outside, reduced into `out`."""
+def reduction(operation: str, kind: str, start: tuple[int, int] = (16, 6), label: str = "") -> Case:
+    """A 2-dimensional box, by default half of it outside, reduced into `out`."""
     dtype = _TORCH[kind]
     size = dtype.itemsize
     m = TensorMap("out", kind, (24, 10), (32 * size,), (16, 8))
-    start = (12, -3)
     g = torch.Generator().manual_seed(71)
     if dtype.is_floating_point:
         old, x = (torch.randn(32 * 10, generator=g).mul(4).to(dtype) for _ in range(2))
@@ -153,7 +163,7 @@ def reduction(operation: str, kind: str) -> Case:
             random_words(320 * size // 4, 73).view(dtype),
         )
     fresh = old.clone()
-    for index, offset in _coordinates(m, start):
+    for index, offset in _coordinates(m, start, store=True):
         if offset is None:
             continue
         i = offset // size
@@ -173,7 +183,7 @@ def reduction(operation: str, kind: str) -> Case:
     setup, vector = _vector(start)
     body = _fill(m) + setup
     body += f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.tile.bulk_group [%rd3, {vector}], [%r30];"
-    name = f"reduce_{operation}_{kind}"
+    name = f"reduce_{operation}_{kind}{label}"
     old, x, fresh = (t.view(torch.int32) for t in (old, x, fresh))
     return Case(FAMILY, name, body + _DONE, fresh, x, old, shared=_tile(_box_bytes(m)), maps=(m,))
 
@@ -182,11 +192,11 @@ def _loads() -> list[Case]:
     cases = []
     for kind in ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64"):
         size = TensorMap("in", kind, (1,), (), (1,)).element_bytes
-        m = TensorMap("in", kind, (32, 12), (48 * size,), (16, 8))
+        inside, wide = (TensorMap("in", kind, (40, 12), (48 * size,), (n, 8)) for n in (16, 32))
         cases += [
-            load(f"{kind}", m, (8, 3)),
-            load(f"{kind}_outside", m, (-5, 7)),
-            load(f"{kind}_right", m, (25, -2)),
+            load(f"{kind}", inside, (16, 3)),
+            load(f"{kind}_outside", wide, (-16, 7)),
+            load(f"{kind}_right", wide, (16, -2)),
         ]
     shapes = {
         1: (TensorMap("in", "f32", (100,), (), (64,)), ((16,), (-20,), (80,), (200,))),
@@ -196,15 +206,15 @@ def _loads() -> list[Case]:
         ),
         3: (
             TensorMap("in", "f16", (24, 7, 5), (64, 512), (16, 4, 3)),
-            ((0, 0, 0), (8, 2, 1), (13, 5, 3), (-3, -1, -2)),
+            ((0, 0, 0), (8, 2, 1), (16, 5, 3), (-8, -1, -2)),
         ),
         4: (
             TensorMap("in", "f32", (8, 5, 4, 3), (48, 288, 1440), (8, 3, 2, 2)),
-            ((0, 0, 0, 0), (4, 2, 1, 1), (-2, 3, 3, 2)),
+            ((0, 0, 0, 0), (4, 2, 1, 1), (-4, 3, 3, 2)),
         ),
         5: (
-            TensorMap("in", "u16", (8, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2)),
-            ((0, 0, 0, 0, 0), (4, 3, 1, 2, 1), (-1, -1, -1, -1, -1)),
+            TensorMap("in", "u16", (12, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2)),
+            ((0, 0, 0, 0, 0), (8, 3, 1, 2, 1), (0, -1, -1, -1, -1)),
         ),
     }
     for rank, (m, starts) in shapes.items():
@@ -215,10 +225,8 @@ def _loads() -> list[Case]:
         m = TensorMap("in", kind, (2 * inner, 20), (2 * swizzle,), (inner, 16), swizzle)
         cases += [
             load(f"swizzle{swizzle}_{kind}", m, (inner // 2, 2)),
-            load(f"swizzle{swizzle}_{kind}_edge", m, (inner + 3, 9)),
+            load(f"swizzle{swizzle}_{kind}_edge", m, (inner + 16 // size, 9)),
         ]
-    m = TensorMap("in", "f16", (32, 20), (128,), (32, 16), 128)
-    cases.append(load("swizzle128_narrow", m, (0, 0)))
     m = TensorMap("in", "bf16", (64, 8, 3), (128, 1024), (64, 8, 2), 128)
     cases.append(load("swizzle128_rank3", m, (0, 0, 1)))
     return cases
@@ -228,34 +236,40 @@ def _stores() -> list[Case]:
     cases = []
     for kind in ("u8", "f16", "f32", "f64"):
         size = TensorMap("out", kind, (1,), (), (1,)).element_bytes
-        m = TensorMap("out", kind, (32, 12), (48 * size,), (16, 8))
+        inside, wide = (TensorMap("out", kind, (40, 12), (48 * size,), (n, 8)) for n in (16, 32))
         cases += [
-            store(kind, m, (8, 3)),
-            store(f"{kind}_outside", m, (-5, 7)),
-            store(f"{kind}_right", m, (25, -2)),
+            store(kind, inside, (16, 3)),
+            store(f"{kind}_below", wide, (0, 7)),
+            store(f"{kind}_right", wide, (16, 2)),
         ]
-    cases.append(store("rank1", TensorMap("out", "f32", (100,), (), (64,), offset=32), (50,)))
+    cases.append(store("rank1", TensorMap("out", "f32", (100,), (), (64,), offset=32), (52,)))
     cases.append(
-        store("rank3", TensorMap("out", "f16", (24, 7, 5), (64, 512), (16, 4, 3)), (13, 5, -1))
+        store("rank3", TensorMap("out", "f16", (24, 7, 5), (64, 512), (16, 4, 3)), (16, 5, 3))
     )
     cases.append(
         store(
             "rank4",
             TensorMap("out", "f32", (8, 5, 4, 3), (48, 288, 1440), (8, 3, 2, 2)),
-            (-2, 3, 1, 2),
+            (4, 3, 1, 2),
         )
     )
-    m = TensorMap("out", "u16", (8, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2))
-    cases.append(store("rank5", m, (4, 3, 1, 2, 1)))
+    m = TensorMap("out", "u16", (12, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2))
+    cases.append(store("rank5", m, (8, 3, 1, 2, 1)))
     for swizzle in (32, 64, 128):
         m = TensorMap("out", "f16", (swizzle, 20), (2 * swizzle,), (swizzle // 2, 16), swizzle)
-        cases.append(store(f"swizzle{swizzle}", m, (5, 6)))
+        cases.append(store(f"swizzle{swizzle}", m, (8, 6)))
     for kinds, operations in (
         (("u32", "s32", "u64", "f16", "bf16", "f32"), ("add",)),
         (("u32", "s32", "u64", "s64", "f16", "bf16"), ("min", "max")),
         (("u32", "u64"), ("and", "or", "xor")),
     ):
         cases += [reduction(operation, kind) for kind in kinds for operation in operations]
+    for kind, columns in (("u8", 20), ("f16", 13), ("f32", 10), ("f32", 9)):
+        size = TensorMap("out", kind, (1,), (), (1,)).element_bytes
+        m = TensorMap("out", kind, (columns, 6), (80,), (32 // size, 8))
+        cases.append(store(f"{kind}_partial_{columns}", m, (16 // size, 1)))
+    starts = {"inside": (8, 1), "right": (16, 1), "below": (4, 6)}
+    cases += [reduction("add", "u32", start, f"_{where}") for where, start in starts.items()]
     return cases
 
 

@@ -153,7 +153,12 @@ void tensor_map_replace(uint8_t* map, MapField field, uint32_t index, uint64_t v
 }
 
 void tma_store(uint64_t tensor_map, const int32_t* coordinates, int rank, uint32_t source, Reduce reduce) {
-  const TensorMap m = checked_map(tensor_map, coordinates, rank, source);
+  TensorMap m = checked_map(tensor_map, coordinates, rank, source);
+  for (int i = 0; i < rank; i++)
+    if (coordinates[i] < 0)
+      fail(Fault::kInvalid, "TMA: a store or reduction at a negative coordinate, %d", coordinates[i]);
+  const uint32_t per_unit = std::max(1u, 16 / m.element_bytes);
+  m.size[0] = (m.size[0] + per_unit - 1) / per_unit * per_unit;  // whole 16 bytes are written, as an H200 does
   const std::vector<int32_t> c(coordinates, coordinates + rank);
   auto group = join_bulk_group();
   const Past past = race_past();
