@@ -203,6 +203,7 @@ def blackwell_gemm() -> Workload:
 def decode() -> Workload:
     """cula-lightning-decode for sm_90a: 8 sequences, 4 heads of 128x128, fp32 state, one token."""
     import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir
 
     import cula_emulator as emulator
     from cula_lightning_decode import launch

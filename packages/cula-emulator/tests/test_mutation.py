@@ -317,12 +317,6 @@ def test_blackwell_gemm(mutate_gemm):
     assert opcodes(report.noticed)[:6] == ring + accumulator, str(report)
     # Each of the three barriers of the set-up stands in for the other two, the only accumulator is free from the start,
     # and nobody waits for its release.
-    assert opcodes(report.unnoticed)[:5] == ["bar.sync"] * 3 + [
-        "mbarrier.try_wait",
-        "mbarrier.arrive",
-    ]
-    # The barrier in front of tcgen05.dealloc is all that is left.
-    assert (
-        len(report.noticed) + len(report.unnoticed) == 12
-        and report.mutants[-1].text == "bar.sync 1"
-    )
+    assert opcodes(report.unnoticed) == ["bar.sync"] * 3 + ["mbarrier.try_wait", "mbarrier.arrive"]
+    # Without the barrier in front of tcgen05.dealloc a slow warp reads what is no longer allocated.
+    assert report.noticed[-1].text == "bar.sync 1" and len(report.noticed) == 7

@@ -1,7 +1,10 @@
 """The pytest plugin, run on small test files of its own."""
 
 import re
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -321,3 +324,21 @@ def test_loading_it_twice_is_harmless(pytester):
     pytester.makeconftest('pytest_plugins = ["cula_emulator.pytest_plugin"]')
     result = pytester.runpytest_inprocess(*PLUGINS)
     result.assert_outcomes(passed=5)
+
+
+def test_importing_it_is_cheap():
+    """Every pytest run of an environment with the package imports the plugin."""
+    program = (
+        "import sys, cula_emulator.pytest_plugin;"
+        "print(*sorted({'torch', 'cutlass', 'numpy', 'tvm_ffi'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_entry_point_has_the_name_of_the_module():
+    """pytest skips a plugin that is registered under its name; under another one it would be there twice."""
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert '"cula_emulator.pytest_plugin" = "cula_emulator.pytest_plugin"' in project

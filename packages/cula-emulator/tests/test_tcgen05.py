@@ -212,19 +212,22 @@ def test_missing_proxy_fence_is_reported(schedule):
         )
 
 
-def test_missing_wait_for_the_commit_gives_old_values():
+def test_missing_wait_for_the_commit_is_reported():
+    """The multiplication is still to run when its accumulator is given back."""
     case = tcgen05_case(128, 16, "bf16", "bf16", use_c=False)
-    problem = case.problem("exact", 0)
-    body = case.body.replace(
-        "W: mbarrier.try_wait.parity.shared.b64 %p6, [%r44], 0; @!%p6 bra W;", ""
-    )
-    out = run_body(
-        body,
-        problem.words,
-        case.out_words,
-        128,
-        case.shared,
-        HEADER,
-        emulator.Options(async_mode="lazy"),
-    )
-    assert problem.mismatch(out) is not None
+    wait = "W: mbarrier.try_wait.parity.shared.b64 %p6, [%r44], 0; @!%p6 bra W;"
+    assert wait in case.body
+    place = (case.out_words, 128, case.shared, HEADER, emulator.Options(async_mode="lazy"))
+    with pytest.raises(emulator.OutOfBounds, match="columns 0 to 15 are not allocated"):
+        run_body(case.body.replace(wait, ""), case.problem("exact", 0).words, *place)
+
+
+def test_tensor_memory_that_is_not_allocated():
+    load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r21}, [%r20];"
+    for body in (
+        f"mov.u32 %r20, 0; {load}",
+        f"{_alloc(32)} add.u32 %r20, %r11, 32; {load} {_free('%r11', 32)}",
+        f"{_alloc(32)} mov.u32 %r20, %r11; {_free('%r11', 32)} {load}",
+    ):
+        with pytest.raises(emulator.OutOfBounds, match="not allocated"):
+            _run(body)

@@ -53,10 +53,11 @@ Instruction decode_instruction(TmemKind kind, uint32_t raw) {
 // First tensor memory lane of a panel of sixteen rows of D, and of A in tensor memory, for one CTA.
 uint32_t lane_of_panel(uint32_t m, uint32_t panel) { return panel * (m == 64 ? 32 : 16); }
 
-void check_cells(uint32_t address, uint32_t m, uint32_t columns, const char* what) {
+void check_cells(const Cta& cta, uint32_t address, uint32_t m, uint32_t columns, const char* what) {
   const uint32_t last_lane = (address >> 16) + lane_of_panel(m, m / 16 - 1) + 15;
   if (last_lane >= kTmemLanes || (address & 0xffff) + columns > kTmemColumns)
     fail(Fault::kOutOfBounds, "tcgen05.mma: %s at 0x%x exceeds tensor memory", what, address);
+  tmem_check_allocated(cta, address & 0xffff, (address & 0xffff) + columns - 1, "tcgen05.mma");
 }
 
 // Sixteen rows of A in tensor memory: a row is `words` consecutive columns of one lane.
@@ -99,8 +100,8 @@ void execute(Cta* cta, TmemKind kind, const Tcgen05Operands& o) {
   static Rows product[kMaxWidth];
   const Instruction i = decode_instruction(kind, o.instruction);
   const bool negative = i.a_negative != i.b_negative;
-  check_cells(o.d, i.m, i.n, "D");
-  if (o.a_in_tmem) check_cells((uint32_t)o.a, i.m, i.depth * format_bytes(i.a) / 4, "A");
+  check_cells(*cta, o.d, i.m, i.n, "D");
+  if (o.a_in_tmem) check_cells(*cta, (uint32_t)o.a, i.m, i.depth * format_bytes(i.a) / 4, "A");
   read_right(cta, decode_tcgen05_descriptor(o.b), {0, i.n, i.depth, i.b_mn_major, i.b, "tcgen05.mma"}, right);
   for (uint32_t panel = 0; panel < i.m / kPanelRows; panel++) {
     const uint32_t first_lane = lane_of_panel(i.m, panel);

@@ -59,6 +59,12 @@ void tmem_relinquish() {
   whole_warp(nullptr, [](void**) { self()->cta->tmem_map.relinquished = true; });
 }
 
+void tmem_check_allocated(const Cta& cta, uint32_t first_column, uint32_t last_column, const char* what) {
+  for (uint32_t b = first_column / kBlockColumns; b <= last_column / kBlockColumns; b++)
+    if (!cta.tmem_map.owner[b])
+      fail(Fault::kOutOfBounds, "%s: tensor memory columns %u to %u are not allocated", what, first_column, last_column);
+}
+
 namespace {
 
 struct Cells {
@@ -93,6 +99,7 @@ void for_cells(TmemShape shape, uint32_t address, uint32_t count, Use use) {
     const uint32_t last_column = column + of_register(shape, count - 1).column + of_thread(shape, 31).column;
     if (last_lane >= kTmemLanes || last_column >= kTmemColumns)
       fail(Fault::kOutOfBounds, "tensor memory lanes %u to %u, columns %u to %u", lane, last_lane, column, last_column);
+    tmem_check_allocated(*self()->cta, column, last_column, "tcgen05.ld or st");
     if (lane / 32 != quarter || last_lane / 32 != quarter)
       fail(Fault::kInvalid, "warp %u reaches tensor memory lanes %u to %u, which belong to another warp of its group",
            self()->warp->id, lane, last_lane);
