@@ -22,14 +22,11 @@ def _finish(f: sf.Format, x: int, suffix: str) -> int:
     return sf.saturate(f, x) if ".sat" in suffix else sf.relu(f, x) if ".relu" in suffix else x
 
 
-def _result(f: sf.Format, suffix: str) -> sf.Format:
-    return f.flushing if ".ftz" in suffix else f
-
-
 def _applied(f: sf.Format, op, suffix: str):
-    """op on inputs that .ftz flushed, then .ftz, .sat or .relu on the result."""
-    flush = f.flush if ".ftz" in suffix else (lambda x: x)
-    return lambda *x: _finish(f, op(*map(flush, x)), suffix)
+    """op(format, ...) on inputs that .ftz flushed, then .ftz, .sat or .relu on the result."""
+    if ".ftz" not in suffix:
+        return lambda *x: _finish(f, op(f, *x), suffix)
+    return lambda *x: _finish(f, op(f.flushing, *map(f.flush, x)), suffix)
 
 
 def _packed(g, bits: int = 16):
@@ -49,7 +46,7 @@ for _mode in ("rn", "rz", "rm", "rp"):
                     continue
                 _o = f"{_op}.{_mode}{_suffix}.{_t}"
                 case(_o.replace(".", "_"), f"{_o} {_args};", _t, _inputs,
-                     _applied(_f, lambda *x, f=_result(_f, _suffix), g=_g, m=_mode: g(f, *x, m), _suffix))  # fmt: skip
+                     _applied(_f, lambda f, *x, g=_g, m=_mode: g(f, *x, m), _suffix))  # fmt: skip
         for _op in ("sqrt", "rcp"):
             _g = (
                 sf.square_root
@@ -59,7 +56,7 @@ for _mode in ("rn", "rz", "rm", "rp"):
             for _suffix in ("", ".ftz") if _t == "f32" else ("",):
                 _o = f"{_op}.{_mode}{_suffix}.{_t}"
                 case(_o.replace(".", "_"), f"{_o} d, a;", _t, _t,
-                     _applied(_f, lambda x, f=_f, g=_g, m=_mode: g(f, x, m), _suffix))  # fmt: skip
+                     _applied(_f, lambda f, x, g=_g, m=_mode: g(f, x, m), _suffix))  # fmt: skip
 for _t in ("f32", "f64"):
     _f = FORMATS[_t]
     for _op, _g in _BINARY.items():
@@ -78,7 +75,7 @@ for _t in ("f32", "f64"):
         lambda a, b, c, f=_f: sf.fused(f, a, b, c),
     )
 case("mad_rz_ftz_sat_f32", "mad.rz.ftz.sat.f32 d, a, b, c;", "f32", "f32 f32 f32",
-     _applied(F32, lambda a, b, c: sf.fused(F32.flushing, a, b, c, "rz"), ".ftz.sat"))  # fmt: skip
+     _applied(F32, lambda f, a, b, c: sf.fused(f, a, b, c, "rz"), ".ftz.sat"))  # fmt: skip
 case(
     "add_immediate_f32",
     "add.f32 d, a, 0fBF800000;",
@@ -103,7 +100,7 @@ for _t, _f in {"f16": F16, "bf16": BF16}.items():
                 _o = f"{_op}{_suffix}.{_k}"
                 _n = 3 if _op == "fma" else 2
                 case(_o.replace(".", "_"), f"{_o} d, {', '.join('abc'[:_n])};", _k, " ".join([_k] * _n),
-                     _wrap(_applied(_f, lambda *x, f=_result(_f, _suffix), g=_g: g(f, *x), _suffix)))  # fmt: skip
+                     _wrap(_applied(_f, _g, _suffix)))  # fmt: skip
 
 
 def _near_smallest(f: sf.Format):
@@ -177,8 +174,8 @@ for _t, _f in FORMATS.items():
     if _t in ("f16", "bf16", "f32", "f64"):
         for _suffix in ("", ".ftz") if _t in ("f32", "f16") else ("",):
             for _op, _g in {
-                "neg": lambda x, f=_f: x ^ f.sign,
-                "abs": lambda x, f=_f: x & ~f.sign,
+                "neg": lambda f, x: x ^ f.sign,
+                "abs": lambda f, x: x & ~f.sign,
             }.items():
                 for _x2 in ("", "x2") if _t in ("f16", "bf16") else ("",):
                     _o, _h = f"{_op}{_suffix}.{_t}{_x2}", _applied(_f, _g, _suffix)
@@ -282,7 +279,7 @@ for _suffix in ("", ".ftz"):
              Approximate(0, 2**-20.5), _floats(-math.pi, math.pi))  # fmt: skip
     for _kind in ("approx", "full"):
         case(f"div_{_kind}{_s}", f"div.{_kind}{_suffix}.f32 d, a, b;", "f32", "f32 f32",
-             _applied(F32, lambda a, b: sf.divide(F32, a, b), _suffix), Approximate(2 * _ULP, _DENORMAL),
+             _applied(F32, sf.divide, _suffix), Approximate(2 * _ULP, _DENORMAL),
              lambda source: tuple(F32.encode(_exactly(source.uniform(-1, 1) * 2.0 ** source.randint(-40, 40)))
                                   for _ in "ab"))  # fmt: skip
 case("tanh_approx_f32", "tanh.approx.f32 d, a;", "f32", "f32",
