@@ -13,7 +13,6 @@ from build_case import PTX, RUN, compiled, finish, logging_compiler, start
 
 import cula_emulator as emulator
 from cula_emulator import build, cache, toolchain
-from cula_emulator.ptx import parse
 
 RUNTIME_SOURCES = sorted(path.name for path in build.RUNTIME.glob("*.cpp"))
 
@@ -341,17 +340,15 @@ def test_cxx_may_hold_arguments(filled, raced, monkeypatch):
 def test_flags_that_the_compiler_refuses_are_left_out(filled, tmp_path, monkeypatch):
     picky = tmp_path / "picky"
     picky.write_text(
-        '#!/bin/sh\ncase "$*" in *no-tree-pta*|*max-inline*|*march=native*) '
+        '#!/bin/sh\ncase "$*" in *no-tree-pta*|*march=native*) '
         'echo "error: unknown argument" >&2; exit 1;; esac\nexec g++ "$@"\n'
     )
     picky.chmod(0o755)
-    long = parse(PTX.replace("ret;", "st.global.b32 [%rd1], 7;\n" * build._LONG_KERNEL + "ret;"))
-    usual = set(build._kernel_flags(toolchain.find(), long))
-    assert {"-O1", *build._LONG_KERNEL_FLAGS} < usual
-    short = build._kernel_flags(toolchain.find(), parse(PTX))
-    assert not {*build._LONG_KERNEL_FLAGS} & set(short)
+    usual = build._kernel_flags(toolchain.find())
+    assert {"-march=native", *build._KERNEL_FLAGS, *build._WANTED_KERNEL_FLAGS} == set(usual)
     monkeypatch.setenv("CXX", str(picky))
-    assert build._kernel_flags(toolchain.find(), long)[-2:] == ["-O1", "-ffp-contract=off"]
+    refused = build._kernel_flags(toolchain.find())
+    assert set(usual) - set(refused) == {"-march=native", "-fno-tree-pta"}
 
 
 @pytest.fixture

@@ -107,6 +107,22 @@ def test_translate_prints_the_cpp(good, bad):
     assert (status, out) == (2, "") and "PTX line 8: frobnicate.b32 %r2, %r1" in err
 
 
+def test_resources_are_those_of_the_report(good, tmp_path):
+    pytest.importorskip("cutlass")  # brings an assembler
+    from cula_emulator import resources
+
+    assert call("resources", good) == (0, f"{resources.report(good)}\n", "")
+    good.write_text(PTX.replace("sm_90a", "sm_80"))
+    status, out, _ = call("resources", good, "--arch", "sm_100a")
+    assert status == 0 and out.startswith("seven (sm_100a")
+    for content in (None, b"neither", b"\x7fELF but no cubin"):
+        path = tmp_path / "kernel"
+        if content is not None:
+            path.write_bytes(content)
+        status, out, err = call("resources", path)
+        assert (status, out) == (2, "") and err.startswith(f"{path}: ")
+
+
 def test_cache_shows_and_clears(tmp_path):
     folder = {"CULA_EMULATOR_CACHE": str(tmp_path / "cache")}
     assert call("cache", **folder) == (0, f"{tmp_path}/cache\n0 kernels, 0 files, 0.0 MiB\n", "")
