@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,14 +98,16 @@ def test_require_arch(
 
 
 def test_gpu_test_fails_in_one_line_without_a_gpu(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    root = str(Path(__file__).parents[1] / "conftest.py")
+    loaded = pytestconfig.pluginmanager.get_plugins()
+    plugins = [plugin for plugin in loaded if getattr(plugin, "__file__", None) == root]
     pytester.makeini("[pytest]\nmarkers = gpu")
     pytester.makepyfile(
         "import pytest\n\n@pytest.mark.gpu\ndef test_kernel():\n    raise SystemError"
     )
-    plugins = [import_module("conftest")]
     failed = pytester.runpytest_inprocess(plugins=plugins)
     failed.assert_outcomes(errors=1)
     failed.stdout.fnmatch_lines(["needs a CUDA GPU; -m 'not gpu' leaves such tests out"])
