@@ -20,7 +20,8 @@ from .registry import emits
 
 _HEAD = f"?relaxed|acquire|release|acq_rel {SCOPE} ?global|shared|shared::cta|shared::cluster"
 _FORMS = [
-    f"{_HEAD} add|min|max|and|or|xor|exch|cas|inc|dec {CACHE} b32|b64|b128|u32|u64|s32|s64|f32|f64",
+    f"{_HEAD} add|min|max|and|or|xor|exch|cas|inc|dec {CACHE} b32|b64|b128|u32|u64|s32|s64",
+    f"{_HEAD} add|exch {CACHE} f32|f64",
     f"{_HEAD} add|cas ?noftz {CACHE} b16|f16|bf16|f16x2|bf16x2",
     f"{_HEAD} add|min|max ?noftz {CACHE} v2|v4|v8 f32|f16|bf16|f16x2|bf16x2",
 ]
@@ -49,7 +50,9 @@ def _updated(
             "f16x2": ("f16_to_f32", "f32_to_f16"),
             "bf16x2": ("bf16_to_f32", "f32_to_bf16"),
         }[t]
-        combine = {"add": "{} + {}", "min": "fminf({}, {})", "max": "fmaxf({}, {})"}[operation]
+        combine = {"add": "{} + {}", "min": "min_number({}, {})", "max": "max_number({}, {})"}[
+            operation
+        ]
 
         def half(shift: int) -> str:
             old, fresh = (f"{widen}((uint16_t)({x} >> {shift}))" for x in ("old_", v))
@@ -63,14 +66,13 @@ def _updated(
             "f16": ("f16_to_f32", "f32_to_f16"),
             "bf16": ("bf16_to_f32", "f32_to_bf16"),
         }[t]
-        combine = {"add": "{} + {}", "min": "std::fmin({}, {})", "max": "std::fmax({}, {})"}[
+        combine = {"add": "{} + {}", "min": "min_number({}, {})", "max": "max_number({}, {})"}[
             operation
         ]
-        sides = f"{widen}(old_)", e.read(values[0], t)
+        old, fresh = f"{widen}(old_)", e.read(values[0], t)
         if operation == "add" and t == "f32" and flushes:
-            sides = tuple(f"flush({side})" for side in sides)
-            return f"{narrow}(flush({combine.format(*sides)}))"
-        return f"{narrow}({combine.format(*sides)})"
+            return f"{narrow}(flush({combine.format(f'flush({old})', f'flush({fresh})')}))"
+        return f"{narrow}({combine.format(old, fresh)})"
     old, fresh, cpp = f"({CPP_TYPES[t]})old_", e.read(values[0], t), CPP_TYPES[t]
     if operation == "inc":
         return f"old_ >= {v} ? 0 : old_ + 1"

@@ -17,8 +17,8 @@ from .registry import emits
 def matrix_move(e: FunctionEmitter, i: ir.Instruction) -> str:
     count = int(i.first_of(("x1", "x2", "x4"))[1:])
     is_load = i.parts[0] == "ldmatrix"
-    registers, address = i.operands if is_load else reversed(i.operands)
-    registers = check_count(registers, count, "the matrices")
+    vector, address = i.operands if is_load else reversed(i.operands)
+    registers = check_count(vector, count, "the matrices")
     arguments = f"({count}, {boolean(i.has('trans'))}, {e.shared_address(i, address)}, m_);"
     if not is_load:
         return block(array(e, "m_", registers), f"store_matrix{arguments}")

@@ -27,12 +27,11 @@ def mma(e: FunctionEmitter, i: ir.Instruction) -> str:
     row_bytes = int(depth) * FORMATS[a_type][1]
     d, a, b, c = i.operands
     results = 2 if d_type == "f16" else 4
-    d = check_count(d, results, "D")
     shape = f"{depth}, {format_of(a_type)}, {format_of(b_type)}, {accumulator_of(d_type)}, {boolean(saturates)}"
     return block(
         array(e, "a_", check_count(a, row_bytes // 8, "A")),
         array(e, "b_", check_count(b, row_bytes // 16, "B")),
         array(e, "c_", check_count(c, results, "C")),
         f"uint32_t d_[{results}]; mma_sync(MmaShape{{{shape}}}, d_, a_, b_, c_);",
-        *(e.write(r, "b32", f"d_[{n}]") for n, r in enumerate(d)),
+        *(e.write(r, "b32", f"d_[{n}]") for n, r in enumerate(check_count(d, results, "D"))),
     )

@@ -97,8 +97,8 @@ def move(e: FunctionEmitter, i: ir.Instruction) -> str:
     if count > 128:
         raise Unsupported("number of repetitions")
     is_load = i.parts[1] == "ld"
-    registers, address = i.operands if is_load else reversed(i.operands)
-    registers = check_count(registers, count, "the cells")
+    vector, address = i.operands if is_load else reversed(i.operands)
+    registers = check_count(vector, count, "the cells")
     arguments = f"(TmemShape::{shape}, {e.address32(address)}, {count}, m_);"
     if not is_load:
         return block(array(e, "m_", registers), f"tmem_store{arguments}")

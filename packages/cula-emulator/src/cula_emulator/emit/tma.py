@@ -5,13 +5,15 @@ from __future__ import annotations
 from ..ptx import ir
 from .copies import COUNTED, reduction
 from .function import READ, WRITE, FunctionEmitter, block
-from .registry import emits
+from .registry import Unsupported, emits
 
 _RANK = "1d|2d|3d|4d|5d"
 
 
-def _place(e: FunctionEmitter, tensor: ir.TensorAddress, shared: ir.Operand) -> tuple[str, str]:
+def _place(e: FunctionEmitter, tensor: ir.Operand, shared: ir.Operand) -> tuple[str, str]:
     """The declaration of the coordinates, and the arguments that loads and stores have in common."""
+    if not isinstance(tensor, ir.TensorAddress):
+        raise Unsupported("a tensor without coordinates")
     coordinates = ", ".join(f"(int32_t)({e.value(c)})" for c in tensor.coordinates)
     arguments = (
         f"{e.value(tensor.map, 'b64')}, c_, {len(tensor.coordinates)}, {e.address32(shared)}"
@@ -42,7 +44,7 @@ def tensor_copy(e: FunctionEmitter, i: ir.Instruction) -> str:
     forms=[f"{_RANK} global shared::cta add|min|max|and|or|xor ?tile bulk_group ?L2::cache_hint"],
 )
 def tensor_reduce(e: FunctionEmitter, i: ir.Instruction) -> str:
-    declaration, place = _place(e, *i.operands[:2])
+    declaration, place = _place(e, i.operands[0], i.operands[1])
     return block(declaration, f"tma_store({place}, {reduction(i)});")
 
 

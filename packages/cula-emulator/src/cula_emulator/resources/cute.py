@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..cute import _without_driver
+from ..cute import without_driver
 from .kernels import Report, from_cubin
 from .ptxas import compile_ptx, target
 
@@ -28,7 +28,7 @@ def compile(
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 
-    with tempfile.TemporaryDirectory() as scratch, _without_driver():
+    with tempfile.TemporaryDirectory() as scratch, without_driver():
         remarks = Path(scratch, "remarks.yaml")
         chosen = (
             cute.GPUArch(arch),
