@@ -257,8 +257,7 @@ static inline uint32_t permutation_rc16(uint32_t n) { return n & 1 ? 0x3232 : 0x
 
 // ---- warps
 static inline uint32_t existing_lanes() {  // the last warp of a CTA may have fewer than 32
-  uint32_t lanes = self()->cta->thread_count - self()->warp->id * kWarpSize;
-  return lanes < kWarpSize ? (1u << lanes) - 1 : ~0u;
+  return self()->warp->whole.mask;
 }
 
 }  // namespace emu

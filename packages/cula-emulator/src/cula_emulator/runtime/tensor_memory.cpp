@@ -62,7 +62,8 @@ void tmem_relinquish() {
 void tmem_check_allocated(const Cta& cta, uint32_t first_column, uint32_t last_column, const char* what) {
   for (uint32_t b = first_column / kBlockColumns; b <= last_column / kBlockColumns; b++)
     if (!cta.tmem_map.owner[b])
-      fail(Fault::kOutOfBounds, "%s: tensor memory columns %u to %u are not allocated", what, first_column, last_column);
+      fail(Fault::kOutOfBounds, "%s: tensor memory columns %u to %u are not allocated", what, first_column,
+           last_column);
 }
 
 namespace {
