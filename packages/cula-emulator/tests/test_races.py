@@ -224,6 +224,20 @@ def test_each_byte_has_its_own_past(schedule):
         run(module, "words", schedule)
 
 
+def test_lanes_may_write_one_place_together(schedule):
+    """One store instruction of a warp: one lane wins. Two warps, or two instructions, have no such promise."""
+    store = "mov.u32 %r12, tile; st.shared.b32 [%r12], 7;"
+    module = build(
+        {"one": store, "two": f"{store} xor.b32 %r2, %r2, 1; st.shared.b32 [%r12], 8;"}, SHARED
+    )
+    out = torch.zeros(64, dtype=torch.int32)
+    options = emulator.Options(schedule.async_mode, schedule.seed, detect_races=True)
+    module.launch("one", (1,), (32,), (out, out, 0), options=options)
+    for entry, threads in (("one", 64), ("two", 32)):
+        with pytest.raises(emulator.DataRace):
+            module.launch(entry, (1,), (threads,), (out, out, 0), options=options)
+
+
 CLUSTER = (
     "mov.u32 %r13, %cluster_ctarank; xor.b32 %r14, %r13, 1; mapa.shared::cluster.u32 %r15, %r11, %r14;"
     "st.shared::cluster.b32 [%r15], %r2; {x} ld.shared.b32 %r16, [%r12+128]; st.global.b32 [%rd5], %r16;"

@@ -91,6 +91,7 @@ class RaceDetector {
   ThreadState& state(const Thread& t) { return threads_state_[thread_number(t)]; }
   void tick(const Thread& t);
   void check(Epoch epoch, const Clock& known, const Cta& cta, uint32_t offset, uint32_t bytes, bool write);
+  bool one_instruction(Epoch a, Epoch b) const;
   uint32_t add_reader(uint32_t set, Epoch reader, const Clock& known);
   void collect_sets();
   void report(Epoch before, bool before_writes, Epoch now, bool now_writes, const Cta& cta, uint32_t offset);
