@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # name -> (CUtensorMapDataType, its number inside the map, bytes)
 TYPES = {
     "u8": (0, 0, 1), "u16": (1, 1, 2), "u32": (2, 2, 4), "s32": (3, 3, 4), "u64": (4, 4, 8), "s64": (5, 5, 8),
-    "f16": (6, 6, 2), "f32": (7, 7, 4), "f64": (8, 9, 8), "bf16": (9, 10, 2),
+    "f16": (6, 6, 2), "f32": (7, 7, 4), "f64": (8, 9, 8), "bf16": (9, 10, 2), "tf32": (11, 7, 4),
 }  # fmt: skip
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
@@ -41,6 +41,7 @@ class TensorMap:
             | TYPES[self.dtype][1] << 7
             | SWIZZLES[self.swizzle] << 13
             | int(self.nan_fill) << 15
+            | int(self.dtype == "tf32") << 16
         )
         strides = [s >> 4 for s in self.strides] + [0] * (5 - rank)
         sizes = [n - 1 for n in self.sizes] + [0] * (5 - rank)
@@ -59,6 +60,8 @@ def decode(data: bytes) -> dict[str, object]:
         "address": address,
         "type": flags >> 7 & 15,
         "swizzle": flags >> 13 & 3,
+        "nan fill": flags >> 15 & 1,
+        "tf32": flags >> 16 & 1,
         "strides": tuple((low[i] | (high >> 4 * i & 15) << 32) << 4 for i in range(rank - 1)),
         "sizes": tuple(n + 1 for n in sizes[:rank]),
         "box": tuple(n + 1 for n in box[:rank]),

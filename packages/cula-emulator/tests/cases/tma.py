@@ -15,6 +15,13 @@ from cases.tensor_map import TensorMap
 
 FAMILY = "tma"
 _WORDS = random_words(8192, 70)
+# Ties, subnormals, the largest number, infinities and NaN of fp32, for rounding to tf32.
+_EDGES = [
+    0x3F801000, 0x3F803000, 0x3F800FFF, 0x3F801001, 1, 0x7FFFFF, 0x400000, 0x1000, 0x3000, 0x7FF000, 0x7FE000,
+    0x7F800000, 0x7FC00000, 0x7F800001, 0x7FC12345, 0x7F7FFFFF, 0x7F7FF000, 0x3F805000, 0x3F807000, 0, 0x3F802000,
+]  # fmt: skip
+_SIGNED = [v for edge in _EDGES for v in (edge, edge - (1 << 31))]
+_TF32_EDGES = torch.tensor(_SIGNED, dtype=torch.int32).repeat(8192 // len(_SIGNED) + 1)[:8192]
 _BAR = ".shared .align 8 .b8 bar[16];\n"
 _MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 _LEADER = "mov.u32 %r30, tile; mov.u32 %r20, bar; setp.ne.u32 %p9, %r2, 0;"
@@ -71,8 +78,25 @@ def _loaded(m: TensorMap, start: tuple[int, ...], source: torch.Tensor) -> torch
     tile = bytearray(_box_bytes(m))
     for index, offset in _coordinates(m, start):
         to = _swizzled(m, index * size)
-        tile[to : to + size] = b"\0" * size if offset is None else data[offset : offset + size]
-    return _from_bytes(tile)
+        fill = (b"\xf7\x7f" if m.nan_fill else b"\0\0") * size  # an H200's NaN
+        tile[to : to + size] = fill[:size] if offset is None else data[offset : offset + size]
+    loaded = _from_bytes(tile)
+    return (
+        loaded
+        if m.dtype != "tf32"
+        else torch.tensor([*map(_to_tf32, loaded.tolist())], dtype=torch.int32)
+    )
+
+
+def _to_tf32(word: int) -> int:
+    """To nearest even, subnormals kept, as an H200 does it."""
+    bits = word & 0xFFFFFFFF
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return 0x7FFFE000
+    lost, kept = bits & 0x1FFF, bits & ~0x1FFF
+    up = lost > 0x1000 or (lost == 0x1000 and bits >> 13 & 1)
+    rounded = kept + (up << 13)
+    return rounded - (rounded >> 31 << 32)
 
 
 def _vector(start: tuple[int, ...]) -> tuple[str, str]:
@@ -92,15 +116,15 @@ def _read(count: int) -> str:
     )
 
 
-def load(name: str, m: TensorMap, start: tuple[int, ...]) -> Case:
+def load(name: str, m: TensorMap, start: tuple[int, ...], words: torch.Tensor = _WORDS) -> Case:
     setup, vector = _vector(start)
     body = _LEADER + _INIT + "bar.sync 0; @%p9 bra W;" + setup
     body += f"mbarrier.arrive.expect_tx.shared.b64 _, [%r20], {_box_bytes(m)};"
     body += f"cp.async.bulk.tensor.{len(start)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
     body += f"[%r30], [%rd3, {vector}], [%r20];" + _WAIT + _read(_box_bytes(m) // 4)
-    expected = _loaded(m, start, _WORDS)
+    expected = _loaded(m, start, words)
     return Case(
-        FAMILY, f"load_{name}", body, expected, _WORDS, shared=_tile(_box_bytes(m)), maps=(m,)
+        FAMILY, f"load_{name}", body, expected, words, shared=_tile(_box_bytes(m)), maps=(m,)
     )
 
 
@@ -227,6 +251,13 @@ def _loads() -> list[Case]:
             load(f"swizzle{swizzle}_{kind}", m, (inner // 2, 2)),
             load(f"swizzle{swizzle}_{kind}_edge", m, (inner + 16 // size, 9)),
         ]
+    for kind in ("f16", "bf16", "f32", "f64"):
+        size = TensorMap("in", kind, (1,), (), (1,)).element_bytes
+        m = TensorMap("in", kind, (40, 12), (48 * size,), (32, 8), nan_fill=True)
+        cases.append(load(f"{kind}_nan_fill", m, (16, -2)))
+    m = TensorMap("in", "tf32", (40, 12), (192,), (32, 8))
+    cases += [load("tf32", m, (0, 1)), load("tf32_right", m, (16, -2))]
+    cases.append(load("tf32_edges", m, (8, 4), _TF32_EDGES))
     m = TensorMap("in", "bf16", (64, 8, 3), (128, 1024), (64, 8, 2), 128)
     cases.append(load("swizzle128_rank3", m, (0, 0, 1)))
     return cases

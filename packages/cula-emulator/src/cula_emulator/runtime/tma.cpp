@@ -8,6 +8,7 @@ struct TensorMap {
   uint64_t base, stride[4];  // stride[i] of dimension i + 1, bytes
   uint32_t size[5], box[5], rank, element_bytes, type;
   Swizzle swizzle;
+  bool nan_fill, tf32;  // outside elements are NaN; loads round fp32 to tf32
 };
 
 enum MapType : uint32_t {
@@ -35,6 +36,9 @@ TensorMap decode_map(const uint8_t* p) {
   const uint32_t atom = (flags >> 19) & 3;  // 0: 16-byte units are permuted, 1: 32-byte units
   m.swizzle = swizzles[(flags >> 13) & 3];
   if (atom == 1 && m.swizzle == Swizzle::k128) m.swizzle = Swizzle::k128Atom32;
+  m.nan_fill = (flags >> 15) & 1;
+  m.tf32 = (flags >> 16) & 1;
+  if ((q[6] >> 32) & 0xffffff) fail(Fault::kInvalid, "tensor map with traversal strides");
   if (m.rank > 5 || !m.element_bytes || ((flags >> 11) & 3) || atom > 1)
     fail(Fault::kInvalid, "this is not a tiled tensor map (flags 0x%x)", flags);
   const uint64_t low[4] = {q[1] >> 32, q[2] & 0xffffffff, q[2] >> 32, q[3] & 0xffffffff};
@@ -43,6 +47,15 @@ TensorMap decode_map(const uint8_t* p) {
   m.box[0] = (uint32_t)(q[6] >> 56) + 1;
   for (int i = 1; i < 5; i++) m.box[i] = (uint32_t)((q[7] >> (8 * (i - 1))) & 255) + 1;
   return m;
+}
+
+// To nearest even, subnormals kept, as an H200 loads through a tf32 map.
+void round_to_tf32(uint8_t* words, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += 4) {
+    const uint32_t u = load<uint32_t>(words + i);
+    const bool nan = (u & 0x7fffffff) > 0x7f800000;
+    store<uint32_t>(words + i, nan ? 0x7fffe000u : (u + 0xfff + (u >> 13 & 1)) & ~0x1fffu);
+  }
 }
 
 Element reduce_type(uint32_t type) {
@@ -129,9 +142,13 @@ void tma_load(uint64_t tensor_map, const int32_t* coordinates, int rank, uint32_
     for (uint32_t to : all) {
       uint8_t* window = cta_of(to)->shared;
       for_pieces(m, c.data(), to & kOffsetMask, [&](uint32_t offset, uint64_t from, uint32_t bytes) {
-        if (!from) return (void)memset(window + offset, 0, bytes);
+        if (!from) {
+          for (uint32_t i = 0; i < bytes; i++) window[offset + i] = !m.nan_fill ? 0 : i % 2 ? 0x7f : 0xf7;
+          return;
+        }
         check_global(from, bytes, "TMA load");
         memcpy(window + offset, (const void*)from, bytes);
+        if (m.tf32) round_to_tf32(window + offset, bytes);
       });
       bulk_written(past, to, box_bytes(m), mbarrier);
     }
@@ -154,6 +171,7 @@ void tensor_map_replace(uint8_t* map, MapField field, uint32_t index, uint64_t v
 
 void tma_store(uint64_t tensor_map, const int32_t* coordinates, int rank, uint32_t source, Reduce reduce) {
   TensorMap m = checked_map(tensor_map, coordinates, rank, source);
+  if (m.tf32) fail(Fault::kInvalid, "TMA: a store through a tf32 map is not supported");
   for (int i = 0; i < rank; i++)
     if (coordinates[i] < 0)
       fail(Fault::kInvalid, "TMA: a store or reduction at a negative coordinate, %d", coordinates[i]);
