@@ -58,7 +58,7 @@ def _rounded(i: ir.Instruction, base: str, t: str, a: list[str]) -> str:
     if mode is not None:
         return f"directed<Rounding::{mode}, Op::{base.capitalize()}>({', '.join(a)})"
     if base == "fma":
-        return f"{f'fma_{t}' if t in ('f16', 'bf16') else 'std::fma'}({', '.join(a)})"
+        return f"{'fma_small' if t in ('f16', 'bf16') else 'std::fma'}({', '.join(a)})"
     return f"{a[0]} {_OPERATORS[base]} {a[1]}"
 
 

@@ -43,11 +43,10 @@ class KernelSource:
         self.kernel, self.number = kernel, number
         self.unsupported: list[tuple[int, str, str]] = []
         shared, static_bytes = _shared_layout(module.variables + kernel.variables)
-        self._accumulators = set(wgmma.accumulator_registers(kernel))
+        accumulators = wgmma.accumulator_registers(kernel)
+        self._accumulators = set(accumulators)
         self._arrays = wgmma.accumulator_arrays(kernel)
-        self._emitter = FunctionEmitter(
-            kernel, shared, globals_, wgmma.accumulator_registers(kernel), self._arrays
-        )
+        self._emitter = FunctionEmitter(kernel, shared, globals_, accumulators, self._arrays)
         body, visits, blocks = self._body()
         self.code = "\n".join(
             [

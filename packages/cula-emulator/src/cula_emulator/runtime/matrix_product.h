@@ -52,11 +52,6 @@ enum class RowOrder {
   kFragments,  // 0, 8, 1, 9 ...: the two rows of a lane of an mma fragment lie side by side
 };
 
-static inline uint32_t units_of(Format format, uint32_t elements) {
-  const uint32_t per_unit = kUnitBytes / format_bytes(format);
-  return (elements + per_unit - 1) / per_unit;
-}
-
 // Decodes `units` consecutive 16-byte units.
 void decode_units(Format format, const uint8_t* raw, uint32_t units, float* out);
 

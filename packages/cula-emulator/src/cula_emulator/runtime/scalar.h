@@ -77,8 +77,6 @@ static inline float fma_small(float a, float b, float c) {  // f16 and bf16 fact
   if ((error > 0 || error < 0) && !(u & 1)) s = as_f64((error > 0) == (s > 0) ? u + 1 : u - 1);
   return odd_float(s);
 }
-static inline float fma_f16(float a, float b, float c) { return fma_small(a, b, c); }
-static inline float fma_bf16(float a, float b, float c) { return fma_small(a, b, c); }
 template <class Int>
 static inline double odd_double(Int v) {
   bool negative = v < 0;

@@ -72,8 +72,6 @@ std::shared_ptr<Deferred> take_deferred() {
   return {w, [](Deferred* done) { idle.emplace_back(done); }};
 }
 
-Thread* first_thread(const Warp& warp) { return &warp.cta->threads[warp.id * kWarpSize]; }
-
 // Whether the registers of all lanes are the tags of one operation, as they mostly are.
 bool are_chained(const LaneInputs& c, uint32_t count) {
   const uint32_t first = c[0][0];
@@ -90,7 +88,7 @@ void resolve(const Thread& thread, uint32_t* values, uint32_t count) {
 }
 
 void run_deferred(Deferred& w) {
-  Thread* threads = first_thread(*w.warp);
+  Thread* threads = w.warp->begin;
   const uint32_t registers = register_count(w.shape);
   LaneInputs a, c;
   LaneOutputs d;
@@ -124,7 +122,7 @@ void defer(Warp& warp, const WgmmaShape& shape, const Operands& operands, void**
   if (warp.wgmma_tags > ~kTagMask) fail(Fault::kLaunch, "too many wgmma instructions without a wait_group 0");
   w->chained = operands.accumulate && are_chained(c, registers);
   w->source_tag = w->chained ? c[0][0] & ~kTagMask : 0;
-  Thread* threads = first_thread(warp);
+  Thread* threads = warp.begin;
   for (uint32_t l = 0; l < kWarpSize; l++) {
     const Lane& lane = *(Lane*)lanes[l];
     if (lane.a) memcpy(w->a[l], lane.a, sizeof w->a[l]);
@@ -133,7 +131,7 @@ void defer(Warp& warp, const WgmmaShape& shape, const Operands& operands, void**
     for (uint32_t r = 0; r < registers; r++) lane.d[r] = kTagPattern | (w->first_tag + r);
   }
   warp.wgmma_queue.push_back([w] { run_deferred(*w); });
-  if (machine.settings.async_mode == AsyncMode::kRandom)
+  if (mode_is(AsyncMode::kRandom))
     while (!warp.wgmma_queue.empty() && next_random() % 2) run_oldest(warp);
 }
 
