@@ -24,6 +24,7 @@ from tools.layout import DEVELOPMENT_TOOLS, HOST_ROOMS  # noqa: E402
 # DEVELOPMENT_TOOLS of tools/layout.py stand beside it: tests use them, nothing that runs a kernel does.
 PACKAGES = {
     "cula-lightning-decode": ("sm89", "sm90", "sm100"),
+    "cula-lightning-sm90": ("sm90",),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
 DISTRIBUTIONS = ("cula", *PACKAGES, *DEVELOPMENT_TOOLS)

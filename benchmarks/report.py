@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -34,6 +35,20 @@ def table(result: Mapping[str, Any], method: str, pattern: str = "*", spread: bo
     return [title for title, _ in columns], [
         [cell(line) for _, cell in columns] for line in lines.values()
     ]
+
+
+def geometric_mean(
+    result: Mapping[str, Any], method: str, pattern: str, peer: str
+) -> tuple[float, int]:
+    """The mean of our ratio to a peer and the number of settings; ValueError unless all of them have that ratio."""
+    ratios = {
+        r["setting"]: r.get(f"ratio_{peer}")
+        for r in result["rows"]
+        if r["method"] == method and r["role"] == "ours" and fnmatchcase(r["setting"], pattern)
+    }
+    if missing := [name for name, ratio in ratios.items() if ratio is None]:
+        raise ValueError(f"mean: {peer} has no {method} time of {', '.join(missing)}")
+    return statistics.geometric_mean(ratios.values()), len(ratios)
 
 
 def _ratio_titles(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

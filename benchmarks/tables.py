@@ -3,7 +3,8 @@
     python benchmarks/tables.py [--check] [FILE.md ...]
 
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
-is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`.
+is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`; `mean=PEER`
+adds the geometric mean of the ratio to that peer over all of these settings.
 The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`) have tables of their own.
 Without files, every markdown file of the repository is looked at.
 """
@@ -23,7 +24,7 @@ from benchmarks import emulator_report, report, results
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
-OPTIONS = {"settings", "method"}
+OPTIONS = {"settings", "method", "mean"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
     r"(?P<body>.*?)^<!-- /bench -->$",
@@ -52,7 +53,12 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         raise ValueError(
             f"bench:{op}:{gpu}: no row has method {method} and a setting like {pattern}"
         )
-    return f"\n{report.as_markdown(table)}\n\nMedian (20-80 %) of {method}. {report.origin(result)}\n\n"
+    mean = ""
+    if peer := chosen.get("mean"):
+        value, count = report.geometric_mean(result, method, pattern, peer)
+        mean = f"Geometric mean of x {peer} over {count} settings: {value:.2f}.\n\n"
+    origin = f"Median (20-80 %) of {method}. {report.origin(result)}"
+    return f"\n{report.as_markdown(table)}\n\n{mean}{origin}\n\n"
 
 
 def rendered(text: str, root: Path = results.RESULTS) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,86 @@ def test_decode_of_the_package_and_of_cula_agree_to_the_bit_on_a_cpu(
     theirs = of_the_package(q, k, v, states[1], decay, state_indices=rows)
     assert torch.equal(ours, theirs) and torch.equal(*states)
     assert not torch.equal(states[0], state) and not ours[1].any()
+
+
+PREFILL = [function for name, function in FUNCTIONS if name == "cula-lightning-sm90"]
+
+
+def prefill_arguments(function: str, **changes: Any) -> dict[str, Any]:
+    """Everything that a Lightning prefill function can be asked for at once, in fp64; the same at every call."""
+    generator = torch.Generator().manual_seed(7)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    packed = function != "lightning_attn_fwd"
+    q, k, v = randn(1, 200, 2, 16), randn(1, 200, 2, 16), randn(1, 200, 4, 8)
+    decay = torch.linspace(0.0, 1.0, 4)
+    states = randn(4, 4, 8, 16)
+    found: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "scale": 0.5, "state_v_first": True, "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True, "exact_state": True, "num_splits": 2,
+        "state_checkpoints": torch.full((1, 3, 4, 8, 16), 7.0, dtype=torch.float64), "checkpoint_every_n_tokens": 64,
+    }  # fmt: skip
+    if packed:
+        found["cu_seqlens"] = torch.tensor([0, 66, 66, 198, 200])
+    if function == "chunk_simple_gla":
+        found |= {"g": -randn(1, 200, 4).abs(), "g_gamma": -decay, "initial_state": states}
+    elif packed:
+        rows = torch.tensor([3, -1, 0, 2], dtype=torch.int32)
+        found |= {"decay": decay, "state_pool": states, "initial_state_indices": rows}
+    else:
+        found |= {"decay": decay, "initial_state": states[:1]}
+    return found | changes
+
+
+@pytest.mark.parametrize("function", PREFILL)
+def test_prefill_of_the_package_and_of_cula_agree_on_a_cpu(function: str) -> None:
+    of_the_package = SPECS["cula-lightning-sm90"].load(function)
+    of_cula = getattr(cula.lightning, function)
+    read_only = {"update_state_pool": False} if function == "lightning_attn_fwd_varlen" else {}
+    for changes in ({}, read_only, {"use_qk_l2norm_in_kernel": False, "exact_state": False}):
+        ours = prefill_arguments(function, **changes)
+        theirs = prefill_arguments(function, **changes)
+        for x, y in zip(of_cula(**ours), of_the_package(**theirs), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-10, atol=1e-10)
+        for name in ("state_checkpoints", "state_pool"):
+            if name in ours:
+                torch.testing.assert_close(theirs[name], ours[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("function", PREFILL)
+@pytest.mark.parametrize(
+    ("blamed", "changes"),
+    [
+        ("q", {"q": None}),
+        ("q", {"q": torch.zeros(1, 200, 32)}),
+        ("k", {"k": torch.zeros(1, 200, 2, 16)}),
+        ("k", {"k": torch.zeros(1, 200, 1, 16, dtype=torch.float64)}),
+        ("v", {"v": torch.zeros(1, 200, 3, 8, dtype=torch.float64)}),
+        ("scale", {"scale": float("inf")}),
+        ("state_v_first", {"state_v_first": 1}),
+        ("output_final_state", {"output_final_state": None}),
+        ("use_qk_l2norm_in_kernel", {"use_qk_l2norm_in_kernel": 1}),
+        ("exact_state", {"exact_state": 1}),
+        ("num_splits", {"num_splits": 0}),
+        ("num_splits", {"num_splits": 1.0}),
+        ("checkpoint_every_n_tokens", {"checkpoint_every_n_tokens": None}),
+        ("checkpoint_every_n_tokens", {"checkpoint_every_n_tokens": 32}),
+        ("state_checkpoints", {"state_checkpoints": None}),
+        ("state_checkpoints", {"state_checkpoints": torch.zeros(1, 3, 4, 8, 16).half()}),
+        ("state_checkpoints", {"checkpoint_every_n_tokens": 128}),
+        ("out", {"out": torch.zeros(1, 200, 4, 8)}),
+        ("out", {"out": torch.zeros(1, 200, 4, 9, dtype=torch.float64)}),
+    ],
+)  # fmt: skip
+def test_package_refuses_what_cula_refuses(
+    function: str, blamed: str, changes: dict[str, Any]
+) -> None:
+    """`cula` leaves the arguments of a kernel call to the package, so both contracts must be one."""
+    raised = []
+    for run in (getattr(cula.lightning, function), SPECS["cula-lightning-sm90"].load(function)):
+        with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
+            run(**prefill_arguments(function, **changes))
+        raised.append(caught.type)
+    assert raised[0] is raised[1]

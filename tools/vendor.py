@@ -25,6 +25,7 @@ COPIES: dict[str, tuple[str, ...]] = {
         "meta/LICENSE",
         "packages/cula-emulator/LICENSE",
         "packages/cula-lightning-decode/LICENSE",
+        "packages/cula-lightning-sm90/LICENSE",
     ),
 }
 

@@ -1,10 +1,15 @@
-"""FLA's own kernels behind `impl="fla"` against the reference, on a GPU: the adapter's mapping is right for real."""
+"""FLA's own kernels behind `impl="fla"` against the reference, on a GPU: the adapter's mapping is right for real.
+
+Prefill and its gradients are also asked of `impl="auto"`: on Hopper that is the kernel of cula-lightning-sm90, with
+FLA's backward behind it.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import cula
 import cula.kda
 import cula.lightning
 
@@ -13,6 +18,8 @@ pytestmark = pytest.mark.gpu
 H, HV, K, V = 2, 4, 64, 128
 LENGTHS = (70, 0, 1, 129)
 BOUND = 1e-2  # two bf16 results, each allowed 5e-3
+GRADIENT_BOUND = 2e-2  # bf16 operands and results in a chain of products twice as long
+PREFILL_KERNEL = "cula-lightning-sm90"
 
 
 @pytest.fixture
@@ -35,10 +42,10 @@ def activations(device, batch, tokens, heads=HV):
     return q, k, randn(device, batch, tokens, HV, V).bfloat16()
 
 
-def assert_near(got, want):
+def assert_near(got, want, bound=BOUND):
     assert got.shape == want.shape and torch.isfinite(got).all()
     difference = (got.double() - want.double()).norm() / want.double().norm()
-    assert difference <= BOUND, f"relative RMSE {difference:.2e}"
+    assert difference <= bound, f"relative RMSE {difference:.2e}"
 
 
 def both(function, *args, **kwargs):
@@ -142,3 +149,107 @@ def test_decode(cuda):
     assert_near(*outputs)
     assert_near(*pools)
     assert not outputs[0][1].any()
+
+
+def assert_auto_is_the_kernel(function, **problem):
+    """Where the kernel of this architecture exists, `auto` must not have passed it over."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        told = cula.explain(function, dtype=torch.bfloat16, head_dim_k=K, head_dim_v=V, **problem)
+        assert told.chosen == PREFILL_KERNEL, str(told)
+        return told.rows[0]
+    return None
+
+
+def prefill_problem(device, packed, normalise, gate=None):
+    """Grouped heads; tensors that may want gradients, decays that may not, and options."""
+    offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    batch, tokens = (1, sum(LENGTHS)) if packed else (2, 130)
+    q, k = (randn(device, batch, tokens, H, K).bfloat16() for _ in range(2))
+    if not normalise:
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    tensors = {"q": q, "k": k, "v": randn(device, batch, tokens, HV, V).bfloat16()}
+    tensors["initial_state"] = randn(device, len(LENGTHS) if packed else batch, HV, K, V)
+    if gate is not None:
+        tensors["g"] = torch.nn.functional.logsigmoid(randn(device, batch, tokens, HV)).to(gate)
+    options = {
+        "g_gamma": -torch.linspace(0.01, 0.5, HV, device=device),
+        "use_qk_l2norm_in_kernel": normalise,
+        "output_final_state": True,
+        "cu_seqlens": offsets if packed else None,
+    }
+    return tensors, options
+
+
+@pytest.mark.parametrize("gate", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_prefill_of_the_kernel_of_fla_and_of_the_reference(cuda, packed, normalise, gate):
+    assert_auto_is_the_kernel("chunk_simple_gla", gate_dtype=gate, head_decay=True, varlen=packed)
+    tensors, options = prefill_problem(cuda, packed, normalise, gate)
+    want = cula.lightning.chunk_simple_gla(**tensors, **options, impl="reference")
+    for impl in ("auto", "fla"):
+        found = cula.lightning.chunk_simple_gla(**tensors, **options, impl=impl)
+        for x, y in zip(found, want, strict=True):
+            assert_near(x, y)
+
+
+def derivatives(tensors, options, impl):
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    o, ht = cula.lightning.chunk_simple_gla(**leaves, **options, impl=impl)
+    generator = torch.Generator(o.device).manual_seed(1)
+    given = [
+        torch.randn(x.shape, device=x.device, generator=generator).to(x.dtype) for x in (o, ht)
+    ]
+    return [o, ht], torch.autograd.grad((o, ht), list(leaves.values()), given)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_the_kernel_of_fla_and_of_the_reference(cuda, packed, normalise):
+    row = assert_auto_is_the_kernel("chunk_simple_gla", head_decay=True, requires_grad=True)
+    assert row is None or row.backward == "fla"
+    tensors, options = prefill_problem(cuda, packed, normalise)
+    wanted, want = derivatives(tensors, options, "reference")
+    for impl in ("auto", "fla"):
+        outputs, found = derivatives(tensors, options, impl)
+        for x, y in zip(outputs, wanted, strict=True):
+            assert_near(x, y)
+        for name, x, y in zip(tensors, found, want, strict=True):
+            assert x.dtype == y.dtype == tensors[name].dtype
+            assert_near(x, y, GRADIENT_BOUND)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_with_a_gate(cuda, packed):
+    """Whoever serves: FLA refuses its gated backward with some releases of Triton, and then the reference does."""
+    tensors, options = prefill_problem(cuda, packed, True, torch.float32)
+    wanted, want = derivatives(tensors, options, "reference")
+    outputs, found = derivatives(tensors, options, "auto")
+    for x, y in zip((*outputs, *found), (*wanted, *want), strict=True):
+        assert_near(x, y, GRADIENT_BOUND)
+
+
+def test_gradients_through_a_pool_that_is_only_read(cuda):
+    q, k, v = activations(cuda, 1, sum(LENGTHS), heads=H)
+    decay = torch.linspace(0.01, 0.5, HV, device=cuda)
+    offsets = torch.tensor([0, *LENGTHS], device=cuda).cumsum(0).to(torch.int32)
+    rows = torch.tensor([4, 2, 0, -1], device=cuda, dtype=torch.int32)
+    pool = randn(cuda, 6, HV, K, V)
+    weights = randn(cuda, *v.shape)
+    results = []
+    for impl in ("auto", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, pool)]
+        o, ht = cula.lightning.lightning_attn_fwd_varlen(
+            *leaves[:3],
+            decay,
+            offsets,
+            state_pool=leaves[3],
+            initial_state_indices=rows,
+            update_state_pool=False,
+            impl=impl,
+        )
+        assert not ht[3].any() and not o[:, offsets[3] :].any()
+        loss = (o.float() * weights).sum() + ht.square().sum()
+        results.append(torch.autograd.grad(loss, leaves))
+    for x, y in zip(*results, strict=True):
+        assert_near(x, y, GRADIENT_BOUND)

@@ -169,6 +169,70 @@ def test_lightning_forms_agree_with_the_recurrence() -> None:
     torch.testing.assert_close(pool[3], states[3], rtol=1e-6, atol=1e-6)
 
 
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def test_arguments_that_lightning_functions_share() -> None:
+    """Normalised q and k, checkpoints, and what only kernels look at, through every function."""
+    x = inputs()
+    q, k, v, decay = (x[name] for name in ("q", "k", "v", "decay"))
+    states = torch.full((1, 1, HV, K, V), float("nan"), dtype=torch.float64)
+    common = {
+        "use_qk_l2norm_in_kernel": True, "exact_state": True, "num_splits": 2, "state_checkpoints": states,
+        "checkpoint_every_n_tokens": 64,
+    }  # fmt: skip
+    q_in, k_in = 3 * q, 0.25 * k
+    x |= {"q": normalised(q_in), "k": normalised(k_in)}
+    expected = recurrence(x, -decay[:, None], delta=False)
+    # The last sequence starts at token 6: its state after 64 tokens goes to row 6 // 64.
+    first = slice(6, 70)
+    _, due = cula.reference.recurrent_simple_gla(
+        x["q"][:, first], x["k"][:, first], v[:, first], g_gamma=-decay, initial_state=x["state"][3:],
+        output_final_state=True,
+    )  # fmt: skip
+    shared = {"initial_state": x["state"], "output_final_state": True, "cu_seqlens": CU, **common}
+    found = lightning.chunk_simple_gla(q_in, k_in, v, g_gamma=-decay, **shared)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(states[0], due, rtol=1e-10, atol=1e-10)
+
+    states.fill_(float("nan"))
+    pool = x["state"].clone()
+    found = lightning.lightning_attn_fwd_varlen(
+        q_in, k_in, v, decay, CU, None, pool, update_state_pool=False, **common
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(states[0], due, rtol=1e-10, atol=1e-10)
+    assert torch.equal(pool, x["state"])
+
+    last = slice(6, 76)
+    dense = (q_in[:, last], k_in[:, last], v[:, last])
+    options = {"initial_state": x["state"][3:], "output_final_state": True, **common}
+    states.fill_(float("nan"))
+    o, final = lightning.lightning_attn_fwd(*dense, decay, **options)
+    torch.testing.assert_close((o, final[0]), (expected[0][:, last], expected[1][3]))
+    torch.testing.assert_close(states[0], due, rtol=1e-10, atol=1e-10)
+
+    slope = torch.arange(HV, dtype=torch.float64) * (8 / HV) * (1 - 1 / 4)
+    expected = lightning.lightning_attn_fwd(*dense, slope, **options)
+    due = states.clone()
+    states.fill_(float("nan"))
+    found = lightning.chunk_lightning_attn(*dense, 1, 4, **options)
+    torch.testing.assert_close((*found, states), (*expected, due), rtol=1e-6, atol=1e-6)
+
+
+def test_both_decays_of_simple_gla_add() -> None:
+    x = inputs()
+    # A gate with strides of its own, such as one head dimension cut out of a projection.
+    g, gamma = x["g"][..., 0], -x["decay"]
+    assert g.stride(-1) != 1
+    found = lightning.chunk_simple_gla(
+        x["q"], x["k"], x["v"], g, gamma, None, x["state"], True, False, CU
+    )
+    expected = recurrence(x, (g + gamma)[..., None], delta=False)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("cu", [[0], [0, 0, 0], None])
 def test_no_tokens_leave_the_state_as_it_was(cu: list[int] | None) -> None:
     x = inputs(1, 0)
@@ -371,23 +435,44 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
 
     op = "lightning.prefill"
     kernel(op, lambda *a, **o: ("o", None), supports=supports)
+    plain = {
+        "decay_requires_grad": False, "use_qk_l2norm_in_kernel": False, "exact_state": False, "checkpoints": False,
+        "num_splits": None,
+    }  # fmt: skip
     lightning.chunk_simple_gla(
         *qkv, x["g"][..., 0].contiguous(), output_final_state=True, cu_seqlens=CU
     )
     assert seen.pop() == {
         "op": op, "function": "chunk_simple_gla", **common, "state_dtype": None, "gate_dtype": torch.bfloat16,
-        "varlen": True, "group": 2, "initial_state": False, "output_final_state": True, "state_v_first": False,
+        "head_decay": False, "varlen": True, "group": 2, "initial_state": False, "output_final_state": True,
+        "state_v_first": False, **plain,
     }  # fmt: skip
     decay = torch.rand(HV)
-    lightning.lightning_attn_fwd(*qkv, decay, initial_state=state[:1])
+    lightning.chunk_simple_gla(*qkv, g_gamma=-decay, use_qk_l2norm_in_kernel=True, num_splits=3)
     assert seen.pop() == {
-        "op": op, "function": "lightning_attn_fwd", **common, "state_dtype": torch.float32, "group": 2,
-        "initial_state": True, "output_final_state": False, "state_v_first": False,
+        "op": op, "function": "chunk_simple_gla", **common, "state_dtype": None, "gate_dtype": None,
+        "head_decay": True, "varlen": False, "group": 2, "initial_state": False, "output_final_state": False,
+        "state_v_first": False, **plain, "use_qk_l2norm_in_kernel": True, "num_splits": 3,
     }  # fmt: skip
-    lightning.lightning_attn_fwd_varlen(*qkv, decay, CU, state_pool=state)
+    lightning.lightning_attn_fwd(
+        *qkv,
+        decay.clone().requires_grad_(),
+        initial_state=state[:1],
+        state_checkpoints=torch.empty(1, 1, HV, K, V),
+        checkpoint_every_n_tokens=64,
+    )
+    assert seen.pop() == {
+        "op": op, "function": "lightning_attn_fwd", **common, "requires_grad": True, "state_dtype": torch.float32,
+        "group": 2, "initial_state": True, "output_final_state": False, "state_v_first": False, **plain,
+        "decay_requires_grad": True, "checkpoints": True,
+    }  # fmt: skip
+    lightning.lightning_attn_fwd_varlen(
+        *qkv, decay, CU, state_pool=state, update_state_pool=False, exact_state=True
+    )
     assert seen.pop() == {
         "op": op, "function": "lightning_attn_fwd_varlen", **common, "state_dtype": torch.float32, "varlen": True,
-        "group": 2, "state_pool": True, "state_v_first": False,
+        "group": 2, "state_pool": True, "output_final_state": True, "state_v_first": False,
+        "update_state_pool": False, **plain, "exact_state": True,
     }  # fmt: skip
 
     op = "lightning.decode"
@@ -477,6 +562,23 @@ def test_hopper_prefill_never_falls_back(
         RuntimeError, match="^no kernel serves kda.prefill.chunk_kda on sm90: made-up: not today$"
     ):
         kda.kda_prefill_hopper(*arguments)
+
+
+def test_lightning_kernels_check_their_own_arguments(kernel: Callable[..., None]) -> None:
+    """The kernel sees even what the reference would refuse, and nothing is checked twice."""
+    kernel("lightning.prefill", lambda *a, **o: o["scale"])
+    x = inputs(dtype=torch.float32)
+    qkv = (x["q"], x["k"], x["v"])
+    odd = {"scale": float("nan"), "num_splits": 0}
+    for found in (
+        lightning.lightning_attn_fwd(*qkv, x["decay"], **odd),
+        lightning.lightning_attn_fwd_varlen(*qkv, x["decay"], CU, **odd),
+        lightning.chunk_simple_gla(*qkv, **odd),
+        lightning.chunk_lightning_attn(*qkv, 0, 2, **odd),
+    ):
+        assert found != found
+    with pytest.raises(ValueError, match="^num_splits: expected an int >= 1 or None, got 0"):
+        lightning.chunk_simple_gla(*qkv, num_splits=0, impl="reference")
 
 
 def test_kernel_without_backward_leaves_training_to_the_reference(

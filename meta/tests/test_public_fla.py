@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cula import _registry, kda, lightning, reference
+from cula._registry import Implementation
 from cula.integrations import fla
 
 H, HV, K, V = 2, 4, 8, 6
@@ -74,6 +75,62 @@ def chunk_kda(
     return reference.chunk_kda(**arguments)
 
 
+RCP_LN2 = 1.4426950216
+
+
+def prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu=None):
+    bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    counts = [-(-(b - a) // chunk_size) for a, b in zip(bounds, bounds[1:])]
+    return torch.tensor([(n, i) for n, count in enumerate(counts) for i in range(count)])
+
+
+def _chunks(tokens, chunk_size, cu_seqlens, chunk_indices):
+    if cu_seqlens is None:
+        return [slice(a, min(a + chunk_size, tokens)) for a in range(0, tokens, chunk_size)]
+    starts = [(int(n), int(cu_seqlens[n]) + int(i) * chunk_size) for n, i in chunk_indices]
+    return [slice(a, min(a + chunk_size, int(cu_seqlens[n + 1]))) for n, a in starts]
+
+
+def chunk_local_cumsum(
+    g, chunk_size, reverse=False, scale=None, cu_seqlens=None, output_dtype=torch.float, chunk_indices=None,
+):  # fmt: skip
+    assert g.is_contiguous() and (cu_seqlens is None) == (chunk_indices is None)
+    o = torch.full_like(g, float("nan"), dtype=output_dtype)
+    for part in _chunks(g.shape[1], chunk_size, cu_seqlens, chunk_indices):
+        rows = g[:, part].float()
+        o[:, part] = rows.flip(1).cumsum(1).flip(1) if reverse else rows.cumsum(1)
+    return o if scale is None else o * scale
+
+
+def chunk_simple_gla_bwd(
+    q, k, v, g, g_gamma, initial_state, do, dht, scale, state_v_first=False, cu_seqlens=None, chunk_size=64,
+    chunk_indices=None,
+):  # fmt: skip
+    """g and its derivative are those of sums over a chunk, g in powers of two and the derivative in natural ones."""
+    SEEN.append("chunk_simple_gla_bwd")
+    _no_groups(q, k, v)
+    assert all(x is None or x.is_contiguous() for x in (q, k, v, g, initial_state, do, dht))
+    assert not torch.is_grad_enabled() and (g is None or g_gamma is None)
+    sums = None if g is None else g / RCP_LN2
+    leaves = [
+        None if x is None else x.detach().requires_grad_() for x in (q, k, v, sums, initial_state)
+    ]
+    q, k, v, sums, h0 = leaves
+    with torch.enable_grad():
+        if sums is not None:
+            parts = _chunks(q.shape[1], chunk_size, cu_seqlens, chunk_indices)
+            zero = torch.zeros_like(sums[:, :1])
+            g = torch.cat([sums[:, part].diff(dim=1, prepend=zero) for part in parts], 1)
+        gamma = None if g_gamma is None else g_gamma / RCP_LN2
+        o, ht = reference.recurrent_simple_gla(
+            q, k, v, g, gamma, scale, h0, True, state_v_first, cu_seqlens
+        )
+        outputs, given = ((o, ht), (do, dht)) if dht is not None else ((o,), (do,))
+        wanted = [x for x in leaves if x is not None]
+        found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+    return tuple(None if x is None else next(found) for x in leaves)
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FLA is importable, and this machine claims a Hopper GPU."""
@@ -86,6 +143,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "chunk_simple_gla": chunk_simple_gla,
             "fused_recurrent_simple_gla": fused_recurrent_simple_gla,
         },
+        "fla.ops.simple_gla.chunk": {"chunk_simple_gla_bwd": chunk_simple_gla_bwd},
+        "fla.ops.utils": {
+            "chunk_local_cumsum": chunk_local_cumsum,
+            "prepare_chunk_indices": prepare_chunk_indices,
+        },
+        "fla.ops.utils.constant": {"RCP_LN2": RCP_LN2},
     }
     for name, contents in modules.items():
         module = types.ModuleType(name)
@@ -93,6 +156,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(fla, "importable", lambda package: True)
     monkeypatch.setattr(fla, "_version", lambda: (0, 6))
+    monkeypatch.setattr(fla, "_triton", lambda: (3, 7, 1))
     monkeypatch.setattr(_registry, "FIRST_PARTY", ())
     monkeypatch.setattr(_registry, "_arch_of", lambda device: "sm90")
     _registry.refresh()
@@ -187,7 +251,12 @@ def test_simple_gla_and_lightning(v_first: bool) -> None:
     )
     both(lightning.lightning_attn_fwd, q, k, v, torch.rand(HV), 0.5, state[:1], **shared)
     both(lightning.chunk_lightning_attn, q, k, v, 1, 4, out=torch.empty_like(v), **shared)
-    assert SEEN == ["chunk_simple_gla"] * 3
+    # FLA takes one decay and no normalisation: the adapter adds and normalises. One segment is what FLA has.
+    both(
+        lightning.chunk_simple_gla, 3 * q, k / 7, v, g[..., 0], -torch.rand(HV), use_qk_l2norm_in_kernel=True,
+        num_splits=1, **shared,
+    )  # fmt: skip
+    assert SEEN == ["chunk_simple_gla"] * 4
 
 
 @pytest.mark.parametrize("rows", [[5, -1, 0, 2], [-1, -1, -1, -1], [3, 2, 1, 0], None])
@@ -209,8 +278,16 @@ def test_lightning_on_a_pool(rows: list[int] | None, v_first: bool) -> None:
         for n, row in enumerate(rows):
             if row < 0:
                 assert not o[:, CU[n] : CU[n + 1]].any()
-    # Without a pool, the final states are returned.
+    # Without a pool, or with one that is only read, the final states are returned.
     both(lightning.lightning_attn_fwd_varlen, q, k, v, torch.rand(HV), CU)
+    after = pool.clone()
+    for wanted in (True, False):
+        both(
+            lightning.lightning_attn_fwd_varlen, q, k, v, torch.rand(HV), CU, state_pool=pool,
+            initial_state_indices=indices, state_v_first=v_first, update_state_pool=False,
+            output_final_state=wanted,
+        )  # fmt: skip
+    assert torch.equal(pool, after)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -263,6 +340,10 @@ def test_decode_and_commit(rows: list[int] | None, v_first: bool, dtype: torch.d
             {"use_intracard_cp": True},
             "splits sequences by settings of its own, not by use_intracard_cp=True",
         ),
+        ({"exact_state": True}, "has no exact_state"),
+        ({"checkpoints": True}, "writes no state_checkpoints"),
+        ({"num_splits": 2}, "does not split sequences (num_splits=2)"),
+        ({"decay_requires_grad": True}, "has no gradient for the constant decay of a head"),
         ({"function": "lite_attention"}, "has no lite_attention"),
     ],
 )
@@ -275,6 +356,158 @@ def test_refusals(problem: dict[str, Any], reason: str) -> None:
     }
     assert fla.supports(**accepted) is None
     assert fla.supports(**{**accepted, **problem}) == reason
+
+
+def test_gated_backward_that_triton_compiles_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = {"function": "chunk_simple_gla", "gate_dtype": torch.float32, "requires_grad": True}
+    reason = "its backward with g needs Triton 3.7.1 or newer on sm90, 3.6.0 is installed"
+    for version, refused in (
+        ((3, 3, 1), False), ((3, 4, 0), True), ((3, 6, 0), True), ((3, 7, 0), True), ((3, 7, 1), False), (None, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(fla, "_triton", lambda version=version: version)
+        found = fla.supports(arch="sm90", **problem)
+        assert (found is not None) == refused
+        assert version != (3, 6, 0) or found == reason
+        assert fla.supports(arch="sm80", **problem) is None
+        for changes in ({"gate_dtype": None}, {"requires_grad": False}):
+            assert fla.supports(arch="sm90", **{**problem, **changes}) is None
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill kernel without a backward, which computes what the reference does."""
+
+    def supports(*, requires_grad: bool = False, **problem: Any) -> str | None:
+        return "no backward" if requires_grad else None
+
+    def load(function: str) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            assert not torch.is_grad_enabled()
+            SEEN.append(f"kernel {function}")
+            return getattr(reference, function)(*args, **options)
+
+        return run
+
+    made_up = Implementation("made-up", ("lightning.prefill",), ("sm90",), 10, supports, load)
+    found = (made_up, _registry._fla(), _registry._reference())
+    monkeypatch.setattr(_registry, "implementations", lambda op: [i for i in found if op in i.ops])
+    _registry.refresh()
+
+
+def gradients(function: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """Output, final state and the derivative of a weighted sum of both with respect to every input that wants one."""
+    leaves = {n: x.clone().requires_grad_(n not in ("decay", "g_gamma")) for n, x in inputs.items()}
+    o, final = function(**leaves, **options)
+    weights = torch.Generator().manual_seed(1)
+    loss = sum(
+        (x.float() * torch.randn(x.shape, generator=weights)).sum()
+        for x in (o, final)
+        if x is not None
+    )
+    loss.backward()
+    found = [o, *([] if final is None else [final])]
+    return found + [x.grad for x in leaves.values() if x.requires_grad]
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("decays", ["g", "both", "g_gamma", "none", "lightning", "pool"])
+def test_backward_of_fla_behind_a_kernel(
+    kernel: None, decays: str, v_first: bool, normalise: bool, final: bool
+) -> None:
+    lengths = (70, 0, 1, 129)
+    tokens = sum(lengths)
+    x = inputs(1, tokens)
+    tensors = {"q": 2 * x["q"], "k": x["k"], "v": x["v"]}
+    shape = (HV, V, K) if v_first else (HV, K, V)
+    options: dict[str, Any] = {
+        "state_v_first": v_first, "use_qk_l2norm_in_kernel": normalise, "output_final_state": final,
+        "exact_state": True, "num_splits": 2,
+    }  # fmt: skip
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    function: Any = lightning.chunk_simple_gla
+    if decays == "lightning":
+        function = lightning.lightning_attn_fwd
+        tensors |= {"decay": torch.rand(HV), "initial_state": torch.randn(1, *shape)}
+    elif decays == "pool":
+        function = lightning.lightning_attn_fwd_varlen
+        tensors |= {"decay": torch.rand(HV), "state_pool": torch.randn(6, *shape)}
+        rows = torch.tensor([5, 0, -1, 3], dtype=torch.int32)
+        options |= {
+            "cu_seqlens": cu,
+            "initial_state_indices": rows,
+            "update_state_pool": False,
+        }
+    else:
+        tensors |= {"initial_state": torch.randn(len(lengths), *shape)}
+        options |= {"cu_seqlens": cu, "cu_seqlens_cpu": cu if v_first else None, "scale": 0.3}
+        if decays == "none":
+            # As many heads of q and k as of v; the other cases have groups.
+            for name in ("q", "k"):
+                tensors[name] = tensors[name].repeat_interleave(HV // H, 2)
+        if decays in ("g", "both"):
+            tensors["g"] = x["g"][..., 0]
+        if decays in ("g_gamma", "both"):
+            tensors["g_gamma"] = -torch.rand(HV)
+    found = gradients(function, tensors, options | {"impl": "auto"})
+    assert SEEN == ["kernel chunk_simple_gla", "chunk_simple_gla_bwd"]
+    expected = gradients(function, tensors, options | {"impl": "reference"})
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape and got.isfinite().all()
+        error = (got.double() - want.double()).norm()
+        assert error <= 1e-2 * want.double().norm(), error / want.double().norm()
+
+
+def test_who_serves_gradients(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, g, _ = inputs().values()
+    q.requires_grad_()
+    g = g[..., 0]
+    lightning.chunk_simple_gla(q, k, v, g, impl="made-up")[0].sum().backward()
+    assert SEEN == ["kernel chunk_simple_gla", "chunk_simple_gla_bwd"]
+    SEEN.clear()
+    lightning.chunk_simple_gla(q, k, v, g, impl="fla")
+    assert SEEN == ["chunk_simple_gla"]
+    SEEN.clear()
+
+    # FLA would leave the gradient of a constant decay out without a word: the reference has one.
+    decay = torch.rand(HV).requires_grad_()
+    lightning.lightning_attn_fwd(q, k, v, decay)[0].sum().backward()
+    assert SEEN == [] and decay.grad is not None
+    for impl in ("made-up", "fla"):
+        with pytest.raises(RuntimeError, match="no gradient for the constant decay of a head"):
+            lightning.lightning_attn_fwd(q, k, v, decay, impl=impl)
+    # Beside a gate per token the two are one gate, which has one.
+    gamma = (-torch.rand(HV)).requires_grad_()
+    lightning.chunk_simple_gla(q, k, v, g, gamma, impl="made-up")[0].sum().backward()
+    assert gamma.grad is not None and gamma.grad.any()
+
+    with pytest.raises(ValueError, match="^out: expected None when gradients are required"):
+        lightning.chunk_simple_gla(q, k, v, g, out=torch.empty_like(v), impl="made-up")
+    with pytest.raises(ValueError, match="^num_splits: expected an int >= 1"):
+        lightning.chunk_simple_gla(q, k, v, g, num_splits=0, impl="made-up")
+
+    monkeypatch.setattr(fla, "importable", lambda package: False)
+    _registry.refresh()
+    SEEN.clear()
+    assert lightning.chunk_simple_gla(q, k, v, g)[0].requires_grad and SEEN == []
+    with pytest.raises(RuntimeError, match="no backward; fla: flash-linear-attention is not inst"):
+        lightning.chunk_simple_gla(q, k, v, g, impl="made-up")
+    with torch.no_grad():
+        lightning.chunk_simple_gla(q, k, v, g, impl="made-up")
+    assert SEEN == ["kernel chunk_simple_gla"]
+
+
+@pytest.mark.parametrize("cu", [[0], [0, 0, 0], None])
+def test_backward_through_no_tokens(kernel: None, cu: list[int] | None) -> None:
+    q, k, v, g, _ = inputs(1, 0).values()
+    state = torch.randn(1 if cu is None else len(cu) - 1, HV, K, V, requires_grad=True)
+    packing = None if cu is None else torch.tensor(cu)
+    o, final = lightning.chunk_simple_gla(
+        q, k, v, g[..., 0], initial_state=state, output_final_state=True, cu_seqlens=packing
+    )
+    (o.sum() + final.sum()).backward()
+    assert torch.equal(state.grad, torch.ones_like(state)) and SEEN == []
 
 
 def test_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:

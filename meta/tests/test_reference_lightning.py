@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cula.reference import lightning_attn_fwd, lightning_attn_fwd_varlen, recurrent_simple_gla
+from cula.reference import (
+    chunk_simple_gla,
+    lightning_attn_fwd,
+    lightning_attn_fwd_varlen,
+    recurrent_simple_gla,
+)
 
 TOL = dict(rtol=1e-10, atol=1e-10)
 K, V = 4, 3
@@ -194,3 +199,131 @@ def test_pool_with_no_sequence():
     before = pool.clone()
     o, _ = lightning_attn_fwd_varlen(q, k, v, decay, torch.tensor([0]), state_pool=pool)
     assert o.shape == v.shape and torch.equal(pool, before)
+
+
+def test_pool_without_rows_serves_padding_alone():
+    q, k, v, decay = tokens(5, 1, 20, 1, 1)
+    pool = states(5, 0, 1)
+    rows = torch.tensor([-1, -1], dtype=torch.int32)
+    o, _ = lightning_attn_fwd_varlen(
+        q, k, v, decay, torch.tensor([0, 5, 20]), state_pool=pool, initial_state_indices=rows
+    )
+    assert not o.any() and len(pool) == 0
+
+
+@given(seed=st.integers(0, 2**31), layout=slots, v_first=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_read_only_pool_returns_what_would_have_been_stored(seed, layout, v_first):
+    packed, order, padding = layout
+    q, k, v, decay = tokens(seed, 1, sum(packed), 1, 2)
+    pool = states(seed, 6, 2)
+    pool = pool.mT.contiguous() if v_first else pool
+    before = pool.clone()
+    rows = [-1 if dead else order[n] for n, dead in enumerate(padding)]
+    options = {
+        "cu_seqlens": torch.tensor([0, *packed]).cumsum(0),
+        "state_pool": pool,
+        "initial_state_indices": torch.tensor(rows, dtype=torch.int32),
+        "state_v_first": v_first,
+    }
+    o, final = lightning_attn_fwd_varlen(q, k, v, decay, **options, update_state_pool=False)
+    assert torch.equal(pool, before)
+    same, none = lightning_attn_fwd_varlen(
+        q, k, v, decay, **options, update_state_pool=False, output_final_state=False
+    )
+    assert none is None and torch.equal(same, o)
+    expected, _ = lightning_attn_fwd_varlen(q, k, v, decay, **options)
+    assert torch.equal(o, expected)
+    for n, row in enumerate(rows):
+        assert torch.equal(final[n], pool[row] if row >= 0 else torch.zeros_like(final[n]))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("every", [64, 128, 192])
+@pytest.mark.parametrize("length", [0, 63, 64, 200, 384])
+def test_checkpoints_of_a_dense_batch_are_states_on_the_way(length, every, v_first):
+    q, k, v, decay = tokens(6, 2, length, 1, 2)
+    state = states(6, 2, 2)
+    state = state.mT.contiguous() if v_first else state
+    kept = torch.full((2, length // every, 2, *state.shape[2:]), torch.nan, dtype=torch.float64)
+    options = {"initial_state": state, "output_final_state": True, "state_v_first": v_first}
+    o, _ = lightning_attn_fwd(
+        q, k, v, decay, **options, state_checkpoints=kept, checkpoint_every_n_tokens=every
+    )
+    assert torch.equal(o, lightning_attn_fwd(q, k, v, decay, **options)[0])
+    for i in range(length // every):
+        part = slice(0, (i + 1) * every)
+        _, expected = recurrent_simple_gla(
+            q[:, part], k[:, part], v[:, part], g_gamma=-decay, **options
+        )
+        torch.testing.assert_close(kept[:, i], expected, **TOL)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    packed=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    every=st.sampled_from([64, 128]),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_checkpoints_of_packed_sequences_lie_where_arithmetic_says(seed, packed, every, data):
+    """Row `a // n + i` for the i-th state of the sequence that starts at token a; other rows are left alone."""
+    q, k, v, decay = tokens(seed, 1, sum(packed), 1, 1)
+    live = data.draw(st.lists(st.booleans(), min_size=len(packed), max_size=len(packed)))
+    rows = torch.tensor([n if alive else -1 for n, alive in enumerate(live)], dtype=torch.int32)
+    pool = states(seed, len(packed), 1)
+    cu_seqlens = torch.tensor([0, *packed]).cumsum(0)
+    kept = torch.full((1, sum(packed) // every, 1, K, V), torch.nan, dtype=torch.float64)
+    lightning_attn_fwd_varlen(
+        q,
+        k,
+        v,
+        decay,
+        cu_seqlens,
+        state_pool=pool,
+        initial_state_indices=rows,
+        update_state_pool=False,
+        state_checkpoints=kept,
+        checkpoint_every_n_tokens=every,
+    )
+    expected = torch.full_like(kept, torch.nan)
+    for n, (start, length) in enumerate(zip(cu_seqlens.tolist(), packed)):
+        for i in range(length // every if live[n] else 0):
+            part = slice(start, start + (i + 1) * every)
+            _, state = recurrent_simple_gla(
+                q[:, part],
+                k[:, part],
+                v[:, part],
+                g_gamma=-decay,
+                initial_state=pool[n : n + 1],
+                output_final_state=True,
+            )
+            row = start // every + i
+            assert expected[0, row].isnan().all(), "two sequences share a row"
+            expected[0, row] = state[0]
+    torch.testing.assert_close(kept, expected, equal_nan=True, **TOL)
+
+
+def test_norm_by_hand_and_of_nothing():
+    """A key (3, 4, 0, 0) becomes (0.6, 0.8, 0, 0); zeros stay zeros, without a NaN in value or gradient."""
+    q = torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=torch.float64).expand(1, 2, 1, K)
+    k = torch.zeros(1, 2, 1, K, dtype=torch.float64)
+    k[0, 0, 0, :2] = torch.tensor([3.0, 4.0])
+    v = torch.ones(1, 2, 1, V, dtype=torch.float64)
+    k.requires_grad_()
+    o, final = chunk_simple_gla(
+        q, k, v, scale=1.0, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    torch.testing.assert_close(o.detach(), torch.full_like(o, 0.6), rtol=1e-6, atol=0)
+    by_hand = torch.tensor([0.6, 0.8, 0.0, 0.0], dtype=torch.float64)[:, None].expand(K, V)
+    torch.testing.assert_close(final[0, 0].detach(), by_hand, rtol=1e-6, atol=0)
+    o.sum().backward()
+    assert k.grad.isfinite().all()
+
+
+def test_constant_and_token_decay_add():
+    q, k, v, decay = tokens(8, 2, 70, 1, 2)
+    g = -torch.rand(2, 70, 2, dtype=torch.float64)
+    found = chunk_simple_gla(q, k, v, g, -decay, output_final_state=True)
+    expected = recurrent_simple_gla(q, k, v, g - decay, output_final_state=True)
+    torch.testing.assert_close(found, expected, **TOL)

@@ -20,7 +20,12 @@ from cula import _env, _registry
 from cula._registry import COMMON_FACTS, FACTS, KERNELS_ONLY, OPS, explain, resolve
 
 CPU = torch.device("cpu")
-GLA = (torch.float32, 16, 16, False, None, None, False, 1, False, False, False)
+GLA = (
+    *(torch.float32, 16, 16, False, None),
+    *(None, False, False, 1, False, False, False),
+    *(False, False, False, False, None),
+)
+TRAINING = (*GLA[:3], True, *GLA[4:])
 
 
 @pytest.fixture(autouse=True)
@@ -261,6 +266,89 @@ def test_supports_sees_the_problem_by_name(install: Callable[..., None]) -> None
         resolve("chunk_simple_gla", "auto", CPU, torch.float32)
 
 
+def test_fact_that_cannot_be_looked_up_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^num_splits: expected a bool, an int or None, got list$"):
+        resolve("chunk_simple_gla", "auto", CPU, *GLA[:-1], [2])
+
+
+class BackwardOfFLA:
+    """Stands in for `cula.integrations.fla`."""
+
+    refusal: str | None = None
+
+    def supports(self, **problem: Any) -> str:
+        return "not today"
+
+    def supports_backward(self, *, requires_grad: bool, **problem: Any) -> str | None:
+        assert requires_grad
+        return self.refusal
+
+    def with_backward(self, function: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda: (function, forward())
+
+
+def inference_only(*, requires_grad: bool = False, **problem: Any) -> str | None:
+    return "no backward" if requires_grad else None
+
+
+def test_kernel_without_backward_takes_that_of_fla(
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fla = BackwardOfFLA()
+    monkeypatch.setattr(_registry, "_fla_module", lambda: fla)
+    install(make_spec(supports=inference_only))
+    with caplog.at_level(logging.INFO, logger="cula"):
+        for impl in ("auto", "made-up"):
+            run = resolve("chunk_simple_gla", impl, CPU, *TRAINING)
+            assert run() == ("chunk_simple_gla", "chunk_simple_gla by made-up")
+            assert run not in _registry.self_checking
+    assert [record.getMessage() for record in caplog.records] == [
+        "lightning.prefill.chunk_simple_gla on cpu is served by made-up with the backward of fla"
+    ]
+    told = explain("chunk_simple_gla", arch="cpu", requires_grad=True)
+    assert told.chosen == "made-up" and told.rows[0].backward == "fla"
+    assert "  made-up    chosen     with the backward of fla\n" in str(told)
+    # Without gradients the kernel itself is called, and checks its own arguments.
+    run = resolve("chunk_simple_gla", "auto", CPU, *GLA)
+    assert run() == "chunk_simple_gla by made-up" and run in _registry.self_checking
+
+
+def test_kernel_with_a_backward_keeps_it(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_registry, "_fla_module", BackwardOfFLA)
+    install(make_spec())
+    assert resolve("chunk_simple_gla", "auto", CPU, *TRAINING)() == "chunk_simple_gla by made-up"
+
+
+def test_why_there_is_no_backward(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fla = BackwardOfFLA()
+    monkeypatch.setattr(_registry, "_fla_module", lambda: fla)
+    install(make_spec(supports=inference_only))
+    fla.refusal = "not installed"
+    assert rows(requires_grad=True)["made-up"] == ("refused", "no backward; fla: not installed")
+    with pytest.raises(RuntimeError, match="impl='made-up' cannot .*: no backward; fla: not ins"):
+        resolve("chunk_simple_gla", "made-up", CPU, *TRAINING)
+    assert resolve("chunk_simple_gla", "auto", CPU, *TRAINING) is cula.reference.chunk_simple_gla
+
+    fla.refusal = None
+    monkeypatch.setenv("CULA_DISABLE", "fla")
+    _forget()
+    reason = "no backward; fla: disabled by CULA_DISABLE"
+    assert rows(requires_grad=True)["made-up"] == ("refused", reason)
+    monkeypatch.delenv("CULA_DISABLE")
+
+    # What it refuses without gradients too is the reason to give, and other functions have no such backward.
+    install(make_spec(supports=lambda **problem: "only on Sundays"))
+    assert rows(requires_grad=True)["made-up"] == ("refused", "only on Sundays")
+    install(make_spec(OP="kda.prefill", supports=inference_only))
+    assert rows("kda.prefill", requires_grad=True)["made-up"] == ("refused", "no backward")
+
+
 def test_decision_is_made_once(install: Callable[..., None]) -> None:
     calls: list[str] = []
     install(
@@ -329,8 +417,8 @@ def test_decision_is_logged_once(
 ) -> None:
     install(make_spec(supports=lambda **p: "not today"))
     with caplog.at_level(logging.INFO, logger="cula"):
-        for flag in (True, False, True):
-            resolve("chunk_simple_gla", "auto", CPU, *GLA[:-1], flag)
+        for splits in (1, 2, 1):
+            resolve("chunk_simple_gla", "auto", CPU, *GLA[:-1], splits)
     assert [record.getMessage() for record in caplog.records] == [
         "lightning.prefill.chunk_simple_gla on cpu is served by reference; made-up refused: not today; "
         "fla refused: needs a CUDA device, the device here is cpu"
@@ -349,10 +437,12 @@ def test_log_level_from_the_environment() -> None:
         check=True,
         env={**environment, "CULA_LOG": "info", "CULA_DISABLE": "fla"},
     )
-    assert [line for line in done.stderr.splitlines() if line.startswith("cula")] == [
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("cula")]
+    # Between the two stands the kernel package, where it is installed.
+    assert line.startswith(
         "cula INFO: lightning.prefill.lightning_attn_fwd on cpu is served by reference; "
-        "fla refused: disabled by CULA_DISABLE"
-    ]
+    )
+    assert line.endswith("fla refused: disabled by CULA_DISABLE")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 from cula import varlen
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CHECKPOINT_UNIT = 64
 
 
 class Dims(NamedTuple):
@@ -134,13 +135,22 @@ def activations(**tensors: Tensor) -> None:
         last_dim(name, x)
 
 
-def like_tokens(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], symbols: str) -> None:
+def like_tokens(
+    name: str,
+    x: Tensor,
+    q: Tensor,
+    shape: tuple[int, ...],
+    symbols: str,
+    *,
+    any_strides: bool = False,
+) -> None:
     """A floating tensor of any dtype with one entry, or one row, per token and head."""
     floating(name, x)
     if tuple(x.shape) != tuple(shape):
         value_error(name, f"shape {symbols} = {list(shape)}", list(x.shape))
     same_device(name, x, q)
-    last_dim(name, x)
+    if not any_strides:
+        last_dim(name, x)
 
 
 def per_head(name: str, x: Tensor, q: Tensor, value_heads: int) -> None:
@@ -239,6 +249,55 @@ def int32_vector(name: str, x: Tensor, q: Tensor, count: int, symbol: str) -> No
         value_error(name, f"shape [{symbol}] = [{count}]", list(x.shape))
     same_device(name, x, q)
     last_dim(name, x)
+
+
+def state_checkpoints(
+    buffer: Tensor | None,
+    every: int | None,
+    q: Tensor,
+    dims: Dims,
+    state_v_first: bool,
+    requires_grad: bool,
+) -> None:
+    """The buffer for the states after every n tokens, and n: both or neither."""
+    if every is not None:
+        if isinstance(every, bool) or not isinstance(every, int):
+            type_error("checkpoint_every_n_tokens", "an int or None", type(every).__name__)
+        if every < 1 or every % CHECKPOINT_UNIT:
+            expected = f"a positive multiple of {CHECKPOINT_UNIT}"
+            value_error("checkpoint_every_n_tokens", expected, every)
+    if buffer is None:
+        if every is not None:
+            value_error(
+                "state_checkpoints", "a tensor because checkpoint_every_n_tokens is given", None
+            )
+        return
+    tensor("state_checkpoints", buffer)
+    if every is None:
+        value_error("checkpoint_every_n_tokens", "an int because state_checkpoints is given", None)
+    allowed = state_dtypes(q)
+    if buffer.dtype not in allowed:
+        names = " or ".join(map(dtype_name, allowed))
+        type_error("state_checkpoints", names, dtype_name(buffer.dtype))
+    matrix = (dims.dim_v, dims.dim_k) if state_v_first else (dims.dim_k, dims.dim_v)
+    shape = (dims.batch, dims.tokens // every, dims.value_heads, *matrix)
+    if tuple(buffer.shape) != shape:
+        layout = "[B, T // n, HV, V, K]" if state_v_first else "[B, T // n, HV, K, V]"
+        value_error("state_checkpoints", f"shape {layout} = {list(shape)}", list(buffer.shape))
+    same_device("state_checkpoints", buffer, q)
+    if not buffer.is_contiguous():
+        value_error("state_checkpoints", "a contiguous tensor", f"strides {buffer.stride()}")
+    if requires_grad or (torch.is_grad_enabled() and buffer.requires_grad):
+        value_error("state_checkpoints", "None when gradients are required", "a tensor")
+
+
+def split_count(num_splits: int | None) -> None:
+    if num_splits is None:
+        return
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        type_error("num_splits", "an int or None", type(num_splits).__name__)
+    if num_splits < 1:
+        value_error("num_splits", "an int >= 1 or None", num_splits)
 
 
 def boolean_mask(name: str, x: Tensor, q: Tensor) -> None:

@@ -6,6 +6,7 @@ They run before anything is launched or written, and never wait for a device.
 from __future__ import annotations
 
 import math
+from operator import index
 from typing import Any
 
 import torch
@@ -150,16 +151,14 @@ def chunk_simple_gla(
     state_v_first: bool,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
-    out: Tensor | None,
     requires_grad: bool,
-) -> Dims:
-    """The contract of `chunk_simple_gla`."""
+    **common: Any,
+) -> None:
+    """The contract of `chunk_simple_gla`; `common` as in `_prefill`."""
     arguments.booleans(output_final_state=output_final_state, state_v_first=state_v_first)
     dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
-    if g is not None and g_gamma is not None:
-        arguments.value_error("g_gamma", "None when g is given", "a tensor")
     if g is not None:
-        arguments.like_tokens("g", g, q, v.shape[:3], "[B, T, HV]")
+        arguments.like_tokens("g", g, q, v.shape[:3], "[B, T, HV]", any_strides=True)
     if g_gamma is not None:
         arguments.per_head("g_gamma", g_gamma, q, dims.value_heads)
         arguments.sign(
@@ -167,8 +166,7 @@ def chunk_simple_gla(
         )
     arguments.scale_factor(scale)
     arguments.initial_states(initial_state, q, dims, state_v_first)
-    arguments.output(out, v, requires_grad)
-    return dims
+    _prefill(q, v, dims, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd(
@@ -181,17 +179,16 @@ def lightning_attn_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     state_v_first: bool,
-    out: Tensor | None,
     requires_grad: bool,
-) -> Dims:
-    """The contract of `lightning_attn_fwd`."""
+    **common: Any,
+) -> None:
+    """The contract of `lightning_attn_fwd`; `common` as in `_prefill`."""
     arguments.booleans(output_final_state=output_final_state, state_v_first=state_v_first)
     dims = arguments.token_dims(q, k, v, None, None)
     arguments.decay_rates(decay, q, dims.value_heads)
     arguments.scale_factor(scale)
     arguments.initial_states(initial_state, q, dims, state_v_first)
-    arguments.output(out, v, requires_grad)
-    return dims
+    _prefill(q, v, dims, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd_varlen(
@@ -206,11 +203,16 @@ def lightning_attn_fwd_varlen(
     initial_state_indices: Tensor | None,
     output_final_state: bool,
     state_v_first: bool,
-    out: Tensor | None,
+    update_state_pool: bool,
     requires_grad: bool,
-) -> Dims:
-    """The contract of `lightning_attn_fwd_varlen`."""
-    arguments.booleans(output_final_state=output_final_state, state_v_first=state_v_first)
+    **common: Any,
+) -> None:
+    """The contract of `lightning_attn_fwd_varlen`; `common` as in `_prefill`."""
+    arguments.booleans(
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        update_state_pool=update_state_pool,
+    )
     arguments.tensor("cu_seqlens", cu_seqlens)
     dims = arguments.token_dims(q, k, v, cu_seqlens, None)
     arguments.decay_rates(decay, q, dims.value_heads)
@@ -231,14 +233,32 @@ def lightning_attn_fwd_varlen(
             "state_pool",
             state_pool,
         )
-        if requires_grad:
+        if requires_grad and update_state_pool:
             arguments.value_error(
                 "state_pool",
-                "no gradients with it, it is updated in place",
+                "no gradients with it, it is updated in place (see update_state_pool)",
                 "an input that requires them",
             )
-    arguments.output(out, v, requires_grad)
-    return dims
+    _prefill(q, v, dims, state_v_first, requires_grad, **common)
+
+
+def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """The part of the Lightning prefill contracts that choosing an implementation needs: K, V and HV // H."""
+    for name, x in (("q", q), ("v", v)):
+        arguments.tensor(name, x)
+        if x.dim() != 4:
+            arguments.value_error(name, "4 dimensions", list(x.shape))
+    if q.shape[2] == 0:
+        arguments.value_error("q", "at least one head", list(q.shape))
+    return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
+
+
+def dtype_of(name: str, x: Tensor | None) -> torch.dtype | None:
+    """The dtype of an optional tensor."""
+    if x is None:
+        return None
+    arguments.tensor(name, x)
+    return x.dtype
 
 
 def decode_operands(**tensors: Tensor) -> None:
@@ -383,6 +403,29 @@ def requires_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in tensors
     )
+
+
+def _prefill(
+    q: Tensor,
+    v: Tensor,
+    dims: Dims,
+    state_v_first: bool,
+    requires_grad: bool,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    exact_state: bool,
+    state_checkpoints: Tensor | None,
+    checkpoint_every_n_tokens: int | None,
+    num_splits: int | None,
+    out: Tensor | None,
+) -> None:
+    """The keyword arguments that every Lightning prefill function has."""
+    arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
+    arguments.split_count(num_splits)
+    arguments.state_checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, requires_grad
+    )
+    arguments.output(out, v, requires_grad)
 
 
 def _delta_rule(

@@ -51,18 +51,42 @@ _DELTA_RULE_FACTS = (
     "allow_neg_eigval",
     "state_v_first",
 )
+# decay_requires_grad: whether the constant decay of a head does; checkpoints: whether states on the way are written.
+_PREFILL_FACTS = (
+    "decay_requires_grad",
+    "use_qk_l2norm_in_kernel",
+    "exact_state",
+    "checkpoints",
+    "num_splits",
+)
 FACTS: dict[str, tuple[str, ...]] = {
     "linear_attention_decode": ("tokens", "state_v_first", "commit", "stochastic_rounding"),
     "linear_attention_commit": ("tokens", "state_v_first", "stochastic_rounding"),
-    "lightning_attn_fwd": ("group", "initial_state", "output_final_state", "state_v_first"),
-    "lightning_attn_fwd_varlen": ("varlen", "group", "state_pool", "state_v_first"),
+    "lightning_attn_fwd": (
+        "group",
+        "initial_state",
+        "output_final_state",
+        "state_v_first",
+        *_PREFILL_FACTS,
+    ),
+    "lightning_attn_fwd_varlen": (
+        "varlen",
+        "group",
+        "state_pool",
+        "output_final_state",
+        "state_v_first",
+        "update_state_pool",
+        *_PREFILL_FACTS,
+    ),
     "chunk_simple_gla": (
         "gate_dtype",
+        "head_decay",
         "varlen",
         "group",
         "initial_state",
         "output_final_state",
         "state_v_first",
+        *_PREFILL_FACTS,
     ),
     "chunk_gated_delta_rule": _DELTA_RULE_FACTS,
     "chunk_kda": (
@@ -74,6 +98,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     ),
     "lite_attention": ("block_m", "block_n", "must_do"),
 }
+# Functions whose kernels, if they have no backward, are completed by FLA's.
+_BACKWARD_OF_FLA = OPS["lightning.prefill"]
 # An `impl` for functions that promise a kernel: like "auto", but neither FLA nor the reference is considered.
 KERNELS_ONLY = "auto among kernels"
 
@@ -109,12 +135,16 @@ class Broken:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an explanation. reason is None when the implementation could serve."""
+    """One line of an explanation.
+
+    reason is None when the implementation could serve; backward then names the one whose backward pass would follow it.
+    """
 
     name: str
     priority: int | None
     chosen: bool
     reason: str | None
+    backward: str | None = None
 
     @property
     def verdict(self) -> str:
@@ -142,10 +172,10 @@ class Explanation:
         width = max((len(row.name) for row in self.rows), default=0)
         facts = ", ".join(f"{key}={value}" for key, value in self.problem.items())
         head = f"{self.op}.{self.function} on {self.arch}" + (f" ({facts})" if facts else "")
-        lines = [
-            f"  {row.name:<{width}}  {row.verdict:<9}  {row.reason or ''}".rstrip()
-            for row in self.rows
-        ]
+        lines = []
+        for row in self.rows:
+            note = row.reason or (f"with the backward of {row.backward}" if row.backward else "")
+            lines.append(f"  {row.name:<{width}}  {row.verdict:<9}  {note}".rstrip())
         return "\n".join((head, *lines))
 
     __repr__ = __str__
@@ -193,7 +223,17 @@ def _slot(key: tuple[Any, ...]) -> str:
     except KeyError:
         return _fill(key)
     except TypeError:
-        raise TypeError(f"impl: expected a str, got {type(key[1]).__name__}") from None
+        raise _unhashable(key) from None
+
+
+def _unhashable(key: tuple[Any, ...]) -> TypeError:
+    """Which argument of a call cannot be part of a decision."""
+    names = ("function", "impl", "device", *COMMON_FACTS, *FACTS[key[0]])
+    for name, value in zip(names, key, strict=True):
+        if type(value).__hash__ is None:
+            expected = "a str" if name == "impl" else "a bool, an int or None"
+            return TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    raise AssertionError(key)
 
 
 def _fill(key: tuple[Any, ...]) -> str:
@@ -265,6 +305,7 @@ def refresh() -> None:
     importlib.invalidate_caches()
     _discover.cache_clear()
     _load.cache_clear()
+    _load_with_backward.cache_clear()
     _slots.clear()
     self_checking.clear()
     _log_once.cache_clear()
@@ -277,8 +318,13 @@ def _choose(
     for row in _judge(op, function, impl, arch, problem):
         if row.chosen:
             refused = "".join(f"; {other.name} refused: {other.reason}" for other in rows)
-            _log_once(f"{op}.{function} on {arch} is served by {row.name}{refused}")
             found = next(i for i in implementations(op) if i.name == row.name)
+            served = f"{op}.{function} on {arch} is served by {row.name}"
+            if row.backward:
+                _log_once(f"{served} with the backward of {row.backward}{refused}")
+                slot = f"{row.name}_and_{row.backward}"
+                return slot, _load_with_backward(found, function)
+            _log_once(f"{served}{refused}")
             target = _load(found, function)
             if found.kernel:
                 self_checking.add(target)
@@ -292,10 +338,10 @@ def _judge(op: str, function: str, impl: str, arch: str, problem: dict[str, Any]
     wanted = _wanted(op, impl)
     taken = False
     for found in implementations(op):
-        reason = _reason(found, op, function, arch, wanted, problem)
+        reason, backward = _verdict(found, op, function, arch, wanted, problem)
         chosen = reason is None and not taken
         taken = taken or chosen
-        yield Row(found.name, found.priority, chosen, reason)
+        yield Row(found.name, found.priority, chosen, reason, backward)
     for bad in broken():
         yield Row(bad.name, None, False, bad.error)
 
@@ -322,35 +368,64 @@ def _wanted(op: str, impl: str) -> str:
     return impl
 
 
-def _reason(
+def _verdict(
     found: Implementation, op: str, function: str, arch: str, wanted: str, problem: dict[str, Any]
-) -> str | None:
-    """Why `found` does not serve, or None."""
+) -> tuple[str | None, str | None]:
+    """Why `found` does not serve, or None, and whose backward it would take."""
     if wanted == KERNELS_ONLY:
         if not found.kernel:
-            return "not a kernel"
+            return "not a kernel", None
     elif wanted not in ("auto", found.name):
-        return f"{wanted} was asked for"
+        return f"{wanted} was asked for", None
     if found.name in env().disable:
-        return "disabled by CULA_DISABLE"
+        return "disabled by CULA_DISABLE", None
     if found.archs is not None and arch not in found.archs:
         if not arch.startswith("sm"):
-            return f"needs a CUDA device ({', '.join(found.archs)}), the device here is {arch}"
-        return f"needs one of {', '.join(found.archs)}, the device here is {arch}"
+            return (
+                f"needs a CUDA device ({', '.join(found.archs)}), the device here is {arch}",
+                None,
+            )
+        return f"needs one of {', '.join(found.archs)}, the device here is {arch}", None
     try:
         reason = found.supports(op=op, arch=arch, **problem)
         if reason is None:
             _load(found, function)
-        return reason
+        elif found.kernel and problem.get("requires_grad") and function in _BACKWARD_OF_FLA:
+            reason = _why_no_backward(found, op, function, arch, problem, reason)
+            return reason, "fla" if reason is None else None
+        return reason, None
     except (
         Exception
     ) as error:  # the code of other packages: whatever it raises is its reason for not serving
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}", None
+
+
+def _why_no_backward(
+    found: Implementation, op: str, function: str, arch: str, problem: dict[str, Any], reason: str
+) -> str | None:
+    """Why a kernel that refused a problem with gradients cannot serve with FLA's backward either, or None."""
+    without = found.supports(op=op, arch=arch, **{**problem, "requires_grad": False})
+    if without is not None:
+        return without
+    if "fla" in env().disable:
+        return f"{reason}; fla: disabled by CULA_DISABLE"
+    backward: str | None = _fla_module().supports_backward(op=op, arch=arch, **problem)
+    if backward is not None:
+        return f"{reason}; fla: {backward}"
+    _load_with_backward(found, function)
+    return None
 
 
 @functools.cache
 def _load(found: Implementation, function: str) -> Callable[..., Any]:
     return found.load(function)
+
+
+@functools.cache
+def _load_with_backward(found: Implementation, function: str) -> Callable[..., Any]:
+    forward = _load(found, "chunk_simple_gla")
+    target: Callable[..., Any] = _fla_module().with_backward(function, forward)
+    return target
 
 
 def _refusal(op: str, function: str, impl: str, arch: str, rows: list[Row]) -> str:

@@ -16,6 +16,25 @@ sequences, some possibly empty, into B = 1; its values are checked when it lies 
 back by cula itself. `impl` is "auto" or the name of an implementation, which then serves or raises; see `cula.explain`.
 TypeError and ValueError name the argument that does not fit and nothing was changed; RuntimeError says why the
 implementation asked for cannot serve.
+
+The four Lightning and simple GLA prefill functions also share these keyword arguments:
+
+    use_qk_l2norm_in_kernel      normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per token and head
+    exact_state                  a kernel carries the state update in two 16-bit terms instead of one, which brings it
+                                 close to fp32 at a price in speed; the reference is exact in any case
+    state_checkpoints            `[B, T // n, HV, K, V]` (or V, K) contiguous, in the dtype of a state, written with the
+                                 state after every n tokens of each sequence; not with gradients. Dense: `[b, i]` holds
+                                 the state after `(i + 1) * n` tokens. Packed: a sequence that starts at token a writes
+                                 its i-th one to row `a // n + i`; other rows stay as they are, and a padding slot
+                                 writes none
+    checkpoint_every_n_tokens    that n, a positive multiple of 64; given with state_checkpoints and only then
+    num_splits                   n >= 2: a kernel processes a sequence in n parallel segments; 1: never, so that results
+                                 do not depend on how a sequence is cut into calls at multiples of 64 tokens, bit for
+                                 bit; None: as the shapes suggest
+
+Gradients of these four: a kernel's forward is followed by the backward of flash-linear-attention where that is
+installed and able; otherwise `impl="auto"` takes the reference, which is differentiable in plain torch. FLA has no
+gradient for the constant decay of a head (`decay`, or `g_gamma` without `g`).
 """
 
 from __future__ import annotations
@@ -49,6 +68,11 @@ def lightning_attn_fwd(
     output_final_state: bool = False,
     state_v_first: bool = False,
     *,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -62,6 +86,7 @@ def lightning_attn_fwd(
         initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`. None: zero.
         output_final_state: whether to return the final states.
         state_v_first: layout of the states.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -72,32 +97,44 @@ def lightning_attn_fwd(
         TypeError, ValueError, RuntimeError: see the module.
     """
     requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
-    dims = _check.lightning_attn_fwd(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        out=out,
-        requires_grad=requires_grad,
-    )
+    dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
         "lightning_attn_fwd",
         impl,
         q.device,
         q.dtype,
-        index(dims.dim_k),
-        index(dims.dim_v),
+        dim_k,
+        dim_v,
         requires_grad,
-        None if initial_state is None else initial_state.dtype,
-        index(dims.value_heads // dims.heads),
+        _check.dtype_of("initial_state", initial_state),
+        group,
         initial_state is not None,
         output_final_state,
         state_v_first,
+        _check.requires_grad(decay),
+        use_qk_l2norm_in_kernel,
+        exact_state,
+        state_checkpoints is not None,
+        num_splits,
     )
+    if run not in self_checking:
+        _check.lightning_attn_fwd(
+            q,
+            k,
+            v,
+            decay,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            exact_state=exact_state,
+            state_checkpoints=state_checkpoints,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+            num_splits=num_splits,
+            out=out,
+            requires_grad=requires_grad,
+        )
     return run(
         q,
         k,
@@ -107,6 +144,11 @@ def lightning_attn_fwd(
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        exact_state=exact_state,
+        state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        num_splits=num_splits,
         out=out,
     )
 
@@ -123,10 +165,16 @@ def lightning_attn_fwd_varlen(
     output_final_state: bool = True,
     state_v_first: bool = False,
     *,
+    update_state_pool: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Lightning attention over packed sequences, on a pool of states that is updated in place.
+    """Lightning attention over packed sequences, on a pool of states that is updated in place unless told otherwise.
 
     Args:
         q, k: `[1, T, H, K]`.
@@ -135,50 +183,69 @@ def lightning_attn_fwd_varlen(
         cu_seqlens: `[N + 1]`.
         scale: factor of the output, finite; None: `K ** -0.5`.
         state_pool: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`. Sequence n starts from its row and
-            leaves its final state there. Excludes gradients. None: sequences start from zero.
+            leaves its final state there, unless `update_state_pool` is False; an updated pool excludes gradients.
+            None: sequences start from zero.
         initial_state_indices: `[N]` int32, the row of every sequence. Negative: a padding slot, no row is read or
             written and the outputs of that sequence are zero. Live rows must differ (not checked, since that would
             need a synchronisation). None: sequence n uses row n.
-        output_final_state: without a pool, whether to return the final states.
+        output_final_state: without a pool that is updated, whether to return the final states.
         state_v_first: layout of the states.
+        update_state_pool: False only reads the pool and returns the final states by themselves.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
         out: `[1, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
     Returns:
-        `(o, state_pool)`; without a pool `(o, final_states)`, `[N, HV, K, V]` (or `[N, HV, V, K]`), or None for them.
+        `(o, state_pool)`; without a pool, or one that is only read, `(o, final_states)`, `[N, HV, K, V]` (or
+        `[N, HV, V, K]`), zero for a padding slot, or None for them.
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
     """
     requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
-    dims = _check.lightning_attn_fwd_varlen(
-        q,
-        k,
-        v,
-        decay,
-        cu_seqlens,
-        scale=scale,
-        state_pool=state_pool,
-        initial_state_indices=initial_state_indices,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        out=out,
-        requires_grad=requires_grad,
-    )
+    dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
         "lightning_attn_fwd_varlen",
         impl,
         q.device,
         q.dtype,
-        index(dims.dim_k),
-        index(dims.dim_v),
+        dim_k,
+        dim_v,
         requires_grad,
-        None if state_pool is None else state_pool.dtype,
+        _check.dtype_of("state_pool", state_pool),
         True,
-        index(dims.value_heads // dims.heads),
+        group,
         state_pool is not None,
+        output_final_state,
         state_v_first,
+        update_state_pool,
+        _check.requires_grad(decay),
+        use_qk_l2norm_in_kernel,
+        exact_state,
+        state_checkpoints is not None,
+        num_splits,
     )
+    if run not in self_checking:
+        _check.lightning_attn_fwd_varlen(
+            q,
+            k,
+            v,
+            decay,
+            cu_seqlens,
+            scale=scale,
+            state_pool=state_pool,
+            initial_state_indices=initial_state_indices,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            update_state_pool=update_state_pool,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            exact_state=exact_state,
+            state_checkpoints=state_checkpoints,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+            num_splits=num_splits,
+            out=out,
+            requires_grad=requires_grad,
+        )
     return run(
         q,
         k,
@@ -190,6 +257,12 @@ def lightning_attn_fwd_varlen(
         initial_state_indices=initial_state_indices,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        update_state_pool=update_state_pool,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        exact_state=exact_state,
+        state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        num_splits=num_splits,
         out=out,
     )
 
@@ -206,6 +279,11 @@ def chunk_lightning_attn(
     cu_seqlens: Tensor | None = None,
     *,
     state_v_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -222,6 +300,7 @@ def chunk_lightning_attn(
         output_final_state: whether to return the final states.
         cu_seqlens: `[N + 1]` for packed input.
         state_v_first: layout of the states.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -237,8 +316,24 @@ def chunk_lightning_attn(
         slope = 8 / v.shape[2] * (1 - layer_idx / num_layers)
         g_gamma = torch.arange(v.shape[2], dtype=torch.float32, device=v.device) * -slope
     return chunk_simple_gla(
-        q, k, v, None, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, out=out, impl=impl
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        None,
+        g_gamma,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        exact_state=exact_state,
+        state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        num_splits=num_splits,
+        out=out,
+        impl=impl,
+    )
 
 
 def chunk_simple_gla(
@@ -254,6 +349,11 @@ def chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     *,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -262,8 +362,9 @@ def chunk_simple_gla(
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV]`, any floating dtype: natural-log decay per token, <= 0. Excludes `g_gamma`.
-        g_gamma: `[HV]` float32: constant natural-log decay, <= 0 (checked on the CPU). With neither, nothing decays.
+        g: `[B, T, HV]`, any floating dtype and strides: natural-log decay per token, <= 0.
+        g_gamma: `[HV]` float32: constant natural-log decay, <= 0 (checked on the CPU). With both, they add; with
+            neither, nothing decays.
         scale: factor of the output, finite; None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; N is B, or the number of packed
             sequences. None: zero.
@@ -271,6 +372,7 @@ def chunk_simple_gla(
         state_v_first: layout of the states.
         cu_seqlens: `[N + 1]` for packed input.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -281,37 +383,50 @@ def chunk_simple_gla(
         TypeError, ValueError, RuntimeError: see the module.
     """
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
-    dims = _check.chunk_simple_gla(
-        q,
-        k,
-        v,
-        g,
-        g_gamma,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        out=out,
-        requires_grad=requires_grad,
-    )
+    dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
         "chunk_simple_gla",
         impl,
         q.device,
         q.dtype,
-        index(dims.dim_k),
-        index(dims.dim_v),
+        dim_k,
+        dim_v,
         requires_grad,
-        None if initial_state is None else initial_state.dtype,
-        None if g is None else g.dtype,
+        _check.dtype_of("initial_state", initial_state),
+        _check.dtype_of("g", g),
+        g_gamma is not None,
         cu_seqlens is not None,
-        index(dims.value_heads // dims.heads),
+        group,
         initial_state is not None,
         output_final_state,
         state_v_first,
+        _check.requires_grad(g_gamma),
+        use_qk_l2norm_in_kernel,
+        exact_state,
+        state_checkpoints is not None,
+        num_splits,
     )
+    if run not in self_checking:
+        _check.chunk_simple_gla(
+            q,
+            k,
+            v,
+            g=g,
+            g_gamma=g_gamma,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            exact_state=exact_state,
+            state_checkpoints=state_checkpoints,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+            num_splits=num_splits,
+            out=out,
+            requires_grad=requires_grad,
+        )
     return run(
         q,
         k,
@@ -324,6 +439,11 @@ def chunk_simple_gla(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        exact_state=exact_state,
+        state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        num_splits=num_splits,
         out=out,
     )
 

@@ -1,24 +1,32 @@
 """flash-linear-attention as the implementation "fla": its functions under the signatures of cula.
 
 Needs `fla-core` 0.6 and CUDA tensors. FLA plans packed input on the host: without `cu_seqlens_cpu` it reads
-`cu_seqlens` back.
+`cu_seqlens` back. `with_backward` puts FLA's backward of simple GLA behind the forward of a kernel that has none.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from cula import varlen
+from cula import reference
 from cula._registry import importable
 from cula._shared.lightning_decode import pool_slots, store_live
 from cula.reference._common import expand_heads
+from cula.reference.gates import l2norm
+from cula.reference.lightning import live_states, only_live
 
 _MINIMUM = (0, 6)
+_CHUNK = 64
+# FLA refuses to run its gated backward on Hopper with these releases of Triton, which compile it wrongly.
+_TRITON_WRONG = ((3, 4, 0), (3, 7, 1))
 
 
 def supports(
@@ -27,6 +35,12 @@ def supports(
     function: str | None = None,
     dtype: torch.dtype | None = None,
     head_dim_k: int | None = None,
+    requires_grad: bool = False,
+    gate_dtype: torch.dtype | None = None,
+    decay_requires_grad: bool = False,
+    exact_state: bool = False,
+    checkpoints: bool = False,
+    num_splits: int | None = None,
     stochastic_rounding: bool = False,
     return_intermediate_states: bool = False,
     use_intracard_cp: bool | str = "auto",
@@ -52,7 +66,28 @@ def supports(
         return "returns intermediate states in its own layout and precision"
     if use_intracard_cp is True:
         return "splits sequences by settings of its own, not by use_intracard_cp=True"
+    if exact_state:
+        return "has no exact_state"
+    if checkpoints:
+        return "writes no state_checkpoints"
+    if num_splits not in (None, 1):
+        return f"does not split sequences (num_splits={num_splits})"
+    if decay_requires_grad and gate_dtype is None:
+        return "has no gradient for the constant decay of a head"
+    if requires_grad and function == "chunk_simple_gla" and gate_dtype is not None:
+        triton = _triton()
+        if arch == "sm90" and triton and _TRITON_WRONG[0] <= triton < _TRITON_WRONG[1]:
+            return (
+                f"its backward with g needs Triton {'.'.join(map(str, _TRITON_WRONG[1]))} or newer on sm90, "
+                f"{'.'.join(map(str, triton))} is installed"
+            )
     return None
+
+
+def supports_backward(**problem: Any) -> str | None:
+    """Why FLA's backward cannot follow a kernel's forward, or None."""
+    forward_only = ("exact_state", "checkpoints", "num_splits")
+    return supports(**{name: fact for name, fact in problem.items() if name not in forward_only})
 
 
 def load(function: str) -> Callable[..., Any]:
@@ -60,11 +95,32 @@ def load(function: str) -> Callable[..., Any]:
     return _FUNCTIONS[function]
 
 
+def with_backward(function: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A prefill function whose forward is a kernel's `chunk_simple_gla` and whose backward is FLA's."""
+
+    gla = functools.partial(_kernel_with_backward, forward)
+    adapter = gla if function == "chunk_simple_gla" else functools.partial(load(function), gla=gla)
+
+    @torch.compiler.disable
+    def run(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return adapter(*args, **options)
+
+    return run
+
+
 def _version() -> tuple[int, ...] | None:
     """Major and minor version of fla-core; None for a source tree, which has no metadata."""
     try:
         return tuple(int(part) for part in version("fla-core").split(".")[:2])
     except (PackageNotFoundError, ValueError):
+        return None
+
+
+def _triton() -> tuple[int, ...] | None:
+    """Version of Triton; None where there is no metadata."""
+    try:
+        return tuple(int(part) for part in re.findall(r"\d+", version("triton"))[:3])
+    except PackageNotFoundError:
         return None
 
 
@@ -86,39 +142,139 @@ def _chunk_gated_delta_rule(
 
 
 def _chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool, exact_state: bool, state_checkpoints: None, checkpoint_every_n_tokens: None,
+    num_splits: int | None, out: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return _into(
-        out,
-        *chunk_simple_gla(expand_heads(q, v.shape[2]), expand_heads(k, v.shape[2]), v, **options),
-    )
+    q, k = (_as_fla_reads(x, v.shape[2], use_qk_l2norm_in_kernel) for x in (q, k))
+    g, g_gamma = _one_decay(g, g_gamma)
+    return _into(out, *chunk_simple_gla(q, k, v, g=g, g_gamma=g_gamma, **options))
+
+
+def _as_fla_reads(x: Tensor, heads: int, normalise: bool) -> Tensor:
+    """q or k with the heads of v and, if asked for, normalised: neither is an option of FLA's simple GLA."""
+    return expand_heads(l2norm(x.float()).to(x.dtype) if normalise else x, heads).contiguous()
+
+
+def _one_decay(g: Tensor | None, g_gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """FLA takes one of the two."""
+    return (g, g_gamma) if g is None or g_gamma is None else (g + g_gamma, None)
+
+
+def _kernel_with_backward(
+    forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None,
+    g_gamma: Tensor | None = None, scale: float | None, initial_state: Tensor | None = None,
+    output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, use_qk_l2norm_in_kernel: bool, exact_state: bool,
+    state_checkpoints: None, checkpoint_every_n_tokens: None, num_splits: int | None, out: None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    settings = {
+        "scale": k.shape[-1] ** -0.5 if scale is None else scale,
+        "output_final_state": output_final_state,
+        "state_v_first": state_v_first,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "exact_state": exact_state,
+        "num_splits": num_splits,
+    }
+    g, g_gamma = _one_decay(g, g_gamma)
+    tensors = (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu)
+    if v.numel() == 0 or (cu_seqlens is not None and len(cu_seqlens) == 1):
+        # FLA's backward does not plan for no tokens at all; the reference has nothing to compute either.
+        return _on(reference.chunk_simple_gla, tensors, settings)
+    return _SimpleGLA.apply(forward, settings, *tensors)
+
+
+def _on(function: Callable[..., Any], tensors: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
+    return function(
+        q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, **settings,
+    )  # fmt: skip
+
+
+class _SimpleGLA(torch.autograd.Function):
+    """A kernel's forward, which keeps its inputs alone, and FLA's backward, which computes the states again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Callable[..., Any], settings: dict[str, Any], *tensors: Tensor | None
+    ) -> Any:
+        ctx.save_for_backward(*tensors)
+        ctx.settings = settings
+        return _on(kernel, tensors, settings)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dht: Tensor | None) -> Any:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
+        from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices
+        from fla.ops.utils.constant import RCP_LN2
+
+        q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = ctx.saved_tensors
+        settings = ctx.settings
+        packing: dict[str, Any] = {
+            "chunk_size": _CHUNK,
+            "cu_seqlens": cu_seqlens,
+            "chunk_indices": None,
+        }
+        if cu_seqlens is not None:
+            packing["chunk_indices"] = prepare_chunk_indices(
+                cu_seqlens, _CHUNK, cu_seqlens_cpu=cu_seqlens_cpu
+            )
+        # FLA's kernels take sums of the decay within a chunk, in powers of two.
+        sums = None if g is None else chunk_local_cumsum(g.contiguous(), scale=RCP_LN2, **packing)
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k)]
+            prepared = [
+                _as_fla_reads(x, v.shape[2], settings["use_qk_l2norm_in_kernel"]) for x in leaves
+            ]
+        dq, dk, dv, dsums, dh0 = chunk_simple_gla_bwd(
+            *(x.detach() for x in prepared),
+            v.contiguous(),
+            sums,
+            None if g_gamma is None else g_gamma * RCP_LN2,
+            None if initial_state is None else initial_state.contiguous(),
+            do.contiguous(),
+            None if dht is None else dht.contiguous(),
+            settings["scale"],
+            settings["state_v_first"],
+            **packing,
+        )
+        # Back through the normalisation and the repetition of heads.
+        given = [d.to(x.dtype) for d, x in zip((dq, dk), prepared)]
+        dq, dk = torch.autograd.grad(prepared, leaves, given)
+        dg = None if g is None else chunk_local_cumsum(dsums, reverse=True, **packing).to(g.dtype)
+        return None, None, dq, dk, dv.to(v.dtype), dg, None, dh0, None, None
 
 
 def _lightning_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    return _chunk_simple_gla(q, k, v, g_gamma=-decay, **options)
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, gla: Callable[..., Any] = _chunk_simple_gla, **options: Any
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    return gla(q, k, v, g_gamma=-decay, **options)
 
 
 def _lightning_attn_fwd_varlen(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cu_seqlens: Tensor, *,
     state_pool: Tensor | None, initial_state_indices: Tensor | None, output_final_state: bool,
-    out: Tensor | None, **options: Any,
+    update_state_pool: bool, out: Tensor | None, gla: Callable[..., Any] = _chunk_simple_gla, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     options |= {"g_gamma": -decay, "cu_seqlens": cu_seqlens}
     if state_pool is None:
-        return _chunk_simple_gla(q, k, v, output_final_state=output_final_state, out=out, **options)
+        return gla(q, k, v, output_final_state=output_final_state, out=out, **options)
     slots, live = pool_slots(initial_state_indices, cu_seqlens.shape[0] - 1, state_pool)
-    initial = state_pool[slots]
-    o, final = _chunk_simple_gla(q, k, v, initial_state=initial, output_final_state=True, **options)
+    initial = live_states(state_pool, slots, live)
+    wanted = update_state_pool or output_final_state
+    o, final = gla(q, k, v, initial_state=initial, output_final_state=wanted, **options)
+    o = only_live(o, live, cu_seqlens)
+    if update_state_pool:
+        if final is not None:
+            store_live(state_pool, final, slots, live)
+        return _into(out, o, state_pool)
     if final is not None:
-        store_live(state_pool, final, slots, live)
-    if len(slots):
-        ids = varlen.sequence_ids(cu_seqlens, q.shape[1])
-        o = torch.where((live[ids] & (ids >= 0))[None, :, None, None], o, 0)
-    return _into(out, o, state_pool)
+        final = torch.where(live[:, None, None, None], final, 0)
+    return _into(out, o, final)
 
 
 def _linear_attention_decode(

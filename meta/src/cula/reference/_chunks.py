@@ -27,6 +27,7 @@ class Chunks:
     size: int
     token: Tensor  # [NC, size] token held by each chunk row, clamped into range
     valid: Tensor  # [NC, size] whether that row holds a token at all
+    start: Tensor  # [NC] token at which the chunk's sequence starts
 
     def groups(self, elements_per_chunk: int) -> Iterator[slice]:
         """Runs of chunks small enough for the state-independent work of a whole run to stay in cache."""
@@ -90,7 +91,8 @@ def dense_chunks(tokens: int, device: torch.device, size: int = CHUNK) -> Chunks
     """Chunks of a batch whose rows all have the same number of tokens."""
     count = -(-tokens // size)
     token = torch.arange(count * size, device=device).view(count, size)
-    return Chunks(size, token.clamp(max=max(tokens - 1, 0)), token < tokens)
+    start = torch.zeros_like(token[:, 0])
+    return Chunks(size, token.clamp(max=max(tokens - 1, 0)), token < tokens, start)
 
 
 def packed_chunks(tokens: int, cu_seqlens: Tensor, size: int = CHUNK) -> PackedChunks:
@@ -104,6 +106,7 @@ def packed_chunks(tokens: int, cu_seqlens: Tensor, size: int = CHUNK) -> PackedC
         size=size,
         token=token.clamp(0, max(tokens - 1, 0)),
         valid=used[:, None] & (token < bounds[owner + 1][:, None]),
+        start=bounds[owner],
         sequence=owner,
         first=local == 0,
         slot=torch.where(used, owner, sequences),

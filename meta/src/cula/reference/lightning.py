@@ -26,11 +26,16 @@ def lightning_attn_fwd(
     output_final_state: bool = False,
     state_v_first: bool = False,
     *,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over a dense batch: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, decay `[HV]` >= 0.
 
-    States and results are those of `chunk_simple_gla`; scale defaults to `K ** -0.5`.
+    States, results and the other arguments are those of `chunk_simple_gla`; scale defaults to `K ** -0.5`.
     """
     return chunk_simple_gla(
         q,
@@ -41,6 +46,9 @@ def lightning_attn_fwd(
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         out=out,
     )
 
@@ -57,6 +65,12 @@ def lightning_attn_fwd_varlen(
     output_final_state: bool = True,
     state_v_first: bool = False,
     *,
+    update_state_pool: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over N packed sequences, `[1, T, H, K]` with cu_seqlens `[N + 1]`.
@@ -64,9 +78,11 @@ def lightning_attn_fwd_varlen(
     state_pool `[pool, HV, K, V]` (`[pool, HV, V, K]` with `state_v_first`): sequence n starts from row
     `initial_state_indices[n]` (row n when no indices are given) and its final state replaces that row in place. A
     negative index is a padding slot: no row is read or written for it and its tokens give exactly zero. Live indices
-    must differ. The pool is a buffer: no gradient flows through it.
+    must differ. The pool is a buffer then: no gradient flows through it. With `update_state_pool=False` it is only
+    read, and gradients reach it. The other arguments are those of `chunk_simple_gla`.
 
-    Returns `(o, state_pool)`, or without a pool `(o, final_states or None)` with every sequence started from zero.
+    Returns `(o, state_pool)`; without a pool (every sequence starts from zero), or with one that is only read,
+    `(o, final_states or None)`, in which a padding slot has zeros.
     """
     if state_pool is None:
         return chunk_simple_gla(
@@ -78,16 +94,47 @@ def lightning_attn_fwd_varlen(
             output_final_state=output_final_state,
             state_v_first=state_v_first,
             cu_seqlens=cu_seqlens,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            state_checkpoints=state_checkpoints,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
             out=out,
         )
 
-    pool = state_pool.detach()
     sequences = cu_seqlens.shape[0] - 1
+    pool = state_pool.detach() if update_state_pool else state_pool
     slots, live = pool_slots(initial_state_indices, sequences, pool)
-    initial = torch.where(live[:, None, None, None], pool.index_select(0, slots), 0)
-    o, final = chunked_simple_gla(q, k, v, None, -decay, scale, initial, state_v_first, cu_seqlens)
-    store_live(pool, final.detach(), slots, live)
-    if sequences > 0:
-        owner = sequence_ids(cu_seqlens, q.shape[1]).clamp(min=0)
-        o = torch.where(live[owner][:, None, None], o, 0)
-    return outgoing_tokens(o, v, out), state_pool
+    o, final = chunked_simple_gla(
+        q,
+        k,
+        v,
+        None,
+        -decay,
+        scale,
+        live_states(pool, slots, live),
+        state_v_first,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        state_checkpoints,
+        checkpoint_every_n_tokens,
+        live,
+    )
+    o = outgoing_tokens(only_live(o, live, cu_seqlens), v, out)
+    if update_state_pool:
+        store_live(pool, final.detach(), slots, live)
+        return o, state_pool
+    return o, torch.where(live[:, None, None, None], final, 0) if output_final_state else None
+
+
+def live_states(pool: Tensor, slots: Tensor, live: Tensor) -> Tensor:
+    """The row of every sequence, zeros for a padding slot; see pool_slots. A pool without rows has only those."""
+    if len(pool) == 0:
+        return pool.new_zeros(len(slots), *pool.shape[1:])
+    return torch.where(live[:, None, None, None], pool.index_select(0, slots), 0)
+
+
+def only_live(o: Tensor, live: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The tokens `[1, T, HV, V]` with zeros where they belong to a padding slot."""
+    if len(live) == 0:
+        return o
+    owner = sequence_ids(cu_seqlens, o.shape[1]).clamp(min=0)
+    return torch.where(live[owner][:, None, None], o, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cula.reference._checkpoints import checkpoint_writer
 from cula.reference._chunks import chunks_of
 from cula.reference._common import (
     compute_dtype,
@@ -22,13 +23,23 @@ from cula.reference._common import (
     walk_tokens,
 )
 from cula.reference._decay import decayed_products
+from cula.reference.gates import l2norm
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    scale: float | None,
+    normalise: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q (scaled), k, v and the log decay `[B, T, HV, 1]`, all with HV heads in the computing dtype."""
     dtype, heads = compute_dtype(q, k, v), v.shape[2]
+    q, k = q.to(dtype), k.to(dtype)
+    if normalise:
+        q, k = l2norm(q), l2norm(k)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     decay = torch.zeros(*v.shape[:3], 1, dtype=dtype, device=v.device)
     if g is not None:
@@ -36,8 +47,8 @@ def _prepare(
     if g_gamma is not None:
         decay = decay + g_gamma.to(dtype)[:, None]
     return (
-        expand_heads(q.to(dtype) * scale, heads),
-        expand_heads(k.to(dtype), heads),
+        expand_heads(q * scale, heads),
+        expand_heads(k, heads),
         v.to(dtype),
         decay,
     )
@@ -82,6 +93,11 @@ def chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     *,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple gated linear attention, 64 tokens at a time; differentiable.
@@ -89,12 +105,25 @@ def chunk_simple_gla(
     q, k `[B, T, H, K]`; v `[B, T, HV, V]`; g `[B, T, HV]` and g_gamma `[HV]` are natural-log decays, added when both
     are given, no decay when neither is. Packed input has B = 1 and cu_seqlens `[N + 1]`; `cu_seqlens_cpu` is neither
     needed nor read. initial_state `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`. scale defaults to
-    `K ** -0.5`.
+    `K ** -0.5`. use_qk_l2norm_in_kernel: q and k are normalised per head. state_checkpoints
+    `[B, T // n, HV, K, V]` receives the states after every n = checkpoint_every_n_tokens tokens, without gradients.
+    exact_state and num_splits have no effect.
 
     Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in fp32 (fp64 for fp64 input) or None.
     """
     o, final = chunked_simple_gla(
-        q, k, v, g, g_gamma, scale, initial_state, state_v_first, cu_seqlens
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        scale,
+        initial_state,
+        state_v_first,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        state_checkpoints,
+        checkpoint_every_n_tokens,
     )
     return outgoing_tokens(o, v, out), final if output_final_state else None
 
@@ -109,11 +138,16 @@ def chunked_simple_gla(
     initial_state: Tensor | None,
     state_v_first: bool,
     cu_seqlens: Tensor | None,
+    normalise: bool,
+    checkpoints: Tensor | None,
+    every: int | None,
+    live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and final state of `chunk_simple_gla` in the computing dtype."""
-    rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale)
+    """Output and final state of `chunk_simple_gla` in the computing dtype; only `live` sequences write checkpoints."""
+    rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale, normalise)
     initial = incoming_state(initial_state, cols, values, cu_seqlens, state_v_first)
     chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
+    checkpoint = checkpoint_writer(chunks, checkpoints, every, state_v_first, live)
     batch, heads, head_dim = v.shape[0], v.shape[2], k.shape[-1] + v.shape[-1]
 
     o = values.new_zeros(batch, v.shape[1] + 1, heads, v.shape[-1])
@@ -129,6 +163,7 @@ def chunked_simple_gla(
             entering.append(state)
             state = kept[i] * state + written[i]
             final = chunks.leave(chunk, state, final)
+            checkpoint(chunk, state)
         read = (qc * sums.since_start.exp()) @ torch.stack(entering)
         o = chunks.scatter(o, read + scores @ vc, group)
 

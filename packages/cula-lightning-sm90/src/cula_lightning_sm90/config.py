@@ -21,15 +21,15 @@ _MAX_SEGMENTS = 16
 class Problem:
     """The static facts of a call: batch, lengths, head counts, strides, scale and intervals are not among them.
 
-    gate_dtype: dtype of the per-token log decay, None without one. decay: there is a log decay per head. packed: the
-    sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are
-    skipped. in_place: the final state replaces the initial one. l2norm, exact_state: see the public functions.
+    gate: there is a log decay per token, else decay: there is one per head. packed: the sequences are those of
+    `cu_seqlens`. indexed: sequences find their state through indices, negative ones are skipped. in_place: the final
+    state replaces the initial one. l2norm, exact_state: see the public functions.
     """
 
     dtype: str
     head_dim_k: int
     head_dim_v: int
-    gate_dtype: str | None = None
+    gate: bool = False
     decay: bool = True
     packed: bool = False
     state_v_first: bool = False
@@ -45,8 +45,8 @@ class Problem:
         """Why no kernel serves this problem, or None."""
         if self.dtype not in ACTIVATION_DTYPES:
             return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {self.dtype}"
-        if self.gate_dtype is not None and self.gate_dtype not in GATE_DTYPES:
-            return f"g must be {', '.join(GATE_DTYPES)}, not {self.gate_dtype}"
+        if self.gate and self.decay:
+            return "the decay per head is part of the gates' sums"
         if self.head_dim_k not in HEAD_DIMS or self.head_dim_v not in HEAD_DIMS:
             return f"K and V must be in {HEAD_DIMS}, not {self.head_dim_k}, {self.head_dim_v}"
         if (self.indexed or self.in_place) and not self.initial_state:
@@ -72,13 +72,18 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one chunk: q (unless prescan), k, and v of every tile."""
+        """What is loaded for one chunk: q (unless prescan), k, and v of every tile."""
         return 2 * CHUNK * (self.problem.head_dim_k * (2 - self.prescan) + V_TILE * self.tiles)
 
     @property
+    def follows(self) -> bool:
+        """Whether the call launches another kernel before this one, whose results it needs."""
+        return self.problem.packed or self.problem.gate or (self.split and not self.prescan)
+
+    @property
     def stages(self) -> int:
-        # Two slots of intra-chunk products and two of outputs, tables and barriers, alignment.
-        fixed = 4096 + (0 if self.prescan else 2 * 2 * CHUNK * (CHUNK + V_TILE * self.tiles))
+        # Two slots of intra-chunk products and two of outputs; tables, barriers and alignment.
+        fixed = 8192 + (0 if self.prescan else 2 * 2 * CHUNK * (CHUNK + V_TILE * self.tiles))
         return min(_MAX_STAGES, (SHARED_MEMORY - fixed) // self.stage_bytes)
 
     @property
@@ -89,7 +94,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Per thread of the weights', the tiles' and the loading warpgroup."""
-        return (208, 240, 32) if self.tiles == 1 else (104, 192, 24)
+        return (208, 240, 56) if self.tiles == 1 else (96, 192, 32)
 
     def illegal(self) -> str | None:
         """Why the kernel cannot be built, or None."""

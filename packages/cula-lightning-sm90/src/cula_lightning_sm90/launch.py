@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,40 +13,74 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
+from .common import DTYPES, LOG2_E
 from .config import CHUNK, V_TILE, Config, Problem, configs, plan
-from .prefill import DTYPES, LightningPrefill
+from .gates import GateSums
+from .prefill import LightningPrefill
 from .schedule import COLUMNS, SegmentTable
 
 ARCH = "sm_90a"
-_LOG2_E = 1.4426950408889634
-_GATES = {**DTYPES, "float32": cutlass.Float32}
-_INDICES = {torch.int32: cutlass.Int32, torch.int64: cutlass.Int64}
+_DSL = {
+    torch.int32: cutlass.Int32,
+    torch.int64: cutlass.Int64,
+    torch.float32: cutlass.Float32,
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+}
 
 
 @dataclass(frozen=True)
 class TableConfig:
-    """The kernel that makes the segment table of packed sequences; index_dtype is that of cu_seqlens."""
+    """The kernel that makes the segment table of packed sequences; follows: it comes after that of GateConfig."""
 
     index_dtype: torch.dtype
+    follows: bool
 
 
-def kernel(config: Config | TableConfig) -> LightningPrefill | SegmentTable:
+@dataclass(frozen=True)
+class GateConfig:
+    """The kernel that sums gates over chunks; index_dtype is that of cu_seqlens, None for dense batches."""
+
+    gate_dtype: torch.dtype
+    decay: bool
+    index_dtype: torch.dtype | None
+
+
+AnyConfig = Config | TableConfig | GateConfig
+
+
+def kernel(config: AnyConfig) -> LightningPrefill | SegmentTable | GateSums:
     """What `cute.compile` takes beside `fake_arguments`."""
-    return SegmentTable() if isinstance(config, TableConfig) else LightningPrefill(config)
+    if isinstance(config, TableConfig):
+        return SegmentTable(config.follows)
+    if isinstance(config, GateConfig):
+        return GateSums(config.decay, config.index_dtype is not None)
+    return LightningPrefill(config)
 
 
-def fake_arguments(config: Config | TableConfig) -> tuple:
+def fake_arguments(config: AnyConfig) -> tuple:
     """What `cute.compile` needs to know of the arguments: only dtypes, head dims and flags are fixed."""
     if isinstance(config, TableConfig):
         return (
-            _vector(_INDICES[config.index_dtype]),
+            _vector(_DSL[config.index_dtype]),
             make_fake_tensor(cutlass.Int32, (cute.sym_int(), COLUMNS), stride=(COLUMNS, 1)),
             _vector(cutlass.Int32),
             cutlass.Int32(1),
             cutlass.Int32(1),
         )
+    heads_v = cute.sym_int()
+    if isinstance(config, GateConfig):
+        shape = (cute.sym_int(), cute.sym_int(), heads_v)
+        strides = tuple(cute.sym_int64() for _ in range(3))
+        return (
+            make_fake_tensor(_DSL[config.gate_dtype], shape, stride=strides),
+            _vector(cutlass.Float32, heads_v) if config.decay else None,
+            _vector(_DSL[config.index_dtype]) if config.index_dtype else None,
+            _workspace(heads_v, cute.sym_int(), 2 * CHUNK),
+            cutlass.Float32(1.0),
+        )
     problem = config.problem
-    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
+    batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def activation(heads: object, dim: int):
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
@@ -61,20 +96,6 @@ def fake_arguments(config: Config | TableConfig) -> tuple:
         stride = (*outer, columns, 1)
         return make_fake_tensor(cutlass.Float32, shape, stride=stride, assumed_align=16)
 
-    def gate():
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        shape = (batch, tokens, heads_v)
-        return make_fake_tensor(_GATES[problem.gate_dtype], shape, stride=strides)
-
-    def workspace(*inner: int):
-        shape = (cute.sym_int(), heads_v, *inner)
-        stride, size = [], 1
-        for extent in reversed(inner):
-            stride.insert(0, size)
-            size *= extent
-        outer = (cute.sym_int64(divisibility=size), size)
-        return make_fake_tensor(cutlass.Float32, shape, stride=(*outer, *stride), assumed_align=16)
-
     forward = not config.prescan
     v_tiles, registers = problem.head_dim_v // V_TILE, problem.head_dim_k * V_TILE // 128
     return (
@@ -82,7 +103,7 @@ def fake_arguments(config: Config | TableConfig) -> tuple:
         activation(heads, problem.head_dim_k),
         activation(heads_v, problem.head_dim_v),
         activation(heads_v, problem.head_dim_v),
-        gate() if problem.gate_dtype else None,
+        _workspace(heads_v, cute.sym_int(), 2 * CHUNK) if problem.gate else None,
         _vector(cutlass.Float32, heads_v) if problem.decay else None,
         state() if problem.initial_state else None,
         _vector(cutlass.Int32) if problem.indexed else None,
@@ -92,8 +113,8 @@ def fake_arguments(config: Config | TableConfig) -> tuple:
         if problem.packed
         else None,
         _vector(cutlass.Int32) if problem.packed else None,
-        workspace(v_tiles, registers, 128) if config.split else None,
-        workspace() if config.split else None,
+        _workspace(cute.sym_int(), heads_v, v_tiles, registers, 128) if config.split else None,
+        _workspace(cute.sym_int(), heads_v) if config.split else None,
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         cutlass.Int32(1),
@@ -102,12 +123,19 @@ def fake_arguments(config: Config | TableConfig) -> tuple:
     )
 
 
+def _workspace(*shape: object):
+    """A contiguous fp32 tensor; all but its first two extents are fixed."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
+    outer = cute.sym_int64(divisibility=math.prod(shape[2:]))
+    return make_fake_tensor(cutlass.Float32, shape, stride=(outer, *strides), assumed_align=16)
+
+
 def _vector(dtype: type, size: object = None):
     return make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), stride=(1,))
 
 
 @functools.cache
-def compile(config: Config | TableConfig, *options) -> Callable[..., None]:
+def compile(config: AnyConfig, *options) -> Callable[..., None]:
     """A callable for one config, reused for every size and stride."""
     return cute.compile[(cute.GPUArch(ARCH), cute.EnableTVMFFI, *options)](
         kernel(config), *fake_arguments(config), make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -153,8 +181,8 @@ def run(
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     problem = Problem(
         _name(q.dtype), dim_k, dim_v,
-        gate_dtype=None if g is None else _name(g.dtype),
-        decay=head_decay is not None,
+        gate=g is not None,
+        decay=head_decay is not None and g is None,
         packed=cu_seqlens is not None,
         state_v_first=state_v_first,
         initial_state=initial_state is not None,
@@ -169,11 +197,19 @@ def run(
         multiprocessors = _multiprocessors(q.device)
     spread = plan(problem, batch, tokens, sequences, heads_v, multiprocessors, num_splits)
     segment_tokens = spread.segment_tokens or max(tokens, CHUNK)
-    segments = counters = states = decays = None
+    decay_factor = decay_sign * LOG2_E
+    index_dtype = None if cu_seqlens is None else cu_seqlens.dtype
+    segments = counters = sums = states = decays = None
+    if g is not None:
+        dense = batch * -(-tokens // CHUNK)
+        chunks = tokens // CHUNK + sequences if problem.packed else dense
+        sums = q.new_empty((heads_v, chunks, 2 * CHUNK), dtype=torch.float32)
+        gates = kernel_for(GateConfig(g.dtype, head_decay is not None, index_dtype))
+        gates(g, head_decay, cu_seqlens, sums, decay_factor)
     if problem.packed:
         segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
         counters = q.new_empty(2, dtype=torch.int32)
-        table = kernel_for(TableConfig(cu_seqlens.dtype))
+        table = kernel_for(TableConfig(index_dtype, g is not None))
         table(cu_seqlens, segments, counters, segment_tokens, min(tokens, segment_tokens))
     if spread.split:
         tiles, registers = dim_v // V_TILE, dim_k * V_TILE // 128
@@ -183,11 +219,12 @@ def run(
     for number, config in enumerate(configs(problem, spread)):
         forward = not config.prescan
         kernel_for(config)(
-            q if forward else None, k, v, out, g, head_decay, initial_state, state_indices,
+            q if forward else None, k, v, out, sums, head_decay if problem.decay else None,
+            initial_state, state_indices,
             final_state if forward else None,
             checkpoints.flatten(0, 1) if forward and checkpoints is not None else None,
             segments, None if counters is None else counters[number : number + 1], states, decays,
-            scale, decay_sign * _LOG2_E, segment_tokens, max(checkpoint_every, CHUNK), spread.ctas,
+            scale, decay_factor, segment_tokens, max(checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
 
 

@@ -19,6 +19,10 @@ class SegmentTable:
     order of the sequences.
     """
 
+    def __init__(self, follows: bool):
+        """follows: another kernel of the call comes before this one."""
+        self.follows = follows
+
     @cute.jit
     def __call__(
         self,
@@ -29,10 +33,10 @@ class SegmentTable:
         longest: cutlass.Int32,
         stream,
     ):
-        """cu_seqlens [N + 1]; segments int32 [1 + capacity, 6] and counters int32 [n], written. segment_tokens: length of
-        a segment, longest: of any."""
+        """cu_seqlens [N + 1]; segments int32 [1 + capacity, 6] and counters int32 [n], written. segment_tokens: length
+        of a segment, longest: of any."""
         self.kernel(cu_seqlens, segments, counters, segment_tokens, longest).launch(
-            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.follows
         )
 
     @cute.kernel
@@ -44,6 +48,7 @@ class SegmentTable:
         segment_tokens: cutlass.Int32,
         longest: cutlass.Int32,
     ):
+        cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         smem = SmemAllocator()
         buckets = smem.allocate_tensor(I32, cute.make_layout(THREADS), byte_alignment=16)
@@ -68,7 +73,6 @@ class SegmentTable:
         buckets[tidx] = before
         if tidx == 0:
             segments[0, 0] = total
-        cute.arch.sync_threads()
 
         slot = I32(0)
         for i in cutlass.range(rounds, unroll=1):
@@ -86,6 +90,10 @@ class SegmentTable:
                 row[0], row[1], row[2] = start + first, size, n
                 row[3], row[4], row[5] = slot + before + part, part, parts
             slot = slot + total
+        if cutlass.const_expr(
+            self.follows
+        ):  # who waits for this kernel waits for the one before it, too
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def parts(self, length, segment_tokens):
@@ -95,7 +103,11 @@ class SegmentTable:
     @cute.jit
     def bucket(self, size, longest):
         """0 for the longest."""
-        return THREADS - 1 - cute.ceil_div(size, CHUNK) * (THREADS - 1) // cute.ceil_div(longest, CHUNK)
+        return (
+            THREADS
+            - 1
+            - cute.ceil_div(size, CHUNK) * (THREADS - 1) // cute.ceil_div(longest, CHUNK)
+        )
 
     @cute.jit
     def take(self, buckets: cute.Tensor, bucket):

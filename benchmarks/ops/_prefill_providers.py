@@ -1,0 +1,216 @@
+"""The implementations of Lightning prefill that are compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops import _prefill
+from benchmarks.ops._decode_providers import _installed
+from benchmarks.ops._prefill import Inputs, Result
+from benchmarks.registry import CheckFailed, Provider, Setting
+
+# Milliseconds that the peer's tuner spends on warming up and on measuring one candidate; its own 25 and 100 would take
+# most of a run, because it tunes up to 48 candidates for every setting.
+TUNING_MS = {"warmup": 2, "rep": 8}
+
+_cula_missing = _installed("cula_lightning_sm90")
+_fla_missing = _installed("fla.ops.simple_gla")
+
+
+def _cula_supports(problem: Setting) -> str | None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        return "cula-lightning-sm90 needs compute capability 9.0"
+    return _cula_missing()
+
+
+def _cula_call(problem: Setting, x: Inputs, out: Tensor | None = None) -> Callable[[], Result]:
+    import cula_lightning_sm90 as cula
+
+    options: dict[str, Any] = {
+        "use_qk_l2norm_in_kernel": _prefill.has(problem, "l2norm"),
+        "exact_state": _prefill.has(problem, "exact"),
+        "out": out,
+    }
+    if x.checkpoints is not None:
+        options["state_checkpoints"] = x.checkpoints
+        options["checkpoint_every_n_tokens"] = _prefill.EVERY
+    offsets = None if x.offsets is None else x.offsets.int32
+    if x.gate is not None:
+        return lambda: cula.chunk_simple_gla(
+            x.q,
+            x.k,
+            x.v,
+            g=x.gate,
+            initial_state=x.state,
+            output_final_state=True,
+            cu_seqlens=offsets,
+            **options,
+        )
+    if offsets is not None:
+        return lambda: cula.lightning_attn_fwd_varlen(
+            x.q,
+            x.k,
+            x.v,
+            x.decay,
+            offsets,
+            state_pool=x.state,
+            initial_state_indices=x.indices,
+            **options,
+        )
+    return lambda: cula.lightning_attn_fwd(
+        x.q, x.k, x.v, x.decay, initial_state=x.state, output_final_state=True, **options
+    )
+
+
+def _cula_result(problem: Setting, x: Inputs) -> Result:
+    out = torch.full_like(x.v, float("nan"))
+    _, state = _cula_call(problem, x, out)()
+    return out, state if x.indices is None else state[x.indices.long()]
+
+
+_FLA_LACKS = {
+    "gva": "takes no grouped value heads",
+    "pool": "takes no pool indices",
+    "l2norm": "does not normalize inside",
+    "exact": "has one precision of the state update",
+    "checkpoints": "returns no states on the way",
+}
+
+
+def _fla_supports(problem: Setting) -> str | None:
+    return _FLA_LACKS.get(problem.params["feature"]) or _fla_missing()
+
+
+def _fla_call(problem: Setting, x: Inputs) -> Callable[[], Result]:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    g_gamma = None if x.decay is None else -x.decay
+    offsets, on_host = (None, None) if x.offsets is None else (x.offsets.int64, x.offsets.host)
+    return lambda: chunk_simple_gla(
+        x.q,
+        x.k,
+        x.v,
+        g=x.gate,
+        g_gamma=g_gamma,
+        initial_state=x.state,
+        output_final_state=True,
+        cu_seqlens=offsets,
+        cu_seqlens_cpu=on_host,
+    )
+
+
+def _fla_prepare(problem: Setting) -> None:
+    """Tunes the peer anew for every setting: its key leaves out heads, batch and length, and keeps the first choice."""
+    from fla.ops.common import chunk_h, chunk_o
+    from fla.ops.utils import cumsum
+
+    kernels = (
+        chunk_h.chunk_fwd_kernel_h,
+        chunk_o.chunk_fwd_kernel_o,
+        cumsum.chunk_local_cumsum_scalar_kernel,
+    )
+    for kernel in kernels:
+        _tune_anew(kernel)
+    if not isinstance(chunk_h.prepare_chunk_offsets, _KnownEnds):
+        chunk_h.prepare_chunk_offsets = _KnownEnds(chunk_h.prepare_chunk_offsets)
+
+
+def _tune_anew(kernel: Any) -> None:
+    """Empties the choices of the autotuner inside `kernel` and lets it choose faster."""
+    import triton
+
+    while not hasattr(kernel, "configs"):
+        kernel = kernel.fn
+    kernel.cache_results = False
+    kernel.cache.clear()
+    if not isinstance(kernel.run, _CompiledFirst):
+        kernel.do_bench = functools.partial(triton.testing.do_bench, **TUNING_MS)
+        kernel.run = _CompiledFirst(kernel)
+
+
+class _CompiledFirst:
+    """Runs an autotuner, whose candidates are compiled in parallel where it would compile one after the other."""
+
+    def __init__(self, tuner: Any) -> None:
+        self.tuner, self.tuned_run = tuner, tuner.run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from triton import AsyncCompileMode
+
+        if not self.tuner.cache:
+            options = {name: value for name, value in kwargs.items() if name != "warmup"}
+            with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
+                self.tuner.warmup(*args, **options)
+        return self.tuned_run(*args, **kwargs)
+
+
+class _KnownEnds:
+    """The peer's chunk offsets, with their last element on the host: the peer reads it back in every call."""
+
+    def __init__(self, prepare: Callable[..., Tensor]) -> None:
+        self.prepare = functools.lru_cache(maxsize=4)(lambda *args: _with_known_end(prepare(*args)))
+
+    def __call__(self, cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+        return self.prepare(cu_seqlens, chunk_size)
+
+
+class _KnownEnd(Tensor):
+    """A vector whose element [-1] is a host tensor."""
+
+    end: Tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.end if isinstance(index, int) and index == -1 else super().__getitem__(index)
+
+
+def _with_known_end(offsets: Tensor) -> Tensor:
+    known = offsets.as_subclass(_KnownEnd)
+    known.end = offsets[-1].cpu()
+    return known
+
+
+def _copy(problem: Setting, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+    """What is copied, and the call."""
+    source = torch.empty(_ceiling_moved(problem) // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return source, lambda: target.copy_(source)
+
+
+def _ceiling_moved(problem: Setting) -> int:
+    return _prefill.moved(problem) // 2 * 2
+
+
+CULA = Provider("cula", "ours", _cula_call, _prefill.moved, supports=_cula_supports)
+FLA = Provider(
+    "fla", "peer", _fla_call, _prefill.moved, supports=_fla_supports, prepare=_fla_prepare
+)
+CEILING = Provider(
+    "copy_ceiling",
+    "ceiling",
+    lambda problem, x: _copy(problem, x.q.device)[1],
+    _ceiling_moved,
+)
+PROVIDERS = (CULA, FLA, CEILING)
+
+_RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x)()}
+
+
+def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+    """The provider's result on fresh inputs against the fp64 oracle; the ceiling's against its own definition."""
+    if provider.role == "ceiling":
+        return _check_ceiling(problem, device)
+    return _prefill.check_prefill(_RESULTS[provider.name], problem, device)
+
+
+def _check_ceiling(problem: Setting, device: Any) -> dict[str, float]:
+    source, call = _copy(problem, device)
+    source.random_(generator=torch.Generator(device).manual_seed(20_231))
+    if not torch.equal(call(), source):
+        raise CheckFailed(f"{problem.name}: the copy is not exact")
+    return {}

@@ -1,0 +1,68 @@
+"""Lightning and simple GLA prefill: dense and packed, many heads and few; K=V=128."""
+
+from __future__ import annotations
+
+from benchmarks.ops import _prefill
+from benchmarks.ops._prefill import LENGTHS, MODES, setting
+from benchmarks.ops._prefill_providers import PROVIDERS, TUNING_MS, check
+from benchmarks.registry import Op, Setting
+
+BATCHES = (1, 2)
+TOKENS = (512, 1024, 4096, 8192, 16384)
+SEQUENCES = (10, 20)
+PACKED_TOKENS = (4096, 8192, 16384)
+FEW_HEADS = (8, 16, 32)
+FEW_TOKENS = (16384, 65536)
+DENSE_FEATURES = ("gva", "fp16", "state", "l2norm", "exact", "checkpoints")
+PACKED_FEATURES = ("gva", "fp16", "pool", "l2norm", "exact", "checkpoints")
+
+# Shell pattern of the settings that speed is summed up over: dense and packed, 64 heads, per-head decay, no extras.
+MAIN = "*-H64"
+
+
+def main_settings(mode: str) -> list[Setting]:
+    """Ten dense and eighteen packed problems of 64 heads."""
+    dense = [setting(t, batch=b, mode=mode) for b in BATCHES for t in TOKENS]
+    packed = [
+        setting(t, sequences=n, lengths=lengths, mode=mode)
+        for n in SEQUENCES
+        for t in PACKED_TOKENS
+        for lengths in LENGTHS
+    ]
+    return dense + packed
+
+
+def settings(quick: bool) -> list[Setting]:
+    """The main settings and long sequences of few heads, in both modes, then single features with decay."""
+    if quick:
+        return [
+            setting(4096),
+            setting(8192, sequences=10, lengths="random"),
+            setting(16384, heads=8, mode="gate"),
+        ]
+    few = [setting(t, heads=h, mode=mode) for mode in MODES for h in FEW_HEADS for t in FEW_TOKENS]
+    features = [setting(16384, feature=f) for f in DENSE_FEATURES]
+    features += [setting(8192, sequences=10, lengths="random", feature=f) for f in PACKED_FEATURES]
+    return main_settings("decay") + main_settings("gate") + few + features
+
+
+NOTES = (
+    "Every provider returns final states. bytes: q, k, v, o, gates and states once each, whoever runs.",
+    f"fla is chunk_simple_gla, tuned anew for every setting: all its candidates, {TUNING_MS['rep']} ms each.",
+    "fla plans packed sequences once, outside the time; the length of the plan, which it reads back in every call, is "
+    "kept on the host, because a CUDA graph cannot hold that.",
+    "cula takes cu_seqlens from the device, and its plan of packed sequences is part of every call.",
+    "copy_ceiling is a device-to-device copy: half of the bytes read, half written.",
+    "cold: buffer sets rotate over more than 3x the L2; a set larger than that is one.",
+)
+
+OP = Op(
+    name="lightning_prefill",
+    title="Lightning prefill, K=V=128",
+    settings=settings,
+    providers=PROVIDERS,
+    make_inputs=_prefill.make_inputs,
+    set_bytes=_prefill.read,
+    check=check,
+    notes=NOTES,
+)

@@ -1,0 +1,16 @@
+"""Lightning attention and simple GLA prefill for NVIDIA Hopper: one pass over q, k and v by TMA and WGMMA."""
+
+from .ops import (
+    chunk_lightning_attn,
+    chunk_simple_gla,
+    lightning_attn_fwd,
+    lightning_attn_fwd_varlen,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "chunk_lightning_attn",
+    "chunk_simple_gla",
+    "lightning_attn_fwd",
+    "lightning_attn_fwd_varlen",
+]

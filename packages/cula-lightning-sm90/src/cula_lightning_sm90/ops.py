@@ -1,0 +1,421 @@
+"""The torch operator and the public functions. The kernel is imported when a CUDA tensor comes.
+
+What the functions share. With the state S `[K, V]` of a sequence and value head, and the log decay d_t of a token,
+
+    S_t = exp(d_t) S_(t-1) + k_t v_t^T          o_t = scale * S_t^T q_t          (the token itself is included)
+
+q, k are `[B, T, H, K]`, v and the outputs `[B, T, HV, V]`, all bfloat16 or float16, K and V 64 or 128 (each on its
+own); on the CPU any dimensions, and float32 and float64 too. HV is a multiple of H; value head h reads query and key
+head h // (HV // H). Views are taken as they are if their last dimension is contiguous; the kernel reads by TMA, so
+that on the GPU a view whose address or other strides are no multiples of 16 bytes is copied first. T, B and the
+lengths of packed sequences may be 0. States are float32, `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`:
+dense matrices, addresses and strides multiples of 16 bytes, row and head strides free (float64 is taken with float64
+activations). A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is taken as it lies.
+
+Keywords of all functions:
+    use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
+    exact_state: the kernel adds to the state with two 16-bit terms per decayed value instead of one, which takes its
+        error from about 2e-3 to about 1e-5 (bfloat16).
+    state_checkpoints, checkpoint_every_n_tokens: with n, a multiple of 64, the state after every n tokens of each
+        sequence goes to `[B, T // n, HV, K, V]` (or V, K; contiguous, dtype of the states), both or neither. Dense: row
+        [b, i] holds the state after (i + 1) n tokens. Packed: a sequence at tokens [a, b) writes its i-th checkpoint to
+        row a // n + i. Rows that nobody owns stay as they are; padding slots write none.
+    num_splits: None decides from shapes and the GPU whether to cut sequences into segments that run in parallel.
+        1: never, then results do not depend, bit for bit, on how a sequence is cut into calls at multiples of 64
+        tokens. n: segments of ceil(T / n) tokens, rounded up to a multiple of 64. No effect on the CPU.
+    out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
+
+Errors: TypeError or ValueError for an argument that does not fit, gradients included (there is no backward), and
+nothing was changed; RuntimeError on a GPU whose compute capability is not 9.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .check import check_layer, check_offsets_copy, check_packed, check_prefill, is_aligned
+
+# The pool of an in-place call has an argument of its own, so that no tensor is passed under two names.
+torch.library.define(
+    "cula_lightning_sm90::prefill",
+    "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, Tensor(a!)? state_pool, "
+    "Tensor? state_indices, Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, "
+    "float scale, int decay_sign, bool state_v_first, bool l2norm, bool exact_state, int checkpoint_every, "
+    "int? num_splits) -> ()",
+)
+
+
+def _prefill_cpu(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, head_decay: Tensor | None,
+    initial_state: Tensor | None, state_pool: Tensor | None, state_indices: Tensor | None,
+    final_state: Tensor | None, checkpoints: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
+    scale: float, decay_sign: int, state_v_first: bool, l2norm: bool, exact_state: bool,
+    checkpoint_every: int, num_splits: int | None,
+) -> None:  # fmt: skip
+    if state_pool is not None:
+        initial_state = final_state = state_pool
+    reference.prefill(
+        q, k, v, g, head_decay, initial_state, state_indices, final_state, checkpoints, cu_seqlens,
+        out, scale=scale, decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
+        checkpoint_every=checkpoint_every,
+    )  # fmt: skip
+
+
+def _prefill_cuda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, head_decay: Tensor | None,
+    initial_state: Tensor | None, state_pool: Tensor | None, state_indices: Tensor | None,
+    final_state: Tensor | None, checkpoints: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
+    scale: float, decay_sign: int, state_v_first: bool, l2norm: bool, exact_state: bool,
+    checkpoint_every: int, num_splits: int | None,
+) -> None:  # fmt: skip
+    _require_hopper(q.device)
+    if state_pool is not None:
+        initial_state = final_state = state_pool
+    if out.numel() == 0 or (initial_state is not None and initial_state.shape[0] == 0):
+        # No token at all, or nothing but padding.
+        out.zero_()
+        _pass_through(initial_state, state_indices, final_state)
+        return
+    if checkpoints is not None and checkpoints.numel() == 0:
+        checkpoints, checkpoint_every = None, 0
+    if g is not None and g.dtype == torch.float64:
+        g = g.float()
+    q, k, v = (x if is_aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
+    target = out if is_aligned(out) else torch.empty_like(out, memory_format=_DENSE)
+    _launch()(
+        q, k, v, g, head_decay, initial_state, state_indices, final_state, checkpoints, cu_seqlens,
+        target, scale=scale, decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
+        exact_state=exact_state, checkpoint_every=checkpoint_every, num_splits=num_splits,
+    )  # fmt: skip
+    if target is not out:
+        out.copy_(target)
+
+
+_DENSE = torch.contiguous_format
+torch.library.impl("cula_lightning_sm90::prefill", "CPU", _prefill_cpu)
+torch.library.impl("cula_lightning_sm90::prefill", "CUDA", _prefill_cuda)
+torch.library.register_fake("cula_lightning_sm90::prefill", lambda *_: None)
+
+_prefill_op = torch.ops.cula_lightning_sm90.prefill.default
+
+
+def lightning_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention (Lightning Attention-2, arXiv 2401.04658) over a dense batch; d_t = -decay.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        decay: `[HV]` float32, natural log units per token, >= 0 (checked on the CPU only).
+        scale: factor of the outputs; None: K ** -0.5.
+        initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`; it is not changed. None: zero.
+        output_final_state: whether to return the states after the last token.
+        state_v_first: layout of all states.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
+            head of this module, which also gives dtypes, strides and layouts.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states as `initial_state`, or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        RuntimeError: the GPU is not of compute capability 9.0.
+    """
+    return _prefill(
+        q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
+        output_final_state, state_v_first, None, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
+        checkpoint_every_n_tokens, num_splits, out,
+    )  # fmt: skip
+
+
+def lightning_attn_fwd_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_final_state: bool = True,
+    state_v_first: bool = False,
+    *,
+    update_state_pool: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention over N packed sequences whose states live in a pool that is updated in place.
+
+    (Lightning Attention-2, arXiv 2401.04658; d_t = -decay.)
+
+    Args:
+        q, k: `[1, T, H, K]`.
+        v: `[1, T, HV, V]`.
+        decay: `[HV]` float32, natural log units per token, >= 0 (checked on the CPU only).
+        cu_seqlens: `[N + 1]` int32 or int64 on the device of q: sequence n holds the tokens cu_seqlens[n] ..
+            cu_seqlens[n + 1] - 1; from 0 to T, rising; empty sequences keep their state. Checked on the CPU only, a
+            device is never read back.
+        scale: factor of the outputs; None: K ** -0.5.
+        state_pool: `[rows, HV, K, V]`, or `[rows, HV, V, K]` with `state_v_first`. None: states start from zero.
+        initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative:
+            padding, no row is read or written and the outputs are zero. The same row twice is undefined (it is not
+            checked, because that needs a synchronisation). None: row n. Needs a state_pool.
+        output_final_state: whether to return the final states where no pool is updated.
+        state_v_first: layout of all states.
+        update_state_pool: False only reads the pool and returns the final states `[N, HV, ..]` (zero for padding).
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
+            head of this module, which also gives dtypes, strides and layouts.
+
+    Returns:
+        `(o, state_pool)`, the pool updated; without a pool, or with `update_state_pool=False`, `(o, final_states)` or
+        `(o, None)` by `output_final_state`. o is `[1, T, HV, V]` in the dtype of v.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        RuntimeError: the GPU is not of compute capability 9.0.
+    """
+    check_packed(cu_seqlens)
+    return _prefill(
+        q, k, v, None, decay, "decay", scale, state_pool, "state_pool", initial_state_indices,
+        update_state_pool, output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state,
+        state_checkpoints, checkpoint_every_n_tokens, num_splits, out,
+    )  # fmt: skip
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention with the decays of a layer: (8 / HV) * (1 - layer_idx / num_layers) * h for value head h.
+
+    (Lightning Attention-2, arXiv 2401.04658.) layer_idx: 0 .. num_layers - 1. cu_seqlens: `[N + 1]` int32 or int64, as
+    in `lightning_attn_fwd_varlen`, packs N sequences into B = 1, with states `[N, HV, ..]`; None: a dense batch, N = B.
+    Other arguments, results and errors are those of `lightning_attn_fwd`.
+    """
+    check_layer(layer_idx, num_layers)
+    decay = None
+    # What is wrong with v is found with everything else.
+    if isinstance(v, Tensor) and v.dim() == 4:
+        step = 8 / max(1, v.shape[2]) * (1 - layer_idx / num_layers)
+        decay = torch.arange(v.shape[2], dtype=torch.float32, device=v.device) * step
+    return _prefill(
+        q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
+        output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
+        checkpoint_every_n_tokens, num_splits, out,
+    )  # fmt: skip
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    exact_state: bool = False,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with a scalar gate per token and head, after GLA (arXiv 2312.06635); d_t = g_t + g_gamma.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV]` of any floating dtype and strides, natural log units; meant to be <= 0, which is not checked.
+        g_gamma: `[HV]` float32, natural log units per token, <= 0 (checked on the CPU only). With both g and g_gamma
+            they add; with neither there is no decay.
+        scale: factor of the outputs; None: K ** -0.5.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; it is not changed. None: zero.
+        output_final_state: whether to return the states after the last token of every sequence.
+        state_v_first: layout of all states.
+        cu_seqlens: `[N + 1]` int32 or int64, as in `lightning_attn_fwd_varlen`, packs N sequences into B = 1; None: a
+            dense batch, N = B.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU; taken for the sake of callers that have one, not needed.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
+            head of this module, which also gives dtypes, strides and layouts.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states as `initial_state`, or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        RuntimeError: the GPU is not of compute capability 9.0.
+    """
+    if cu_seqlens_cpu is not None:
+        check_offsets_copy(cu_seqlens, cu_seqlens_cpu)
+    return _prefill(
+        q, k, v, g, g_gamma, "g_gamma", scale, initial_state, "initial_state", None, False,
+        output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
+        checkpoint_every_n_tokens, num_splits, out,
+    )  # fmt: skip
+
+
+def _prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    head_decay: Tensor | None,
+    decay_name: str,
+    scale: float | None,
+    state: Tensor | None,
+    state_name: str,
+    indices: Tensor | None,
+    update: bool,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    l2norm: bool,
+    exact_state: bool,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    num_splits: int | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Every public function: checks, allocates, and runs. `update`: the state given is replaced, not only read."""
+    plain = _is_plain_cuda_call(q)
+    if plain:
+        _require_hopper(q.device)
+    check_prefill(
+        q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
+        state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits, out,
+    )  # fmt: skip
+    initial, turned = _as_stored(state)
+    v_first = state_v_first != turned
+    pool: Tensor | None = None
+    final: Tensor | None = None
+    if update and initial is not None:
+        pool, initial = initial, None
+    elif output_final_state:
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        final = _new_states(sequences, q, v, v_first, initial)
+    saved = checkpoints
+    if turned and checkpoints is not None:
+        # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
+        saved = checkpoints.transpose(3, 4).contiguous()
+    if out is None:
+        out = torch.empty_like(v, memory_format=_DENSE)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    run = _prefill_cuda if plain else _prefill_op
+    run(
+        q, k, v, g, head_decay, initial, pool, indices, final, saved, cu_seqlens, out, float(scale),
+        1 if decay_name == "g_gamma" else -1, v_first, l2norm, exact_state, checkpoint_every or 0,
+        num_splits,
+    )  # fmt: skip
+    if checkpoints is not None and saved is not None and saved is not checkpoints:
+        checkpoints.copy_(saved.transpose(3, 4))
+    if pool is not None:
+        return out, state
+    return out, final.transpose(2, 3) if turned and final is not None else final
+
+
+def _is_plain_cuda_call(q: Tensor) -> bool:
+    """Whether the launcher may be called without the dispatcher: a real CUDA tensor, and nothing is being traced."""
+    return (
+        type(q) is Tensor
+        and q.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+@functools.cache
+def _require_hopper(device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        raise RuntimeError(
+            f"cula-lightning-sm90 needs compute capability 9.0, {device} has {major}.{minor}"
+        )
+
+
+@functools.cache
+def _launch() -> Callable[..., None]:
+    from .launch import run
+
+    return run
+
+
+def _as_stored(state: Tensor | None) -> tuple[Tensor | None, bool]:
+    """The states as they lie in memory, and whether that is the other layout: a transposed view needs no copy."""
+    if (
+        isinstance(state, Tensor)
+        and state.dim() == 4
+        and state.stride(3) != 1
+        and state.stride(2) == 1
+    ):
+        return state.transpose(2, 3), True
+    return state, False
+
+
+def _new_states(sequences: int, q: Tensor, v: Tensor, v_first: bool, like: Tensor | None) -> Tensor:
+    """Memory for the final states, in the dtype of the initial ones."""
+    matrix = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
+    if like is not None:
+        dtype = like.dtype
+    else:
+        dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    return torch.empty(sequences, v.shape[2], *matrix, dtype=dtype, device=q.device)
+
+
+def _pass_through(
+    initial_state: Tensor | None, state_indices: Tensor | None, final_state: Tensor | None
+) -> None:
+    """Final states of sequences that have no token: the initial ones, zero for padding. Reads nothing back."""
+    if final_state is None or final_state is initial_state:
+        return
+    if initial_state is None or initial_state.shape[0] == 0:
+        final_state.zero_()
+    elif state_indices is None:
+        final_state.copy_(initial_state[: final_state.shape[0]])
+    else:
+        rows = initial_state[state_indices.clamp(min=0).long()]
+        final_state.copy_(torch.where((state_indices >= 0)[:, None, None, None], rows, 0.0))

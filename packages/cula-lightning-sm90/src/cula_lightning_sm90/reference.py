@@ -1,0 +1,236 @@
+"""Lightning attention and simple GLA in plain torch: the oracle of the kernel, and what serves CPU tensors.
+
+Per sequence and value head, with the log decay d_t of token t and the state S [K, V]:
+
+    S_t = exp(d_t) S_(t-1) + k_t v_t^T          o_t = scale * S_t^T q_t
+
+`recurrent_prefill` is that, token by token in fp64. `chunked_prefill` takes 64 tokens at a time. With
+D_ij = d_(j+1) + ... + d_i, and S the state before the chunk's tokens 0 .. L-1:
+
+    o_i = scale * (exp(d_0 + ... + d_i) S^T q_i + sum_(j <= i) exp(D_ij) (q_i . k_j) v_j)
+    S  <- exp(d_0 + ... + d_(L-1)) S + sum_j exp(D_(L-1)j) k_j v_j^T
+
+Every exponent is a sum of its own terms, never a difference of two large sums, so that any decay is exact to rounding.
+A last chunk of L < 64 tokens advances the state by L tokens. Arguments are taken as checked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CHUNK = 64
+_EPSILON = 1e-6
+
+
+class _Sequence(NamedTuple):
+    """Tokens [start, stop) of a row of the batch; `state` is its row of the initial states, negative for padding."""
+
+    row: int
+    start: int
+    stop: int
+    state: int
+
+
+def recurrent_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    head_decay: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    decay_sign: int = -1,
+    state_v_first: bool = False,
+    l2norm: bool = False,
+    checkpoint_every: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence itself, one token after another, in fp64 whatever the dtypes of the arguments.
+
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. The log decay of a token is decay_sign * head_decay [HV] + g [B, T, HV];
+    what is None does not count. initial_state: [rows, HV, K, V] ([rows, HV, V, K] with `state_v_first`) or None.
+    state_indices: row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1.
+    checkpoints: [B, T // checkpoint_every, HV, K, V] (or V, K), written where a sequence owns a row.
+    Returns the outputs [B, T, HV, V] and the final states [N, HV, K, V] (or V, K), both zero for padding.
+    """
+    _, tokens, heads, dim_k = q.shape
+    heads_v, dim_v = v.shape[2:]
+    sequences = _sequences(q, state_indices, cu_seqlens)
+    queries, keys = (_normalized(x.double()) if l2norm else x.double() for x in (q, k))
+    if scale is None:
+        scale = dim_k**-0.5
+    outputs = v.new_zeros(v.shape, dtype=torch.float64)
+    finals = v.new_zeros(len(sequences), heads_v, dim_k, dim_v, dtype=torch.float64)
+    head = torch.arange(heads_v, device=q.device) // (heads_v // heads)
+    for n, (row, start, stop, slot) in enumerate(sequences):
+        if slot < 0:
+            continue
+        state = finals[n]
+        if initial_state is not None:
+            given = initial_state[slot].double()
+            state = given.transpose(1, 2) if state_v_first else given
+        for t in range(start, stop):
+            log_decay = torch.zeros(heads_v, dtype=torch.float64, device=q.device)
+            if head_decay is not None:
+                log_decay = log_decay + decay_sign * head_decay.double()
+            if g is not None:
+                log_decay = log_decay + g[row, t].double()
+            update = torch.einsum("hk,hv->hkv", keys[row, t, head], v[row, t].double())
+            state = log_decay.exp()[:, None, None] * state + update
+            outputs[row, t] = scale * torch.einsum("hk,hkv->hv", queries[row, t, head], state)
+            done = t + 1 - start
+            if checkpoints is not None and done % checkpoint_every == 0:
+                place = start // checkpoint_every + done // checkpoint_every - 1
+                checkpoints[row, place] = state.transpose(1, 2) if state_v_first else state
+        finals[n] = state
+    return outputs, finals.transpose(2, 3) if state_v_first else finals
+
+
+def chunked_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    head_decay: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    decay_sign: int = -1,
+    state_v_first: bool = False,
+    l2norm: bool = False,
+    checkpoint_every: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`recurrent_prefill` by chunks of 64 tokens, in fp64 if an argument is fp64 and in fp32 otherwise.
+
+    Arguments and results are the same. A dense batch runs its sequences together, a packed one each for itself.
+    """
+    batch, tokens, _, dim_k = q.shape
+    heads_v, dim_v = v.shape[2:]
+    work = _work_dtype(q, v, g, initial_state)
+    sequences = _sequences(q, state_indices, cu_seqlens)
+    if scale is None:
+        scale = dim_k**-0.5
+    outputs = v.new_zeros(v.shape, dtype=work)
+    finals = v.new_zeros(len(sequences), heads_v, dim_k, dim_v, dtype=work)
+    live = [n for n, sequence in enumerate(sequences) if sequence.state >= 0]
+    if initial_state is not None and live:
+        given = initial_state[[sequences[n].state for n in live]].to(work)
+        finals[live] = given.transpose(2, 3) if state_v_first else given
+    log_decay = v.new_zeros(batch, tokens, heads_v, dtype=work)
+    if head_decay is not None:
+        log_decay += decay_sign * head_decay.to(work)
+    if g is not None:
+        log_decay += g.to(work)
+    # Sequences of a dense batch have the same bounds, so their chunks are one batched product.
+    groups = [live] if cu_seqlens is None else [[n] for n in live]
+    for members in groups:
+        if not members:
+            continue
+        rows = [sequences[n].row for n in members]
+        _, start, stop, _ = sequences[members[0]]
+        state = finals[members]
+        for first in range(start, stop, _CHUNK):
+            piece = slice(first, min(first + _CHUNK, stop))
+            q_c, k_c, v_c = (x[rows, piece].to(work) for x in (q, k, v))
+            if l2norm:
+                q_c, k_c = _normalized(q_c), _normalized(k_c)
+            outputs[rows, piece], state = _chunk(
+                q_c, k_c, v_c, log_decay[rows, piece], state, scale
+            )
+            done = piece.stop - start
+            if checkpoints is not None and done % checkpoint_every == 0:
+                place = start // checkpoint_every + done // checkpoint_every - 1
+                stored = state.transpose(2, 3) if state_v_first else state
+                checkpoints[rows, place] = stored.to(checkpoints.dtype)
+        finals[members] = state
+    return outputs, finals.transpose(2, 3) if state_v_first else finals
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    head_decay: Tensor | None,
+    initial_state: Tensor | None,
+    state_indices: Tensor | None,
+    final_state: Tensor | None,
+    checkpoints: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    *,
+    scale: float,
+    decay_sign: int = -1,
+    state_v_first: bool = False,
+    l2norm: bool = False,
+    checkpoint_every: int = 0,
+) -> None:
+    """`chunked_prefill` into `out` and `final_state`: the contract of the kernel's launcher, on the CPU.
+
+    final_state: None, another tensor [N, HV, ..] for row n of the final states, or `initial_state` itself, whose rows
+    are then replaced where they were read.
+    """
+    outputs, finals = chunked_prefill(
+        q, k, v, g, head_decay, initial_state, state_indices, checkpoints, cu_seqlens, scale=scale,
+        decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
+        checkpoint_every=checkpoint_every,
+    )  # fmt: skip
+    out.copy_(outputs)
+    if final_state is None:
+        return
+    if final_state is not initial_state:
+        final_state.copy_(finals)
+    elif state_indices is None:
+        final_state[: len(finals)] = finals.to(final_state.dtype)
+    else:
+        live = state_indices >= 0
+        final_state[state_indices[live].long()] = finals[live].to(final_state.dtype)
+
+
+def _chunk(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, L, HV, V] of L tokens and the state [B, HV, K, V] after them."""
+    length, group = q.shape[1], v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (q, k))
+    v, log_decay = v.transpose(1, 2), log_decay.transpose(1, 2)
+    # between[i, j] = d_(j+1) + ... + d_i: down column j, only what comes after token j is added up.
+    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    terms = torch.where(causal.tril(-1), log_decay[..., None], 0)
+    between = terms.cumsum(2).masked_fill(~causal, -torch.inf)
+    since_start = log_decay.cumsum(2).exp()[..., None]
+    scores = (q @ k.transpose(2, 3)) * between.exp()
+    outputs = scale * (since_start * (q @ state) + scores @ v)
+    until_end = between[:, :, -1].exp()[..., None]
+    state = since_start[:, :, -1:] * state + (until_end * k).transpose(2, 3) @ v
+    return outputs.transpose(1, 2), state
+
+
+def _sequences(
+    q: Tensor, state_indices: Tensor | None, cu_seqlens: Tensor | None
+) -> list[_Sequence]:
+    if cu_seqlens is None:
+        places = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
+    else:
+        bounds = cu_seqlens.tolist()
+        places = [(0, start, stop) for start, stop in zip(bounds[:-1], bounds[1:])]
+    slots = range(len(places)) if state_indices is None else state_indices.tolist()
+    return [_Sequence(*place, slot) for place, slot in zip(places, slots)]
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt()
+
+
+def _work_dtype(*tensors: Tensor | None) -> torch.dtype:
+    double = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if double else torch.float32

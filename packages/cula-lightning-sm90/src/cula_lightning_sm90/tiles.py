@@ -1,0 +1,415 @@
+"""The warpgroups that hold the state: 64 columns of v each, outputs, final states and checkpoints."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from .common import BARRIER_TILE, F32, GROUP, I32, SLOTS, TABLE, Layout, as_operand, issue, mma
+from .config import CHUNK, V_TILE
+
+
+class Tiles(Layout):
+    """The state of 64 columns of v, transposed, [64, K] in fp32, in one warpgroup's registers from end to end."""
+
+    @cute.jit
+    def attend(
+        self,
+        ring,
+        weights,
+        items,
+        base: cute.Pointer,
+        p_base: cute.Pointer,
+        o_base: cute.Pointer,
+        tables: cute.Pointer,
+        item_words: cute.Pointer,
+        tma_o,
+        mO: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        states: cute.Tensor,
+        decays: cute.Tensor,
+        segment_tokens: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
+        tile: cutlass.Int32,
+        tidx: cutlass.Int32,
+    ):
+        """States and outputs of 64 columns of v."""
+        if cutlass.const_expr(self.config.split):  # the prescan's states are there
+            cute.arch.griddepcontrol_wait()
+        lane = tidx % 32
+        mma_o = mma(self.dtype, CHUNK, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
+        mma_s = mma(self.dtype, self.dim_k, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        part_o, part_s = mma_o.get_slice(tidx), mma_s.get_slice(tidx)
+        tOrQ = mma_o.make_fragment_B(
+            part_o.partition_B(self.staged(base, 0, (CHUNK, self.dim_k), "k"))
+        )
+        tOrP = mma_o.make_fragment_B(part_o.partition_B(self.slots(p_base, (CHUNK, CHUNK), "k")))
+        tSrK = mma_s.make_fragment_B(
+            part_s.partition_B(self.staged(base, self.k_at, (self.dim_k, CHUNK), "mn"))
+        )
+        load_v, tVsV = self.values(base, mma_o, tile, tidx)
+        store_o = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_o
+        ).get_slice(tidx)
+        own_o = o_base + tile * (SLOTS * CHUNK * V_TILE)
+        sO = self.slots(own_o, (CHUNK, V_TILE), "k")
+        tOsO = store_o.partition_D(self.slots(own_o, (V_TILE, CHUNK), "mn"))
+        o_weights = self.token_table(tables, 0, lane)
+        v_weights = self.token_table(tables, CHUNK, lane)
+        totals = cute.make_tensor(
+            tables + 2 * CHUNK, cute.make_layout((2, SLOTS), stride=(1, TABLE))
+        )
+
+        s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, self.dim_k)), F32)
+        o = cute.make_rmem_tensor(mma_o.partition_shape_C((V_TILE, CHUNK)), F32)
+        s_a = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, self.dim_k)))
+        v_a = mma_o.make_fragment_A(mma_o.partition_shape_A((V_TILE, CHUNK)))
+        w_a = mma_o.make_fragment_A(mma_o.partition_shape_A((V_TILE, CHUNK)))
+        rest_a = mma_o.make_fragment_A(mma_o.partition_shape_A((V_TILE, CHUNK)))
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        weights_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        turn = I32(0)  # chunks sent so far: which output slot is next
+
+        item = self.receive(items, item_at, item_words)
+        item_at.advance()
+        while item[0] != 0:
+            token, batch, length, sequence, slot, part, parts, head = (item[i] for i in range(1, 9))
+            column, row = item[9] + tile, item[10]
+            chunks = cute.ceil_div(length, CHUNK)
+            if row < 0:
+                chunks = 0
+                self.clear_output(out, batch, token, length, head, column, tidx)
+            self.start(
+                s, part_s, initial, states, decays, sequence, slot, part, parts, head, column, row, tidx
+            )  # fmt: skip
+            rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
+            gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
+            for c in cutlass.range(chunks, unroll=1):
+                left = cutlass.min(length - c * CHUNK, CHUNK)
+                ring.consumer_wait(at)
+                weights.consumer_wait(weights_at)
+                self.take_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
+                self.weigh_values(v_weights[None, None, weights_at.index], v_a, w_a, rest_a)
+                s_a.store(as_operand(s, s_a).load().to(self.dtype))
+                self.decay(s, totals[None, weights_at.index])
+                warpgroup.fence()
+                issue(mma_o, o, s_a, tOrQ[None, None, None, at.index], True)
+                issue(mma_s, s, w_a, tSrK[None, None, None, at.index], False)
+                if cutlass.const_expr(self.problem.exact_state):
+                    issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
+                if c > 0:
+                    self.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
+                by_token = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+                cute.autovec_copy(o_weights[None, None, weights_at.index], by_token)
+                warpgroup.wait_group(2 if self.problem.exact_state else 1)
+                by_pairs = cute.make_tensor(o.iterator, cute.make_layout((2, 2, CHUNK // 8)))
+                for n in cutlass.range_constexpr(CHUNK // 8):
+                    for b in cutlass.range_constexpr(2):
+                        for a in cutlass.range_constexpr(2):
+                            by_pairs[a, b, n] = by_pairs[a, b, n] * by_token[a, n]
+                # With all this in flight two tiles have no registers to keep v in.
+                if cutlass.const_expr(self.problem.exact_state and self.tiles > 1):
+                    self.take_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
+                warpgroup.fence()
+                issue(mma_o, o, v_a, tOrP[None, None, None, weights_at.index], False)
+                warpgroup.wait_group(0)
+                ring.consumer_release(at)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    weights.consumer_release(weights_at)
+                at.advance()
+                weights_at.advance()
+                self.keep(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                turn = turn + 1
+                if cutlass.const_expr(self.problem.checkpoints):
+                    done = part * segment_tokens + (c + 1) * CHUNK
+                    if (left == CHUNK) & (done % checkpoint_every == 0):
+                        at_row = self.checkpoint_row(
+                            token, part, segment_tokens, sequence, checkpoint_every, out
+                        )
+                        at_row = at_row + done // checkpoint_every - 1
+                        self.put(s, part_s, checkpoints, at_row, head, column)
+            if chunks > 0:
+                self.finish(
+                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx
+                )  # fmt: skip
+            if cutlass.const_expr(self.problem.final_state):
+                self.save(s, part_s, final, sequence, part, parts, head, column, row)
+            item = self.receive(items, item_at, item_words)
+            item_at.advance()
+        if tidx < 32:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def scan(
+        self,
+        ring,
+        weights,
+        items,
+        base: cute.Pointer,
+        tables: cute.Pointer,
+        item_words: cute.Pointer,
+        initial: cute.Tensor,
+        states: cute.Tensor,
+        tile: cutlass.Int32,
+        tidx: cutlass.Int32,
+    ):
+        """What a segment adds to the state, from zero, or for the first of a sequence from its initial state."""
+        lane = tidx % 32
+        mma_v = mma(self.dtype, CHUNK, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
+        mma_s = mma(self.dtype, self.dim_k, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        part_s = mma_s.get_slice(tidx)
+        tSrK = mma_s.make_fragment_B(
+            part_s.partition_B(self.staged(base, self.k_at, (self.dim_k, CHUNK), "mn"))
+        )
+        load_v, tVsV = self.values(base, mma_v, tile, tidx)
+        v_weights = self.token_table(tables, CHUNK, lane)
+        totals = cute.make_tensor(
+            tables + 2 * CHUNK, cute.make_layout((2, SLOTS), stride=(1, TABLE))
+        )
+        s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, self.dim_k)), F32)
+        v_a = mma_v.make_fragment_A(mma_v.partition_shape_A((V_TILE, CHUNK)))
+        w_a = mma_v.make_fragment_A(mma_v.partition_shape_A((V_TILE, CHUNK)))
+        rest_a = mma_v.make_fragment_A(mma_v.partition_shape_A((V_TILE, CHUNK)))
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        weights_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        item = self.receive(items, item_at, item_words)
+        item_at.advance()
+        while item[0] != 0:
+            length, slot, part, parts, head = item[3], item[5], item[6], item[7], item[8]
+            column, row = item[9] + tile, item[10]
+            s.fill(0.0)
+            if cutlass.const_expr(self.problem.initial_state):
+                if part == 0:
+                    self.get(s, part_s, initial, row, head, column)
+                    if cutlass.const_expr(self.problem.in_place):
+                        # The last segment may replace the pool's row before the first one is started.
+                        self.spill(s, states, slot + parts - 1, head, column, tidx)
+            for _ in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
+                ring.consumer_wait(at)
+                weights.consumer_wait(weights_at)
+                self.take_values(load_v, tVsV[None, None, None, at.index], v_a, CHUNK, lane)
+                self.weigh_values(v_weights[None, None, weights_at.index], v_a, w_a, rest_a)
+                self.decay(s, totals[None, weights_at.index])
+                warpgroup.fence()
+                issue(mma_s, s, w_a, tSrK[None, None, None, at.index], False)
+                if cutlass.const_expr(self.problem.exact_state):
+                    issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
+                warpgroup.wait_group(0)
+                ring.consumer_release(at)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    weights.consumer_release(weights_at)
+                at.advance()
+                weights_at.advance()
+            self.spill(s, states, slot, head, column, tidx)
+            item = self.receive(items, item_at, item_words)
+            item_at.advance()
+
+    def values(self, base, mma_v, tile, tidx):
+        """v^T of this tile in the order of an accumulator, transposed on the way by ldmatrix."""
+        load_v = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_v
+        ).get_slice(tidx)
+        sV = self.staged(base + tile * (CHUNK * V_TILE), self.v_at, (V_TILE, CHUNK), "mn")
+        return load_v, load_v.partition_S(sV)
+
+    @cute.jit
+    def take_values(self, load_v, source: cute.Tensor, v_a: cute.Tensor, left, lane):
+        """v^T of a chunk as an A operand."""
+        v = cute.make_tensor(v_a.iterator, cute.make_layout((2, 2, CHUNK // 8)))
+        whole = cute.make_tensor(v_a.iterator, cute.make_layout(((2, 2, CHUNK // 8), 1, 1)))
+        cute.copy(load_v, source, load_v.retile(whole))
+        if cutlass.const_expr(self.problem.packed and self.forward):
+            if (
+                left < CHUNK
+            ):  # tokens of the next sequence may hold anything, and 0 * inf is no zero
+                for n in cutlass.range_constexpr(CHUNK // 8):
+                    for a in cutlass.range_constexpr(2):
+                        for b in cutlass.range_constexpr(2):
+                            beyond = 8 * n + lane % 4 * 2 + a >= left
+                            v[a, b, n] = self.dtype(0.0) if beyond else v[a, b, n]
+
+    @cute.jit
+    def weigh_values(
+        self, by_token: cute.Tensor, v_a: cute.Tensor, w_a: cute.Tensor, rest_a: cute.Tensor
+    ):
+        """2^(G_L - G_j) v^T as an A operand, and for exact_state what its rounding lost."""
+        factors = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+        cute.autovec_copy(by_token, factors)
+        exact = cute.make_rmem_tensor((2, 2, CHUNK // 8), F32)
+        exact.store(cute.make_tensor(v_a.iterator, exact.layout).load().to(F32))
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            for b in cutlass.range_constexpr(2):
+                for a in cutlass.range_constexpr(2):
+                    exact[a, b, n] = exact[a, b, n] * factors[a, n]
+        w_a.store(as_operand(exact, w_a).load().to(self.dtype))
+        if cutlass.const_expr(self.problem.exact_state):
+            rounded = cute.make_tensor(w_a.iterator, exact.layout)
+            exact.store(exact.load() - rounded.load().to(F32))
+            rest_a.store(as_operand(exact, rest_a).load().to(self.dtype))
+
+    @cute.jit
+    def decay(self, s: cute.Tensor, total: cute.Tensor):
+        factor = total[0]
+        if cutlass.const_expr(self.problem.exact_state):
+            lost = total[1]
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = s[i] * factor + s[i] * lost
+        else:
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = s[i] * factor
+
+    # ---- outputs ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def keep(self, store_o, o: cute.Tensor, target: cute.Tensor):
+        rounded = cute.make_rmem_tensor(o.shape, self.dtype)
+        rounded.store(o.load().to(self.dtype))
+        cute.copy(store_o, store_o.retile(rounded), target)
+
+    @cute.jit
+    def send(self, tma, gO: cute.Tensor, sO: cute.Tensor, c, turn, tile, tidx):
+        """Sends a full chunk; after its barrier the other slot may be written again."""
+        if tidx < 32:  # whichever thread of the warp is elected to copy
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BARRIER_TILE + tile, number_of_threads=GROUP)
+        if tidx < 32:
+            s, g = cpasync.tma_partition(
+                tma, 0, cute.make_layout(1), cute.group_modes(sO[None, None, turn % SLOTS], 0, 2),
+                cute.group_modes(gO[None, None, c], 0, 2),
+            )  # fmt: skip
+            cute.copy(tma, s, g)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish(
+        self, tma, gO, sO, out, batch, token, length, head, column, chunks, turn, tile, tidx
+    ):
+        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
+        left = length - (chunks - 1) * CHUNK
+        if left == CHUNK:
+            self.send(tma, gO, sO, chunks - 1, turn, tile, tidx)
+        else:
+            if tidx < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=BARRIER_TILE + tile, number_of_threads=GROUP)
+            units, target = self.rows_of(
+                out, batch, token + (chunks - 1) * CHUNK, head, column, tidx
+            )
+            source = units.partition_S(sO[None, None, turn % SLOTS])
+            held = cute.make_rmem_tensor(source[None, 0, 0].shape, self.dtype)
+            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                if tidx // 8 + 16 * i < left:
+                    cute.autovec_copy(source[None, i, 0], held)
+                    cute.autovec_copy(held, target[None, i, 0])
+
+    @cute.jit
+    def clear_output(self, out, batch, token, length, head, column, tidx):
+        """The outputs of a skipped sequence are zero."""
+        for c in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
+            units, target = self.rows_of(out, batch, token + c * CHUNK, head, column, tidx)
+            zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
+            zeros.fill(0.0)
+            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                if tidx // 8 + 16 * i < length - c * CHUNK:
+                    cute.autovec_copy(zeros, target[None, i, 0])
+
+    def rows_of(self, out, batch, token, head, column, tidx):
+        """64 tokens of this tile's outputs in units of 16 bytes: thread t has unit t % 8 of rows t // 8 + 16 i."""
+        units = cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
+            cute.make_layout((16, 8), stride=(8, 1)),
+            cute.make_layout((1, 8)),
+        ).get_slice(tidx)
+        tokens = cute.domain_offset((token, 0), out[batch, None, head, None])
+        return units, units.partition_D(cute.local_tile(tokens, (CHUNK, V_TILE), (0, column)))
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def transposed(self, pool, row, head, column):
+        """64 columns of v of a state as [V, K], whatever its layout."""
+        state = pool[row, head, None, None]
+        if not self.problem.state_v_first:
+            state = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
+        return cute.local_tile(state, (V_TILE, self.dim_k), (column, 0))
+
+    @cute.jit
+    def get(self, s: cute.Tensor, part_s, pool, row, head, column):
+        cute.autovec_copy(part_s.partition_C(self.transposed(pool, row, head, column)), s)
+
+    @cute.jit
+    def put(self, s: cute.Tensor, part_s, pool, row, head, column):
+        cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
+
+    def spilled(self, states, slot, head, column, tidx):
+        """A segment's contribution in the workspace: registers one after another, 128 threads wide."""
+        return states[slot, head, column, None, tidx]
+
+    @cute.jit
+    def spill(self, s: cute.Tensor, states: cute.Tensor, slot, head, column, tidx):
+        target = self.spilled(states, slot, head, column, tidx)
+        for i in cutlass.range_constexpr(cute.size(s)):
+            target[i] = s[i]
+
+    @cute.jit
+    def start(
+        self,
+        s: cute.Tensor,
+        part_s,
+        initial,
+        states,
+        decays,
+        sequence,
+        slot,
+        part,
+        parts,
+        head,
+        column,
+        row,
+        tidx,
+    ):
+        """The state in front of an item: the initial one, or the sum over the segments before it."""
+        s.fill(0.0)
+        if row >= 0:
+            if cutlass.const_expr(self.problem.initial_state):
+                if part == 0:
+                    if cutlass.const_expr(self.problem.in_place and self.config.split):
+                        if parts > 1:
+                            source = self.spilled(states, slot + parts - 1, head, column, tidx)
+                            for i in cutlass.range_constexpr(cute.size(s)):
+                                s[i] = source[i]
+                        else:
+                            self.get(s, part_s, initial, row, head, column)
+                    else:
+                        self.get(s, part_s, initial, row, head, column)
+            if cutlass.const_expr(self.config.split):
+                for before in cutlass.range(slot - part, slot, unroll=1):
+                    factor = cute.arch.exp2(decays[before, head])
+                    source = self.spilled(states, before, head, column, tidx)
+                    for i in cutlass.range_constexpr(cute.size(s)):
+                        s[i] = s[i] * factor + source[i]
+
+    @cute.jit
+    def save(self, s: cute.Tensor, part_s, final, sequence, part, parts, head, column, row):
+        """The state behind a sequence. Nothing for padding slots in place; zero where results are separate."""
+        if part + 1 == parts:
+            if cutlass.const_expr(self.problem.in_place):
+                if row >= 0:
+                    self.put(s, part_s, final, row, head, column)
+            else:
+                self.put(s, part_s, final, sequence, head, column)
+
+    @cute.jit
+    def checkpoint_row(self, token, part, segment_tokens, sequence, checkpoint_every, out):
+        """The row of a sequence's first checkpoint."""
+        if cutlass.const_expr(self.problem.packed):
+            return (token - part * segment_tokens) // checkpoint_every
+        else:
+            return sequence * (out.shape[1] // checkpoint_every)

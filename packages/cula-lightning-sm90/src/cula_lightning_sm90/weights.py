@@ -1,0 +1,239 @@
+"""The warpgroup that makes decay weights and intra-chunk products, one chunk ahead of the tiles."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from .common import (
+    BARRIER_WEIGHTS,
+    F32,
+    GATE_SLOTS,
+    GROUP,
+    SLOTS,
+    TABLE,
+    Layout,
+    exp2_in_two,
+    issue,
+    mma,
+)
+from .config import CHUNK
+
+
+class Weights(Layout):
+    """P, and per token the factors of o and v. A thread's token in the tables is its number modulo 64."""
+
+    @cute.jit
+    def run(
+        self,
+        ring,
+        weights,
+        items,
+        gates,
+        base: cute.Pointer,
+        sums: cute.Pointer,
+        p_base: cute.Pointer,
+        tables: cute.Pointer,
+        norms: cute.Pointer,
+        item_words: cute.Pointer,
+        head_decay: cute.Tensor,
+        decays: cute.Tensor,
+        scale: cutlass.Float32,
+        decay_factor: cutlass.Float32,
+        tidx: cutlass.Int32,
+    ):
+        """Decay tables and intra-chunk products of every chunk, one slot ahead of the tiles."""
+        lane, mine = tidx % 32, tidx % CHUNK
+        # Of the accumulator's first element.
+        row, column = tidx // 32 * 16 + lane // 4, lane % 4 * 2
+        sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
+        if cutlass.const_expr(self.forward):
+            product = mma(self.dtype, CHUNK, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+            part = product.get_slice(tidx)
+            sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k")
+            tPrQ = product.make_fragment_A(part.partition_A(sQ))
+            tPrK = product.make_fragment_B(part.partition_B(sK))
+            acc = cute.make_rmem_tensor(product.partition_shape_C((CHUNK, CHUNK)), F32)
+            store = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), product
+            ).get_slice(tidx)
+            tPsP = store.partition_D(self.slots(p_base, (CHUNK, CHUNK), "k"))
+            p = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, CHUNK // 8)))
+        factors = cute.make_rmem_tensor((2, 2, CHUNK // 8), F32)
+        factors.fill(0.0)
+        table = cute.make_tensor(tables, cute.make_layout((TABLE, SLOTS)))
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        out_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
+        gate_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, GATE_SLOTS)
+        sums_by_token = cute.make_tensor(sums, cute.make_layout((2 * CHUNK, GATE_SLOTS)))
+        sums_by_column = cute.make_tensor(
+            sums, cute.make_layout((2, 4, CHUNK // 8, GATE_SLOTS), stride=(1, 2, 8, 2 * CHUNK))
+        )[None, lane % 4, None, None]
+
+        item = self.receive(items, item_at, item_words)
+        item_at.advance()
+        while item[0] != 0:
+            length, head = item[3], item[8]
+            chunks = cute.ceil_div(length, CHUNK)
+            if item[10] < 0:
+                chunks = 0
+            slope = self.slope(head_decay, head, decay_factor)
+            if cutlass.const_expr(self.forward and not self.gate):
+                self.decay_factors(factors, slope, row, column, scale)
+            total = F32(0.0)
+            for c in cutlass.range(chunks, unroll=1):
+                left = cutlass.min(length - c * CHUNK, CHUNK)
+                ring.consumer_wait(at)
+                if cutlass.const_expr(self.problem.packed and self.forward):
+                    if left < CHUNK:
+                        self.clear_keys(sK[None, None, at.index], left, tidx)
+                if cutlass.const_expr(self.forward):
+                    warpgroup.fence()
+                    tQ, tK = tPrQ[None, None, None, at.index], tPrK[None, None, None, at.index]
+                    issue(product, acc, tQ, tK, True)
+                # log2 decays summed up to and with this thread's token, over the chunk, and behind the token.
+                if cutlass.const_expr(self.gate):
+                    gates.consumer_wait(gate_at)
+                    here = sums_by_token[mine, gate_at.index]
+                    last = sums_by_token[CHUNK - 1, gate_at.index]
+                    to_end = sums_by_token[CHUNK + mine, gate_at.index]
+                else:
+                    here = cutlass.Float32(mine + 1) * slope
+                    last = cutlass.Float32(left) * slope
+                    to_end = cutlass.Float32(cutlass.max(left - 1 - mine, 0)) * slope
+                own = F32(1.0)
+                if cutlass.const_expr(self.problem.l2norm):
+                    own = self.inverse_norm(base + at.index * self.stage, tidx)
+                    norm = cute.make_tensor(norms, cute.make_layout((GROUP, SLOTS)))
+                    norm[tidx, out_at.index] = own
+                weight = cute.arch.exp2(here if tidx < CHUNK else to_end) * own
+                weight = weight * scale if tidx < CHUNK else weight
+                whole, lost = cute.arch.exp2(last), F32(0.0)
+                if cutlass.const_expr(self.problem.exact_state):
+                    whole, lost = exp2_in_two(last)
+                total = total + last
+                if cutlass.const_expr(self.gate and self.forward):
+                    by_token = sums_by_token[None, gate_at.index]
+                    by_column = sums_by_column[None, None, gate_at.index]
+                    self.gate_factors(factors, by_token, by_column, row, column, scale)
+                # Also keeps ptxas from moving the exponentials behind the wait for the product.
+                weights.producer_acquire(out_at)
+                table[tidx, out_at.index] = weight
+                if tidx == 0:
+                    table[2 * CHUNK, out_at.index] = whole
+                    if cutlass.const_expr(self.problem.exact_state):
+                        table[2 * CHUNK + 1, out_at.index] = lost
+                if cutlass.const_expr(self.forward):
+                    if cutlass.const_expr(self.problem.l2norm):
+                        cute.arch.barrier(barrier_id=BARRIER_WEIGHTS, number_of_threads=GROUP)
+                    warpgroup.wait_group(0)
+                    for i in cutlass.range_constexpr(cute.size(p)):
+                        p[i] = p[i] * factors[i]
+                    if cutlass.const_expr(self.problem.l2norm):
+                        self.scale_by_norms(p, norms, out_at.index, row, lane)
+                    rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+                    rounded.store(acc.load().to(self.dtype))
+                    cute.copy(store, store.retile(rounded), tPsP[None, None, None, out_at.index])
+                    cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                ring.consumer_release(at)
+                with cute.arch.elect_one():
+                    weights.producer_commit(out_at)
+                if cutlass.const_expr(self.gate):
+                    gates.consumer_release(gate_at)
+                    gate_at.advance()
+                at.advance()
+                out_at.advance()
+            if cutlass.const_expr(not self.forward):
+                if (tidx == 0) & (item[9] == 0):
+                    decays[item[5], head] = total
+            item = self.receive(items, item_at, item_words)
+            item_at.advance()
+
+    @cute.jit
+    def decay_factors(self, factors: cute.Tensor, slope, row, column, scale):
+        """scale 2^((i - j) slope) where j <= i, else 0, in the order of the accumulator."""
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            for b in cutlass.range_constexpr(2):
+                for a in cutlass.range_constexpr(2):
+                    distance = row + 8 * b - (column + 8 * n + a)
+                    factor = cute.arch.exp2(F32(distance) * slope) * scale
+                    factors[a, b, n] = factor if distance >= 0 else F32(0.0)
+
+    @cute.jit
+    def gate_factors(
+        self,
+        factors: cute.Tensor,
+        by_token: cute.Tensor,
+        by_column: cute.Tensor,
+        row,
+        column,
+        scale,
+    ):
+        """scale 2^(G_i - G_j) where j <= i, else 0, in the order of the accumulator.
+
+        Blocks of 16 columns behind the 16 rows of a warp are never touched: their factors stay zero.
+        """
+        column_sums = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+        cute.autovec_copy(by_column, column_sums)
+        row_sums = (by_token[row], by_token[row + 8])
+        diagonal = row // 16
+        for block in cutlass.range_constexpr(CHUNK // 16):
+            if block <= diagonal:
+                for n in cutlass.range_constexpr(2 * block, 2 * block + 2):
+                    for b in cutlass.range_constexpr(2):
+                        for a in cutlass.range_constexpr(2):
+                            factor = cute.arch.exp2(row_sums[b] - column_sums[a, n]) * scale
+                            past = row + 8 * b >= column + 8 * n + a
+                            factors[a, b, n] = factor if past else F32(0.0)
+
+    @cute.jit
+    def clear_keys(self, keys: cute.Tensor, left, tidx):
+        """Zeroes what lies past the end of a packed sequence: tokens of the next one, of any value."""
+        units = cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
+            cute.make_layout((16, 8), stride=(8, 1)),
+            cute.make_layout((1, 8)),
+        ).get_slice(tidx)
+        target = units.partition_D(keys)
+        zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+            if tidx // 8 + 16 * i >= left:
+                for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
+                    cute.copy(units, zeros, target[None, i, j])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BARRIER_WEIGHTS, number_of_threads=GROUP)
+
+    @cute.jit
+    def inverse_norm(self, stage: cute.Pointer, tidx):
+        """1 / |x| of one token: of q in threads 0-63, of k in the others."""
+        row = tidx % CHUNK
+        offset = row * CHUNK
+        if cutlass.const_expr(self.forward):
+            offset = offset + tidx // CHUNK * self.k_at
+        squares = F32(0.0)
+        for panel in cutlass.range_constexpr(self.dim_k // CHUNK):
+            for unit in cutlass.range_constexpr(CHUNK // 8):
+                at = offset + panel * CHUNK * CHUNK + (unit ^ (row % 8)) * 8
+                source = cute.make_tensor((stage + at).align(16), cute.make_layout(8))
+                x = cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(source, x)
+                for i in cutlass.range_constexpr(8):
+                    squares = squares + x[i].to(F32) * x[i].to(F32)
+        return cute.math.rsqrt(squares + 1e-6)
+
+    @cute.jit
+    def scale_by_norms(self, p: cute.Tensor, norms: cute.Pointer, slot, row, lane):
+        rows = cute.make_tensor(norms, cute.make_layout((GROUP, SLOTS)))
+        columns = cute.make_tensor(
+            (norms + CHUNK).align(16), cute.make_layout((2, 4, 8, SLOTS), stride=(1, 2, 8, GROUP))
+        )
+        by_column = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+        cute.autovec_copy(columns[None, lane % 4, None, slot], by_column)
+        for b in cutlass.range_constexpr(2):
+            by_row = rows[row + 8 * b, slot]
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                for a in cutlass.range_constexpr(2):
+                    p[a, b, n] = p[a, b, n] * by_row * by_column[a, n]

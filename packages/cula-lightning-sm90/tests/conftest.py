@@ -1,0 +1,89 @@
+"""What the tests of this package share; nothing outside this folder is needed to run them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Loads the emulator's plugin from a source tree; where it is installed its entry point has done so."""
+    from cula_emulator import pytest_plugin
+
+    if not pluginmanager.is_registered(pytest_plugin):
+        pluginmanager.register(pytest_plugin, pytest_plugin.__name__)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "gpu: needs a CUDA GPU and fails without one; -m 'not gpu' leaves it out"
+    )
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU; a machine without one fails the test in one line."""
+    if not torch.cuda.is_available():
+        pytest.fail("needs a CUDA GPU; -m 'not gpu' leaves such tests out", pytrace=False)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _make_inputs(
+    batch: int,
+    tokens: int,
+    heads: int,
+    heads_v: int,
+    dim_k: int,
+    dim_v: int,
+    *,
+    states: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    gate_dtype: torch.dtype = torch.float32,
+    state_v_first: bool = False,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """q, k, v, g, decay and state by name; the same numbers on every device, for every dtype and layout.
+
+    g: [B, T, HV] in (-1, 0]. decay: [HV] fp32 in [0, 1). state: `states` matrices, by default one per row of the batch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    states = batch if states is None else states
+    q, k = normal(batch, tokens, heads, dim_k), normal(batch, tokens, heads, dim_k)
+    v, state = normal(batch, tokens, heads_v, dim_v), normal(states, heads_v, dim_k, dim_v)
+    g = -torch.rand(batch, tokens, heads_v, generator=generator, dtype=torch.float64)
+    decay = torch.rand(heads_v, generator=generator, dtype=torch.float32)
+    if state_v_first:
+        state = state.transpose(2, 3).contiguous()
+    tensors = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "g": g.to(gate_dtype)}
+    tensors |= {"decay": decay, "state": state.to(state_dtype)}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="session")
+def make_inputs() -> Callable[..., dict[str, Tensor]]:
+    return _make_inputs
+
+
+def _relative_rmse(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over RMS of `expected`, in fp64; NaN in either gives NaN, which no bound admits."""
+    assert actual.shape == expected.shape
+    difference = actual.double() - expected.double()
+    return (difference.square().sum() / expected.double().square().sum()).sqrt().item()
+
+
+@pytest.fixture(scope="session")
+def relative_rmse() -> Callable[[Tensor, Tensor], float]:
+    return _relative_rmse

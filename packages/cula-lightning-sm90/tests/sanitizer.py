@@ -1,0 +1,108 @@
+"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs this package and torch, no pytest.
+
+    python tests/sanitizer.py                       runs them, one line each; status 1 if a number is wrong
+    python tests/sanitizer.py memcheck racecheck    does so under each of these tools of compute-sanitizer; then also
+                                                    status 1 if a tool reports an error
+
+Tools: memcheck (addresses), racecheck (shared memory), synccheck (barriers), initcheck (what is read before it is
+written). Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs under the tool.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import NamedTuple
+
+import torch
+from gpu_oracle import check, make
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+LENGTHS = [70, 0, 1, 130, 64]
+
+
+class Problem(NamedTuple):
+    """A call: `tokens` for a dense batch, `lengths` for packed sequences; `options` are those of `check`."""
+
+    name: str
+    options: dict
+    batch: int = 1
+    tokens: int = 0
+    lengths: list[int] | None = None
+    heads: int = 2
+    heads_v: int = 2
+    dims: tuple[int, int] = (128, 128)
+    dtype: str = "bfloat16"
+    gate: str | None = None
+    decay: bool = True
+
+
+PROBLEMS = (
+    Problem("decay", {}, batch=2, tokens=130),
+    Problem("decay, one token, no states", {"state": "none"}, tokens=1),
+    Problem("decay, V first", {"v_first": True}, tokens=200, dims=(64, 128), dtype="float16"),
+    Problem("decay, two tiles", {"state": "final"}, tokens=100, heads=10, heads_v=140),
+    Problem("decay, many items", {"state": "initial"}, 3, 70, heads_v=60, dims=(128, 64)),
+    Problem("no decay", {}, tokens=150, decay=False),
+    Problem("gate", {}, tokens=500, gate="float32", decay=False),
+    Problem("gate and decay", {}, batch=2, tokens=65, heads=1, gate="bfloat16", dims=(64, 64)),
+    Problem("norm, checkpoints", {"l2norm": True, "every": 64}, tokens=260),
+    Problem("exact state", {"exact": True}, tokens=260),
+    Problem("segments", {"splits": 3}, batch=2, tokens=400, heads=1),
+    Problem("gate, segments, exact", {"splits": 4, "exact": True}, tokens=330, gate="float16"),
+    Problem("packed, pool", {"state": "pool"}, lengths=LENGTHS),
+    Problem("packed, pool read", {"state": "read", "v_first": True}, lengths=LENGTHS),
+    Problem("packed, segments", {"state": "pool", "splits": 3, "every": 64}, lengths=LENGTHS),
+    Problem("packed, gate, two tiles", {}, lengths=LENGTHS, heads=4, heads_v=16, gate="float32"),
+    Problem("packed, many items", {"state": "pool", "l2norm": True}, lengths=[3, 0, 70, 1] * 10),
+)
+
+
+def run_here() -> int:
+    """Every problem in this process; returns how many are wrong."""
+    wrong = 0
+    for seed, problem in enumerate(PROBLEMS):
+        inputs = make(
+            "cpu", problem.lengths or problem.batch, problem.tokens, problem.heads, problem.heads_v,
+            problem.dims, dtype=getattr(torch, problem.dtype),
+            gate=getattr(torch, problem.gate) if problem.gate else None, decay=problem.decay, seed=seed,
+        )  # fmt: skip
+        try:
+            errors = check(inputs, **problem.options, device="cuda")
+            result = "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
+        except AssertionError as error:
+            wrong += 1
+            result = f"WRONG {error}"
+        report(f"{problem.name:28} {result}")
+    return wrong
+
+
+def run_under(tool: str) -> int:
+    """compute-sanitizer on this file; returns its status."""
+    command = [
+        "compute-sanitizer",
+        f"--tool={tool}",
+        "--error-exitcode=1",
+        sys.executable,
+        __file__,
+    ]
+    report(" ".join(command))
+    return subprocess.run(command, check=False).returncode
+
+
+def report(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(tools: list[str]) -> int:
+    for tool in tools:
+        if tool not in TOOLS:
+            sys.exit(f"{tool}: expected one of {', '.join(TOOLS)}")
+    if not tools:
+        return int(run_here() > 0)
+    return int(max(run_under(tool) for tool in tools) != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

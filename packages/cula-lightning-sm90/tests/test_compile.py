@@ -1,0 +1,187 @@
+"""Every config cross-compiles without a GPU, and the machine code is what it is meant to be."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
+from emulated_helpers import covering_cases
+
+from cula_emulator import resources
+from cula_lightning_sm90 import launch
+from cula_lightning_sm90.config import (
+    ACTIVATION_DTYPES,
+    CHUNK,
+    SHARED_MEMORY,
+    Config,
+    Problem,
+    candidates,
+)
+
+FACTORS = {
+    "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
+    # (gate, decay)
+    "mode": ((False, False), (False, True), (True, False)),
+    "packed": (False, True),
+    # (initial_state, indexed, in_place, final_state)
+    "states": (
+        (False, False, False, False),
+        (True, False, True, True),
+        (True, True, False, True),
+        (True, True, True, True),
+    ),
+    "state_v_first": (False, True),
+    "checkpoints": (False, True),
+    "l2norm": (False, True),
+    "exact_state": (False, True),
+    "dtype": ACTIVATION_DTYPES,
+    # (tiles, split, prescan)
+    "work": tuple((c.tiles, c.split, c.prescan) for c in candidates(Problem("bfloat16", 128, 128))),
+}
+
+
+def possible(case: dict) -> bool:
+    return 64 * case["work"][0] <= case["dims"][1]
+
+
+def config_of(case: dict) -> Config:
+    (gate, decay), (initial, indexed, in_place, final) = case["mode"], case["states"]
+    flags = ("packed", "state_v_first", "checkpoints", "l2norm")
+    problem = Problem(
+        case["dtype"], *case["dims"], gate, decay, initial_state=initial, indexed=indexed, in_place=in_place,
+        final_state=final, exact_state=case["exact_state"], **{name: case[name] for name in flags},
+    )  # fmt: skip
+    return Config(problem, *case["work"])
+
+
+COVERING = covering_cases(FACTORS, possible)
+# What asks most of registers and shared memory: the largest matrices with everything that a call can want.
+HEAVY = candidates(
+    Problem(
+        "bfloat16", 128, 128, True, False, packed=True, initial_state=True, indexed=True,
+        in_place=True, checkpoints=True, l2norm=True, exact_state=True,
+    )
+)  # fmt: skip
+CONFIGS = [config_of(case) for case in COVERING] + HEAVY
+
+
+def label(config: Config) -> str:
+    p = config.problem
+    work = f"{config.tiles}{'-split' * config.split}{'-prescan' * config.prescan}"
+    names = (
+        "gate",
+        "decay",
+        "packed",
+        "state_v_first",
+        "checkpoints",
+        "l2norm",
+        "exact_state",
+        "in_place",
+    )
+    flags = "".join("-" + name for name in names if getattr(p, name))
+    return f"{p.dtype}-{p.head_dim_k}x{p.head_dim_v}-{work}{flags}"
+
+
+@dataclass(frozen=True)
+class Build:
+    kernel: resources.KernelResources
+    ptx: str
+    log: str
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Build]:
+    def make(config: launch.AnyConfig) -> Build:
+        log = tmp_path / "remarks.yaml"
+        compiled = launch.compile(
+            config, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)),
+            RemarkFilter("ptxas"), RemarkOutput(str(log)),
+        )  # fmt: skip
+        text = log.read_text() if log.exists() else ""
+        return Build(resources.report(compiled).kernel, compiled.artifacts.PTX, text)
+
+    return make
+
+
+def products(config: Config) -> dict[str, int]:
+    """Matrix instructions of k16 of one chunk: of the intra-chunk products, and of a tile's three."""
+    dim_k, chunk = config.problem.head_dim_k // 16, CHUNK // 16
+    state = chunk * (2 if config.problem.exact_state else 1)
+    if config.prescan:
+        return {"state": state}
+    return {"intra": dim_k, "inter": dim_k, "values": chunk, "state": state}
+
+
+def test_the_cases_cover_every_pair():
+    covered = {pair for case in COVERING for pair in itertools.combinations(case.items(), 2)}
+    for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
+        for one, two in itertools.product(values, others):
+            narrow = {"dims": (128, 128), "work": (1, False, False), name: one, other: two}
+            assert ((name, one), (other, two)) in covered or not possible(narrow)
+    assert all(config.illegal() is None for config in CONFIGS)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_machine_code(build, config):
+    made = build(config)
+    kernel = made.kernel
+    expected = ("HGMMA", "UTMALDG", "USETMAXREG", *(() if config.prescan else ("UTMASTG",)))
+    resources.check(kernel, expect=expected)
+    assert "serialized" not in made.log
+    assert kernel.threads == (config.threads, 1, 1)
+    spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
+    assert spilled == (0, 0, 0, 0)
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", made.ptx)
+    assert kernel.shared_bytes == 0 and kernel.dynamic_shared_bytes <= SHARED_MEMORY
+    assert config.stages >= 3
+
+    # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
+    assert kernel.count("HGMMA") == sum(products(config).values())
+    panels = config.problem.head_dim_k // 64 * (1 if config.prescan else 2)
+    assert kernel.count("UTMALDG") == panels + config.tiles
+    assert kernel.count("UTMASTG") == (0 if config.prescan else 2)  # in the loop and after it
+    # One wait per place where results are used: the compiler adds some where it does not trust the code.
+    waits = 1 if config.prescan else 3
+    assert kernel.count("WARPGROUP.DEPBAR") == kernel.count("WARPGROUP.ARRIVE") == waits
+
+
+def test_registers(build):
+    """What the roles ask for adds up to what the launch gives, and both to no more than there is."""
+    for config in HEAVY:
+        made = build(config)
+        weights, tiles, load = config.registers
+        asked = [
+            int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.ptx)
+        ]
+        assert sorted(asked) == sorted({weights, tiles, load})
+        assert made.kernel.registers == 65536 // config.threads // 8 * 8
+        assert (
+            128 * (weights + config.tiles * tiles + load) <= made.kernel.registers * config.threads
+        )
+
+
+SMALL = [
+    launch.TableConfig(dtype, follows)
+    for dtype, follows in ((torch.int32, False), (torch.int64, True))
+]
+SMALL += [
+    launch.GateConfig(gate_dtype, decay, index_dtype)
+    for gate_dtype, decay, index_dtype in (
+        (torch.float32, True, None), (torch.bfloat16, False, torch.int32), (torch.float16, True, torch.int64),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_small_kernels(build, config):
+    """The segment table and the sums of gates."""
+    made = build(config)
+    resources.check(made.kernel)
+    assert not re.search(r"\.local\b", made.ptx)

@@ -1,0 +1,441 @@
+"""The compiled kernels on the CPU, under every schedule, with race detection."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from cutlass.cute.runtime import make_fake_stream
+from emulated_helpers import (
+    Call,
+    Outcome,
+    alone,
+    assert_right,
+    covering_cases,
+    fused,
+    loose_strides,
+    make_call,
+    piece,
+    poisoned,
+    poisoned_memory,
+    relative_error,
+    same,
+)
+from torch import Tensor
+
+from cula_emulator import mutation
+from cula_lightning_sm90 import launch
+from cula_lightning_sm90.common import SLOTS
+from cula_lightning_sm90.config import Config
+
+pytestmark = pytest.mark.emulated(detect_races=True)
+
+FACTORS = {
+    "dims": ((64, 64), (128, 64), (64, 128), (128, 128)),
+    "gate": (None, "float32", "bfloat16"),
+    "sequences": ((False, (200, 200)), (True, (70, 0, 1, 64, 130)), (True, (0, 330))),
+    "splits": (None, 6),
+    "heads": ((1, 2), (2, 2), (1, 3)),
+    "state": (("none", None), ("none", "separate"), ("dense", "in place"), ("indexed", "separate")),
+    "every": (0, 64, 128),
+    "dtype": ("bfloat16", "float16"),
+    "decay": (True, False),
+    "rates": ("gentle", "strong"),
+    "v_first": (False, True),
+    "l2norm": (False, True),
+    "exact_state": (False, True),
+    # Few multiprocessors: one CTA has several items, and two tiles of V=128.
+    "multiprocessors": (132, 2),
+    "views": (False, True),
+    "index_dtype": (torch.int32, torch.int64),
+}
+CASES = covering_cases(FACTORS, lambda case: True)
+
+
+def label(case: dict) -> str:
+    packed, lengths = case["sequences"]
+    mode = f"{case['gate']}-gate" if case["gate"] else "decay" * case["decay"] or "plain"
+    dims = "x".join(map(str, case["dims"]))
+    kind = f"{'packed' * packed or 'dense'}{len(lengths)}-split{case['splits']}"
+    return f"{case['dtype']}-{dims}-{mode}-{kind}-{case['state'][0]}-{case['state'][1]}"
+
+
+@pytest.fixture
+def run(emulated) -> Callable[..., Outcome]:
+    """run(call, ...) launches a call as `launch.run` does on a GPU, with guards around and NaN in all it may write.
+
+    views: inputs are views of larger tensors full of NaN, outputs and states have gaps. changes: of emulator Options;
+    a line to ignore is one of the kernel of the config `mutated`. run.configs: those of the last call.
+    """
+
+    def compiled(config):
+        return emulated(
+            launch.kernel(config), *launch.fake_arguments(config),
+            make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
+        )  # fmt: skip
+
+    def run(
+        call: Call,
+        *,
+        views: bool = False,
+        num_splits: int | None = None,
+        multiprocessors: int = 132,
+        index_dtype: torch.dtype = torch.int32,
+        decay_sign: int = -1,
+        mutated: object = None,
+        **changes,
+    ) -> Outcome:
+        run.configs = []
+
+        def kernel_for(config):
+            run.configs.append(config)
+            line = {} if mutated in (None, config) else {"ignore_line": None}
+            return partial(compiled(config), **(changes | line))
+
+        def states(count: int, gap: int = 4 * views) -> Tensor:
+            matrix = (call.k.shape[3], call.v.shape[3])
+            shape = (count, call.v.shape[2], *(matrix[::-1] if call.v_first else matrix))
+            return emulated.empty(shape, torch.float32, stride=loose_strides(shape, gap, dense=2))
+
+        def turned(tensor: Tensor | None) -> Tensor | None:
+            return tensor.mT if call.v_first and tensor is not None else tensor
+
+        inputs = fused(call) if views else {n: getattr(call, n) for n in ("q", "k", "v", "g")}
+        stride = loose_strides(call.v.shape, 8 * views)
+        out = emulated.empty(call.v.shape, call.v.dtype, stride=stride)
+        used = [row for row in call.rows if row >= 0]
+        initial = final = before = checkpoints = None
+        if call.initial is not None:
+            initial = states(len(call.initial))
+            turned(initial)[used] = call.initial[used]
+            before = initial.clone()
+        if call.final:
+            final = initial if call.final == "in place" else states(len(call.lengths))
+        if call.every:
+            batch, tokens = call.v.shape[:2]
+            checkpoints = states(batch * (tokens // call.every), 0).unflatten(0, (batch, -1))
+        cu_seqlens = slots = None
+        if call.packed:
+            cu_seqlens = torch.tensor([0, *call.lengths]).cumsum(0).to(index_dtype)
+        if call.slots is not None:
+            slots = torch.tensor(call.slots, dtype=torch.int32)
+        decay = None if call.decay is None else -decay_sign * call.decay
+        with poisoned_memory():
+            launch.run(
+                inputs["q"], inputs["k"], inputs["v"], inputs["g"], decay,
+                initial, slots, final, checkpoints, cu_seqlens, out,
+                scale=call.scale, decay_sign=decay_sign, state_v_first=call.v_first,
+                l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=call.every,
+                num_splits=num_splits, multiprocessors=multiprocessors, kernel_for=kernel_for,
+            )  # fmt: skip
+        kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
+        if call.final == "in place":
+            kept[used] = False
+            final = torch.stack([initial[max(row, 0)] for row in call.rows])
+        elif final is not None and call.padding:
+            assert not final[list(call.padding)].any(), "final state of a padding sequence"
+        if initial is not None:
+            assert same(initial[kept], before[kept]), "a state that is not the call's to change"
+        return Outcome(out, turned(final), turned(checkpoints))
+
+    run.compiled = compiled
+    return run
+
+
+def assert_same(first: Outcome, second: Outcome) -> None:
+    for name in ("out", "states", "checkpoints"):
+        one, other = getattr(first, name), getattr(second, name)
+        assert (one is None) == (other is None)
+        assert one is None or same(one, other), name
+
+
+_settled: dict[object, Outcome] = {}
+
+
+@pytest.fixture
+def assert_settled(request) -> Callable[[Outcome], None]:
+    """The result is the same, bit for bit, as under the schedules that ran this test before."""
+
+    def check(outcome: Outcome) -> None:
+        parameters = request.node.callspec.params
+        others = ((n, id(v)) for n, v in parameters.items() if n != "emulator_schedule")
+        key = (request.node.originalname, frozenset(others))
+        assert_same(_settled.setdefault(key, outcome), outcome)
+
+    return check
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_numbers(run, assert_settled, case):
+    (packed, lengths), (initial, final) = case["sequences"], case["state"]
+    slots = None
+    if initial == "indexed":
+        # Rows that are not the sequences' own numbers; among several sequences one is padding.
+        padding = {1: None, 2: 0, 5: 3}[len(lengths)]
+        slots = tuple(-3 if n == padding else len(lengths) + 1 - n for n in range(len(lengths)))
+    names = ("heads", "dims", "dtype", "gate", "decay", "rates", "every", "v_first", "l2norm")
+    call = make_call(
+        lengths, packed=packed, initial=initial != "none", final=final, slots=slots,
+        exact_state=case["exact_state"], **{name: case[name] for name in names},
+    )  # fmt: skip
+    call = poisoned(call, *call.padding)
+    outcome = run(
+        call,
+        num_splits=case["splits"],
+        **{name: case[name] for name in ("views", "multiprocessors", "index_dtype")},
+    )
+    assert_right(call, outcome)
+    assert_settled(outcome)
+
+
+# Kernels that the following tests share: inputs that `make_call` takes.
+DENSE = {"heads": (1, 2), "gate": "float32"}
+PACKED = {
+    "heads": (1, 2), "packed": True, "gate": "float16", "l2norm": True, "v_first": True,
+    "final": "in place", "every": 64,
+}  # fmt: skip
+LENGTHS = (70, 0, 1, 64, 130)
+ROWS = (3, 0, 6, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "batch, tokens", [(1, 1), (2, 63), (3, 64), (2, 65), (1, 128), (3, 200), (1, 330)]
+)
+def test_lengths(run, batch, tokens):
+    call = make_call((tokens,) * batch, **DENSE)
+    assert_right(call, run(call))
+
+
+@pytest.mark.parametrize(
+    "lengths", [(5,), (0, 0, 5), (0, 7, 0), (330,), (64, 64, 128), (1, 1, 1, 63, 65, 1)], ids=str
+)
+def test_packed_lengths(run, lengths):
+    """Sequences without a token pass their state on."""
+    slots = tuple(range(len(lengths)))[::-1]
+    call = make_call(lengths, slots=slots, **PACKED)
+    outcome = run(call, multiprocessors=2)
+    assert_right(call, outcome)
+    for n, length in enumerate(lengths):
+        if length == 0:
+            assert same(outcome.states[n], call.initial[slots[n]])
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 4])
+@pytest.mark.parametrize("lengths, slots", [((60, 270), (1, 3)), (LENGTHS, ROWS)], ids=str)
+def test_packed_splits(run, lengths, slots, num_splits):
+    call = make_call(lengths, slots=slots, **PACKED)
+    assert_right(call, run(call, num_splits=num_splits, multiprocessors=3))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 4])
+def test_splits(run, num_splits):
+    """Last segments of one token, a full chunk, several chunks."""
+    for tokens in (193, 256):
+        call = make_call((tokens, tokens), **DENSE)
+        assert_right(call, run(call, num_splits=num_splits, multiprocessors=3))
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_other_sequences_change_nothing(run, num_splits):
+    """Whatever the tokens of a packed sequence hold, the results of the others are the same bit for bit."""
+    call = make_call(LENGTHS, slots=ROWS, **PACKED)
+    clean = run(call, num_splits=num_splits)
+    for bad in (0, 2, 3, 4):
+        outcome = run(poisoned(call, bad), num_splits=num_splits)
+        for n in set(range(5)) - {bad}:
+            assert_same_sequence(call, clean, n, call, outcome, n)
+
+
+@pytest.mark.emulated(seeds=1)
+def test_other_rows_of_a_batch_change_nothing(run):
+    call = make_call((150, 150, 150), **DENSE)
+    clean, outcome = run(call), run(poisoned(call, 1))
+    for n in (0, 2):
+        assert_same_sequence(call, clean, n, call, outcome, n)
+
+
+@pytest.mark.emulated(seeds=1)
+def test_a_packed_sequence_is_the_sequence_alone(run):
+    """Bit for bit, packed or in a batch of its own."""
+    call = make_call(LENGTHS, slots=ROWS, **PACKED)
+    together = run(call, num_splits=1)
+    for n, length in enumerate(LENGTHS):
+        for packed in (True, False):
+            if length:
+                single = alone(call, n, packed)
+                assert_same_sequence(call, together, n, single, run(single, num_splits=1), 0)
+
+
+def assert_same_sequence(call, first, n, other_call, second, m) -> None:
+    assert same(call.tokens(first.out, n), other_call.tokens(second.out, m))
+    assert same(first.states[n], second.states[m])
+    if call.every:
+        (batch, rows), (other_batch, other_rows) = (
+            call.checkpoint_rows(n), other_call.checkpoint_rows(m),
+        )  # fmt: skip
+        assert same(first.checkpoints[batch, rows], second.checkpoints[other_batch, other_rows])
+
+
+def in_pieces(run, call: Call, ends: tuple[int, ...]) -> Outcome:
+    """The call in several, each starting from the state that the one before it left."""
+    outs, state, start = [], call.initial, 0
+    for end in ends:
+        outcome = run(piece(call, start, end, state), num_splits=1)
+        outs.append(outcome.out)
+        state, start = outcome.states, end
+    return Outcome(torch.cat(outs, 1), state)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("exact_state", [False, True])
+def test_pieces_of_whole_chunks_change_nothing(run, exact_state):
+    call = make_call((330, 330), exact_state=exact_state, **DENSE)
+    assert_same(run(call, num_splits=1), in_pieces(run, call, (64, 192, 320, 330)))
+
+
+@pytest.mark.emulated(seeds=1)
+def test_pieces_of_any_length_with_exact_states(run):
+    call = make_call((330, 330), exact_state=True, **DENSE)
+    whole, pieces = run(call, num_splits=1), in_pieces(run, call, (37, 38, 101, 229, 330))
+    assert relative_error(pieces.states, whole.states.double()) < 1e-4
+    assert_right(call, pieces)
+
+
+@pytest.mark.parametrize("gate", [None, "float32"])
+def test_decays_of_any_strength(run, gate):
+    """From none at all to those that forget at once, in either sign convention."""
+    call = make_call((200,), (1, 5), gate=gate, rates="strong")
+    outcome = run(call)
+    assert_right(call, outcome)
+    assert_same(outcome, run(call, decay_sign=1))
+
+
+@pytest.mark.emulated(seeds=1)
+def test_ctas_in_any_number(run):
+    """One CTA that does everything, several side by side, one per item of work: the same bits."""
+    call = make_call(LENGTHS, slots=ROWS, **PACKED)
+    first = run(call)
+    for multiprocessors, resident in ((1, 1), (2, 2), (5, 3)):
+        assert_same(first, run(call, multiprocessors=multiprocessors, concurrent_ctas=resident))
+
+
+@pytest.mark.emulated(seeds=1)
+def test_one_or_two_tiles_per_cta(run):
+    call = make_call(LENGTHS, (1, 2), (128, 128), packed=True, gate="float32", exact_state=True)
+    one = run(call)
+    assert [config.tiles for config in run.configs if isinstance(config, Config)] == [1]
+    two = run(call, multiprocessors=3)
+    assert [config.tiles for config in run.configs if isinstance(config, Config)] == [2]
+    assert_right(call, two)
+    assert_same(one, two)
+
+
+def segments_of(lengths: tuple[int, ...], most: int) -> list[list[int]]:
+    """Rows of the segment table: first token, length, sequence, slot, part, parts."""
+    rows, start = [], 0
+    for n, length in enumerate(lengths):
+        parts = max(1, -(-length // most))
+        for part in range(parts):
+            size = min(most, length - part * most)
+            rows.append([start + part * most, size, n, len(rows), part, parts])
+        start += length
+    return rows
+
+
+@pytest.fixture
+def check_table(emulated) -> Callable[..., None]:
+    """Makes the table of 300 sequences, more than the kernel has threads, and checks it."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 300, (300,), generator=generator)
+    lengths[::7], lengths[40] = 0, 1500
+
+    def check(index_dtype: torch.dtype = torch.int32, most: int = 128, **changes) -> None:
+        rows = segments_of(tuple(lengths.tolist()), most)
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(index_dtype)
+        table = emulated.empty((len(rows) + 6, 6), torch.int32)
+        counters = emulated.empty((2,), torch.int32)
+        unused = table[-1].clone()
+        compiled(index_dtype)(cu_seqlens, table, counters, most, most, **changes)
+        assert not counters.any() and table[0, 0] == len(rows)
+        made = table[1 : 1 + len(rows)]
+        assert sorted(made.tolist()) == sorted(rows)
+        chunks = (made[:, 1] + 63) // 64
+        assert torch.equal(chunks, chunks.sort(descending=True).values), "not longest first"
+        assert (table[1 + len(rows) :] == unused).all()
+
+    def compiled(index_dtype: torch.dtype = torch.int32):
+        config = launch.TableConfig(index_dtype, False)
+        return emulated(
+            launch.kernel(config), *launch.fake_arguments(config),
+            make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
+        )  # fmt: skip
+
+    check.compiled = compiled
+    return check
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("most", [64, 192, 1536])
+def test_segment_table(check_table, index_dtype, most):
+    check_table(index_dtype, most)
+
+
+# ---- which waits matter ----------------------------------------------------------------------------------------------
+
+SCHEDULES = mutation.SCHEDULES[:3]
+
+
+def opcodes(mutants) -> Counter:
+    """Instructions without operands and conditions, but with the numbers of barriers and groups."""
+    return Counter(re.match(r"(?:@\S+ )?(\S+(?: \d+)?)", m.text)[1] for m in mutants)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_barrier_of_the_segment_table_matters(check_table):
+    report = mutation.run(
+        lambda options: check_table(**vars(options)), check_table.compiled(), schedules=SCHEDULES
+    )
+    assert not report.not_reached and not report.not_modelled
+    # Those behind the first sums and behind the starts of the buckets: one of them is enough.
+    assert opcodes(report.unnoticed) == {"bar.sync 0": 2}, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("prescan", [False, True])
+def test_every_wait_matters(run, prescan):
+    """One CTA with more items, chunks and sums of gates than there are slots for.
+
+    Some items are longer than a batch of gates, since others have their slots guarded by the loads' ring too; some are
+    shorter than that ring, since behind longer ones the slots of items are free anyway.
+    """
+    long = make_call((800, 60, 0, 192, 30), slots=(6, -1, 3, 0, 2), **PACKED | {"heads": (1, 1)})
+    calls = [(long, 3)]
+    if prescan:  # where every item of a call has the same length
+        calls.append((make_call((330,), slots=(1,), **PACKED | {"heads": (1, 1)}), 6))
+    expected = [run(call, num_splits=n, multiprocessors=1) for call, n in calls]
+    passes = [config for config in run.configs if isinstance(config, Config)]
+    config = next(config for config in passes if config.prescan == prescan)
+
+    def check(options) -> None:
+        for (call, n), before in zip(calls, expected):
+            outcome = run(call, num_splits=n, multiprocessors=1, mutated=config, **vars(options))
+            assert torch.isfinite(outcome.out).all(), "not finite"
+            assert_same(outcome, before)
+
+    report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
+    # Nothing lives longer than its CTA, so that no producer need wait for its last consumers. The tiles' wait for loads
+    # follows from that for weights, whose makers have waited for the same loads; and these need not gather their warps
+    # before they release a stage, because the tiles release it too, after every one of them has committed weights.
+    tails = SLOTS + config.stages
+    unnoticed = {"mbarrier.try_wait.parity.shared.b64": tails + 1, "bar.warp.sync": 1}
+    if not prescan:
+        unnoticed["cp.async.bulk.wait_group 0"] = 1  # the emulator keeps memory longer than its CTA
+    assert opcodes(report.unnoticed) == unnoticed, str(report)
+    # Segments that are scanned in advance are whole chunks: no keys to clear.
+    unreached = {"fence.proxy.async.shared::cta": 1, "bar.sync 1": 1} if prescan else {}
+    assert opcodes(report.not_reached) == unreached, str(report)
