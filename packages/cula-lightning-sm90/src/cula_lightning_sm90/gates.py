@@ -1,7 +1,7 @@
 """Per-token log decays: summed over chunks by a kernel in front, loaded by a warp of the prefill kernel.
 
-A warp that reads g itself would fetch 32 bytes for every 4 it wants, [B, T, HV] being what it is. That alone cost a
-tenth of the time where the traffic between L2 and the multiprocessors binds; docs/lightning-prefill.md has the figures.
+A warp of that kernel that read g itself would fetch 32 bytes for every 4 it wants, [B, T, HV] being what it is. That is
+slower where the traffic between L2 and the multiprocessors binds; docs/lightning-prefill.md says more.
 """
 
 import cutlass

@@ -8,6 +8,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from .common import BARRIER_TILE, F32, GROUP, I32, SLOTS, TABLE, Layout, as_operand, issue, mma
 from .config import CHUNK, V_TILE
 
+MAX_F16 = 65504.0
+
 
 class Tiles(Layout):
     """The state of 64 columns of v, transposed, [64, K] in fp32, in one warpgroup's registers from end to end."""
@@ -247,7 +249,12 @@ class Tiles(Layout):
         for n in cutlass.range_constexpr(CHUNK // 8):
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
-                    exact[a, b, n] = exact[a, b, n] * factors[a, n]
+                    weighed = exact[a, b, n] * factors[a, n]
+                    if cutlass.const_expr(self.problem.l2norm and self.dtype is cutlass.Float16):
+                        # Over the norm of a tiny key v may leave fp16's range, and infinity times zero is no zero.
+                        weighed = MAX_F16 if weighed > MAX_F16 else weighed
+                        weighed = -MAX_F16 if weighed < -MAX_F16 else weighed
+                    exact[a, b, n] = weighed
         w_a.store(as_operand(exact, w_a).load().to(self.dtype))
         if cutlass.const_expr(self.problem.exact_state):
             rounded = cute.make_tensor(w_a.iterator, exact.layout)
