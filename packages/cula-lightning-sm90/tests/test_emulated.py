@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
 from emulated_helpers import (
+    CHUNK,
     Call,
     Outcome,
     alone,
@@ -29,15 +32,16 @@ from torch import Tensor
 
 from cula_emulator import mutation
 from cula_lightning_sm90 import launch
-from cula_lightning_sm90.common import SLOTS
+from cula_lightning_sm90.common import FLOOR, LOG2_E
 from cula_lightning_sm90.config import Config
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 
 FACTORS = {
-    "dims": ((64, 64), (128, 64), (64, 128), (128, 128)),
-    "gate": (None, "float32", "bfloat16"),
-    "sequences": ((False, (200, 200)), (True, (70, 0, 1, 64, 130)), (True, (0, 330))),
+    "dim_k": (64, 128),
+    "dim_v": (64, 128),
+    "gate": (None, "bfloat16"),
+    "sequences": ((False, (150, 150)), (True, (70, 0, 1, 64, 130)), (True, (0, 200))),
     "splits": (None, 6),
     "heads": ((1, 2), (2, 2), (1, 3)),
     "state": (("none", None), ("none", "separate"), ("dense", "in place"), ("indexed", "separate")),
@@ -59,7 +63,7 @@ CASES = covering_cases(FACTORS, lambda case: True)
 def label(case: dict) -> str:
     packed, lengths = case["sequences"]
     mode = f"{case['gate']}-gate" if case["gate"] else "decay" * case["decay"] or "plain"
-    dims = "x".join(map(str, case["dims"]))
+    dims = f"{case['dim_k']}x{case['dim_v']}"
     kind = f"{'packed' * packed or 'dense'}{len(lengths)}-split{case['splits']}"
     return f"{case['dtype']}-{dims}-{mode}-{kind}-{case['state'][0]}-{case['state'][1]}"
 
@@ -177,10 +181,10 @@ def test_numbers(run, assert_settled, case):
         # Rows that are not the sequences' own numbers; among several sequences one is padding.
         padding = {1: None, 2: 0, 5: 3}[len(lengths)]
         slots = tuple(-3 if n == padding else len(lengths) + 1 - n for n in range(len(lengths)))
-    names = ("heads", "dims", "dtype", "gate", "decay", "rates", "every", "v_first", "l2norm")
+    names = ("heads", "dtype", "gate", "decay", "rates", "every", "v_first", "l2norm")
     call = make_call(
-        lengths, packed=packed, initial=initial != "none", final=final, slots=slots,
-        exact_state=case["exact_state"], **{name: case[name] for name in names},
+        lengths, packed=packed, dims=(case["dim_k"], case["dim_v"]), initial=initial != "none", final=final,
+        slots=slots, exact_state=case["exact_state"], **{name: case[name] for name in names},
     )  # fmt: skip
     call = poisoned(call, *call.padding)
     outcome = run(
@@ -326,7 +330,7 @@ def test_ctas_in_any_number(run):
 
 @pytest.mark.emulated(seeds=1)
 def test_one_or_two_tiles_per_cta(run):
-    call = make_call(LENGTHS, (1, 2), (128, 128), packed=True, gate="float32", exact_state=True)
+    call = make_call(LENGTHS, (1, 2), (64, 128), packed=True, gate="float32", exact_state=True)
     one = run(call)
     assert [config.tiles for config in run.configs if isinstance(config, Config)] == [1]
     two = run(call, multiprocessors=3)
@@ -385,6 +389,65 @@ def test_segment_table(check_table, index_dtype, most):
     check_table(index_dtype, most)
 
 
+@pytest.fixture
+def check_gate_sums(emulated) -> Callable[..., None]:
+    """Sums the gates of sequences of some lengths and checks them, and that no other chunks are written."""
+
+    def check(lengths: tuple[int, ...], packed: bool, gate: str, decay: bool, index_dtype) -> None:
+        heads = (1, 11)  # of which a warp has eight
+        call = make_call(lengths, heads, packed=packed, gate=gate, decay=decay, rates="strong")
+        call = replace(call, g=call.g - torch.rand(call.g.shape).to(call.g.dtype))
+        config = launch.GateConfig(call.g.dtype, decay, index_dtype if packed else None)
+        kernel = emulated(
+            launch.kernel(config), *launch.fake_arguments(config),
+            make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
+        )  # fmt: skip
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        chunks = [-(-length // CHUNK) for length in lengths]
+        if packed:
+            count = sum(lengths) // CHUNK + len(lengths)
+            first = [a // CHUNK + n for n, a in enumerate(starts.tolist()[:-1])]
+        else:
+            count = sum(chunks)
+            first = [n * chunks[0] for n in range(len(lengths))]
+        sums = emulated.empty((11, count, 2 * CHUNK), torch.float32)
+        cu_seqlens = starts.to(index_dtype) if packed else None
+        kernel(fused(call)["g"], call.decay, cu_seqlens, sums, -LOG2_E)
+
+        slope = torch.zeros(11, dtype=torch.float64) if call.decay is None else call.decay.double()
+        expected = torch.full(sums.shape, math.nan, dtype=torch.float64)
+        for n, length in enumerate(lengths):
+            steps = torch.zeros(chunks[n] * CHUNK, 11, dtype=torch.float64)
+            steps[:length] = ((call.tokens(call.g, n).double() - slope) * LOG2_E).clamp(min=FLOOR)
+            steps = steps.unflatten(0, (-1, CHUNK)).permute(2, 0, 1)
+            behind = steps.flip(2).cumsum(2).flip(2) - steps
+            own = slice(first[n], first[n] + chunks[n])
+            assert expected[:, own].isnan().all(), "two sequences share a chunk"
+            expected[:, own] = torch.cat([steps.cumsum(2), behind], 2)
+        torch.testing.assert_close(sums.double(), expected, rtol=2e-6, atol=0, equal_nan=True)
+
+    return check
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize(
+    "gate, decay, index_dtype",
+    [
+        ("float32", True, torch.int32),
+        ("bfloat16", False, torch.int64),
+        ("float16", True, torch.int64),
+    ],
+    ids=str,
+)
+def test_gate_sums(check_gate_sums, gate, decay, index_dtype):
+    """Dense batches, and packed sequences of which there are more than a warp can look at in one step, or in two."""
+    facts = (gate, decay, index_dtype)
+    for tokens in (1, 64, 200):
+        check_gate_sums((tokens,) * 3, False, *facts)
+    for lengths in ((5,), (0, 0, 64), (300, 0), (70, 0, 1, 63) * 30, (1, 0, 0, 2, 65) * 210):
+        check_gate_sums(lengths, True, *facts)
+
+
 # ---- which waits matter ----------------------------------------------------------------------------------------------
 
 SCHEDULES = mutation.SCHEDULES[:3]
@@ -400,9 +463,7 @@ def test_every_barrier_of_the_segment_table_matters(check_table):
     report = mutation.run(
         lambda options: check_table(**vars(options)), check_table.compiled(), schedules=SCHEDULES
     )
-    assert not report.not_reached and not report.not_modelled
-    # Those behind the first sums and behind the starts of the buckets: one of them is enough.
-    assert opcodes(report.unnoticed) == {"bar.sync 0": 2}, str(report)
+    assert len(report.noticed) == len(report.mutants) > 0, str(report)
 
 
 @pytest.mark.emulated(schedules="immediate")
@@ -410,11 +471,11 @@ def test_every_barrier_of_the_segment_table_matters(check_table):
 def test_every_wait_matters(run, prescan):
     """One CTA with more items, chunks and sums of gates than there are slots for.
 
-    Some items are longer than a batch of gates, since others have their slots guarded by the loads' ring too; some are
-    shorter than that ring, since behind longer ones the slots of items are free anyway.
+    Some items are longer than the ring of gates; some are shorter than that of loads, since behind longer ones the
+    slots of items are free anyway.
     """
-    long = make_call((800, 60, 0, 192, 30), slots=(6, -1, 3, 0, 2), **PACKED | {"heads": (1, 1)})
-    calls = [(long, 3)]
+    long = make_call((500, 60, 0, 192, 30), slots=(6, -1, 3, 0, 2), **PACKED | {"heads": (1, 1)})
+    calls = [(long, 2)]
     if prescan:  # where every item of a call has the same length
         calls.append((make_call((330,), slots=(1,), **PACKED | {"heads": (1, 1)}), 6))
     expected = [run(call, num_splits=n, multiprocessors=1) for call, n in calls]
@@ -428,14 +489,9 @@ def test_every_wait_matters(run, prescan):
             assert_same(outcome, before)
 
     report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
-    # Nothing lives longer than its CTA, so that no producer need wait for its last consumers. The tiles' wait for loads
-    # follows from that for weights, whose makers have waited for the same loads; and these need not gather their warps
-    # before they release a stage, because the tiles release it too, after every one of them has committed weights.
-    tails = SLOTS + config.stages
-    unnoticed = {"mbarrier.try_wait.parity.shared.b64": tails + 1, "bar.warp.sync": 1}
+    # The tiles' wait for loads follows from that for weights, whose makers have waited for the same loads.
+    unnoticed = {"mbarrier.try_wait.parity.shared.b64": 1}
     if not prescan:
         unnoticed["cp.async.bulk.wait_group 0"] = 1  # the emulator keeps memory longer than its CTA
     assert opcodes(report.unnoticed) == unnoticed, str(report)
-    # Segments that are scanned in advance are whole chunks: no keys to clear.
-    unreached = {"fence.proxy.async.shared::cta": 1, "bar.sync 1": 1} if prescan else {}
-    assert opcodes(report.not_reached) == unreached, str(report)
+    assert not report.not_reached, str(report)

@@ -139,7 +139,8 @@ class Layout:
     @cute.jit
     def slope(self, head_decay: cute.Tensor, head, decay_factor):
         """log2 decay per token of a head."""
-        slope = F32(0.0)
+        # Without decay no constant: what the compiler makes of 2^0 in the factors takes more registers than there are.
+        slope = decay_factor * F32(0.0)
         if cutlass.const_expr(self.problem.decay):
             slope = floored(head_decay[head] * decay_factor)
         return slope
