@@ -1,4 +1,4 @@
-"""What the emulated tests share: calls, an oracle of their own, and what rounding to 16 bits must cost."""
+"""What the emulated tests share: calls, what the oracle makes of them, and what rounding to 16 bits may cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from cula_lightning_sm90 import reference
 
 CHUNK = 64
 # Log decays per token of successive heads.
@@ -172,17 +174,6 @@ def _inverse_norms(call: Call, x: Tensor) -> Tensor:
     return (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _recurrence(call, q, k, v, log_decay, state):
-    """One sequence token by token in fp64: the outputs, and the state after every token."""
-    q, k = q * _inverse_norms(call, q), k * _inverse_norms(call, k)
-    outputs, states = [], [state]
-    for t in range(len(q)):
-        state = log_decay[t].exp()[:, None, None] * state + k[t, :, :, None] * v[t, :, None]
-        outputs.append(call.scale * torch.einsum("hk,hkv->hv", q[t], state))
-        states.append(state)
-    return outputs, states
-
-
 def _rounding(call, q, k, v, log_decay, state):
     """One sequence in chunks, with the 16-bit roundings of operands and outputs that tensor cores impose; fp64 between.
 
@@ -213,15 +204,26 @@ def _rounding(call, q, k, v, log_decay, state):
     return outputs, states
 
 
-def _evaluate(call: Call, sequence: Callable) -> Outcome:
-    batch, tokens, heads_v, dim_v = call.v.shape
+def exact(call: Call) -> Outcome:
+    """In fp64, from the very numbers that the kernel gets."""
+    starts = list(itertools.accumulate(call.lengths, initial=0)) if call.packed else None
+    checkpoints = _checkpoints(call)
+    outcome = reference.recurrent_prefill(
+        call.q, call.k, call.v, call.g, call.decay, call.initial,
+        None if call.slots is None else torch.tensor(call.slots), checkpoints,
+        None if starts is None else torch.tensor(starts),
+        scale=call.scale, l2norm=call.l2norm, checkpoint_every=call.every,
+    )  # fmt: skip
+    return Outcome(*outcome, checkpoints)
+
+
+def rounded(call: Call) -> Outcome:
+    """What a plain implementation in the activations' dtype would return."""
+    heads_v, dim_v = call.v.shape[2:]
     dim_k, group = call.k.shape[3], heads_v // call.k.shape[2]
     out = torch.zeros(call.v.shape, dtype=torch.float64)
     finals = torch.zeros(len(call.lengths), heads_v, dim_k, dim_v, dtype=torch.float64)
-    checkpoints = None
-    if call.every:
-        shape = (batch, tokens // call.every, heads_v, dim_k, dim_v)
-        checkpoints = torch.full(shape, math.nan, dtype=torch.float64)
+    checkpoints = _checkpoints(call)
     for n, row in enumerate(call.rows):
         if row < 0:
             continue
@@ -233,7 +235,7 @@ def _evaluate(call: Call, sequence: Callable) -> Outcome:
         if call.decay is not None:
             log_decay -= call.decay
         state = finals[n] if call.initial is None else call.initial[row].double()
-        outputs, states = sequence(call, q, k, v, log_decay, state)
+        outputs, states = _rounding(call, q, k, v, log_decay, state)
         finals[n] = states[-1]
         if outputs:
             call.tokens(out, n)[:] = torch.stack(outputs)
@@ -244,14 +246,13 @@ def _evaluate(call: Call, sequence: Callable) -> Outcome:
     return Outcome(out, finals, checkpoints)
 
 
-def exact(call: Call) -> Outcome:
-    """In fp64, from the very numbers that the kernel gets."""
-    return _evaluate(call, _recurrence)
-
-
-def rounded(call: Call) -> Outcome:
-    """What a plain implementation in the activations' dtype would return."""
-    return _evaluate(call, _rounding)
+def _checkpoints(call: Call) -> Tensor | None:
+    """Room for them, full of NaN."""
+    if not call.every:
+        return None
+    batch, tokens, heads_v, dim_v = call.v.shape
+    shape = (batch, tokens // call.every, heads_v, call.k.shape[3], dim_v)
+    return torch.full(shape, math.nan, dtype=torch.float64)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------

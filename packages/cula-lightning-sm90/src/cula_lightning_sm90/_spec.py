@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS
+from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS, dtype_name
 
 NAME = "cula-lightning-sm90"
 OP = "lightning.prefill"
@@ -32,11 +32,11 @@ def supports(
             return f"{module} is missing: pip install {NAME}"
     if requires_grad:
         return "no backward"
-    if dtype is not None and _name(dtype) not in ACTIVATION_DTYPES:
+    if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
-    if state_dtype is not None and _name(state_dtype) != "float32":
+    if state_dtype is not None and dtype_name(state_dtype) != "float32":
         return f"states must be float32, not {state_dtype}"
-    if gate_dtype is not None and _name(gate_dtype) not in _GATES:
+    if gate_dtype is not None and dtype_name(gate_dtype) not in _GATES:
         return f"g must be {', '.join(_GATES)}, not {gate_dtype}"
     for name, dim in (("K", head_dim_k), ("V", head_dim_v)):
         if dim is not None and dim not in HEAD_DIMS:
@@ -49,7 +49,3 @@ def load(function: str) -> Callable:
     import cula_lightning_sm90
 
     return getattr(cula_lightning_sm90, function)
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .config import CHUNK, HEAD_DIMS
+from .config import CHUNK, HEAD_DIMS, dtype_name
 
 _ACTIVATIONS = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -55,7 +55,7 @@ def check_prefill(
     if g is not None:
         _check_tensor("g", g)
         if g.dtype not in _GATES:
-            _type_error("g", _names(_GATES), _name(g.dtype))
+            _type_error("g", _names(_GATES), dtype_name(g.dtype))
         if g.shape != v.shape[:3]:
             _value_error("g", f"[B, T, HV] = {list(v.shape[:3])}", _shape(g))
         _check_device("g", g, device)
@@ -65,7 +65,7 @@ def check_prefill(
     else:
         _check_tensor(decay_name, head_decay)
         if head_decay.dtype != torch.float32:
-            _type_error(decay_name, "float32", _name(head_decay.dtype))
+            _type_error(decay_name, "float32", dtype_name(head_decay.dtype))
         _check_vector(decay_name, head_decay, "HV", heads_v)
         _check_device(decay_name, head_decay, device)
         if _is_readable(head_decay):
@@ -129,7 +129,7 @@ def check_offsets_copy(cu_seqlens: Tensor | None, copy: Tensor) -> None:
         _value_error(name, "None without cu_seqlens", type(copy).__name__)
     _check_tensor(name, copy)
     if copy.dtype not in _OFFSETS:
-        _type_error(name, _names(_OFFSETS), _name(copy.dtype))
+        _type_error(name, _names(_OFFSETS), dtype_name(copy.dtype))
     if copy.device.type != "cpu":
         _value_error(name, "a tensor on the CPU", copy.device)
     if isinstance(cu_seqlens, Tensor) and copy.shape != cu_seqlens.shape:
@@ -150,7 +150,7 @@ def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> N
     if kind not in _ACTIVATIONS:
         _value_error("q", "a tensor on a CUDA device or the CPU", device)
     if dtype not in _ACTIVATIONS[kind]:
-        _type_error("q", _names(_ACTIVATIONS[kind]), _name(dtype))
+        _type_error("q", _names(_ACTIVATIONS[kind]), dtype_name(dtype))
     if len(shape) != 4:
         _value_error("q", "4 dimensions [B, T, H, K]", _shape(q))
     if k.shape != shape:
@@ -173,7 +173,7 @@ def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> N
     # Without an output of the caller's v stands in, and passes like it.
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", v if out is None else out)):
         if tensor.dtype != dtype:
-            _type_error(name, f"the dtype of q, {_name(dtype)}", _name(tensor.dtype))
+            _type_error(name, f"the dtype of q, {dtype_name(dtype)}", dtype_name(tensor.dtype))
         _check_device(name, tensor, device)
         if tensor.stride(3) != 1 and tensor.shape[3] != 1:
             _value_error(name, "a contiguous last dimension", f"strides {tensor.stride()}")
@@ -185,7 +185,7 @@ def _check_offsets(
     """Checks cu_seqlens and returns the number of sequences."""
     _check_tensor(name, offsets)
     if offsets.dtype not in _OFFSETS:
-        _type_error(name, _names(_OFFSETS), _name(offsets.dtype))
+        _type_error(name, _names(_OFFSETS), dtype_name(offsets.dtype))
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         _value_error(name, "[N + 1]", _shape(offsets))
     if offsets.shape[0] > 1 and offsets.stride(0) != 1:
@@ -240,9 +240,9 @@ def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
         return
     if q.dtype == torch.float64:
         if state.dtype != torch.float64:
-            _type_error(name, "float32 or float64", _name(state.dtype))
+            _type_error(name, "float32 or float64", dtype_name(state.dtype))
     else:
-        _type_error(name, "float32", _name(state.dtype))
+        _type_error(name, "float32", dtype_name(state.dtype))
 
 
 def _check_alignment(name: str, state: Tensor) -> None:
@@ -262,7 +262,7 @@ def _check_indices(
         _value_error(name, "None without a state_pool", type(indices).__name__)
     _check_tensor(name, indices)
     if indices.dtype != torch.int32:
-        _type_error(name, "int32", _name(indices.dtype))
+        _type_error(name, "int32", dtype_name(indices.dtype))
     _check_vector(name, indices, "N", sequences)
     _check_device(name, indices, device)
     if _is_readable(indices) and sequences and indices.max() >= state.shape[0]:
@@ -295,7 +295,7 @@ def _check_checkpoints(
         letters = "V, K" if v_first else "K, V"
         _value_error(name, f"[B, T // n, HV, {letters}] = {list(shape)}", _shape(checkpoints))
     if checkpoints.dtype != state_dtype:
-        _type_error(name, _name(state_dtype), _name(checkpoints.dtype))
+        _type_error(name, dtype_name(state_dtype), dtype_name(checkpoints.dtype))
     _check_device(name, checkpoints, q.device)
     if not checkpoints.is_contiguous():
         _value_error(name, "a contiguous tensor", f"strides {checkpoints.stride()}")
@@ -350,12 +350,8 @@ def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(_name(d) for d in dtypes)
+    return " or ".join(dtype_name(d) for d in dtypes)
 
 
 def _type_error(name: str, expected: str, got: object) -> NoReturn:

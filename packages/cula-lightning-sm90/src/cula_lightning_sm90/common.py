@@ -1,6 +1,7 @@
 """What the roles of the prefill kernel share: constants, layouts of shared memory, wgmma, items of work."""
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,18 +16,29 @@ GATE_SLOTS = 4  # of summed gates
 # One token's log2 decay is held at or above this: 2^-150 is zero in fp32, and sums over a chunk stay exact enough.
 FLOOR = -150.0
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-# What the loading warp tells the others about an item of work.
-ITEM = (
-    *("valid", "token", "batch", "length", "sequence"),
-    *("slot", "part", "parts", "head", "tile", "row"),
-)
-ITEM_WORDS = 12  # whole 16-byte units
+ITEM_WORDS = 12  # of an item: whole 16-byte units
 # Floats of a slot of weights: of o, of v, total decay and padding.
 TABLE = 2 * CHUNK + 4
 BARRIER_WEIGHTS, BARRIER_TILE = 1, 2
 LOG2_E = math.log2(math.e)
 # Coefficients of 2^x - 1 from the highest power down to the first.
 EXPM1_SERIES = tuple(math.log(2) ** k / math.factorial(k) for k in range(10, 0, -1))
+
+
+class Item(NamedTuple):
+    """What the loading warp tells the others about an item of work; not valid: there is no more."""
+
+    valid: cutlass.Int32
+    token: cutlass.Int32
+    batch: cutlass.Int32
+    length: cutlass.Int32
+    sequence: cutlass.Int32
+    slot: cutlass.Int32
+    part: cutlass.Int32
+    parts: cutlass.Int32
+    head: cutlass.Int32
+    tile: cutlass.Int32
+    row: cutlass.Int32
 
 
 def mma(dtype, n, a_source, b_major):
@@ -132,7 +144,7 @@ class Layout:
         """The next item, as the loading warp described it."""
         items.consumer_wait(at)
         words = cute.make_tensor(item_words, cute.make_layout((ITEM_WORDS, SLOTS)))
-        item = tuple(words[i, at.index] for i in range(len(ITEM)))
+        item = Item(*(words[i, at.index] for i in range(len(Item._fields))))
         items.consumer_release(at)
         return item
 
@@ -144,3 +156,11 @@ class Layout:
         if cutlass.const_expr(self.problem.decay):
             slope = floored(head_decay[head] * decay_factor)
         return slope
+
+    def units(self, tidx):
+        """A copy of [64, 64 n] elements by 16 bytes: thread t has unit t % 8 of rows t // 8 + 16 i."""
+        return cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
+            cute.make_layout((GROUP // 8, 8), stride=(8, 1)),
+            cute.make_layout((1, 8)),
+        ).get_slice(tidx)

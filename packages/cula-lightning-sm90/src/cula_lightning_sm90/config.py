@@ -17,6 +17,11 @@ _MIN_SEGMENT = 1024
 _MAX_SEGMENTS = 16
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype, such as "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Problem:
     """The static facts of a call: batch, lengths, head counts, strides, scale and intervals are not among them.

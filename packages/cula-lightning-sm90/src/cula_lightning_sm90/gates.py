@@ -143,27 +143,23 @@ class Gates(Layout):
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, GATE_SLOTS)
         item = self.receive(items, item_at, item_words)
         item_at.advance()
-        while item[0] != 0:
-            token, batch, length, sequence, part, head = (
-                item[1],
-                item[2],
-                item[3],
-                item[4],
-                item[6],
-                item[8],
-            )
-            if item[10] < 0:
+        while item.valid != 0:
+            length = item.length
+            if item.row < 0:
                 length = 0
-            before = part * segment_tokens  # tokens of the sequence in other segments
-            chunk = before // CHUNK + batch * cute.ceil_div(tokens, CHUNK)
+            before = item.part * segment_tokens  # tokens of the sequence in other segments
+            chunk = before // CHUNK + item.batch * cute.ceil_div(tokens, CHUNK)
             if cutlass.const_expr(self.problem.packed):
-                chunk = before // CHUNK + (token - before) // CHUNK + sequence
+                chunk = before // CHUNK + (item.token - before) // CHUNK + item.sequence
             for c in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
                 gates.producer_acquire(at)
                 barrier = gates.producer_get_barrier(at)
                 with cute.arch.elect_one():
                     cute.copy(
-                        bulk, sums[head, chunk + c, None], target[None, at.index], mbar_ptr=barrier
+                        bulk,
+                        sums[item.head, chunk + c, None],
+                        target[None, at.index],
+                        mbar_ptr=barrier,
                     )
                 at.advance()
             item = self.receive(items, item_at, item_words)

@@ -15,7 +15,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from .common import DTYPES, LOG2_E
-from .config import CHUNK, V_TILE, Config, Problem, configs, plan
+from .config import CHUNK, V_TILE, Config, Problem, configs, dtype_name, plan
 from .gates import GateSums
 from .prefill import LightningPrefill
 from .schedule import COLUMNS, SegmentTable
@@ -184,7 +184,7 @@ def run(
     heads_v, dim_v = v.shape[2:]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     problem = Problem(
-        _name(q.dtype), dim_k, dim_v,
+        dtype_name(q.dtype), dim_k, dim_v,
         gate=g is not None,
         decay=head_decay is not None and g is None,
         packed=cu_seqlens is not None,
@@ -205,8 +205,8 @@ def run(
     index_dtype = None if cu_seqlens is None else cu_seqlens.dtype
     segments = counters = sums = states = decays = None
     if g is not None:
-        dense = batch * -(-tokens // CHUNK)
-        chunks = tokens // CHUNK + sequences if problem.packed else dense
+        # Packed: at most these; see GateSums.
+        chunks = tokens // CHUNK + sequences if problem.packed else batch * -(-tokens // CHUNK)
         sums = q.new_empty((heads_v, chunks, 2 * CHUNK), dtype=torch.float32)
         gates = kernel_for(GateConfig(g.dtype, head_decay is not None, index_dtype))
         gates(g, head_decay, cu_seqlens, sums, decay_factor)
@@ -230,7 +230,3 @@ def run(
             segments, None if counters is None else counters[number : number + 1], states, decays,
             scale, decay_factor, segment_tokens, max(checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

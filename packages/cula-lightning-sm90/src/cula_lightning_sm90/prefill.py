@@ -22,10 +22,10 @@ from .common import (
     GATE_SLOTS,
     GROUP,
     I32,
-    ITEM,
     ITEM_WORDS,
     SLOTS,
     TABLE,
+    Item,
     Layout,
     by_token,
     swizzled,
@@ -270,7 +270,8 @@ class LightningPrefill(Layout):
         sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k") if self.forward else None
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
         group = heads_v // mK.shape[2]
-        columns = heads_v * (self.v_tiles // self.tiles)
+        per_head = self.v_tiles // self.tiles
+        columns = heads_v * per_head
         parts = cute.ceil_div(tokens, segment_tokens)
         if cutlass.const_expr(self.problem.packed):
             count = segments[0, 0] * columns
@@ -284,10 +285,7 @@ class LightningPrefill(Layout):
             number = self.draw(counter, lane)
         while number < count:
             segment, column = number // columns, number % columns
-            head, tile = (
-                column // (self.v_tiles // self.tiles),
-                column % (self.v_tiles // self.tiles),
-            )
+            head, tile = column // per_head, column % per_head
             head_k = head // group
             item = self.describe(segments, segment, segment_tokens, parts, tokens)
             token, in_batch, length, sequence, slot, part, parts_here = item
@@ -300,20 +298,11 @@ class LightningPrefill(Layout):
             if wanted:
                 items.producer_acquire(item_at)
                 if lane == 0:
-                    values = (
-                        1,
-                        token,
-                        in_batch,
-                        length,
-                        sequence,
-                        slot,
-                        part,
-                        parts_here,
-                        head,
-                        tile * self.tiles,
-                        row,
-                    )
-                    for i in cutlass.range_constexpr(len(ITEM)):
+                    first_tile = tile * self.tiles
+                    values = Item(
+                        1, token, in_batch, length, sequence, slot, part, parts_here, head, first_tile, row
+                    )  # fmt: skip
+                    for i in cutlass.range_constexpr(len(values)):
                         words[i, item_at.index] = I32(values[i])
                     items.producer_commit(item_at)
                 item_at.advance()

@@ -90,9 +90,8 @@ class SegmentTable:
                 row[0], row[1], row[2] = start + first, size, n
                 row[3], row[4], row[5] = slot + before + part, part, parts
             slot = slot + total
-        if cutlass.const_expr(
-            self.follows
-        ):  # who waits for this kernel waits for the one before it, too
+        # Who waits for this kernel waits for the one before it, too.
+        if cutlass.const_expr(self.follows):
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
@@ -103,11 +102,8 @@ class SegmentTable:
     @cute.jit
     def bucket(self, size, longest):
         """0 for the longest."""
-        return (
-            THREADS
-            - 1
-            - cute.ceil_div(size, CHUNK) * (THREADS - 1) // cute.ceil_div(longest, CHUNK)
-        )
+        chunks, most = cute.ceil_div(size, CHUNK), cute.ceil_div(longest, CHUNK)
+        return THREADS - 1 - chunks * (THREADS - 1) // most
 
     @cute.jit
     def take(self, buckets: cute.Tensor, bucket):

@@ -78,9 +78,9 @@ class Tiles(Layout):
 
         item = self.receive(items, item_at, item_words)
         item_at.advance()
-        while item[0] != 0:
-            token, batch, length, sequence, slot, part, parts, head = (item[i] for i in range(1, 9))
-            column, row = item[9] + tile, item[10]
+        while item.valid != 0:
+            token, batch, length, sequence, slot, part, parts, head = item[1:9]
+            column, row = item.tile + tile, item.row
             chunks = cute.ceil_div(length, CHUNK)
             if row < 0:
                 chunks = 0
@@ -119,10 +119,7 @@ class Tiles(Layout):
                 warpgroup.fence()
                 issue(mma_o, o, v_a, tOrP[None, None, None, weights_at.index], False)
                 warpgroup.wait_group(0)
-                ring.consumer_release(at)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    weights.consumer_release(weights_at)
+                self.release(ring, weights, at, weights_at)
                 at.advance()
                 weights_at.advance()
                 self.keep(store_o, o, tOsO[None, None, None, turn % SLOTS])
@@ -182,17 +179,16 @@ class Tiles(Layout):
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         item = self.receive(items, item_at, item_words)
         item_at.advance()
-        while item[0] != 0:
-            length, slot, part, parts, head = item[3], item[5], item[6], item[7], item[8]
-            column, row = item[9] + tile, item[10]
+        while item.valid != 0:
+            slot, head, column = item.slot, item.head, item.tile + tile
             s.fill(0.0)
             if cutlass.const_expr(self.problem.initial_state):
-                if part == 0:
-                    self.get(s, part_s, initial, row, head, column)
+                if item.part == 0:
+                    self.get(s, part_s, initial, item.row, head, column)
                     if cutlass.const_expr(self.problem.in_place):
                         # The last segment may replace the pool's row before the first one is started.
-                        self.spill(s, states, slot + parts - 1, head, column, tidx)
-            for _ in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
+                        self.spill(s, states, slot + item.parts - 1, head, column, tidx)
+            for _ in cutlass.range(cute.ceil_div(item.length, CHUNK), unroll=1):
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
                 self.take_values(load_v, tVsV[None, None, None, at.index], v_a, CHUNK, lane)
@@ -203,10 +199,7 @@ class Tiles(Layout):
                 if cutlass.const_expr(self.problem.exact_state):
                     issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
                 warpgroup.wait_group(0)
-                ring.consumer_release(at)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    weights.consumer_release(weights_at)
+                self.release(ring, weights, at, weights_at)
                 at.advance()
                 weights_at.advance()
             self.spill(s, states, slot, head, column, tidx)
@@ -220,6 +213,14 @@ class Tiles(Layout):
         ).get_slice(tidx)
         sV = self.staged(base + tile * (CHUNK * V_TILE), self.v_at, (V_TILE, CHUNK), "mn")
         return load_v, load_v.partition_S(sV)
+
+    @cute.jit
+    def release(self, ring, weights, at, weights_at):
+        """Gives a chunk and its weights back."""
+        ring.consumer_release(at)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            weights.consumer_release(weights_at)
 
     @cute.jit
     def take_values(self, load_v, source: cute.Tensor, v_a: cute.Tensor, left, lane):
@@ -329,12 +330,8 @@ class Tiles(Layout):
                     cute.autovec_copy(zeros, target[None, i, 0])
 
     def rows_of(self, out, batch, token, head, column, tidx):
-        """64 tokens of this tile's outputs in units of 16 bytes: thread t has unit t % 8 of rows t // 8 + 16 i."""
-        units = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
-            cute.make_layout((16, 8), stride=(8, 1)),
-            cute.make_layout((1, 8)),
-        ).get_slice(tidx)
+        """64 tokens of this tile's outputs, in units of 16 bytes."""
+        units = self.units(tidx)
         tokens = cute.domain_offset((token, 0), out[batch, None, head, None])
         return units, units.partition_D(cute.local_tile(tokens, (CHUNK, V_TILE), (0, column)))
 

@@ -73,10 +73,10 @@ class Weights(Layout):
 
         item = self.receive(items, item_at, item_words)
         item_at.advance()
-        while item[0] != 0:
-            length, head = item[3], item[8]
+        while item.valid != 0:
+            length, head = item.length, item.head
             chunks = cute.ceil_div(length, CHUNK)
-            if item[10] < 0:
+            if item.row < 0:
                 chunks = 0
             slope = self.slope(head_decay, head, decay_factor)
             if cutlass.const_expr(self.forward and not self.gate):
@@ -99,9 +99,9 @@ class Weights(Layout):
                     last = sums_by_token[CHUNK - 1, gate_at.index]
                     to_end = sums_by_token[CHUNK + mine, gate_at.index]
                 else:
-                    here = cutlass.Float32(mine + 1) * slope
-                    last = cutlass.Float32(left) * slope
-                    to_end = cutlass.Float32(cutlass.max(left - 1 - mine, 0)) * slope
+                    here = F32(mine + 1) * slope
+                    last = F32(left) * slope
+                    to_end = F32(cutlass.max(left - 1 - mine, 0)) * slope
                 own = F32(1.0)
                 if cutlass.const_expr(self.problem.l2norm):
                     own = self.inverse_norm(base + at.index * self.stage, tidx)
@@ -146,8 +146,8 @@ class Weights(Layout):
                 at.advance()
                 out_at.advance()
             if cutlass.const_expr(not self.forward):
-                if (tidx == 0) & (item[9] == 0):
-                    decays[item[5], head] = total
+                if (tidx == 0) & (item.tile == 0):
+                    decays[item.slot, head] = total
             item = self.receive(items, item_at, item_words)
             item_at.advance()
 
@@ -191,11 +191,7 @@ class Weights(Layout):
     @cute.jit
     def clear_keys(self, keys: cute.Tensor, left, tidx):
         """Zeroes what lies past the end of a packed sequence: tokens of the next one, of any value."""
-        units = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
-            cute.make_layout((16, 8), stride=(8, 1)),
-            cute.make_layout((1, 8)),
-        ).get_slice(tidx)
+        units = self.units(tidx)
         target = units.partition_D(keys)
         zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
         zeros.fill(0.0)
