@@ -135,7 +135,16 @@ class Inputs:
 
     def to(self, device: torch.device | str) -> Inputs:
         moved = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(self).items()}
+        if self.gate is not None and not self.gate.is_contiguous():
+            moved["gate"] = in_rows(moved["gate"])
         return Inputs(**moved)
+
+
+def in_rows(gate: Tensor) -> Tensor:
+    """The same gates where TMA can load those of neighbouring heads: rows at multiples of 16 bytes, NaN between."""
+    heads, unit = gate.shape[2], 16 // gate.element_size()
+    rows = gate.new_full((*gate.shape[:2], -(-heads // unit) * unit + unit), math.nan)
+    return rows[..., :heads].copy_(gate)
 
 
 def make(
@@ -153,7 +162,7 @@ def make(
 ) -> Inputs:
     """Inputs for a batch of `size` sequences of `tokens` tokens, or for packed sequences of the lengths `size`.
 
-    Decays lie between 1e-4 and 1 per token, gates between 0 and about -1.5.
+    Decays lie between 1e-4 and 1 per token, gates between 0 and about -1.5; these are stored as `in_rows` does.
     """
     generator = torch.Generator(device).manual_seed(seed)
     lengths = size if isinstance(size, list) else None
@@ -170,7 +179,7 @@ def make(
     gates = torch.nn.functional.logsigmoid(2 * normal(batch, tokens, heads_v, dtype=torch.float32))
     return Inputs(
         q, k, v, 10 ** (-4 * uniform) if decay else None,
-        None if gate is None else (gates / 4).to(gate), lengths, initial,
+        None if gate is None else in_rows((gates / 4).to(gate)), lengths, initial,
     )  # fmt: skip
 
 

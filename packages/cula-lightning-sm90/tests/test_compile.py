@@ -27,8 +27,8 @@ from cula_lightning_sm90.config import (
 
 FACTORS = {
     "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
-    # (gate, decay)
-    "mode": ((False, False), (False, True), (True, False)),
+    # (gate_dtype, decay)
+    "mode": ((None, False), (None, True), ("float32", False), ("bfloat16", True)),
     "packed": (False, True),
     # (initial_state, indexed, in_place, final_state)
     "states": (
@@ -42,20 +42,23 @@ FACTORS = {
     "l2norm": (False, True),
     "exact_state": (False, True),
     "dtype": ACTIVATION_DTYPES,
-    # (tiles, split, prescan)
-    "work": tuple((c.tiles, c.split, c.prescan) for c in candidates(Problem("bfloat16", 128, 128))),
+    # (tiles, split, prescan, paired)
+    "work": tuple(
+        (c.tiles, c.split, c.prescan, c.paired)
+        for c in candidates(Problem("bfloat16", 128, 128, "float32"))
+    ),
 }
 
 
 def possible(case: dict) -> bool:
-    return 64 * case["work"][0] <= case["dims"][1]
+    return config_of(case).illegal() is None
 
 
 def config_of(case: dict) -> Config:
-    (gate, decay), (initial, indexed, in_place, final) = case["mode"], case["states"]
+    (gate_dtype, decay), (initial, indexed, in_place, final) = case["mode"], case["states"]
     flags = ("packed", "state_v_first", "checkpoints", "l2norm")
     problem = Problem(
-        case["dtype"], *case["dims"], gate, decay, initial_state=initial, indexed=indexed, in_place=in_place,
+        case["dtype"], *case["dims"], gate_dtype, decay, initial_state=initial, indexed=indexed, in_place=in_place,
         final_state=final, exact_state=case["exact_state"], **{name: case[name] for name in flags},
     )  # fmt: skip
     return Config(problem, *case["work"])
@@ -63,20 +66,24 @@ def config_of(case: dict) -> Config:
 
 COVERING = covering_cases(FACTORS, possible)
 # What asks most of registers and shared memory: the largest matrices with everything that a call can want.
-HEAVY = candidates(
-    Problem(
-        "bfloat16", 128, 128, True, False, packed=True, initial_state=True, indexed=True,
-        in_place=True, checkpoints=True, l2norm=True, exact_state=True,
+HEAVY = [
+    config
+    for packed in (True, False)
+    for config in candidates(
+        Problem(
+            "bfloat16", 128, 128, "float32", packed=packed, initial_state=True, indexed=True,
+            in_place=True, checkpoints=True, l2norm=True, exact_state=True,
+        )
     )
-)  # fmt: skip
+]  # fmt: skip
 CONFIGS = [config_of(case) for case in COVERING] + HEAVY
 
 
 def label(config: Config) -> str:
     p = config.problem
     work = f"{config.tiles}{'-split' * config.split}{'-prescan' * config.prescan}"
+    work += f"{'-paired' * config.paired}{f'-{p.gate_dtype}-gate' if p.gate_dtype else ''}"
     names = (
-        "gate",
         "decay",
         "packed",
         "state_v_first",
@@ -98,7 +105,7 @@ class Build:
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Build]:
-    def make(config: launch.AnyConfig) -> Build:
+    def make(config: Config | launch.TableConfig) -> Build:
         log = tmp_path / "remarks.yaml"
         compiled = launch.compile(
             config, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)),
@@ -120,11 +127,13 @@ def products(config: Config) -> dict[str, int]:
 
 
 def test_the_cases_cover_every_pair():
+    wide = {name: values[0] for name, values in FACTORS.items()}
+    wide |= {"dims": (128, 128), "mode": ("float32", False)}  # what the fewest others exclude
     covered = {pair for case in COVERING for pair in itertools.combinations(case.items(), 2)}
     for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
         for one, two in itertools.product(values, others):
-            narrow = {"dims": (128, 128), "work": (1, False, False), name: one, other: two}
-            assert ((name, one), (other, two)) in covered or not possible(narrow)
+            if possible(wide | {name: one, other: two}):
+                assert ((name, one), (other, two)) in covered
     assert all(config.illegal() is None for config in CONFIGS)
 
 
@@ -149,36 +158,23 @@ def test_machine_code(build, config):
     assert kernel.registers == 65536 // config.threads // 8 * 8
     assert 128 * (weights + config.tiles * tiles + load) <= kernel.registers * config.threads
 
-    # Everybody who reads what an earlier kernel of the call wrote waits for it: segments, sums of gates, states.
-    waits = config.problem.packed + config.problem.gate + (config.split and not config.prescan)
+    # Everybody who reads what an earlier kernel of the call wrote waits for it: segments, states.
+    waits = config.problem.packed + (config.split and not config.prescan)
     assert made.ptx.count("griddepcontrol.wait") == waits
     assert made.ptx.count("griddepcontrol.launch_dependents") == config.prescan
 
     # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
     assert kernel.count("HGMMA") == sum(products(config).values())
     panels = config.problem.head_dim_k // 64 * (1 if config.prescan else 2)
-    assert kernel.count("UTMALDG") == panels + config.tiles
+    assert kernel.count("UTMALDG") == panels + config.tiles + config.paired
     assert kernel.count("UTMASTG") == (0 if config.prescan else 2)  # in the loop and after it
     # One wait per place where results are used: the compiler adds some where it does not trust the code.
     waits = 1 if config.prescan else 3
     assert kernel.count("WARPGROUP.DEPBAR") == kernel.count("WARPGROUP.ARRIVE") == waits
 
 
-SMALL = [
-    launch.TableConfig(dtype, follows)
-    for dtype, follows in ((torch.int32, False), (torch.int64, True))
-]
-SMALL += [
-    launch.GateConfig(gate_dtype, decay, index_dtype)
-    for gate_dtype, decay, index_dtype in (
-        (torch.float32, True, None), (torch.bfloat16, False, torch.int32), (torch.float16, True, torch.int64),
-    )
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("config", SMALL, ids=str)
-def test_small_kernels(build, config):
-    """The segment table and the sums of gates."""
-    made = build(config)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_segment_table(build, dtype):
+    made = build(launch.TableConfig(dtype))
     resources.check(made.kernel)
     assert not re.search(r"\.local\b", made.ptx)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
 from emulated_helpers import (
-    CHUNK,
     Call,
     Outcome,
     alone,
@@ -28,11 +25,12 @@ from emulated_helpers import (
     relative_error,
     same,
 )
+from gpu_oracle import in_rows
 from torch import Tensor
 
 from cula_emulator import mutation
 from cula_lightning_sm90 import launch
-from cula_lightning_sm90.common import FLOOR, LOG2_E
+from cula_lightning_sm90.common import PAIR_SLOTS
 from cula_lightning_sm90.config import Config
 
 pytestmark = pytest.mark.emulated(detect_races=True)
@@ -41,6 +39,7 @@ FACTORS = {
     "dim_k": (64, 128),
     "dim_v": (64, 128),
     "gate": (None, "bfloat16"),
+    "gate_rows": (False, True),
     "sequences": ((False, (150, 150)), (True, (70, 0, 1, 64, 130)), (True, (0, 200))),
     "splits": (None, 6),
     "heads": ((1, 2), (2, 2), (1, 3)),
@@ -57,7 +56,7 @@ FACTORS = {
     "views": (False, True),
     "index_dtype": (torch.int32, torch.int64),
 }
-CASES = covering_cases(FACTORS, lambda case: True)
+CASES = covering_cases(FACTORS, lambda case: case["gate"] or not case["gate_rows"])
 
 
 def label(case: dict) -> str:
@@ -72,8 +71,9 @@ def label(case: dict) -> str:
 def run(emulated) -> Callable[..., Outcome]:
     """run(call, ...) launches a call as `launch.run` does on a GPU, with guards around and NaN in all it may write.
 
-    views: inputs are views of larger tensors full of NaN, outputs and states have gaps. changes: of emulator Options;
-    a line to ignore is one of the kernel of the config `mutated`. run.configs: those of the last call.
+    views: inputs are views of larger tensors full of NaN, outputs and states have gaps. gate_rows: g is stored so that
+    TMA can load it. changes: of emulator Options; a line to ignore is one of the kernel of the config `mutated`.
+    run.configs: those of the last call.
     """
 
     def compiled(config):
@@ -86,6 +86,7 @@ def run(emulated) -> Callable[..., Outcome]:
         call: Call,
         *,
         views: bool = False,
+        gate_rows: bool = False,
         num_splits: int | None = None,
         multiprocessors: int = 132,
         index_dtype: torch.dtype = torch.int32,
@@ -109,6 +110,8 @@ def run(emulated) -> Callable[..., Outcome]:
             return tensor.mT if call.v_first and tensor is not None else tensor
 
         inputs = fused(call) if views else {n: getattr(call, n) for n in ("q", "k", "v", "g")}
+        if gate_rows:
+            inputs["g"] = in_rows(call.g)
         stride = loose_strides(call.v.shape, 8 * views)
         out = emulated.empty(call.v.shape, call.v.dtype, stride=stride)
         used = [row for row in call.rows if row >= 0]
@@ -190,7 +193,7 @@ def test_numbers(run, assert_settled, case):
     outcome = run(
         call,
         num_splits=case["splits"],
-        **{name: case[name] for name in ("views", "multiprocessors", "index_dtype")},
+        **{name: case[name] for name in ("views", "gate_rows", "multiprocessors", "index_dtype")},
     )
     assert_right(call, outcome)
     assert_settled(outcome)
@@ -339,6 +342,28 @@ def test_one_or_two_tiles_per_cta(run):
     assert_same(one, two)
 
 
+@pytest.mark.parametrize(
+    "size, heads, dims, options",
+    [
+        ((700,), (1, 2), (64, 128), {}),
+        ((130, 130), (2, 4), (64, 64), {"multiprocessors": 5}),
+        ((64 * 13, 64 * 13), (1, 2), (128, 64), {"multiprocessors": 3, "num_splits": 2}),
+    ],
+    ids=["one_head", "neighbours", "segments"],
+)
+@pytest.mark.parametrize("gate", ["float32", "float16"])
+def test_ctas_that_load_gates_for_each_other(run, gate, size, heads, dims, options):
+    """The same bits as from views, whose gates TMA cannot load; items one after the other, a sequence to skip."""
+    slots = (1, -1)[: len(size)]
+    call = make_call(size, heads, dims, gate=gate, slots=slots, rates="strong")
+    alone = run(call, views=True, **options)
+    assert not any(config.paired for config in run.configs)
+    together = run(call, gate_rows=True, **options)
+    assert all(config.paired for config in run.configs)
+    assert_right(call, together)
+    assert_same(together, alone)
+
+
 def segments_of(lengths: tuple[int, ...], most: int) -> list[list[int]]:
     """Rows of the segment table: first token, length, sequence, slot, part, parts."""
     rows, start = [], 0
@@ -373,7 +398,7 @@ def check_table(emulated) -> Callable[..., None]:
         assert (table[1 + len(rows) :] == unused).all()
 
     def compiled(index_dtype: torch.dtype = torch.int32):
-        config = launch.TableConfig(index_dtype, False)
+        config = launch.TableConfig(index_dtype)
         return emulated(
             launch.kernel(config), *launch.fake_arguments(config),
             make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
@@ -389,68 +414,16 @@ def test_segment_table(check_table, index_dtype, most):
     check_table(index_dtype, most)
 
 
-@pytest.fixture
-def check_gate_sums(emulated) -> Callable[..., None]:
-    """Sums the gates of sequences of some lengths and checks them, and that no other chunks are written."""
-
-    def check(lengths: tuple[int, ...], packed: bool, gate: str, decay: bool, index_dtype) -> None:
-        heads = (1, 11)  # of which a warp has eight
-        call = make_call(lengths, heads, packed=packed, gate=gate, decay=decay, rates="strong")
-        call = replace(call, g=call.g - torch.rand(call.g.shape).to(call.g.dtype))
-        config = launch.GateConfig(call.g.dtype, decay, index_dtype if packed else None)
-        kernel = emulated(
-            launch.kernel(config), *launch.fake_arguments(config),
-            make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
-        )  # fmt: skip
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        chunks = [-(-length // CHUNK) for length in lengths]
-        if packed:
-            count = sum(lengths) // CHUNK + len(lengths)
-            first = [a // CHUNK + n for n, a in enumerate(starts.tolist()[:-1])]
-        else:
-            count = sum(chunks)
-            first = [n * chunks[0] for n in range(len(lengths))]
-        sums = emulated.empty((11, count, 2 * CHUNK), torch.float32)
-        cu_seqlens = starts.to(index_dtype) if packed else None
-        kernel(fused(call)["g"], call.decay, cu_seqlens, sums, -LOG2_E)
-
-        slope = torch.zeros(11, dtype=torch.float64) if call.decay is None else call.decay.double()
-        expected = torch.full(sums.shape, math.nan, dtype=torch.float64)
-        for n, length in enumerate(lengths):
-            steps = torch.zeros(chunks[n] * CHUNK, 11, dtype=torch.float64)
-            steps[:length] = ((call.tokens(call.g, n).double() - slope) * LOG2_E).clamp(min=FLOOR)
-            steps = steps.unflatten(0, (-1, CHUNK)).permute(2, 0, 1)
-            behind = steps.flip(2).cumsum(2).flip(2) - steps
-            own = slice(first[n], first[n] + chunks[n])
-            assert expected[:, own].isnan().all(), "two sequences share a chunk"
-            expected[:, own] = torch.cat([steps.cumsum(2), behind], 2)
-        torch.testing.assert_close(sums.double(), expected, rtol=2e-6, atol=0, equal_nan=True)
-
-    return check
-
-
-@pytest.mark.emulated(schedules="immediate")
-@pytest.mark.parametrize(
-    "gate, decay, index_dtype",
-    [
-        ("float32", True, torch.int32),
-        ("bfloat16", False, torch.int64),
-        ("float16", True, torch.int64),
-    ],
-    ids=str,
-)
-def test_gate_sums(check_gate_sums, gate, decay, index_dtype):
-    """Dense batches, and packed sequences of which there are more than a warp can look at in one step, or in two."""
-    facts = (gate, decay, index_dtype)
-    for tokens in (1, 64, 200):
-        check_gate_sums((tokens,) * 3, False, *facts)
-    for lengths in ((5,), (0, 0, 64), (300, 0), (70, 0, 1, 63) * 30, (1, 0, 0, 2, 65) * 210):
-        check_gate_sums(lengths, True, *facts)
-
-
 # ---- which waits matter ----------------------------------------------------------------------------------------------
 
 SCHEDULES = mutation.SCHEDULES[:3]
+TRY_WAIT = "mbarrier.try_wait.parity.shared.b64"
+# Of a prescan, and of the others. The tiles' wait for loads follows from that for weights, whose makers waited for the
+# same loads; the emulator keeps memory longer than its CTA, so nobody need wait for the last store.
+UNNOTICED = {
+    True: Counter({TRY_WAIT: 1}),
+    False: Counter({TRY_WAIT: 1, "cp.async.bulk.wait_group 0": 1}),
+}
 
 
 def opcodes(mutants) -> Counter:
@@ -474,10 +447,11 @@ def test_every_wait_matters(run, prescan):
     Some items are longer than the ring of gates; some are shorter than that of loads, since behind longer ones the
     slots of items are free anyway.
     """
-    long = make_call((500, 60, 0, 192, 30), slots=(6, -1, 3, 0, 2), **PACKED | {"heads": (1, 1)})
-    calls = [(long, 2)]
+    facts = PACKED | {"heads": (1, 1)}
+    calls = [(make_call((800, 60, 0, 192, 30), slots=(6, -1, 3, 0, 2), **facts), 2)]
     if prescan:  # where every item of a call has the same length
-        calls.append((make_call((330,), slots=(1,), **PACKED | {"heads": (1, 1)}), 6))
+        calls.append((make_call((330,), slots=(1,), **facts), 6))
+        calls.append((make_call((1300,), slots=(1,), **facts), 2))
     expected = [run(call, num_splits=n, multiprocessors=1) for call, n in calls]
     passes = [config for config in run.configs if isinstance(config, Config)]
     config = next(config for config in passes if config.prescan == prescan)
@@ -489,9 +463,27 @@ def test_every_wait_matters(run, prescan):
             assert_same(outcome, before)
 
     report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
-    # The tiles' wait for loads follows from that for weights, whose makers have waited for the same loads.
-    unnoticed = {"mbarrier.try_wait.parity.shared.b64": 1}
-    if not prescan:
-        unnoticed["cp.async.bulk.wait_group 0"] = 1  # the emulator keeps memory longer than its CTA
-    assert opcodes(report.unnoticed) == unnoticed, str(report)
+    assert opcodes(report.unnoticed) == UNNOTICED[prescan], str(report)
+    assert not report.not_reached, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_paired_ctas_matters(run):
+    """Two CTAs with more chunks, then more items, than there are slots for."""
+    facts = {"heads": (1, 2), "dims": (64, 64), "gate": "float32", "slots": None}
+    calls = [make_call(lengths, **facts) for lengths in ((640,), (70,) * 4, (128,) * 4)]
+    options = {"gate_rows": True, "multiprocessors": 2, "num_splits": 1}
+    expected = [run(call, **options) for call in calls]
+    (config,) = run.configs
+
+    def check(changes) -> None:
+        for call, before in zip(calls, expected):
+            outcome = run(call, **options, **vars(changes))
+            assert torch.isfinite(outcome.out).all(), "not finite"
+            assert_same(outcome, before)
+
+    report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
+    # Before a CTA leaves it waits until every slot of gates is free; the one used last is free after all others.
+    tail = Counter({TRY_WAIT: PAIR_SLOTS - 1})
+    assert opcodes(report.unnoticed) == UNNOTICED[False] + tail, str(report)
     assert not report.not_reached, str(report)

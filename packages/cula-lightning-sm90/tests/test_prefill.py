@@ -84,6 +84,8 @@ def test_numbers(hopper, case):
             hopper, *size, (case.dim_k, case.dim_v), dtype=getattr(torch, case.dtype), gate=gate,
             decay=case.decay, seed=i,
         )  # fmt: skip
+        if gate and i % 2:
+            x.gate = x.gate.contiguous()
         every = min((64, 128, 192)[i % 3], tokens // 64 * 64) if case.checkpoints else 0
         options = {"state": case.state, "v_first": case.v_first, "every": every}
         check(x, **options, exact=case.exact, l2norm=case.l2norm, splits=case.splits)
@@ -430,11 +432,12 @@ def repeated(x: Inputs, **options) -> tuple[Callable[[], None], Tensor]:
     [
         (DECAY, (1, 200, 8, 64), {"num_splits": 1}),
         (DECAY, (2, 130, 8, 96), {"num_splits": 1}),
+        (GATE, (1, 700, 8, 64), {"num_splits": 1}),
         (GATE, (RAGGED, 0, 2, 16), {"num_splits": 1}),
         (DECAY, (RAGGED, 0, 2, 16), {"num_splits": 1, "state": "pool"}),
         (DECAY, (1, 1000, 2, 4), {"num_splits": 8}),
     ],
-    ids=["one_tile", "two_tiles", "gate_packed", "pool", "split"],
+    ids=["one_tile", "two_tiles", "gate_pairs", "gate_packed", "pool", "split"],
 )
 def test_ten_thousand_runs_are_bit_identical(hopper, mode, size, options):
     x = make(hopper, *size, **mode)
@@ -544,8 +547,8 @@ def test_calls_run_on_the_current_stream_and_do_not_wait(hopper, mode, splits):
     ids=["decay", "gate", "split", "pool", "gate_packed", "pool_split"],
 )
 def test_calls_neither_synchronise_nor_allocate(hopper, mode, size, options):
-    """Nothing but the final state; sums of gates per head and chunk where there are gates, a state per segment and head
-    where sequences are cut, and a table of segments where they are packed."""
+    """Nothing but the final state, a state per segment and head where sequences are cut, and a table of segments where
+    they are packed."""
     x = make(hopper, *size, **mode)
     options |= {"out": torch.empty_like(x.v), "initial": x.initial.clone()}
     if x.lengths is not None:
@@ -571,11 +574,6 @@ def test_calls_neither_synchronise_nor_allocate(hopper, mode, size, options):
         allowed += segments * (x.initial[0].nbytes + 4 * x.v.shape[2])
     if x.lengths is not None:
         allowed += 24 * (1 + segments) + 8
-    if x.gate is not None:
-        batch, tokens, heads_v, _ = x.v.shape
-        dense = batch * -(-tokens // 64)
-        chunks = dense if x.lengths is None else tokens // 64 + len(x.initial)
-        allowed += 512 * heads_v * chunks
     assert used <= allowed, (used, allowed)
 
 

@@ -13,9 +13,10 @@ F32, I32 = cutlass.Float32, cutlass.Int32
 GROUP = 128  # threads of a warpgroup
 SLOTS = 2  # of weights, outputs and items
 GATE_SLOTS = 4  # of summed gates
+PAIR_SLOTS = 8  # of gates as they are stored, where two CTAs load them for each other
 # One token's log2 decay is held at or above this: 2^-150 is zero in fp32, and sums over a chunk stay exact enough.
 FLOOR = -150.0
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": F32}
 ITEM_WORDS = 12  # of an item: whole 16-byte units
 # Floats of a slot of weights: of o, of v, total decay and padding.
 TABLE = 2 * CHUNK + 4
@@ -112,7 +113,7 @@ class Layout:
         self.dtype = DTYPES[self.problem.dtype]
         self.dim_k, self.tiles, self.stages = self.problem.head_dim_k, config.tiles, config.stages
         self.v_tiles = self.problem.head_dim_v // V_TILE
-        self.gate = self.problem.gate
+        self.gate = self.problem.gate_dtype is not None
         self.forward = not config.prescan
         self.k_at = CHUNK * self.dim_k if self.forward else 0  # elements within a stage
         self.v_at = self.k_at + CHUNK * self.dim_k

@@ -26,15 +26,15 @@ def dtype_name(dtype: object) -> str:
 class Problem:
     """The static facts of a call: batch, lengths, head counts, strides, scale and intervals are not among them.
 
-    gate: there is a log decay per token, else decay: there is one per head. packed: the sequences are those of
-    `cu_seqlens`. indexed: sequences find their state through indices, negative ones are skipped. in_place: the final
-    state replaces the initial one. l2norm, exact_state: see the public functions.
+    gate_dtype: dtype of the per-token log decay, None without one. decay: there is a log decay per head. packed: the
+    sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are
+    skipped. in_place: the final state replaces the initial one. l2norm, exact_state: see the public functions.
     """
 
     dtype: str
     head_dim_k: int
     head_dim_v: int
-    gate: bool = False
+    gate_dtype: str | None = None
     decay: bool = True
     packed: bool = False
     state_v_first: bool = False
@@ -50,8 +50,8 @@ class Problem:
         """Why no kernel serves this problem, or None."""
         if self.dtype not in ACTIVATION_DTYPES:
             return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {self.dtype}"
-        if self.gate and self.decay:
-            return "the decay per head is part of the gates' sums"
+        if self.gate_dtype is not None and self.gate_dtype not in GATE_DTYPES:
+            return f"g must be {', '.join(GATE_DTYPES)}, not {self.gate_dtype}"
         if self.head_dim_k not in HEAD_DIMS or self.head_dim_v not in HEAD_DIMS:
             return f"K and V must be in {HEAD_DIMS}, not {self.head_dim_k}, {self.head_dim_v}"
         if (self.indexed or self.in_place) and not self.initial_state:
@@ -67,13 +67,15 @@ class Config:
 
     tiles: V tiles of 64 columns per CTA, each with a warpgroup of its own. split: sequences are cut into segments; then
     the pass "prescan" computes what every segment adds to the state, and the pass "forward" starts every segment from
-    the sum over its predecessors. Without a split there is only "forward".
+    the sum over its predecessors. Without a split there is only "forward". paired: two CTAs form a cluster and load
+    gates for each other.
     """
 
     problem: Problem
     tiles: int
     split: bool = False
     prescan: bool = False
+    paired: bool = False
 
     @property
     def stage_bytes(self) -> int:
@@ -83,12 +85,14 @@ class Config:
     @property
     def follows(self) -> bool:
         """Whether the call launches another kernel before this one, whose results it needs."""
-        return self.problem.packed or self.problem.gate or (self.split and not self.prescan)
+        return self.problem.packed or (self.split and not self.prescan)
 
     @property
     def stages(self) -> int:
-        # Two slots of intra-chunk products and two of outputs; tables, barriers and alignment.
-        fixed = 8192 + (0 if self.prescan else 2 * 2 * CHUNK * (CHUNK + V_TILE * self.tiles))
+        # Two slots of intra-chunk products and two of outputs; gates; tables, barriers and alignment.
+        fixed = 8192 * (1 + self.paired)
+        if not self.prescan:
+            fixed += 2 * 2 * CHUNK * (CHUNK + V_TILE * self.tiles)
         return min(_MAX_STAGES, (SHARED_MEMORY - fixed) // self.stage_bytes)
 
     @property
@@ -109,15 +113,20 @@ class Config:
             return f"{self.tiles} tiles of {V_TILE} columns do not fit V={self.problem.head_dim_v}"
         if self.prescan and not self.split:
             return "only split sequences are scanned in advance"
+        if self.paired and (
+            self.problem.gate_dtype is None or self.problem.packed or self.tiles > 1
+        ):
+            return "only gates of dense batches with one tile per CTA are loaded in pairs"
         return None
 
 
 def candidates(problem: Problem) -> list[Config]:
     """Every config worth compiling for a problem."""
     every = [
-        Config(problem, tiles, split, prescan)
+        Config(problem, tiles, split, prescan, paired)
         for tiles in (1, 2)
         for split, prescan in ((False, False), (True, False), (True, True))
+        for paired in (False, True)
     ]
     return [c for c in every if c.illegal() is None]
 
@@ -128,6 +137,7 @@ class Plan:
 
     segments: how many segments there may be in all. segment_tokens: their length, a multiple of 64; 0 when sequences
     stay whole. parts: segments of one sequence of a dense batch. ctas: of the grid, at most one per multiprocessor.
+    paired: two CTAs form a cluster; both always have the same segment, and heads that are neighbours or the same.
     """
 
     tiles: int
@@ -135,6 +145,7 @@ class Plan:
     segment_tokens: int
     parts: int
     ctas: int
+    paired: bool
 
     @property
     def split(self) -> bool:
@@ -149,12 +160,13 @@ def plan(
     heads_v: int,
     multiprocessors: int,
     num_splits: int | None = None,
+    gate_rows: bool = False,
 ) -> Plan:
     """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
 
     A head's V tiles go to CTAs of their own while those fit on the card; sequences are cut where even that leaves most
     of it idle. Lengths of packed sequences are unknown here: cutting by tokens bounds the longest piece whatever they
-    are, and short sequences stay whole.
+    are, and short sequences stay whole. gate_rows: TMA can load gates of neighbouring heads.
     """
     v_tiles = problem.head_dim_v // V_TILE
     columns = heads_v * v_tiles * (1 if problem.packed else batch)
@@ -171,10 +183,15 @@ def plan(
     fits = sequences * heads_v * v_tiles <= multiprocessors
     tiles = 1 if v_tiles == 1 or fits or length else 2
     ctas = min(multiprocessors, segments * heads_v * v_tiles // tiles)
-    return Plan(tiles, segments, length, parts, ctas)
+    paired = (
+        gate_rows and not problem.packed and tiles == 1 and heads_v * v_tiles % 2 == 0 and ctas > 1
+    )
+    if paired:
+        ctas = ctas // 2 * 2
+    return Plan(tiles, segments, length, parts, ctas, paired)
 
 
 def configs(problem: Problem, spread: Plan) -> tuple[Config, ...]:
     """The passes of a call, in order."""
-    forward = Config(problem, spread.tiles, spread.split)
+    forward = Config(problem, spread.tiles, spread.split, paired=spread.paired)
     return (replace(forward, prescan=True), forward) if spread.split else (forward,)

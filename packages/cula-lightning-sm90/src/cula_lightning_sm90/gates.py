@@ -1,144 +1,46 @@
-"""Per-token log decays: summed over chunks by a kernel in front, loaded by a warp of the prefill kernel.
-
-A warp of that kernel that read g itself would fetch 32 bytes for every 4 it wants, [B, T, HV] being what it is. That is
-slower where the traffic between L2 and the multiprocessors binds; docs/lightning-prefill.md says more.
-"""
+"""The warp that reads per-token log decays and sums them up over chunks, some chunks ahead of everybody."""
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
-from .common import F32, GATE_SLOTS, I32, LOG2_E, SLOTS, Layout, floored
-from .config import CHUNK
-
-WARPS, HEADS = 16, 8  # per CTA; neighbouring heads per warp
-RUN = CHUNK * HEADS // 32  # tokens of a thread
-
-
-class GateSums:
-    """[B, T, HV] -> [HV, chunks, 2 * 64]: log2 decays summed up to and with each token, and behind it, in its chunk.
-
-    A difference of sums up to tokens would do for the second, but for its rounding: after a gate that forgets
-    everything, what matters are small sums behind, and the sums up to them are large.
-
-    Chunks of dense batches are numbered row by row. Chunk c of packed sequence n, which starts at token a, has the
-    number a // 64 + n + c: no two chunks share one, and no host has to know the lengths.
-    """
-
-    def __init__(self, decay: bool, packed: bool):
-        self.decay, self.packed = decay, packed
-
-    @cute.jit
-    def __call__(
-        self,
-        g: cute.Tensor,
-        head_decay: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        sums: cute.Tensor,
-        decay_factor: cutlass.Float32,
-        stream,
-    ):
-        """g [B, T, HV], natural log; head_decay [HV] or None, times decay_factor in log2; cu_seqlens [N + 1] or None;
-        sums fp32 [HV, chunks, 2 * 64], written where a chunk has tokens. Past the end of a sequence nothing is added.
-        """
-        warps = sums.shape[1] * cute.ceil_div(sums.shape[0], HEADS)
-        self.kernel(g, head_decay, cu_seqlens, sums, decay_factor).launch(
-            grid=(cute.ceil_div(warps, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        g: cute.Tensor,
-        head_decay: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        sums: cute.Tensor,
-        decay_factor: cutlass.Float32,
-    ):
-        block, _, _ = cute.arch.block_idx()
-        lane, warp = cute.arch.lane_idx(), block * WARPS + cute.arch.warp_idx()
-        groups = cute.ceil_div(sums.shape[0], HEADS)
-        chunk, head = warp // groups, warp % groups * HEADS + lane % HEADS
-        run = lane // HEADS
-        batch, first, left = self.find(chunk, g.shape[1], cu_seqlens, lane)
-        if (chunk < sums.shape[1]) & (left > 0):
-            mine = cutlass.min(head, sums.shape[0] - 1)
-            slope = F32(0.0)
-            if cutlass.const_expr(self.decay):
-                slope = head_decay[mine] * decay_factor
-            found = cute.make_rmem_tensor(RUN, g.element_type)
-            for i in cutlass.range_constexpr(
-                RUN
-            ):  # no branches, so that all are on their way together
-                found[i] = g[batch, first + cutlass.min(run * RUN + i, left - 1), mine]
-            steps = cute.make_rmem_tensor(RUN, F32)
-            total = F32(0.0)
-            for i in cutlass.range_constexpr(RUN):
-                step = floored(found[i].to(F32) * LOG2_E + slope)
-                steps[i] = step if run * RUN + i < left else F32(0.0)
-                total = total + steps[i]
-            before, behind = F32(0.0), F32(0.0)
-            for i in cutlass.range_constexpr(32 // HEADS):
-                other = cute.arch.shuffle_sync(total, i * HEADS + lane % HEADS)
-                before = before + other if i < run else before
-                behind = behind + other if i > run else behind
-            upto, rest = cute.make_rmem_tensor(RUN, F32), cute.make_rmem_tensor(RUN, F32)
-            for i in cutlass.range_constexpr(RUN):
-                before = before + steps[i]
-                upto[i] = before
-            for i in cutlass.range_constexpr(RUN - 1, -1, -1):
-                rest[i] = behind
-                behind = behind + steps[i]
-            if head < sums.shape[0]:
-                target = cute.logical_divide(sums[head, chunk, None], cute.make_layout(RUN))
-                cute.autovec_copy(upto, target[None, run])
-                cute.autovec_copy(rest, target[None, CHUNK // RUN + run])
-        # At the end: CTAs of the next kernel that start among these ones would run out of step with each other.
-        cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def find(self, chunk, tokens, cu_seqlens: cute.Tensor, lane):
-        """(batch, first token, tokens left in the sequence) of a chunk."""
-        if cutlass.const_expr(self.packed):
-            low, span = I32(0), I32(cute.size(cu_seqlens) - 1)
-            while (
-                span > 1
-            ):  # the last sequence whose first chunk is not behind this one; 32 candidates a step
-                step = cute.ceil_div(span, 32)
-                candidate = low + lane * step
-                before = False
-                if lane * step < span:
-                    before = I32(cu_seqlens[candidate]) // CHUNK + candidate <= chunk
-                last = cute.arch.popc(cute.arch.vote_ballot_sync(before)) - 1
-                low = low + last * step
-                span = cutlass.min(step, span - last * step)
-            start = I32(cu_seqlens[low])
-            first = start + (chunk - start // CHUNK - low) * CHUNK
-            return I32(0), first, I32(cu_seqlens[low + 1]) - first
-        else:
-            per_row = cute.ceil_div(tokens, CHUNK)
-            first = chunk % per_row * CHUNK
-            return chunk // per_row, first, tokens - first
+from .common import DTYPES, F32, GATE_SLOTS, LOG2_E, PAIR_SLOTS, SLOTS, Layout, floored
+from .config import CHUNK, Config
 
 
 class Gates(Layout):
-    """The warp of the prefill kernel that loads these sums."""
+    """Log2 decays summed up to and with each token of a chunk, and behind it. A lane has two neighbouring tokens.
+
+    A difference of sums up to tokens would do for the second, but for its rounding: after a gate that forgets
+    everything, what matters are small sums behind, and the sums up to them are large.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.together = 4 // self.tiles  # chunks read together: registers hold them twice
 
     @cute.jit
     def run(
         self,
         items,
         gates,
+        pair,
         item_words: cute.Pointer,
-        shared: cute.Pointer,
-        sums: cute.Tensor,
-        segment_tokens: cutlass.Int32,
-        tokens: cutlass.Int32,
+        sums: cute.Pointer,
+        pair_base: cute.Pointer,
+        tma_g,
+        g: cute.Tensor,
+        head_decay: cute.Tensor,
+        decay_factor: cutlass.Float32,
     ):
-        cute.arch.griddepcontrol_wait()
-        target = cute.make_tensor(shared, cute.make_layout((2 * CHUNK, GATE_SLOTS)))
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
+        """g [B, T, HV], read by single elements; the arguments that are for pairs of CTAs are None."""
+        lane = cute.arch.lane_idx()
+        shape = (2, self.together)
+        near = cute.make_rmem_tensor(shape, g.element_type)
+        far = cute.make_rmem_tensor(shape, g.element_type)
+        steps = cute.make_rmem_tensor(2, F32)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, GATE_SLOTS)
         item = self.receive(items, item_at, item_words)
@@ -147,20 +49,160 @@ class Gates(Layout):
             length = item.length
             if item.row < 0:
                 length = 0
-            before = item.part * segment_tokens  # tokens of the sequence in other segments
-            chunk = before // CHUNK + item.batch * cute.ceil_div(tokens, CHUNK)
-            if cutlass.const_expr(self.problem.packed):
-                chunk = before // CHUNK + (item.token - before) // CHUNK + item.sequence
-            for c in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
-                gates.producer_acquire(at)
-                barrier = gates.producer_get_barrier(at)
-                with cute.arch.elect_one():
-                    cute.copy(
-                        bulk,
-                        sums[item.head, chunk + c, None],
-                        target[None, at.index],
-                        mbar_ptr=barrier,
-                    )
-                at.advance()
+            slope = self.slope(head_decay, item.head, decay_factor)
+            stride = self.together * CHUNK
+            self.read(far, g, item, 0, length, lane)
+            for start in cutlass.range(0, length, stride, unroll=1):
+                near.store(far.load())
+                for j in cutlass.range_constexpr(self.together):
+                    if cutlass.const_expr(j == 1):  # after the first, for which everybody waits
+                        self.read(far, g, item, start + stride, length, lane)
+                    first = start + j * CHUNK
+                    if first < length:
+                        for i in cutlass.range_constexpr(2):
+                            step = floored(near[i, j].to(F32) * LOG2_E + slope)
+                            steps[i] = step if first + 2 * lane + i < length else F32(0.0)
+                        self.publish(gates, at, sums, steps, lane)
+                        at.advance()
             item = self.receive(items, item_at, item_words)
             item_at.advance()
+
+    @cute.jit
+    def read(self, found: cute.Tensor, g: cute.Tensor, item, first, length, lane):
+        """g of this lane's tokens of the chunks from `first` on, as it is stored; undefined past the end."""
+        for j in cutlass.range_constexpr(self.together):
+            for i in cutlass.range_constexpr(2):
+                at = first + j * CHUNK + 2 * lane + i
+                if at < length:
+                    found[i, j] = g[item.batch, item.token + at, item.head]
+
+    @cute.jit
+    def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
+        """Sums of a chunk, from the log2 decays of every lane's two tokens, into a slot for the weights."""
+        upto = behind = steps[0] + steps[1]
+        for k in cutlass.range_constexpr(5):
+            left = cute.arch.shuffle_sync_up(upto, 1 << k, mask_and_clamp=0)
+            upto = upto + left if lane >= 1 << k else upto
+            right = cute.arch.shuffle_sync_down(behind, 1 << k)
+            behind = behind + right if lane < 32 - (1 << k) else behind
+        left = cute.arch.shuffle_sync_up(upto, 1, mask_and_clamp=0)
+        right = cute.arch.shuffle_sync_down(behind, 1)
+        found = cute.make_rmem_tensor((2, 2), F32)
+        found[0, 0] = steps[0] + left if lane > 0 else steps[0]
+        found[1, 0] = upto
+        found[1, 1] = right if lane < 31 else F32(0.0)
+        found[0, 1] = steps[1] + found[1, 1]
+        by_lane = cute.make_tensor(sums, cute.make_layout((2, 32, 2, GATE_SLOTS)))
+        gates.producer_acquire(at)
+        cute.autovec_copy(found, by_lane[None, lane, None, at.index])
+        gates.producer_commit(at)
+
+
+class PairedGates(Gates):
+    """The same where two CTAs of a cluster walk through the same chunks of the same heads, or of neighbours.
+
+    g is [B, T, HV]: a warp that reads one head fetches 32 bytes for every 4 it wants, which slows down a kernel that is
+    bound by the traffic between L2 and the multiprocessors. So each CTA loads 32 of the 64 tokens, 16 bytes of heads
+    wide, and TMA puts them into the shared memory of both.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.heads = 128 // DTYPES[self.problem.gate_dtype].width  # in 16 bytes
+
+    def make_tma(self, g):
+        """The copy of [64 tokens, heads] to both CTAs, and what it copies from: g as (T, HV, B)."""
+        by_head = cute.make_tensor(g.iterator, cute.select(g.layout, mode=[1, 2, 0]))
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SMulticastOp(),
+            by_head,
+            cute.select(self.slots_of_pairs(), mode=[0, 1]),
+            (CHUNK, self.heads),
+            num_multicast=2,
+        )
+
+    def slots_of_pairs(self):
+        return cute.make_ordered_layout((CHUNK, self.heads, PAIR_SLOTS), order=(1, 0, 2))
+
+    def allocate(self, smem: SmemAllocator):
+        size = cute.size(self.slots_of_pairs())
+        return smem.allocate_array(DTYPES[self.problem.gate_dtype], size, byte_alignment=128)
+
+    def make_pipeline(self, barriers):
+        """Slots are full when both halves are there, and free when both CTAs have read them."""
+        thread = pipeline.Agent.Thread
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=PAIR_SLOTS,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=pipeline.CooperativeGroup(thread, 2),
+            tx_count=16 * CHUNK,
+            cta_layout_vmnk=cute.make_layout((1, 2, 1, 1)),
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def run(
+        self,
+        items,
+        gates,
+        pair,
+        item_words: cute.Pointer,
+        sums: cute.Pointer,
+        pair_base: cute.Pointer,
+        tma_g,
+        g: cute.Tensor,
+        head_decay: cute.Tensor,
+        decay_factor: cutlass.Float32,
+    ):
+        """g as (T, HV, B)."""
+        lane = cute.arch.lane_idx()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        shared = cute.make_tensor(pair_base, self.slots_of_pairs())
+        steps = cute.make_rmem_tensor(2, F32)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, GATE_SLOTS)
+        put_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PAIR_SLOTS)
+        take_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PAIR_SLOTS)
+        item = self.receive(items, item_at, item_words)
+        item_at.advance()
+        while item.valid != 0:
+            slope = self.slope(head_decay, item.head, decay_factor)
+            chunks = cute.ceil_div(item.length, CHUNK)
+            if item.row < 0:
+                chunks = 0
+            rows = cute.domain_offset((item.token, 0), g[None, None, item.batch])
+            tiles = cute.local_tile(rows, (CHUNK, self.heads), (None, item.head // self.heads))
+            target, source = cpasync.tma_partition(
+                tma_g,
+                rank,
+                cute.make_layout(2),
+                cute.group_modes(shared, 0, 2),
+                cute.group_modes(tiles, 0, 2),
+            )
+            for c in cutlass.range(chunks + PAIR_SLOTS - 1, unroll=1):
+                if c < chunks:
+                    pair.producer_acquire(put_at)
+                    cute.copy(
+                        tma_g,
+                        source[None, c],
+                        target[None, put_at.index],
+                        tma_bar_ptr=pair.producer_get_barrier(put_at),
+                        mcast_mask=cutlass.Int16(3),
+                    )
+                    put_at.advance()
+                done = c - (PAIR_SLOTS - 1)
+                if (done >= 0) & (done < chunks):
+                    pair.consumer_wait(take_at)
+                    for i in cutlass.range_constexpr(2):
+                        step = shared[2 * lane + i, item.head % self.heads, take_at.index].to(F32)
+                        step = floored(step * LOG2_E + slope)
+                        steps[i] = step if done * CHUNK + 2 * lane + i < item.length else F32(0.0)
+                    cute.arch.sync_warp()
+                    pair.consumer_release(take_at)
+                    take_at.advance()
+                    self.publish(gates, at, sums, steps, lane)
+                    at.advance()
+            item = self.receive(items, item_at, item_words)
+            item_at.advance()
+        pair.producer_tail(put_at)  # nobody leaves while the other may send to it

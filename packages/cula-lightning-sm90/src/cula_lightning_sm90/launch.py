@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .common import DTYPES, LOG2_E
 from .config import CHUNK, V_TILE, Config, Problem, configs, dtype_name, plan
-from .gates import GateSums
 from .prefill import LightningPrefill
 from .schedule import COLUMNS, SegmentTable
 
@@ -32,34 +31,19 @@ _DSL = {
 
 @dataclass(frozen=True)
 class TableConfig:
-    """The kernel that makes the segment table of packed sequences; follows: it comes after that of GateConfig."""
+    """The kernel that makes the segment table of packed sequences; index_dtype is that of cu_seqlens."""
 
     index_dtype: torch.dtype
-    follows: bool
 
 
-@dataclass(frozen=True)
-class GateConfig:
-    """The kernel that sums gates over chunks; index_dtype is that of cu_seqlens, None for dense batches."""
-
-    gate_dtype: torch.dtype
-    decay: bool
-    index_dtype: torch.dtype | None
-
-
-AnyConfig = Config | TableConfig | GateConfig
-
-
-def kernel(config: AnyConfig) -> LightningPrefill | SegmentTable | GateSums:
+def kernel(config: Config | TableConfig) -> LightningPrefill | SegmentTable:
     """What `cute.compile` takes beside `fake_arguments`."""
     if isinstance(config, TableConfig):
-        return SegmentTable(config.follows)
-    if isinstance(config, GateConfig):
-        return GateSums(config.decay, config.index_dtype is not None)
+        return SegmentTable()
     return LightningPrefill(config)
 
 
-def fake_arguments(config: AnyConfig) -> tuple:
+def fake_arguments(config: Config | TableConfig) -> tuple:
     """What `cute.compile` needs to know of the arguments: only dtypes, head dims and flags are fixed."""
     if isinstance(config, TableConfig):
         return (
@@ -69,24 +53,25 @@ def fake_arguments(config: AnyConfig) -> tuple:
             cutlass.Int32(1),
             cutlass.Int32(1),
         )
-    heads_v = cute.sym_int()
-    if isinstance(config, GateConfig):
-        shape = (cute.sym_int(), cute.sym_int(), heads_v)
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        return (
-            make_fake_tensor(_DSL[config.gate_dtype], shape, stride=strides),
-            _vector(cutlass.Float32, heads_v) if config.decay else None,
-            _vector(_DSL[config.index_dtype]) if config.index_dtype else None,
-            _workspace(heads_v, cute.sym_int(), 2 * CHUNK),
-            cutlass.Float32(1.0),
-        )
     problem = config.problem
-    batch, tokens, heads = (cute.sym_int() for _ in range(3))
+    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
 
     def activation(heads: object, dim: int):
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         shape = (batch, tokens, heads, dim)
         return make_fake_tensor(DTYPES[problem.dtype], shape, stride=strides, assumed_align=16)
+
+    def gate():
+        dtype = DTYPES[problem.gate_dtype]
+        unit = 128 // dtype.width if config.paired else 1
+        strides = (
+            *(cute.sym_int64(divisibility=unit) for _ in range(2)),
+            1 if config.paired else cute.sym_int64(),
+        )
+        align = 16 if config.paired else dtype.width // 8
+        return make_fake_tensor(
+            dtype, (batch, tokens, heads_v), stride=strides, assumed_align=align
+        )
 
     dims = (problem.head_dim_k, problem.head_dim_v)
     rows, columns = dims[::-1] if problem.state_v_first else dims
@@ -104,7 +89,7 @@ def fake_arguments(config: AnyConfig) -> tuple:
         activation(heads, problem.head_dim_k),
         activation(heads_v, problem.head_dim_v),
         activation(heads_v, problem.head_dim_v),
-        _workspace(heads_v, cute.sym_int(), 2 * CHUNK) if problem.gate else None,
+        gate() if problem.gate_dtype else None,
         _vector(cutlass.Float32, heads_v) if problem.decay else None,
         state() if problem.initial_state else None,
         _vector(cutlass.Int32) if problem.indexed else None,
@@ -136,7 +121,7 @@ def _vector(dtype: type, size: object = None):
 
 
 @functools.cache
-def compile(config: AnyConfig, *options) -> Callable[..., None]:
+def compile(config: Config | TableConfig, *options) -> Callable[..., None]:
     """A callable for one config, reused for every size and stride."""
     with warnings.catch_warnings():
         # Loops over the 64 registers of a state are unrolled on purpose.
@@ -185,8 +170,8 @@ def run(
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     problem = Problem(
         dtype_name(q.dtype), dim_k, dim_v,
-        gate=g is not None,
-        decay=head_decay is not None and g is None,
+        gate_dtype=None if g is None else dtype_name(g.dtype),
+        decay=head_decay is not None,
         packed=cu_seqlens is not None,
         state_v_first=state_v_first,
         initial_state=initial_state is not None,
@@ -199,21 +184,15 @@ def run(
     )  # fmt: skip
     if multiprocessors is None:
         multiprocessors = _multiprocessors(q.device)
-    spread = plan(problem, batch, tokens, sequences, heads_v, multiprocessors, num_splits)
+    spread = plan(
+        problem, batch, tokens, sequences, heads_v, multiprocessors, num_splits, _in_rows(g)
+    )
     segment_tokens = spread.segment_tokens or max(tokens, CHUNK)
-    decay_factor = decay_sign * LOG2_E
-    index_dtype = None if cu_seqlens is None else cu_seqlens.dtype
-    segments = counters = sums = states = decays = None
-    if g is not None:
-        # Packed: at most these; see GateSums.
-        chunks = tokens // CHUNK + sequences if problem.packed else batch * -(-tokens // CHUNK)
-        sums = q.new_empty((heads_v, chunks, 2 * CHUNK), dtype=torch.float32)
-        gates = kernel_for(GateConfig(g.dtype, head_decay is not None, index_dtype))
-        gates(g, head_decay, cu_seqlens, sums, decay_factor)
+    segments = counters = states = decays = None
     if problem.packed:
         segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
         counters = q.new_empty(2, dtype=torch.int32)
-        table = kernel_for(TableConfig(index_dtype, g is not None))
+        table = kernel_for(TableConfig(cu_seqlens.dtype))
         table(cu_seqlens, segments, counters, segment_tokens, min(tokens, segment_tokens))
     if spread.split:
         tiles, registers = dim_v // V_TILE, dim_k * V_TILE // 128
@@ -223,10 +202,16 @@ def run(
     for number, config in enumerate(configs(problem, spread)):
         forward = not config.prescan
         kernel_for(config)(
-            q if forward else None, k, v, out, sums, head_decay if problem.decay else None,
-            initial_state, state_indices,
+            q if forward else None, k, v, out, g, head_decay, initial_state, state_indices,
             final_state if forward else None,
             checkpoints.flatten(0, 1) if forward and checkpoints is not None else None,
             segments, None if counters is None else counters[number : number + 1], states, decays,
-            scale, decay_factor, segment_tokens, max(checkpoint_every, CHUNK), spread.ctas,
+            scale, decay_sign * LOG2_E, segment_tokens, max(checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
+
+
+def _in_rows(g: Tensor | None) -> bool:
+    """Whether TMA can load gates of neighbouring heads: contiguous, with rows at multiples of 16 bytes."""
+    if g is None or g.stride(2) != 1 or g.data_ptr() % 16:
+        return False
+    return all(stride > 0 and stride * g.element_size() % 16 == 0 for stride in g.stride()[:2])

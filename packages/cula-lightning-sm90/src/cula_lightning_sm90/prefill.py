@@ -23,6 +23,7 @@ from .common import (
     GROUP,
     I32,
     ITEM_WORDS,
+    PAIR_SLOTS,
     SLOTS,
     TABLE,
     Item,
@@ -31,7 +32,7 @@ from .common import (
     swizzled,
 )
 from .config import CHUNK, V_TILE, Config
-from .gates import Gates
+from .gates import Gates, PairedGates
 from .tiles import Tiles
 from .weights import Weights
 
@@ -52,7 +53,7 @@ class LightningPrefill(Layout):
     | weights | 0-3 | decay tables, intra-chunk products P, one chunk ahead of the tiles |
     | tile t | 4 + 4t ... | state and output of 64 columns of v |
     | load | first of the last four | next item, TMA loads |
-    | gates | second of the last four | loads sums of per-token log decays |
+    | gates | second of the last four | reads per-token log decays, sums them up |
 
     | shared memory | bytes | slots |
     |---|---|---|
@@ -60,13 +61,14 @@ class LightningPrefill(Layout):
     | P [64, 64] | 8192 | 2 |
     | weights of o and v, total decay | 528 | 2 |
     | sums of gates up to a token, and behind it | 512 | 4 |
+    | gates of 16 bytes of heads, where CTAs are paired | 1024 | 8 |
     | o [64, 64] per tile | 8192 tiles | 2 |
     """
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.weights, self.tile = Weights(config), Tiles(config)
-        self.gates = Gates(config)
+        self.gates = PairedGates(config) if config.paired else Gates(config)
         self.loader = 4 + 4 * self.tiles  # warp index
         # Threads that hear of every item.
         self.listeners = GROUP * (1 + self.tiles) + 32 * self.gate
@@ -78,7 +80,7 @@ class LightningPrefill(Layout):
         k: cute.Tensor,
         v: cute.Tensor,
         out: cute.Tensor,
-        sums: cute.Tensor,
+        g: cute.Tensor,
         head_decay: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
@@ -106,8 +108,11 @@ class LightningPrefill(Layout):
             tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), square, (CHUNK, V_TILE))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, self.dim_k))
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), square, (CHUNK, V_TILE))
+        tma_g = None
+        if cutlass.const_expr(self.config.paired):
+            tma_g, g = self.gates.make_tma(g)
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, sums, head_decay, initial, indices, final, checkpoints,
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, final, checkpoints,
             segments, counter, states, decays, scale, decay_factor, segment_tokens, checkpoint_every,
         ).launch(
             grid=(ctas, 1, 1),
@@ -115,6 +120,7 @@ class LightningPrefill(Layout):
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=self.config.follows,
+            cluster=(2, 1, 1) if self.config.paired else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -128,8 +134,9 @@ class LightningPrefill(Layout):
         mV: cute.Tensor,
         tma_o: cute.CopyAtom,
         mO: cute.Tensor,
+        tma_g: cute.CopyAtom,
+        g: cute.Tensor,
         out: cute.Tensor,
-        sums: cute.Tensor,
         head_decay: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
@@ -147,7 +154,9 @@ class LightningPrefill(Layout):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * (self.stages + 2 * SLOTS + GATE_SLOTS))
+        barriers = smem.allocate_array(
+            cutlass.Int64, 2 * (self.stages + 2 * SLOTS + GATE_SLOTS + PAIR_SLOTS)
+        )
         base = smem.allocate_array(self.dtype, self.stages * self.stage, byte_alignment=1024)
         p_base, o_base = None, None
         if cutlass.const_expr(self.forward):
@@ -183,17 +192,23 @@ class LightningPrefill(Layout):
             consumer_group=pipeline.CooperativeGroup(thread, self.listeners),
             defer_sync=True,
         )
-        gates = pipeline.PipelineTmaAsync.create(
+        gates = pipeline.PipelineAsync.create(
             barrier_storage=barriers + 2 * (self.stages + 2 * SLOTS),
             num_stages=GATE_SLOTS,
-            producer_group=pipeline.CooperativeGroup(thread),
+            producer_group=pipeline.CooperativeGroup(thread, 32),
             consumer_group=pipeline.CooperativeGroup(thread, 4),
-            tx_count=4 * 2 * CHUNK,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
+        pair, pair_base = None, None
+        if cutlass.const_expr(self.config.paired):
+            pair_base = self.gates.allocate(smem)
+            pair = self.gates.make_pipeline(barriers + 2 * (self.stages + 2 * SLOTS + GATE_SLOTS))
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.config.paired):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         if cutlass.const_expr(self.config.prescan):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -208,8 +223,8 @@ class LightningPrefill(Layout):
             if cutlass.const_expr(self.gate):
                 if warp_idx == self.loader + 1:
                     self.gates.run(
-                        items, gates, item_words, gate_sums, sums, segment_tokens, out.shape[1]
-                    )
+                        items, gates, pair, item_words, gate_sums, pair_base, tma_g, g, head_decay, decay_factor
+                    )  # fmt: skip
         elif warp_idx < 4:
             set_registers(registers[0], self.config.threads)
             self.weights.run(

@@ -19,10 +19,6 @@ class SegmentTable:
     order of the sequences.
     """
 
-    def __init__(self, follows: bool):
-        """follows: another kernel of the call comes before this one."""
-        self.follows = follows
-
     @cute.jit
     def __call__(
         self,
@@ -36,7 +32,7 @@ class SegmentTable:
         """cu_seqlens [N + 1]; segments int32 [1 + capacity, 6] and counters int32 [n], written. segment_tokens: length
         of a segment, longest: of any."""
         self.kernel(cu_seqlens, segments, counters, segment_tokens, longest).launch(
-            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.follows
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -90,9 +86,6 @@ class SegmentTable:
                 row[0], row[1], row[2] = start + first, size, n
                 row[3], row[4], row[5] = slot + before + part, part, parts
             slot = slot + total
-        # Who waits for this kernel waits for the one before it, too.
-        if cutlass.const_expr(self.follows):
-            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def parts(self, length, segment_tokens):

@@ -140,8 +140,9 @@ class Weights(Layout):
                 ring.consumer_release(at)
                 with cute.arch.elect_one():
                     weights.producer_commit(out_at)
+                    if cutlass.const_expr(self.gate):
+                        gates.consumer_release(gate_at)
                 if cutlass.const_expr(self.gate):
-                    gates.consumer_release(gate_at)
                     gate_at.advance()
                 at.advance()
                 out_at.advance()
