@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.ops import _prefill
 from benchmarks.ops._decode_providers import _installed
-from benchmarks.ops._prefill import Inputs, Result
+from benchmarks.ops._prefill import Inputs, Result, spans
 from benchmarks.registry import CheckFailed, Provider, Setting
 
 # Milliseconds that the peer's tuner spends on warming up and on measuring one candidate; its own 25 and 100 would take
@@ -205,7 +206,20 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
     """The provider's result on fresh inputs against the fp64 oracle; the ceiling's against its own definition."""
     if provider.role == "ceiling":
         return _check_ceiling(problem, device)
-    return _prefill.check_prefill(_RESULTS[provider.name], problem, device)
+    heads = _fla_state_heads(problem) if provider is FLA else None
+    return _prefill.check_prefill(_RESULTS[provider.name], problem, device, heads)
+
+
+def _fla_state_heads(problem: Setting) -> int | None:
+    """How many first heads have finite final states with the peer, None for all.
+
+    Behind a sequence that ends inside a chunk of 64 tokens the peer multiplies zeros by exp(decay * tokens missing),
+    which is infinite in fp32 for strong decays.
+    """
+    if problem.params["mode"] == "gate" or all((b - a) % 64 == 0 for _, a, b in spans(problem)):
+        return None
+    decays = _prefill.decays(problem.params["H"], "cpu")
+    return int((decays * 63 < math.log(torch.finfo(torch.float32).max)).sum())
 
 
 def _check_ceiling(problem: Setting, device: Any) -> dict[str, float]:

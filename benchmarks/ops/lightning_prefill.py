@@ -51,6 +51,8 @@ NOTES = (
     f"fla is chunk_simple_gla, tuned anew for every setting: all its candidates, {TUNING_MS['rep']} ms each.",
     "fla plans packed sequences once, outside the time; the length of the plan, which it reads back in every call, is "
     "kept on the host, because a CUDA graph cannot hold that.",
+    "fla: where a sequence ends inside a chunk of 64 tokens, final states of heads with a log decay beyond 1.4 per "
+    "token are not finite; its check leaves out those states.",
     "cula takes cu_seqlens from the device, and its plan of packed sequences is part of every call.",
     "copy_ceiling is a device-to-device copy: half of the bytes read, half written.",
     "cold: buffer sets rotate over more than 3x the L2; a set larger than that is one.",

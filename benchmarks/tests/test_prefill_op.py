@@ -102,6 +102,35 @@ def test_check_refuses_a_wrong_implementation(small, mistake):
         _prefill.check_prefill(lambda p, x: naive(p, x, **mistake), problem, "cpu")
 
 
+def test_states_of_later_heads_may_be_left_out(small):
+    """What the head before the limit holds still counts, and every head's output."""
+
+    def check(head, factor):
+        def run(problem, x):
+            o, final = naive(problem, x)
+            final[:, head] *= factor
+            return o, final
+
+        return _prefill.check_prefill(run, problem_of(100), "cpu", state_heads=2)
+
+    for head in (2, 3):
+        assert check(head, math.nan)["state"] < 1e-6
+    for head in (0, 1):
+        with pytest.raises(CheckFailed, match="final state"):
+            check(head, math.nan)
+        with pytest.raises(CheckFailed, match="of the state"):
+            check(head, 1.01)
+
+
+def test_peer_states_that_are_left_out():
+    """exp(63 d) of fp32 is finite up to d = 1.408, which head 17 of 64 is beyond; of gates all are looked at."""
+    heads = {p: _prefill_providers._fla_state_heads(BY_NAME[p]) for p in BY_NAME}
+    assert heads["B1-T512-H64"] is None and heads["N10-T4096-uniform-H64-gate"] is None
+    assert heads["N10-T4096-uniform-H64"] == heads["N20-T8192-skewed-H64"] == 17
+    assert math.exp(63 * float(_prefill.decays(64, "cpu")[16])) < 3.4e38
+    assert math.exp(63 * float(_prefill.decays(64, "cpu")[17])) > 3.5e38
+
+
 def spoiled(spoil, **options):
     def run(problem, x):
         o, final = naive(problem, x)
