@@ -54,7 +54,8 @@ NOTES = (
     "fla: where a sequence ends inside a chunk of 64 tokens, final states of heads with a log decay beyond 1.4 per "
     "token are not finite; its check leaves out those states.",
     "cula takes cu_seqlens from the device, and its plan of packed sequences is part of every call.",
-    "copy_ceiling is a device-to-device copy: half of the bytes read, half written.",
+    "copy_ceiling is torch.neg from one fp32 buffer to another: half of the bytes read, half written. A plain copy_ is "
+    "a memcpy, which is slower at some sizes.",
     "cold: buffer sets rotate over more than 3x the L2; a set larger than that is one.",
 )
 

@@ -160,8 +160,8 @@ def test_check_refuses_a_spoiled_result(small, spoil, options, message):
 
 def test_a_copy_that_differs_is_refused(small, monkeypatch):
     def broken(problem, device):
-        source = torch.zeros(8, dtype=torch.uint8)
-        return source, lambda: source + 1
+        source = torch.zeros(8)
+        return source, lambda: 1 - source
 
     monkeypatch.setattr(_prefill_providers, "_copy", broken)
     with pytest.raises(CheckFailed, match="not exact"):
@@ -285,7 +285,7 @@ def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
     assert sets * _prefill.read(problem) > 3 * H200_L2
     # Inputs, results kept by two graphs of two implementations, and the buffers of the copy.
     assert sets * 6 * _prefill.moved(problem) < 30e9
-    assert CEILING.moved(problem) in (_prefill.moved(problem), _prefill.moved(problem) - 1)
+    assert 0 <= _prefill.moved(problem) - CEILING.moved(problem) < 8
 
 
 @pytest.mark.parametrize("feature", ["gva", "pool", "l2norm", "exact", "checkpoints"])
