@@ -5,7 +5,9 @@
                                                     status 1 if a tool reports an error
 
 Tools: memcheck (addresses), racecheck (shared memory), synccheck (barriers), initcheck (what is read before it is
-written). Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs under the tool.
+written). racecheck reports races of tables that a warp hands over by one arriving thread, which it does not follow;
+docs/lightning-prefill.md says more. Inputs and expectations are made on the CPU, so that hardly anything but the
+kernels runs under the tool.
 """
 
 from __future__ import annotations

@@ -178,3 +178,57 @@ def test_segment_table(build, dtype):
     made = build(launch.TableConfig(dtype))
     resources.check(made.kernel)
     assert not re.search(r"\.local\b", made.ptx)
+
+
+def launched(g, *, v_heads: int = 4, dim_v: int = 128, cu_seqlens=None, **options) -> list[Config]:
+    """Configs of a call that nobody executes, dense [1, 500] or packed."""
+    q = torch.empty(1, 500, 1, 128, dtype=torch.bfloat16)
+    v = torch.empty(1, 500, v_heads, dim_v, dtype=torch.bfloat16)
+    configs = []
+
+    def kernel_for(config):
+        configs.append(config)
+        return lambda *arguments: grids.append(arguments[-1])
+
+    grids: list[int] = []
+    launch.run(
+        q, q, v, g, None, None, None, None, None, cu_seqlens, torch.empty_like(v), scale=1.0,
+        kernel_for=kernel_for, **{"multiprocessors": 132, "num_splits": 1, **options},
+    )  # fmt: skip
+    for config, ctas in zip(configs, grids):
+        assert not (isinstance(config, Config) and config.paired and ctas % 2)
+    return [config for config in configs if isinstance(config, Config)]
+
+
+GATES = {
+    "contiguous": (torch.empty(1, 500, 4), True),
+    "16 bits, rows of 16 bytes": (torch.empty(1, 500, 8, dtype=torch.bfloat16)[..., :4], True),
+    "16 bits, rows of 8 bytes": (torch.empty(1, 500, 4, dtype=torch.bfloat16), False),
+    "rows of 20 bytes": (torch.empty(1, 500, 5)[..., :4], False),
+    "an address that is no multiple of 16": (torch.empty(1, 500, 8)[..., 1:5], False),
+    "every other head": (torch.empty(1, 500, 8)[..., ::2], False),
+    "tokens together": (torch.empty(1, 4, 512)[..., :500].mT, False),
+    "the same for all tokens": (torch.empty(1, 1, 4).expand(1, 500, 4), False),
+}
+
+
+@pytest.mark.parametrize("g, paired", GATES.values(), ids=GATES)
+def test_gates_that_tma_can_load_are_loaded_in_pairs(g, paired):
+    assert [config.paired for config in launched(g)] == [paired]
+
+
+def test_who_has_a_partner():
+    g = torch.empty(1, 500, 4)
+    for options, paired in (
+        ({"num_splits": 2}, [True, True]),
+        ({"multiprocessors": 9}, [True]),
+        ({"multiprocessors": 1, "dim_v": 64}, [False]),
+        ({"multiprocessors": 4}, [False]),  # two tiles per CTA
+        ({"cu_seqlens": torch.tensor([0, 500])}, [False]),
+        ({"dim_v": 64}, [True]),
+    ):
+        assert [config.paired for config in launched(g, **options)] == paired, options
+    odd = torch.empty(1, 500, 4)[..., :3]
+    assert [c.paired for c in launched(odd, v_heads=3, dim_v=64)] == [False]
+    assert [c.paired for c in launched(odd, v_heads=3)] == [True]
+    assert [c.paired for c in launched(odd, v_heads=3, multiprocessors=7)] == [True]
