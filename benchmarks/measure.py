@@ -102,7 +102,7 @@ class Run:
         moved, floor_us = provider.moved(setting), None
         if self.floor_tbs is not None and setting.l2 == "cold":
             floor_us = round(self.op.floor_bytes(setting) / self.floor_tbs / 1e6, 4)
-        return {
+        row = {
             "setting": setting.name,
             "params": dict(setting.params),
             "l2": setting.l2,
@@ -118,3 +118,6 @@ class Run:
             "gbps": round(moved / stats.median_us / 1e3, 1),
             "floor_us": floor_us,
         }
+        if self.op.flops is not None:
+            row["tflops"] = round(self.op.flops(setting) / stats.median_us / 1e6, 1)
+        return row

@@ -89,12 +89,15 @@ def _draw_times(axis: Any, rows: Sequence[Row], x: str) -> None:
 
 
 def _draw_rates(axis: Any, rows: Sequence[Row], x: str) -> None:
+    rate, factor, unit = ("gbps", 1e-3, "TB/s")
+    if "tflops" in rows[0]:
+        rate, factor, unit = ("tflops", 1.0, "TFLOP/s")
     for name, line in series(rows, x).items():
-        rates = [r["gbps"] / 1e3 for r in line]
+        rates = [r[rate] * factor for r in line]
         color = COLORS.get(line[0]["role"])
         axis.plot([r["params"][x] for r in line], rates, "o-", ms=3, label=name, color=color)
     axis.set(
-        xscale="log", xlabel=x, ylabel="TB/s", ylim=(0, 1.08e-3 * max(r["gbps"] for r in rows))
+        xscale="log", xlabel=x, ylabel=unit, ylim=(0, 1.08 * factor * max(r[rate] for r in rows))
     )
     xs = sorted({r["params"][x] for r in rows})
     axis.set_xticks(xs, [str(v) for v in xs])

@@ -23,6 +23,8 @@ DISTRIBUTIONS = {
     "fla-core": "fla",
     "cula": "cula",
     "cula-lightning-decode": "cula_lightning_decode",
+    "cula-lightning-sm90": "cula_lightning_sm90",
+    "liteattention-sm89": "liteattention_sm89",
 }
 SMI_FIELDS = {
     "driver_version": "driver",

@@ -53,8 +53,9 @@ class Op:
 
     settings(quick) lists the problems. make_inputs(setting, device, seed) builds one buffer set. set_bytes(setting) is
     the size of the part of a set that every call touches. check(provider, setting, device) raises CheckFailed on a
-    wrong result and returns the errors it found. place() opens the part of the card to run on; None is all of it. notes
-    are written into the result file.
+    wrong result and returns the errors it found. place() opens the part of the card to run on; None is all of it.
+    flops(setting) counts the arithmetic of a call, where that and not memory is the limit: every row then has tflops.
+    notes are written into the result file.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Op:
     set_bytes: Callable[[Setting], int]
     check: Callable[[Provider, Setting, Any], dict[str, float]]
     place: Callable[[], AbstractContextManager[Any]] | None = None
+    flops: Callable[[Setting], int] | None = None
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -22,8 +22,9 @@ def table(result: Mapping[str, Any], method: str, pattern: str = "*", spread: bo
     columns = [("setting", lambda line: line["setting"])]
     columns += [(f"{name}, us", _time_of(name, spread and name == ours)) for name in providers]
     columns += [("floor, us", lambda line: _number(line["floor_us"]))]
+    rate, unit = ("tflops", "TFLOP/s") if any("tflops" in r for r in rows) else ("gbps", "GB/s")
     columns += (
-        [(f"{ours} GB/s", lambda line: _number(line.get(ours, {}).get("gbps"), 0))] if ours else []
+        [(f"{ours} {unit}", lambda line: _number(line.get(ours, {}).get(rate), 0))] if ours else []
     )
     columns += [(title, _ratio_of(ours, key)) for key, title in _ratio_titles(rows)] if ours else []
     lines: dict[str, dict[str, Any]] = {}

@@ -4,7 +4,7 @@ A row is one (setting, provider, method). Ratios compare with another row of the
 better. ratio_<peer> = peer time / this time. ratio_ceiling = ceiling time / this time, so 1 is at the ceiling.
 ratio_floor = floor time / this time, where the floor is the op's bytes over the card's attainable bandwidth. A ratio is
 null, or absent for a peer, where there is nothing to compare with. A resident setting has no floor, because its bytes
-do not come from DRAM.
+do not come from DRAM. tflops, of ops that are limited by arithmetic, is the op's operations over this time.
 """
 
 from __future__ import annotations

@@ -149,3 +149,21 @@ def test_package_refuses_what_cula_refuses(
             run(**prefill_arguments(function, **changes))
         raised.append(caught.type)
     assert raised[0] is raised[1]
+
+
+def test_skip_list_attention_of_the_package_and_of_cula_agree_on_a_cpu() -> None:
+    from cula.lite import lite_attention
+
+    of_the_package = SPECS["liteattention-sm89"].load("lite_attention")
+    q, k, v = (torch.randn(2, 300, heads, 32, dtype=torch.float64) for heads in (4, 2, 2))
+    read, must_do = torch.rand(2, 4, 3, 5) < 0.7, torch.rand(1, 4, 1, 1) < 0.5
+    options = {"threshold": -3.0, "direction": -1, "must_do": must_do, "block_n": 64}
+    ours = lite_attention(q, k, v, read, impl="reference", **options)
+    for one, other in zip(of_the_package(q, k, v, read, **options), ours):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_modules_of_skip_list_attention_are_those_of_the_package() -> None:
+    package = import_module("liteattention_sm89")
+    for name in ("LiteAttention", "SeqParallelLiteAttention", "LiteAttentionRegistry"):
+        assert getattr(cula.lite, name) is getattr(package, name)

@@ -26,6 +26,7 @@ COPIES: dict[str, tuple[str, ...]] = {
         "packages/cula-emulator/LICENSE",
         "packages/cula-lightning-decode/LICENSE",
         "packages/cula-lightning-sm90/LICENSE",
+        "packages/liteattention-sm89/LICENSE",
     ),
 }
 

@@ -667,13 +667,9 @@ def cases() -> list[Case]:
     for bad, error in ((0, ValueError), (2, ValueError), (1.0, TypeError), (True, TypeError)):
         add(lite_name, "direction", {"direction": bad}, error, "1 or -1")
     add(lite_name, "threshold", {"threshold": "low"}, TypeError, "a float, got str")
-    add(
-        lite_name,
-        "threshold",
-        {"threshold": float("nan")},
-        ValueError,
-        "a number in log2 units, or an infinity",
-    )
+    for bad in (float("nan"), 0.5):
+        message = "log2 units, at most 0, or an infinity"
+        add(lite_name, "threshold", {"threshold": bad}, ValueError, message)
     mask = torch.ones(B, 4, 3, 4, dtype=torch.bool)
     for name in ("read_mask", "must_do"):
         add(lite_name, name, {name: mask.tolist()}, TypeError, "a torch.Tensor, got list")

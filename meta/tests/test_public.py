@@ -613,3 +613,12 @@ def test_gradients_reach_every_input() -> None:
     empty = [a[:, :0] for a in tensors[:5]]
     _, final = kda.chunk_kda(*empty, initial_state=tensors[5], output_final_state=True)
     assert torch.equal(final, tensors[5])
+
+
+def test_modules_of_a_package_that_is_missing(monkeypatch):
+    reference = tuple(i for i in _registry.implementations("lite.attention") if not i.kernel)
+    monkeypatch.setattr(lite, "implementations", lambda op: reference)
+    with pytest.raises(ImportError, match=r"pip install 'cula\[sm89\]'"):
+        _ = lite.LiteAttention
+    with pytest.raises(AttributeError, match="no attribute 'HeavyAttention'"):
+        _ = lite.HeavyAttention

@@ -364,8 +364,8 @@ def lite_attention(
         arguments.value_error("direction", "1 or -1", direction)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float | torch.SymFloat):
         arguments.type_error("threshold", "a float", type(threshold).__name__)
-    if threshold != threshold:
-        arguments.value_error("threshold", "a number in log2 units, or an infinity", threshold)
+    if threshold != threshold or 0 < threshold < math.inf:
+        arguments.value_error("threshold", "log2 units, at most 0, or an infinity", threshold)
     arguments.scale_factor(scale)
     tiles = (batch, heads, -(-rows // block_m), -(-k.shape[1] // block_n))
     if read_mask is not None:

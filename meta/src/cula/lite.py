@@ -1,20 +1,32 @@
 """Skip-list softmax attention (LiteAttention, arXiv 2511.11062).
 
-`lite_attention` is the functional form: the caller carries the mask of key tiles from one call to the next. The
-stateful `LiteAttention`, `SeqParallelLiteAttention` and `LiteAttentionRegistry` belong to the package
-liteattention-sm89 and are not part of this version.
+`lite_attention` is the functional form: the caller carries the mask of key tiles from one call to the next. The modules
+`LiteAttention` and `SeqParallelLiteAttention`, which carry it themselves, and `LiteAttentionRegistry` are those of the
+kernel package, found here where that is installed.
 """
 
 from __future__ import annotations
 
 from operator import index
+from typing import Any
 
 from torch import Tensor
 
 from cula import _check
-from cula._registry import resolve
+from cula._registry import implementations, resolve
 
 __all__ = ["lite_attention"]
+
+_CLASSES = ("LiteAttention", "SeqParallelLiteAttention", "LiteAttentionRegistry")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = next((i for i in implementations("lite.attention") if i.kernel), None)
+    if package is None:
+        raise ImportError(f"cula.lite.{name} comes with a kernel: pip install 'cula[sm89]'")
+    return package.load(name)
 
 
 def lite_attention(
@@ -43,7 +55,7 @@ def lite_attention(
         k: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv; query head h reads key head `h // (Hq // Hkv)`.
         v: `[B, Sk, Hkv, DV]`.
         read_mask: bool `[B, Hq, ceil(Sq / block_m), ceil(Sk / block_n)]`, the tiles to visit. None: all.
-        threshold: log2 units, usually negative; more negative keeps more, -inf everything.
+        threshold: log2 units, at most 0; more negative keeps more, -inf everything. +inf keeps the first tile only.
         direction: 1 visits tiles in ascending order, -1 in descending order.
         scale: factor of the scores, finite; None: `D ** -0.5`.
         must_do: bool, broadcastable to `read_mask`: tiles that stay whenever they are visited. None: none.

@@ -1,0 +1,136 @@
+"""The implementations of skip-list attention, and of dense attention, that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops import _lite
+from benchmarks.ops._decode_providers import _installed
+from benchmarks.ops._lite import KEEP_ALL, Inputs, Result
+from benchmarks.registry import Provider, Setting
+
+LiteResult = tuple[Tensor, Tensor, Tensor | None]
+
+_lite_missing = _installed("liteattention_sm89")
+
+
+def _lite_supports(problem: Setting) -> str | None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "liteattention-sm89 needs compute capability 8.0 or newer"
+    return _lite_missing()
+
+
+def _lite_call(
+    problem: Setting,
+    x: Inputs,
+    out: Tensor | None = None,
+    threshold: float | None = KEEP_ALL,
+    direction: int = 1,
+) -> Callable[[], LiteResult]:
+    from liteattention_sm89 import lite_attention
+
+    if _lite.is_dense(problem):
+        return _lite_dense_call(problem, x, out)
+    options: dict[str, Any] = {
+        "threshold": threshold,
+        "direction": direction,
+        "causal": problem.params["causal"],
+        "block_m": _lite.BLOCK_M,
+        "block_n": _lite.BLOCK_N,
+        "out": out,
+    }
+    return lambda: lite_attention(x.q, x.k, x.v, x.mask, **options)
+
+
+def _lite_dense_call(
+    problem: Setting, x: Inputs, out: Tensor | None = None
+) -> Callable[[], LiteResult]:
+    from liteattention_sm89 import lite_attention
+
+    causal = problem.params["causal"]
+    return lambda: lite_attention(x.q, x.k, x.v, threshold=None, causal=causal, out=out)
+
+
+def _lite_result(problem: Setting, x: Inputs, threshold: float | None, direction: int) -> Result:
+    out = torch.full_like(x.q, torch.nan)
+    _, lse, write = _lite_call(problem, x, out, threshold, direction)()
+    return Result(out, lse, write)
+
+
+def _lite_dense_result(problem: Setting, x: Inputs) -> Result:
+    out = torch.full_like(x.q, torch.nan)
+    _, lse, _ = _lite_dense_call(problem, x, out)()
+    return Result(out, lse)
+
+
+def _lite_dense_supports(problem: Setting) -> str | None:
+    return "is lite itself" if _lite.is_dense(problem) else _lite_supports(problem)
+
+
+def _torch_call(backend: str) -> Callable[[Setting, Inputs], Callable[[], Tensor]]:
+    """Binds torch's attention with one backend; [B, H, S, D] views of the same memory."""
+
+    def bind(problem: Setting, x: Inputs) -> Callable[[], Tensor]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        chosen, causal = getattr(SDPBackend, backend), problem.params["causal"]
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(chosen):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return call
+
+    return bind
+
+
+def _torch_supports(problem: Setting) -> str | None:
+    if not _lite.is_dense(problem):
+        return "takes no lists of tiles"
+    return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
+
+
+def _torch_moved(problem: Setting) -> int:
+    return 4 * _lite.activation_bytes(problem)
+
+
+LITE = Provider("lite", "ours", _lite_call, _lite.moved, supports=_lite_supports)
+# Our own dense kernel on the inputs of a problem with lists: what skipping costs, and what it saves.
+LITE_DENSE = Provider(
+    "lite_dense",
+    "peer",
+    _lite_dense_call,
+    lambda problem: _lite.moved(problem) - 2 * _lite.mask_bytes(problem),
+    supports=_lite_dense_supports,
+)
+TORCH_FLASH = Provider(
+    "torch_flash",
+    "peer",
+    _torch_call("FLASH_ATTENTION"),
+    _torch_moved,
+    supports=_torch_supports,
+)
+TORCH_CUDNN = Provider(
+    "torch_cudnn",
+    "peer",
+    _torch_call("CUDNN_ATTENTION"),
+    _torch_moved,
+    supports=_torch_supports,
+)
+PROVIDERS = (LITE, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
+
+
+def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+    """The provider's results on fresh inputs against the fp64 oracle."""
+    if provider.name == LITE.name and not _lite.is_dense(problem):
+        return _lite.check_listed(_lite_result, problem, device)
+    if provider.name in (LITE.name, LITE_DENSE.name):
+        return _lite.check_dense(_lite_dense_result, problem, device)
+    return _lite.check_dense(
+        lambda problem, x: Result(provider.bind(problem, x)().transpose(1, 2)), problem, device
+    )

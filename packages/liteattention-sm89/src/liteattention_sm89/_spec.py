@@ -1,0 +1,52 @@
+"""What a dispatcher reads about this package; importing it imports neither torch kernels nor the DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS
+
+NAME = "liteattention-sm89"
+OP = "lite.attention"
+ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
+PRIORITY = 10
+
+
+def supports(
+    *,
+    dtype: object = None,
+    head_dim_k: int | None = None,
+    head_dim_v: int | None = None,
+    requires_grad: bool = False,
+    block_m: int | None = None,
+    block_n: int | None = None,
+    **_: object,
+) -> str | None:
+    """Why a problem is refused, or None. Facts that are not given do not count against it."""
+    for module in ("cutlass", "tvm_ffi"):
+        if find_spec(module) is None:
+            return f"{module} is missing: pip install {NAME}"
+    if requires_grad:
+        return "no backward"
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in DTYPES:
+        return f"q, k and v must be {' or '.join(DTYPES)}, not {name}"
+    if head_dim_k is not None and (head_dim_k % 8 or head_dim_k > HEAD_DIMS[-1]):
+        return f"the head dimension must be a multiple of 8 up to {HEAD_DIMS[-1]}, not {head_dim_k}"
+    if None not in (head_dim_k, head_dim_v) and head_dim_k != head_dim_v:
+        return f"v must have the head dimension of k, {head_dim_k}, not {head_dim_v}"
+    if block_m not in (None, BLOCK_M):
+        return f"block_m must be {BLOCK_M}, not {block_m}"
+    if block_n is not None and block_n not in BLOCK_N:
+        return f"block_n must be {' or '.join(map(str, BLOCK_N))}, not {block_n}"
+    return None
+
+
+def load(function: str) -> Callable:
+    """The function of the dispatcher's contract, whose masks are bool, or a class of the package by name."""
+    import liteattention_sm89
+
+    from .ops import bool_attention
+
+    return bool_attention if function == "lite_attention" else getattr(liteattention_sm89, function)

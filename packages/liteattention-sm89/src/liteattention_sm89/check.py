@@ -1,0 +1,270 @@
+"""The argument contract: TypeError or ValueError that names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .config import BLOCK_M, BLOCK_N, HEAD_DIMS, MAX_WORDS
+
+_ACTIVATIONS = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+_OFFSETS = (torch.int32, torch.int64)
+# Offsets within a tile are 32-bit numbers of elements.
+_MAX_STRIDE = 2**24
+
+
+class Extent(NamedTuple):
+    """Sequences, and the most query and key tokens that one has."""
+
+    sequences: int
+    queries: int
+    keys: int
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    read_mask: Tensor | None,
+    threshold: float | None,
+    direction: int | Tensor,
+    scale: float | None,
+    causal: bool,
+    must_do: Tensor | None,
+    block_m: int,
+    block_n: int,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    out: Tensor | None,
+) -> Extent:
+    """Raises unless the arguments of `lite_attention` fit together."""
+    _check_activations(q, k, v, out)
+    kind = q.device.type
+    if causal is not True and causal is not False:
+        _type_error("causal", "a bool", type(causal).__name__)
+    if scale is not None:
+        _check_number("scale", scale)
+        if not math.isfinite(scale):
+            _value_error("scale", "a finite number", scale)
+    extent = _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_blocks(block_m, block_n, kind)
+    _check_direction(direction, q.device)
+    if threshold is None:
+        for name, tensor in (("read_mask", read_mask), ("must_do", must_do)):
+            if tensor is not None:
+                _value_error(
+                    name, "None where threshold is None, which is dense attention", "a mask"
+                )
+        return extent
+    _check_number("threshold", threshold)
+    if math.isnan(threshold) or 0 < threshold < math.inf:
+        _value_error("threshold", "log2 units, at most 0, or an infinity", threshold)
+    tiles = (-(-extent.queries // block_m), -(-extent.keys // block_n))
+    shape = (extent.sequences, q.shape[2], tiles[0], -(-tiles[1] // 32))
+    if kind == "cuda" and shape[3] > MAX_WORDS:
+        most = 32 * MAX_WORDS * block_n
+        _value_error(
+            "k", f"at most {most} keys per sequence with a list, block_n = {block_n}", extent.keys
+        )
+    if read_mask is not None:
+        _check_words("read_mask", read_mask, q.device)
+        if tuple(read_mask.shape) != shape:
+            _value_error("read_mask", f"[B, Hq, Mt, W] = {list(shape)}", _shape(read_mask))
+    if must_do is not None:
+        _check_words("must_do", must_do, q.device)
+        try:
+            fits = tuple(torch.broadcast_shapes(must_do.shape, shape)) == shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            _value_error("must_do", f"a shape that broadcasts to {list(shape)}", _shape(must_do))
+    return extent
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the kernel can read a real tensor: address and strides in multiples of 16 bytes, strides of tokens below
+    2^24."""
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 or any(s * size % 16 for s in tensor.stride()[:-1]):
+        return False
+    return tensor.stride(1) < _MAX_STRIDE
+
+
+def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor)
+    kind = q.device.type
+    if kind not in _ACTIVATIONS:
+        _value_error("q", "a tensor on a CUDA device or the CPU", q.device)
+    if q.dtype not in _ACTIVATIONS[kind]:
+        _type_error("q", _names(_ACTIVATIONS[kind]), _name(q.dtype))
+    if q.dim() != 4:
+        _value_error("q", "4 dimensions [B, Sq, Hq, D]", _shape(q))
+    batch, _, heads, dim = q.shape
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != dim:
+        _value_error("k", f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q", _shape(k))
+    wanted = k.shape if kind == "cuda" else (*k.shape[:3], v.shape[-1] if v.dim() else 0)
+    if v.dim() != 4 or tuple(v.shape) != tuple(wanted):
+        _value_error("v", f"the shape of k, {_shape(k)}", _shape(v))
+    if heads == 0 or k.shape[2] == 0 or heads % k.shape[2]:
+        _value_error("q", f"a number of heads that is a multiple of Hkv = {k.shape[2]}", heads)
+    if dim < 1 or (kind == "cuda" and (dim % 8 or dim > HEAD_DIMS[-1])):
+        _value_error("q", f"a head dimension that is a multiple of 8, up to {HEAD_DIMS[-1]}", dim)
+    if out is not None:
+        _check_tensor("out", out)
+        if out.shape != (*q.shape[:3], v.shape[3]):
+            _value_error("out", f"{[*q.shape[:3], v.shape[3]]}", _shape(out))
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
+        if tensor.dtype != q.dtype:
+            _type_error(name, f"the dtype of q, {_name(q.dtype)}", _name(tensor.dtype))
+        _check_device(name, tensor, q.device)
+        if tensor.stride(3) != 1 and tensor.shape[3] != 1:
+            _value_error(name, "a contiguous last dimension", f"strides {tensor.stride()}")
+    if kind == "cuda" and torch.is_grad_enabled():
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.requires_grad:
+                _value_error(name, "no gradient (no backward on the GPU)", "requires_grad=True")
+    if out is not None and out.requires_grad and torch.is_grad_enabled():
+        _value_error("out", "no gradient: it is overwritten", "requires_grad=True")
+
+
+def _check_lengths(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> Extent:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        for name, value in zip(names, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+            if value is not None:
+                _value_error(name, "None unless cu_seqlens_q and cu_seqlens_k are given", "a value")
+        return Extent(q.shape[0], q.shape[1], k.shape[1])
+    most = []
+    for name, offsets, tokens, longest_name, longest in (
+        ("cu_seqlens_q", cu_seqlens_q, q.shape[1], "max_seqlen_q", max_seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, k.shape[1], "max_seqlen_k", max_seqlen_k),
+    ):
+        _check_tensor(name, offsets)
+        if offsets.dtype not in _OFFSETS:
+            _type_error(name, _names(_OFFSETS), _name(offsets.dtype))
+        if offsets.dim() != 1 or offsets.shape[0] < 2:
+            _value_error(name, "[N + 1] with N >= 1", _shape(offsets))
+        if offsets.stride(0) != 1:
+            _value_error(name, "contiguous elements", f"strides {offsets.stride()}")
+        _check_device(name, offsets, q.device)
+        if q.shape[0] != 1:
+            _value_error(name, "None unless B = 1", f"a tensor with B = {q.shape[0]}")
+        lengths = None
+        if offsets.device.type == "cpu" and _is_real(offsets):
+            values = offsets.tolist()
+            lengths = [b - a for a, b in zip(values, values[1:])]
+            if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
+                _value_error(name, f"rising numbers from 0 to {tokens}", values[:16])
+        if longest is None:
+            if lengths is None:
+                _value_error(longest_name, "the length of the longest sequence, an int", None)
+            longest = max(lengths)
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
+            _type_error(longest_name, "an int", type(longest).__name__)
+        least = -(-tokens // (offsets.shape[0] - 1)) if lengths is None else max(lengths)
+        if longest < least:
+            _value_error(longest_name, "at least the length of the longest sequence", longest)
+        most.append(longest)
+    if cu_seqlens_q.dtype != cu_seqlens_k.dtype:
+        _type_error(
+            "cu_seqlens_k",
+            f"the dtype of cu_seqlens_q, {_name(cu_seqlens_q.dtype)}",
+            _name(cu_seqlens_k.dtype),
+        )
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        _value_error(
+            "cu_seqlens_k",
+            f"the shape of cu_seqlens_q, {_shape(cu_seqlens_q)}",
+            _shape(cu_seqlens_k),
+        )
+    return Extent(cu_seqlens_q.shape[0] - 1, *most)
+
+
+def _check_blocks(block_m: int, block_n: int, kind: str) -> None:
+    for name, size, served in (("block_m", block_m, (BLOCK_M,)), ("block_n", block_n, BLOCK_N)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            _type_error(name, "an int", type(size).__name__)
+        if size < 1 or (kind == "cuda" and size not in served):
+            expected = " or ".join(map(str, served)) if kind == "cuda" else "at least 1"
+            _value_error(name, expected, size)
+
+
+def _check_direction(direction: int | Tensor, device: torch.device) -> None:
+    name = "direction"
+    if isinstance(direction, Tensor):
+        if direction.dtype != torch.int32:
+            _type_error(name, "an int or an int32 tensor", _name(direction.dtype))
+        if direction.shape != (1,):
+            _value_error(name, "[1]", _shape(direction))
+        _check_device(name, direction, device)
+    elif isinstance(direction, bool) or not isinstance(direction, int):
+        _type_error(name, "an int or an int32 tensor", type(direction).__name__)
+    elif direction not in (1, -1):
+        _value_error(name, "1 or -1", direction)
+
+
+def _check_words(name: str, mask: Tensor, device: torch.device) -> None:
+    _check_tensor(name, mask)
+    if mask.dtype != torch.int32:
+        _type_error(name, "int32 words of 32 tiles", _name(mask.dtype))
+    _check_device(name, mask, device)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        _type_error(name, "a number", type(value).__name__)
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        _type_error(name, "a torch.Tensor", type(tensor).__name__)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        _value_error(name, f"a tensor on {device}, as q", tensor.device)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether the tensor has values now: nothing is being traced."""
+    return (
+        type(tensor) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(_name(d) for d in dtypes)
+
+
+def _type_error(name: str, expected: str, got: object) -> NoReturn:
+    raise TypeError(f"{name}: expected {expected}, got {got}")
+
+
+def _value_error(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, got {got}")

@@ -1,0 +1,113 @@
+"""What is fixed when the attention kernels are compiled. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+DTYPES = ("bfloat16", "float16")
+BLOCK_M = 128
+PADDING = 8  # elements behind a row in shared memory
+BLOCK_N = (64, 128)  # the first is the default
+# Words of 32 tiles in a row of a mask: what the kernel's shared memory holds.
+MAX_WORDS = 128
+SHARED_MEMORY = (
+    101_376  # of a CTA on the architectures that have least, and nearly all of their multiprocessor
+)
+ONE_CTA = ("sm_86", "sm_89", "sm_120a", "sm_121a")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of a call: batch, lengths, head counts, strides, scale and threshold are not among them.
+
+    head_dim: of q, k and v, a multiple of 8. skip: only listed key tiles are visited, and the list for the next call is
+    written. must_do: some tiles stay listed whatever their scores. packed: the sequences are those of `cu_seqlens`.
+    index_dtype: of `cu_seqlens`. on_device: the direction is an element in device memory.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    skip: bool = False
+    block_n: int = BLOCK_N[0]
+    must_do: bool = False
+    packed: bool = False
+    index_dtype: str = "int32"
+    on_device: bool = False
+
+    def illegal(self) -> str | None:
+        """Why no kernel serves this problem, or None."""
+        if self.dtype not in DTYPES:
+            return f"q, k and v must be {' or '.join(DTYPES)}, not {self.dtype}"
+        if self.head_dim % 8 or not 8 <= self.head_dim <= HEAD_DIMS[-1]:
+            return f"the head dimension must be a multiple of 8 up to {HEAD_DIMS[-1]}, not {self.head_dim}"
+        if self.block_n not in BLOCK_N:
+            return f"key tiles must have {' or '.join(map(str, BLOCK_N))} keys, not {self.block_n}"
+        if self.must_do and not self.skip:
+            return "tiles are only held on a list"
+        return None
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """A problem, and how the forward kernel is built for it.
+
+    rows: query rows of a warp, 16 or 32. With 32, two blocks of rows share what is loaded of k and v from shared
+    memory; with 16 there are twice as many warps, which hide more latency where only one CTA fits on a multiprocessor,
+    and whose registers have room for larger heads. query_in_registers: q gives its shared memory to k and v once it is
+    loaded.
+    """
+
+    problem: Problem
+    rows: int
+    query_in_registers: bool
+
+    @property
+    def width(self) -> int:
+        """The head dimension, padded."""
+        return next(d for d in HEAD_DIMS if d >= self.problem.head_dim)
+
+    @property
+    def step(self) -> int:
+        """Keys that the kernel takes at once: scores of 64 do not fit into registers beside the widest outputs."""
+        return 64 if self.width < 256 else 32
+
+    @property
+    def warps(self) -> int:
+        return BLOCK_M // self.rows
+
+    @property
+    def shared_bytes(self) -> int:
+        row = 2 * (self.width + PADDING)
+        tiles, queries = 2 * self.step * row, BLOCK_M * row
+        lists = (2 * 32 * MAX_WORDS + 4 * MAX_WORDS + 16) * self.problem.skip
+        return (max(tiles, queries) if self.query_in_registers else tiles + queries) + lists
+
+    def illegal(self) -> str | None:
+        """Why the kernel cannot be built, or None."""
+        if self.problem.illegal():
+            return self.problem.illegal()
+        if self.rows not in (16, 32):
+            return f"a warp has 16 or 32 rows, not {self.rows}"
+        # Outputs, scores and probabilities, q and what is loaded of k or v; 32-bit registers of a thread.
+        columns = self.width + 3 * self.step // 2 + self.width * self.query_in_registers // 2
+        if self.rows * columns // 32 > 240:
+            return f"{self.rows} rows of {self.width} do not fit into registers"
+        if self.shared_bytes > SHARED_MEMORY:
+            return f"{self.shared_bytes} bytes of shared memory are more than {SHARED_MEMORY}"
+        return None
+
+
+def candidates(problem: Problem, arch: str) -> list[ForwardConfig]:
+    """Every config worth compiling for a problem on "sm_89", "sm_90a", ..., the best first."""
+    every = [
+        ForwardConfig(problem, rows, query_in_registers)
+        for rows in ((16, 32) if arch in ONE_CTA else (32, 16))
+        for query_in_registers in (False, True)
+    ]
+    return [config for config in every if config.illegal() is None]
+
+
+def select(problem: Problem, arch: str) -> ForwardConfig:
+    return candidates(problem, arch)[0]

@@ -1,0 +1,160 @@
+"""Calls for the kernels and what they must give, for the emulated tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from liteattention_sm89 import masks, reference
+
+MAX_OUTPUT_ERROR = 5e-3
+MAX_LSE_ERROR = 1e-4
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the launcher. listed: share of the tiles on the list, None for dense attention. lengths: of packed
+    sequences, pairs of queries and keys; else rows and keys of `batch` sequences. held: some tiles must stay."""
+
+    rows: int = 200
+    keys: int = 300
+    batch: int = 1
+    heads: int = 2
+    heads_k: int = 1
+    dim: int = 128
+    dtype: str = "bfloat16"
+    causal: bool = False
+    listed: float | None = None
+    threshold: float = -6.0
+    direction: int = 1
+    block_n: int = 64
+    held: bool = False
+    lengths: tuple[tuple[int, int], ...] | None = None
+    index_dtype: str = "int32"
+    on_device: bool = False
+    views: bool = False
+
+    def __str__(self) -> str:
+        shape = f"{self.rows}x{self.keys}" if self.lengths is None else f"packed{len(self.lengths)}"
+        words = [f"{shape}-H{self.heads}-{self.heads_k}-D{self.dim}", self.dtype]
+        words += [name for name in ("causal", "held", "on_device", "views") if getattr(self, name)]
+        if self.listed is not None:
+            words.append(f"listed{self.listed}-{self.threshold}-{self.direction}-by{self.block_n}")
+        return "-".join(words)
+
+
+DENSE = [
+    Call(),
+    Call(1, 1, dim=64, heads=1),
+    Call(129, 64, dim=64, dtype="float16"),
+    Call(128, 65, dim=96, batch=2, views=True),
+    Call(130, 200, dim=192, heads=1),
+    Call(64, 257, dim=256, heads=1),
+    Call(63, 63, dim=8, heads=1),
+    Call(200, 130, dim=80, causal=True),
+    Call(130, 300, dim=128, causal=True, heads=4, heads_k=2),
+    Call(300, 100, dim=64, causal=True),
+    Call(dim=64, lengths=((100, 70), (0, 5), (1, 200), (130, 130)), index_dtype="int64"),
+    Call(dim=64, causal=True, lengths=((70, 100), (200, 64), (64, 64))),
+]
+LISTED = [
+    Call(200, 600, listed=0.6),
+    Call(200, 600, listed=0.6, direction=-1, threshold=-2.0, views=True),
+    Call(130, 500, listed=0.5, block_n=128, threshold=-1.0, dim=64),
+    Call(130, 500, listed=0.8, block_n=128, threshold=0.0, dim=64, direction=-1),
+    Call(300, 300, listed=0.9, threshold=0.0, causal=True, direction=-1, batch=2, dim=64),
+    Call(300, 200, listed=0.8, threshold=-4.0, causal=True, block_n=128, dim=96),
+    Call(64, 2200, listed=0.4, threshold=-1.0, dim=64, heads=1, held=True),
+    Call(64, 2200, listed=0.4, threshold=math.inf, dim=64, heads=1, direction=-1, held=True),
+    Call(200, 300, listed=0.9, threshold=-math.inf, dim=80, dtype="float16", heads=4, heads_k=2),
+    Call(100, 300, listed=0.7, threshold=-2.0, dim=192, heads=1, on_device=True, direction=-1),
+    Call(100, 300, listed=0.7, threshold=-2.0, dim=256, heads=1, on_device=True),
+    Call(dim=64, listed=0.7, threshold=-1.0, lengths=((100, 170), (0, 5), (200, 300), (7, 0))),
+    Call(dim=64, listed=0.7, causal=True, direction=-1, lengths=((200, 300), (129, 64), (64, 129))),
+    Call(130, 200, listed=0.0, dim=64),
+]
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    read: Tensor | None
+    held: Tensor | None
+    starts_q: Tensor | None
+    starts_k: Tensor | None
+    most: tuple[int, int]
+
+
+def make_inputs(call: Call, seed: int = 0) -> Inputs:
+    """Random q, k and v, a few keys of which stand out, so that lists change."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, call.dtype)
+    if call.lengths is None:
+        batch, rows, keys, sequences = call.batch, call.rows, call.keys, call.batch
+        most = (rows, keys)
+        starts_q = starts_k = None
+    else:
+        batch, sequences = 1, len(call.lengths)
+        rows, keys = (sum(pair[i] for pair in call.lengths) for i in range(2))
+        most = tuple(max(pair[i] for pair in call.lengths) for i in range(2))
+        starts_q, starts_k = (
+            torch.tensor([0, *(pair[i] for pair in call.lengths)])
+            .cumsum(0)
+            .to(getattr(torch, call.index_dtype))
+            for i in range(2)
+        )
+
+    def normal(tokens: int, heads: int) -> Tensor:
+        whole = torch.full((batch, tokens + 3, heads + 1, call.dim + 8), math.nan, dtype=dtype)
+        values = torch.randn(batch, tokens, heads, call.dim, generator=generator).to(dtype)
+        view = whole[:, 2 : 2 + tokens, :heads, : call.dim]
+        return view.copy_(values) if call.views else values
+
+    q, k, v = normal(rows, call.heads), normal(keys, call.heads_k), normal(keys, call.heads_k)
+    k[:, ::97] *= 2
+    read = held = None
+    if call.listed is not None:
+        tiles = -(-most[0] // 128), -(-most[1] // call.block_n)
+        bits = torch.rand(sequences, call.heads, *tiles, generator=generator) < call.listed
+        read = masks.pack(bits)
+        if call.held:
+            held = masks.pack(torch.rand(1, call.heads, 1, tiles[1], generator=generator) < 0.3)
+    return Inputs(q, k, v, read, held, starts_q, starts_k, most)
+
+
+def expected(call: Call, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, write mask) of the oracle in fp64."""
+    return reference.lite_attention(
+        x.q.double(), x.k.double(), x.v.double(), x.read, threshold=call.threshold, direction=call.direction,
+        causal=call.causal, must_do=x.held, block_n=call.block_n, cu_seqlens_q=x.starts_q,
+        cu_seqlens_k=x.starts_k,
+        **({} if x.starts_q is None else {"max_seqlen_q": x.most[0], "max_seqlen_k": x.most[1]}),
+    )  # fmt: skip
+
+
+def assert_right(call: Call, x: Inputs, out: Tensor, lse: Tensor, write: Tensor | None) -> None:
+    want, want_lse, want_write = expected(call, x)
+    error = (out.double() - want).square().sum() / want.square().sum().clamp(min=1e-30)
+    assert error.sqrt() < MAX_OUTPUT_ERROR, error.sqrt()
+    seen = torch.isfinite(want_lse)
+    assert (lse[~seen] == -math.inf).all()
+    assert not out.transpose(1, 2)[~seen.view(out.transpose(1, 2).shape[:3])].any()
+    if seen.any():
+        assert (lse.double() - want_lse)[seen].abs().max() < MAX_LSE_ERROR
+    if call.listed is not None:
+        assert torch.equal(write, want_write)
+
+
+def without_unlisted(call: Call, x: Inputs) -> Inputs:
+    """The same with NaN in every key and value of tiles that no query tile lists."""
+    tiles = -(-call.keys // call.block_n)
+    unlisted = ~masks.unpack(x.read, tiles).any(2).any(1)  # [B, Nt]
+    columns = unlisted.repeat_interleave(call.block_n, 1)[:, : call.keys]
+    assert columns.any()
+    k, v = (t.masked_fill(columns[:, :, None, None], math.nan) for t in (x.k, x.v))
+    return replace(x, k=k, v=v)
