@@ -272,8 +272,8 @@ def check_listed(run: Runner, problem: Setting, device: Any) -> dict[str, float]
     """Compares attention over the listed tiles with the fp64 oracle on fresh data, and what it writes with the rule.
 
     The first call is the one that is timed, and must keep every visible tile that is listed. A second one goes the
-    other way, with a threshold that at least half of the tiles pass: its results must be as good, it must keep the first
-    tile and nothing that was not listed, and, away from the threshold, decide like the oracle.
+    other way, with a threshold that at least half of the tiles pass: its results must be as good, it must keep the
+    first tile and nothing that was not listed, and, away from the threshold, decide like the oracle.
     """
     x = make_inputs(problem, device, seed=20_231)
     heads = checked_heads(problem.params["B"], problem.params["H"])
