@@ -206,7 +206,8 @@ def test_it_comes_before_the_reference_and_after_kernels() -> None:
         able = [row.name for row in rows if row.reason is None]
         peers = ["reference"] if op == "lite.attention" else ["fla", "reference"]
         assert able[-len(peers) :] == peers
-        assert all(name.startswith("cula-") for name in able[: -len(peers)])
+        kernels = {found.name for found in _registry.implementations(op) if found.kernel}
+        assert kernels.issuperset(able[: -len(peers)])
 
 
 @pytest.mark.parametrize("v_first", [False, True])
