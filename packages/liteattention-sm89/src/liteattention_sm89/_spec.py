@@ -9,7 +9,19 @@ from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS
 
 NAME = "liteattention-sm89"
 OP = "lite.attention"
-ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
+ARCHS = (
+    "sm80",
+    "sm86",
+    "sm87",
+    "sm89",
+    "sm90",
+    "sm100",
+    "sm101",
+    "sm103",
+    "sm110",
+    "sm120",
+    "sm121",
+)
 PRIORITY = 10
 
 
