@@ -162,10 +162,17 @@ def check_decode(run: Any, problem: Setting, device: Any) -> dict[str, float]:
     return errors
 
 
-def _within(problem: Setting, errors: Mapping[str, float], limits: Mapping[str, float]) -> None:
+def _within(
+    problem: Setting,
+    errors: Mapping[str, float],
+    limits: Mapping[str, float],
+    measures: Mapping[str, str] | None = None,
+) -> None:
+    """measures: what an error is, where it is not a relative RMSE."""
     for name, error in errors.items():
         # Written so that NaN fails too.
         if not error <= limits[name]:
+            what = (measures or {}).get(name, "relative RMSE")
             raise CheckFailed(
-                f"{problem.name}: relative RMSE of the {name} is {error:.2e}, limit {limits[name]:.0e}"
+                f"{problem.name}: {what} of the {name} is {error:.2e}, limit {limits[name]:.0e}"
             )

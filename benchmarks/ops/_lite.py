@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import _lite_workloads
+from benchmarks.ops._decode import _within
 from benchmarks.ops._prefill import worst_head
 from benchmarks.registry import CheckFailed, Setting
 
@@ -263,7 +264,7 @@ def check_dense(
     """Compares attention over all keys, whatever the problem lists, with the fp64 oracle on fresh data."""
     x = make_inputs(problem, device, seed=20_231)
     heads = checked_heads(problem.params["B"], problem.params["H"])
-    return _within(
+    return _checked(
         problem, _errors(problem, run(problem, x), oracle(problem, x, None, heads), heads)
     )
 
@@ -282,7 +283,7 @@ def check_listed(run: Runner, problem: Setting, device: Any) -> dict[str, float]
     before = x.mask.clone()
 
     timed = run(problem, x, KEEP_ALL, 1)
-    errors = _within(problem, _errors(problem, timed, want, heads))
+    errors = _checked(problem, _errors(problem, timed, want, heads))
     if not torch.equal(_kept(problem, timed, seen), seen):
         raise CheckFailed(f"{problem.name}: the write mask has lost tiles that nothing skips")
 
@@ -291,7 +292,7 @@ def check_listed(run: Runner, problem: Setting, device: Any) -> dict[str, float]
     finite = lifts[lifts.isfinite()]
     threshold = min(float(finite.median()), 0.0) if len(finite) else 0.0
     back = run(problem, x, threshold, -1)
-    other = _within(problem, _errors(problem, back, want, heads))
+    other = _checked(problem, _errors(problem, back, want, heads))
     kept = _kept(problem, back, seen)
     order = seen.flip(-1).cumsum(-1).flip(-1)
     if not bool(kept[seen & (order == 1)].all()):
@@ -331,17 +332,8 @@ def _errors(
     return errors
 
 
-def _within(problem: Setting, errors: dict[str, float]) -> dict[str, float]:
+def _checked(problem: Setting, errors: dict[str, float]) -> dict[str, float]:
     """The errors, of which none is too large."""
-    limits = {
-        "output": ("relative RMSE", OUTPUT_LIMIT),
-        "lse": ("largest error", LSE_LIMIT),
-    }
-    for name, error in errors.items():
-        what, limit = limits[name]
-        # Written so that NaN fails too.
-        if not error <= limit:
-            raise CheckFailed(
-                f"{problem.name}: {what} of the {name} is {error:.2e}, limit {limit:.0e}"
-            )
+    limits = {"output": OUTPUT_LIMIT, "lse": LSE_LIMIT}
+    _within(problem, errors, limits, measures={"lse": "largest error"})
     return errors

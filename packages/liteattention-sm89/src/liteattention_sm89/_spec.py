@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS
+from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS, dtype_name
 
 NAME = "liteattention-sm89"
 OP = "lite.attention"
@@ -41,7 +41,7 @@ def supports(
             return f"{module} is missing: pip install {NAME}"
     if requires_grad:
         return "no backward"
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if dtype is not None and name not in DTYPES:
         return f"q, k and v must be {' or '.join(DTYPES)}, not {name}"
     if head_dim_k is not None and (head_dim_k % 8 or head_dim_k > HEAD_DIMS[-1]):

@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .config import BLOCK_M, BLOCK_N, HEAD_DIMS, MAX_WORDS
+from .config import BLOCK_M, BLOCK_N, HEAD_DIMS, MAX_WORDS, dtype_name
 
 _ACTIVATIONS = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -105,7 +105,7 @@ def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> N
     if kind not in _ACTIVATIONS:
         _value_error("q", "a tensor on a CUDA device or the CPU", q.device)
     if q.dtype not in _ACTIVATIONS[kind]:
-        _type_error("q", _names(_ACTIVATIONS[kind]), _name(q.dtype))
+        _type_error("q", _names(_ACTIVATIONS[kind]), dtype_name(q.dtype))
     if q.dim() != 4:
         _value_error("q", "4 dimensions [B, Sq, Hq, D]", _shape(q))
     batch, _, heads, dim = q.shape
@@ -124,7 +124,7 @@ def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> N
             _value_error("out", f"{[*q.shape[:3], v.shape[3]]}", _shape(out))
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
         if tensor.dtype != q.dtype:
-            _type_error(name, f"the dtype of q, {_name(q.dtype)}", _name(tensor.dtype))
+            _type_error(name, f"the dtype of q, {dtype_name(q.dtype)}", dtype_name(tensor.dtype))
         _check_device(name, tensor, q.device)
         if tensor.stride(3) != 1 and tensor.shape[3] != 1:
             _value_error(name, "a contiguous last dimension", f"strides {tensor.stride()}")
@@ -157,7 +157,7 @@ def _check_lengths(
     ):
         _check_tensor(name, offsets)
         if offsets.dtype not in _OFFSETS:
-            _type_error(name, _names(_OFFSETS), _name(offsets.dtype))
+            _type_error(name, _names(_OFFSETS), dtype_name(offsets.dtype))
         if offsets.dim() != 1 or offsets.shape[0] < 2:
             _value_error(name, "[N + 1] with N >= 1", _shape(offsets))
         if offsets.stride(0) != 1:
@@ -184,8 +184,8 @@ def _check_lengths(
     if cu_seqlens_q.dtype != cu_seqlens_k.dtype:
         _type_error(
             "cu_seqlens_k",
-            f"the dtype of cu_seqlens_q, {_name(cu_seqlens_q.dtype)}",
-            _name(cu_seqlens_k.dtype),
+            f"the dtype of cu_seqlens_q, {dtype_name(cu_seqlens_q.dtype)}",
+            dtype_name(cu_seqlens_k.dtype),
         )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         _value_error(
@@ -209,7 +209,7 @@ def _check_direction(direction: int | Tensor, device: torch.device) -> None:
     name = "direction"
     if isinstance(direction, Tensor):
         if direction.dtype != torch.int32:
-            _type_error(name, "an int or an int32 tensor", _name(direction.dtype))
+            _type_error(name, "an int or an int32 tensor", dtype_name(direction.dtype))
         if direction.shape != (1,):
             _value_error(name, "[1]", _shape(direction))
         _check_device(name, direction, device)
@@ -222,7 +222,7 @@ def _check_direction(direction: int | Tensor, device: torch.device) -> None:
 def _check_words(name: str, mask: Tensor, device: torch.device) -> None:
     _check_tensor(name, mask)
     if mask.dtype != torch.int32:
-        _type_error(name, "int32 words of 32 tiles", _name(mask.dtype))
+        _type_error(name, "int32 words of 32 tiles", dtype_name(mask.dtype))
     _check_device(name, mask, device)
 
 
@@ -254,12 +254,8 @@ def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(_name(d) for d in dtypes)
+    return " or ".join(dtype_name(d) for d in dtypes)
 
 
 def _type_error(name: str, expected: str, got: object) -> NoReturn:

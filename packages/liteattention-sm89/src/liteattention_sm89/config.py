@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -15,6 +16,11 @@ SHARED_MEMORY = (
     101_376  # of a CTA on the architectures that have least, and nearly all of their multiprocessor
 )
 ONE_CTA = ("sm_86", "sm_89", "sm_120a", "sm_121a")
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype, such as "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -109,5 +115,6 @@ def candidates(problem: Problem, arch: str) -> list[ForwardConfig]:
     return [config for config in every if config.illegal() is None]
 
 
+@functools.cache
 def select(problem: Problem, arch: str) -> ForwardConfig:
     return candidates(problem, arch)[0]

@@ -13,7 +13,7 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
-from .config import BLOCK_M, ForwardConfig, Problem, select
+from .config import BLOCK_M, ForwardConfig, Problem, dtype_name, select
 from .forward import DTYPES, LiteForward
 
 _INDEX = {"int32": cutlass.Int32, "int64": cutlass.Int64}
@@ -109,11 +109,9 @@ def forward(
     and arch are for tests without a GPU.
     """
     on_device = isinstance(direction, Tensor)
-    index_dtype = (
-        "int32" if cu_seqlens_q is None else str(cu_seqlens_q.dtype).removeprefix("torch.")
-    )
+    index_dtype = "int32" if cu_seqlens_q is None else dtype_name(cu_seqlens_q.dtype)
     problem = Problem(
-        str(q.dtype).removeprefix("torch."), q.shape[3], causal,
+        dtype_name(q.dtype), q.shape[3], causal,
         skip=read is not None,
         block_n=block_n,
         must_do=must_do is not None,

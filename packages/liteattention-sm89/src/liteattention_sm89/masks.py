@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .check import _type_error, _value_error
+from .config import dtype_name
 
 __all__ = [
     "count",
@@ -227,7 +229,7 @@ def _pairs(ranges: Iterable[int] | Tensor, Sk: int) -> list[tuple[int, int]]:
     """The token ranges, checked one by one."""
     if isinstance(ranges, Tensor):
         if ranges.dtype not in (torch.int16, torch.int32, torch.int64):
-            _type_error("ranges", "integers", f"a {_name(ranges.dtype)} tensor")
+            _type_error("ranges", "integers", f"a {dtype_name(ranges.dtype)} tensor")
         if ranges.dim() != 1:
             _value_error("ranges", "a flat list", f"a tensor {list(ranges.shape)}")
         ranges = ranges.tolist()
@@ -282,7 +284,7 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         _type_error(name, "a torch.Tensor", type(tensor).__name__)
     if tensor.dtype != dtype:
-        _type_error(name, _name(dtype), _name(tensor.dtype))
+        _type_error(name, dtype_name(dtype), dtype_name(tensor.dtype))
     if tensor.dim() == 0:
         _value_error(name, "at least one dimension", "a scalar tensor")
 
@@ -291,15 +293,3 @@ def _check_mask(mask: Tensor, Nt: int) -> None:
     _check_tensor("mask", mask, torch.int32)
     if mask.shape[-1] != words(_size("Nt", Nt)):
         _value_error("mask", f"{words(Nt)} words in a row for Nt = {Nt} tiles", list(mask.shape))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _type_error(name: str, expected: str, got: object) -> NoReturn:
-    raise TypeError(f"{name}: expected {expected}, got {got}")
-
-
-def _value_error(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import masks
-from .config import BLOCK_M, BLOCK_N
+from .config import BLOCK_M, BLOCK_N, dtype_name
 
 __all__ = ["SkipKey", "SkipState"]
 
@@ -272,7 +272,7 @@ class SkipState:
         """Copies of the masks, and ints, bools and strings: what `load_state_dict` continues from, bit by bit."""
         key = None
         if self.key is not None:
-            key = self.key._replace(device=None)._asdict() | {"dtype": _name(self.key.dtype)}
+            key = self.key._replace(device=None)._asdict() | {"dtype": dtype_name(self.key.dtype)}
         return {
             "alternate": self.alternate,
             "direction": self.direction,
@@ -361,10 +361,6 @@ def check_int(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _loaded_key(state: dict[str, Any]) -> SkipKey | None:
     """The key of a saved state, checked against its masks."""
     if state["key"] is None:
@@ -386,7 +382,7 @@ def _loaded_key(state: dict[str, Any]) -> SkipKey | None:
 def encoded(state: dict[str, Any]) -> Tensor:
     """A `state_dict` as uint8 `[n]`: eight bytes for the length of a JSON header, the header, and its tensors."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-    layout = {name: [_name(x.dtype), list(x.shape)] for name, x in tensors.items()}
+    layout = {name: [dtype_name(x.dtype), list(x.shape)] for name, x in tensors.items()}
     plain = {name: x for name, x in state.items() if name not in tensors}
     header = json.dumps({"state": plain, "tensors": layout}).encode()
     head = bytearray(struct.pack("<Q", len(header)) + header)
