@@ -29,6 +29,8 @@ PACKAGES = {
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
 DISTRIBUTIONS = ("cula", *PACKAGES, *DEVELOPMENT_TOOLS)
+# What the tests of a package need beside the dependency group `test`.
+TEST_EXTRAS = {"liteattention-sm89": "diffusers"}
 SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 
@@ -42,7 +44,7 @@ nox.options.sessions = ["tests", "lint"]
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU."""
     distributions = (*PACKAGES, *DEVELOPMENT_TOOLS)
-    _install(session, "cula[demo]", *distributions, group="test")
+    _install(session, "cula[demo]", *map(_tested, distributions), group="test")
     workers = () if _bare(session) else ("--numprocesses=2",)
     folders = (*SHARED_TESTS, *map(_tests, distributions))
     _pytest(session, *folders, options=("-m", "not gpu", *workers))
@@ -57,7 +59,7 @@ def _add_gpu_session(arch: str) -> None:
         refusal = gpu.refusal(arch, gpu.capabilities())
         if refusal:
             session.error(refusal)
-        _install(session, "cula[demo,fla]", *packages, group="test")
+        _install(session, "cula[demo,fla]", *map(_tested, packages), group="test")
         _pytest(session, *SHARED_TESTS, *map(_tests, packages), options=("-m", "gpu"))
 
     gpu_tests.__doc__ = f"The tests that need a GPU, on {arch}; fails without one."
@@ -214,6 +216,11 @@ def _folder(name: str) -> str:
     """Folder of a distribution, extras in brackets ignored."""
     name = name.partition("[")[0]
     return "meta" if name == "cula" else f"packages/{name}"
+
+
+def _tested(name: str) -> str:
+    """A distribution with the extra that its tests need."""
+    return f"{name}[{TEST_EXTRAS[name]}]" if name in TEST_EXTRAS else name
 
 
 def _tests(name: str) -> str:

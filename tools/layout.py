@@ -10,7 +10,8 @@ KERNEL_LANGUAGES = frozenset({"cutlass", "triton"})
 # The rooms of a package that must run without a kernel language; every package has the same ones.
 HOST_ROOMS = frozenset({"__init__", "ops", "check", "config", "reference", "_spec"})
 # Rooms that only some packages have.
-HOST_ROOMS |= {"masks", "state", "module", "calibration", "images", "thresholds"}
+HOST_ROOMS |= {"masks", "state", "module", "calibration", "images", "thresholds", "functional"}
+HOST_ROOMS |= {"autograd", "mass", "quality", "replay", "diffusers"}
 # Distributions under packages/ that serve tests; everything else there is a kernel package.
 DEVELOPMENT_TOOLS = ("cula-emulator",)
 

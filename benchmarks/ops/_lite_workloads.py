@@ -1,8 +1,8 @@
 """Queries, keys and values of successive denoising steps, for attention that remembers which tiles mattered.
 
 Every workload is a generator of `steps` triples q, k, v [B, S, H, D] in `dtype`, made on `device` from one seed: the
-same arguments give the same numbers again. Tokens are those of a grid of frames, rows and columns, columns fastest.
-N is standard normal, drawn anew wherever it stands; logits are q.k / sqrt(D).
+same arguments give the same numbers again, on every device. Tokens are those of a grid of frames, rows and columns,
+columns fastest. N is standard normal, drawn anew wherever it stands; logits are q.k / sqrt(D).
 
     simulation  k of a token is its own q and noise: one key tile per query tile matters, the same in every step
     structured  logits fall with the distance in the grid, by head over frames, places or both, under fading noise
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,14 +217,47 @@ def _evolved(noise: Tensor, draw: _Normal) -> Tensor:
 
 
 class _Normal:
-    """Standard normal fp32 numbers, made on the device from one seed."""
+    """Standard normal fp32 numbers from one seed: the same on every device, up to the last bits of log and cos.
+
+    Number n of SplitMix64 makes a pair by the method of Box and Muller; torch's own generators differ by device.
+    """
 
     def __init__(self, device: Device, seed: int) -> None:
         self.device = device
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.used = 0
+        self.start = _signed(_finalized(seed % 2**64))
 
     def __call__(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device)
+        count = math.prod(shape)
+        pairs = -(-count // 2)
+        numbers = torch.arange(self.used + 1, self.used + 1 + pairs, device=self.device)
+        self.used += pairs
+        bits = _finalized(numbers.mul_(_signed(_STRIDE)).add_(self.start))
+        # 24 bits each, all that fp32 holds: the first above 0 for the logarithm, the second a part of a turn.
+        radius = (-2 * (((bits >> 40 & 0xFFFFFF) + 1) * 2.0**-24).log_()).sqrt_()
+        angle = (bits & 0xFFFFFF) * (2.0**-24 * 2 * math.pi)
+        return torch.cat((radius * angle.cos(), radius * angle.sin()))[:count].view(shape)
+
+
+# SplitMix64: the distance of two numbers, and the shifts and factors that mix one.
+_STRIDE = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+def _finalized(bits: Any) -> Any:
+    """Mixes the bits of an int, or in place of an int64 tensor, whose products wrap."""
+    for shift, factor in _MIX:
+        if isinstance(bits, int):
+            bits = (bits ^ bits >> shift) * factor % 2**64
+        else:
+            # The shift of a signed number repeats its sign.
+            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1))
+            bits.mul_(_signed(factor))
+    return bits
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
 
 
 def _cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> Step:

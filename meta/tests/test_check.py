@@ -670,6 +670,12 @@ def cases() -> list[Case]:
     for bad in (float("nan"), 0.5):
         message = "log2 units, at most 0, or an infinity"
         add(lite_name, "threshold", {"threshold": bad}, ValueError, message)
+    of_length = {"threshold": float("nan"), "threshold_mode": "length"}
+    add(lite_name, "threshold", of_length, ValueError, "log2 units, got nan")
+    for bad in (None, 1):
+        add(lite_name, "threshold_mode", {"threshold_mode": bad}, TypeError, "a str, got")
+    bad = {"threshold_mode": "sum"}
+    add(lite_name, "threshold_mode", bad, ValueError, "'max' or 'length', got 'sum'")
     mask = torch.ones(B, 4, 3, 4, dtype=torch.bool)
     for name in ("read_mask", "must_do"):
         add(lite_name, name, {name: mask.tolist()}, TypeError, "a torch.Tensor, got list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,6 +297,27 @@ def test_skip_list_attention_is_attention() -> None:
     torch.testing.assert_close(out, (scores.softmax(-1) @ values).transpose(1, 2))
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     assert mask.all() and mask.shape == (1, 4, 3, 4)
+
+
+@pytest.mark.parametrize("limit", [-3.0, 0.0, 4.0, 20, math.inf, -math.inf])
+def test_a_threshold_for_all_dropped_keys_together(limit: float) -> None:
+    q, k, v = (torch.randn(1, n, 2, K, dtype=torch.float64) for n in (9, 64, 64))
+    q[..., 0], k[..., 0] = K**0.5, -torch.arange(64.0)[:, None] % 13
+    tiles = {"block_m": 4, "block_n": 2}
+    for direction in (1, -1):
+        found = lite.lite_attention(
+            q, k, v, threshold=limit, threshold_mode="length", direction=direction, **tiles
+        )
+        expected = lite.lite_attention(
+            q, k, v, threshold=min(0.0, limit - 6), direction=direction, **tiles
+        )
+        for one, other in zip(found, expected):
+            assert torch.equal(one, other)
+        ratios = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * K**-0.5).double()
+        ratios = (ratios - ratios.amax(-1, keepdim=True)).exp()
+        kept = found[2].repeat_interleave(4, 2)[:, :, :9].repeat_interleave(2, 3)
+        assert ratios.masked_fill(kept, 0).sum(-1).max() <= 2.0**limit
+        assert kept.all() == (limit == -math.inf)
 
 
 def calls() -> dict[str, Callable[..., Any]]:

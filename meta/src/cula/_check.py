@@ -323,6 +323,7 @@ def lite_attention(
     read_mask: Tensor | None,
     *,
     threshold: float,
+    threshold_mode: str,
     direction: int,
     scale: float | None,
     must_do: Tensor | None,
@@ -364,8 +365,13 @@ def lite_attention(
         arguments.value_error("direction", "1 or -1", direction)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float | torch.SymFloat):
         arguments.type_error("threshold", "a float", type(threshold).__name__)
-    if threshold != threshold or 0 < threshold < math.inf:
-        arguments.value_error("threshold", "log2 units, at most 0, or an infinity", threshold)
+    if not isinstance(threshold_mode, str):
+        arguments.type_error("threshold_mode", "a str", type(threshold_mode).__name__)
+    if threshold_mode not in ("max", "length"):
+        arguments.value_error("threshold_mode", "'max' or 'length'", repr(threshold_mode))
+    bounds = ", at most 0, or an infinity" if threshold_mode == "max" else ""
+    if threshold != threshold or (bounds and 0 < threshold < math.inf):
+        arguments.value_error("threshold", f"log2 units{bounds}", threshold)
     arguments.scale_factor(scale)
     tiles = (batch, heads, -(-rows // block_m), -(-k.shape[1] // block_n))
     if read_mask is not None:

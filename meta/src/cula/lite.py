@@ -36,6 +36,7 @@ def lite_attention(
     read_mask: Tensor | None = None,
     *,
     threshold: float = -10.0,
+    threshold_mode: str = "max",
     direction: int = 1,
     scale: float | None = None,
     must_do: Tensor | None = None,
@@ -56,6 +57,9 @@ def lite_attention(
         v: `[B, Sk, Hkv, DV]`.
         read_mask: bool `[B, Hq, ceil(Sq / block_m), ceil(Sk / block_n)]`, the tiles to visit. None: all.
         threshold: log2 units, at most 0; more negative keeps more, -inf everything. +inf keeps the first tile only.
+        threshold_mode: what 2**threshold limits, as a share of the row's largest probability at that time. "max": what
+            a dropped key holds. "length": what all dropped keys of a row hold together; tiles are then judged by
+            `min(0, threshold - log2(Sk))`, and the threshold may be any number, +inf acting as 0.
         direction: 1 visits tiles in ascending order, -1 in descending order.
         scale: factor of the scores, finite; None: `D ** -0.5`.
         must_do: bool, broadcastable to `read_mask`: tiles that stay whenever they are visited. None: none.
@@ -78,6 +82,7 @@ def lite_attention(
         v,
         read_mask,
         threshold=threshold,
+        threshold_mode=threshold_mode,
         direction=direction,
         scale=scale,
         must_do=must_do,
@@ -103,6 +108,7 @@ def lite_attention(
         v,
         read_mask,
         threshold=threshold,
+        threshold_mode=threshold_mode,
         direction=direction,
         scale=scale,
         must_do=must_do,

@@ -120,7 +120,13 @@ WRONG = [
     *(value(name, wrong, TypeError, "a number", type(wrong).__name__)
       for name in ("scale", "threshold") for wrong in ("1", True, torch.ones(()))),
     *(value("scale", wrong, ValueError, "a finite number", str(wrong)) for wrong in (math.inf, -math.inf, math.nan)),
-    value("threshold", math.nan, ValueError, "log2 units", "nan"),
+    *(value("threshold", wrong, ValueError, "log2 units, at most 0", str(wrong)) for wrong in (math.nan, 0.5, 3)),
+    *(value("threshold_mode", wrong, TypeError, "a str", type(wrong).__name__) for wrong in (None, 1, True)),
+    *(value("threshold_mode", wrong, ValueError, "'max' or 'length'", repr(wrong)) for wrong in ("Max", "", "mass")),
+    Wrong("NaN of length", lambda a: {"threshold": math.nan, "threshold_mode": "length"}, ValueError, "threshold",
+          "log2 units", "nan"),
+    Wrong("dense and a mode", lambda a: {"threshold": None, "read_mask": None, "must_do": None,
+                                         "threshold_mode": "sum"}, ValueError, "threshold_mode", "'max' or", "'sum'"),
     *(value(name, wrong, TypeError, "an int", type(wrong).__name__)
       for name in ("block_m", "block_n") for wrong in (64.0, True, None)),
     *(value(name, wrong, ValueError, "", str(wrong)) for name in ("block_m", "block_n") for wrong in (0, -64)),
@@ -291,6 +297,8 @@ ALLOWED: dict[str, tuple[Callable[[Arguments], Arguments], tuple[str, ...]]] = {
     "D = 8": (lambda a: a | {n: a[n][..., :8] for n in QKVO}, ANYWHERE),
     "odd strides": (lambda a: a | {n: torch.cat((a[n], a[n][..., :3]), 3)[..., 3:] for n in QKVO}, ANYWHERE),
     "infinite thresholds": (lambda a: a | {"threshold": math.inf, "scale": -1}, ANYWHERE),
+    **{f"{t} of length": (lambda a, t=t: a | {"threshold": t, "threshold_mode": "length"}, ANYWHERE)
+       for t in (-3, 0, 3.5, 100, math.inf, -math.inf)},
     "a must_do of no dimension": (lambda a: a | {"must_do": a["must_do"][0, 0, 0, 0]}, ANYWHERE),
     "a direction on the device": (lambda a: a | {"direction": torch.ones(1, dtype=torch.int32)}, ANYWHERE),
     "float64": (lambda a: a | {n: a[n].double() for n in QKVO}, CPU),

@@ -120,7 +120,7 @@ def test_dense_attention_is_softmax_attention():
 def test_autograd_on_a_cpu(packed):
     q, k, v = (y.requires_grad_() for y in tensors(1 if packed else 2, dtype=torch.float64))
     more = options(packed)
-    out, lse, _ = lite_attention(q, k, v, **more, out=torch.empty_like(q).detach())
+    out, lse, _ = lite_attention(q, k, v, **more)
     seen = lse.isfinite()
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) * seen
     found = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
@@ -147,8 +147,8 @@ def test_bool_attention():
     assert_same((out, lse, masks.pack(write)), reference.lite_attention(*x, block_n=128))
     given = inspect.signature(ops.bool_attention).parameters.values()
     assert {p.name: p.default for p in given if p.default is not p.empty} == {
-        "read_mask": None, "threshold": -10.0, "direction": 1, "scale": None, "must_do": None, "block_m": 128,
-        "block_n": 128,
+        "read_mask": None, "threshold": -10.0, "threshold_mode": "max", "direction": 1, "scale": None, "must_do": None,
+        "block_m": 128, "block_n": 128,
     }  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def test_opcheck(launched, call):
     given = [a[n] for n in (*LAUNCHED[:3], "read_mask", "must_do", *LAUNCHED[8:])]
     written = [torch.zeros_like(a[n]) for n in ("out", "lse")]
     written.append(None if call == "dense" else torch.zeros_like(a["write_mask"]))
-    scalars = (a["max_seqlen_q"], -1.0, 1, 0.5, False, 64)
+    scalars = (a["max_seqlen_q"], 130, -1.0, "length", 1, 0.5, False, 64)
     torch.library.opcheck(OP, (*given, step, *written, *scalars), test_utils=CHECKS)
     names = [n.name for n in OP._schema.arguments if n.alias_info and n.alias_info.is_write]
     assert names == ["out", "lse", "write_mask"]
@@ -305,6 +305,32 @@ def test_a_trace_holds_one_operator(launched, call):
         )(*x)
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert called.count(OP) == 1 and not launched
+
+
+@pytest.mark.parametrize("mode", ["max", "length"])
+def test_a_trace_with_symbols_serves_other_lengths(launched, mode):
+    def call(*x: Tensor) -> tuple:
+        return lite_attention(*x, threshold=-2.0, threshold_mode=mode)
+
+    with AsCuda():
+        graph = make_fx(call, tracing_mode="symbolic")(*tensors())
+    assert not launched
+    for rows, keys in ((200, 300), (130, 2100), (77, 65)):
+        x = tensors(3, rows, keys)
+        limit = -2.0 if mode == "max" else -2.0 - math.log2(keys)
+        assert_same(graph(*x), expected_of(x, {"threshold": limit}))
+        assert (launched[-1]["threshold"], launched[-1]["max_seqlen_q"]) == (limit, rows)
+
+
+def test_torch_compile_keeps_the_share_of_every_length():
+    torch._dynamo.reset()
+    more = {"threshold": 3.0, "threshold_mode": "length"}
+    compiled = torch.compile(lite_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for keys in (100, 400):
+        x = tensors(1, 20, keys)
+        expected = expected_of(x, {"threshold": 3 - math.log2(keys)})
+        assert_same(compiled(*x, **more), expected)
+    torch._dynamo.reset()
 
 
 def test_torch_compile_sees_one_graph_on_a_cpu():
@@ -347,7 +373,7 @@ assert "liteattention_sm89.launch" not in new
     ({"dtype": torch.bfloat16, "head_dim_k": 8, "head_dim_v": 8, "block_m": 128, "block_n": 64}, None),
     ({"dtype": "float16", "head_dim_k": 256, "block_n": 128}, None),
     ({"head_dim_v": 64}, None),
-    ({"requires_grad": True}, "no backward"),
+    ({"requires_grad": True}, None),
     ({"dtype": torch.float32}, "must be bfloat16 or float16, not float32"),
     ({"head_dim_k": 60}, "a multiple of 8 up to 256, not 60"),
     ({"head_dim_k": 264}, "a multiple of 8 up to 256, not 264"),

@@ -31,6 +31,7 @@ def lite_attention(
     read_mask: Tensor | None = None,
     *,
     threshold: float = -10.0,
+    threshold_mode: str = "max",
     direction: int = 1,
     scale: float | None = None,
     must_do: Tensor | None = None,
@@ -46,7 +47,9 @@ def lite_attention(
     The listed tiles are visited in ascending order (direction 1) or descending order (direction -1). With scores in
     log2 units, `q k scale log2(e)`, a visited tile is kept for the next call if it is the first one, or if for any row
     `(tile's row maximum) - (row maximum of the tiles before) > threshold`; a NaN difference does not keep it. The
-    threshold is usually negative, and more negative keeps more. Every listed tile enters the output, kept or not.
+    threshold is usually negative, and more negative keeps more; with threshold_mode "length" it is
+    `min(0, threshold - log2(Sk))`, so that 2**threshold limits all dropped keys of a row together and not each of them.
+    Every listed tile enters the output, kept or not.
 
     Returns `(out, lse, write_mask)`: out `[B, Sq, Hq, DV]` in q's dtype; lse `[B, Hq, Sq]`, natural log, fp32 (fp64 for
     fp64 input); write_mask a subset of read_mask. A query tile that lists nothing gives out 0, lse -inf and an empty
@@ -62,6 +65,8 @@ def lite_attention(
     read = torch.ones(shape, dtype=torch.bool, device=q.device) if read_mask is None else read_mask
     forced = torch.zeros((), dtype=torch.bool, device=q.device) if must_do is None else must_do
     forced = forced.expand(shape)
+    if threshold_mode == "length":
+        threshold = min(0.0, threshold - math.log2(max(k.shape[1], 1)))
 
     outs, lses, kept = (
         [query.new_zeros(batch, heads, 0, v.shape[-1])],

@@ -6,6 +6,13 @@ from .calibration import (
     LiteAttentionRegistry,
     LiteAttentionRunConfig,
 )
+from .functional import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .module import LiteAttention, SeqParallelLiteAttention, merge
 from .ops import lite_attention
 from .state import SkipState
@@ -18,6 +25,11 @@ __all__ = [
     "LiteAttentionRunConfig",
     "SeqParallelLiteAttention",
     "SkipState",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_qkvpacked_func",
     "lite_attention",
     "masks",
     "merge",

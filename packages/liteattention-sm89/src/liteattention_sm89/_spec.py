@@ -30,7 +30,6 @@ def supports(
     dtype: object = None,
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
-    requires_grad: bool = False,
     block_m: int | None = None,
     block_n: int | None = None,
     **_: object,
@@ -39,8 +38,6 @@ def supports(
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
             return f"{module} is missing: pip install {NAME}"
-    if requires_grad:
-        return "no backward"
     name = dtype_name(dtype)
     if dtype is not None and name not in DTYPES:
         return f"q, k and v must be {' or '.join(DTYPES)}, not {name}"

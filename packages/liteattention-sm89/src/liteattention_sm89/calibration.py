@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from torch import nn
 
 from .module import LiteAttention, SeqParallelLiteAttention
-from .thresholds import DEFAULT_THRESHOLD, check_threshold
+from .thresholds import DEFAULT_THRESHOLD, check_mode, check_threshold, policy_of
 
 __all__ = [
     "LiteAttentionCalibConfig",
@@ -27,16 +27,21 @@ __all__ = [
 
 METRICS = ("L1", "Cossim", "RMSE")
 MODES = ("const", "load", "calib")
+# Where calibration starts: above log2 of the number of keys no threshold of the mode "length" differs from the next.
+_HIGH = {"max": 0.0, "length": 20.0}
 
 
 @dataclass(frozen=True)
 class LiteAttentionRunConfig:
-    """The threshold of a layer, or of one of its steps: log2 units, at most 0 or +-inf."""
+    """The threshold of a layer, or of one of its steps: log2 units of the mode, which must be that of the module."""
 
     threshold: float = DEFAULT_THRESHOLD
+    threshold_mode: str = "max"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", check_threshold(self.threshold))
+        check_mode(self.threshold_mode)
+        threshold = check_threshold(self.threshold, self.threshold_mode)
+        object.__setattr__(self, "threshold", threshold)
 
 
 @dataclass(frozen=True)
@@ -48,18 +53,23 @@ class LiteAttentionCalibConfig:
     twice for each threshold that is tried, and waits for the device.
 
     target_error: above 0, in units of `metric`. metric: one of `LiteAttention.calc_error`: "L1" (relative), "Cossim" or
-    "RMSE". low, high: the thresholds to choose from. max_steps: the most that are tried. tolerance: how far from the
-    target, as a share of it, an error may be to end the search.
+    "RMSE". low, high: the thresholds to choose from; high is 0 if it is None, 20 with threshold_mode="length".
+    max_steps: the most that are tried. tolerance: how far from the target, as a share of it, an error may be to end the
+    search. threshold_mode: that of the module.
     """
 
     target_error: float = 0.01
     metric: str = "L1"
     low: float = -20.0
-    high: float = 0.0
+    high: float | None = None
     max_steps: int = 30
     tolerance: float = 0.1
+    threshold_mode: str = "max"
 
     def __post_init__(self) -> None:
+        check_mode(self.threshold_mode)
+        if self.high is None:
+            object.__setattr__(self, "high", _HIGH[self.threshold_mode])
         for name in ("target_error", "tolerance"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -68,7 +78,7 @@ class LiteAttentionCalibConfig:
                 raise ValueError(f"{name}: expected a finite number above 0, got {value}")
         if self.metric not in METRICS:
             raise ValueError(f"metric: expected one of {METRICS}, got {self.metric!r}")
-        if not -math.inf < check_threshold(self.low) < check_threshold(self.high) < math.inf:
+        if not -math.inf < self._range[0] < self._range[1] < math.inf:
             raise ValueError(f"low, high: expected finite, low < high, got {self.low}, {self.high}")
         if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int):
             raise TypeError(f"max_steps: expected an int, got {type(self.max_steps).__name__}")
@@ -85,7 +95,7 @@ class LiteAttentionCalibConfig:
             self.target_error * (1 - self.tolerance),
             self.target_error * (1 + self.tolerance),
         )
-        low, high = float(self.low), float(self.high)
+        low, high = self._range
         if error_of(high) <= most:
             return high
         good = False
@@ -105,6 +115,11 @@ class LiteAttentionCalibConfig:
                 stacklevel=2,
             )
         return low
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        low, high = (check_threshold(x, self.threshold_mode) for x in (self.low, self.high))  # type: ignore[arg-type]
+        return low, high
 
 
 Configs = Mapping[str, LiteAttentionRunConfig | Sequence[LiteAttentionRunConfig]]
@@ -142,12 +157,14 @@ class LiteAttentionRegistry:
                 each step or one for all; an entry of a `SeqParallelLiteAttention` serves all its parts. "calib": every
                 module finds a threshold in every call by `calib_config` (or its fields as a mapping; the defaults if
                 None), and `save_if_calib` writes them to `filename`. None: "const", with a warning. What a mode does
-                not name is not looked at.
+                not name is not looked at. Thresholds are of each module's `threshold_mode`, which the file and
+                `calib_config` must agree with.
             force: replaces thresholds and configs that modules have of their own. Otherwise those stay, with a warning.
 
         Raises:
             ValueError: an unknown mode; no filename; a model without modules; a file that is not of the format, lacks a
-                module that skips, or names one that is not there. Then no module was changed.
+                module that skips, or names one that is not there; thresholds of another mode than the module's. Then
+                no module was changed.
             FileNotFoundError: there is no such file. RuntimeError: "load" on Python 3.10.
         """
         if mode is None:
@@ -168,12 +185,25 @@ class LiteAttentionRegistry:
             assert path is not None
             configs = _entries(model, modules, own, load(path), path)
         elif mode == "calib":
-            if not isinstance(calib_config, LiteAttentionCalibConfig):
-                calib_config = LiteAttentionCalibConfig(**(calib_config or {}))
-            configs = dict.fromkeys(modules, calib_config)
+            configs = {
+                name: calib_config
+                if isinstance(calib_config, LiteAttentionCalibConfig)
+                else LiteAttentionCalibConfig(
+                    **{"threshold_mode": module.threshold_mode} | dict(calib_config or {})
+                )
+                for name, module in modules.items()
+            }
         else:
             value = DEFAULT_THRESHOLD if threshold is None else threshold
-            configs = dict.fromkeys(modules, LiteAttentionRunConfig(value))
+            configs = {
+                name: LiteAttentionRunConfig(value, module.threshold_mode)
+                for name, module in modules.items()
+            }
+        for name, config in configs.items():
+            try:
+                policy_of(config, modules[name].threshold_mode)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
         if own:
             warnings.warn(
                 f"{', '.join(map(repr, own))}: the module's own threshold or config stays; force=True replaces it",
@@ -187,7 +217,10 @@ class LiteAttentionRegistry:
     def config_output(self) -> dict[str, list[LiteAttentionRunConfig]]:
         """What calibration has found so far: name -> one config per step."""
         return {
-            name: [LiteAttentionRunConfig(threshold) for threshold in module.found_thresholds]
+            name: [
+                LiteAttentionRunConfig(threshold, module.threshold_mode)
+                for threshold in module.found_thresholds
+            ]
             for name, module in self.modules.items()
             if module.found_thresholds
         }
@@ -213,7 +246,10 @@ class LiteAttentionRegistry:
 
 
 def dump(configs: Configs) -> str:
-    """The TOML text of name -> config, or configs by step; `load` reads back the same floats."""
+    """The TOML text of name -> config, or configs by step; `load` reads back the same floats.
+
+    The mode is written where it is not "max".
+    """
     lines = [
         "# LiteAttention thresholds in log2 units: a table for every layer, or for each of its steps.",
         "",
@@ -226,6 +262,11 @@ def dump(configs: Configs) -> str:
                 header,
                 f'_type = "{type(item).__name__}"',
                 f"threshold = {item.threshold!r}",
+                *(
+                    []
+                    if item.threshold_mode == "max"
+                    else [f'threshold_mode = "{item.threshold_mode}"']
+                ),
                 "",
             ]
     return "\n".join(lines)
@@ -252,12 +293,12 @@ def load(filename: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _config(path: Path, name: str, table: Any) -> LiteAttentionRunConfig:
     wanted = {"_type", "threshold"}
-    if not isinstance(table, dict) or table.keys() != wanted:
+    if not isinstance(table, dict) or table.keys() - {"threshold_mode"} != wanted:
         raise ValueError(f"{path}: {name!r}: expected a table of {sorted(wanted)}, got {table!r}")
     if table["_type"] != LiteAttentionRunConfig.__name__:
         raise ValueError(f"{path}: {name!r}: unknown type {table['_type']!r}")
     try:
-        return LiteAttentionRunConfig(table["threshold"])
+        return LiteAttentionRunConfig(table["threshold"], table.get("threshold_mode", "max"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name!r}: {error}") from None
 

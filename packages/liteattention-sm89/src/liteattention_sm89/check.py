@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import BLOCK_M, BLOCK_N, HEAD_DIMS, MAX_WORDS, dtype_name
+from .thresholds import check_mode, check_range
 
 _ACTIVATIONS = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -33,6 +34,7 @@ def check_attention(
     v: Tensor,
     read_mask: Tensor | None,
     threshold: float | None,
+    threshold_mode: str,
     direction: int | Tensor,
     scale: float | None,
     causal: bool,
@@ -43,20 +45,28 @@ def check_attention(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    grad_mask: Tensor | None,
+    deterministic: bool,
     out: Tensor | None,
 ) -> Extent:
     """Raises unless the arguments of `lite_attention` fit together."""
     _check_activations(q, k, v, out)
     kind = q.device.type
-    if causal is not True and causal is not False:
-        _type_error("causal", "a bool", type(causal).__name__)
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if flag is not True and flag is not False:
+            _type_error(name, "a bool", type(flag).__name__)
     if scale is not None:
         _check_number("scale", scale)
-        if not math.isfinite(scale):
+        if not -math.inf < scale < math.inf:
             _value_error("scale", "a finite number", scale)
     extent = _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_blocks(block_m, block_n, kind)
     _check_direction(direction, q.device)
+    check_mode(threshold_mode)
+    tiles = (-(-extent.queries // block_m), -(-extent.keys // block_n))
+    shape = (extent.sequences, q.shape[2], tiles[0], -(-tiles[1] // 32))
+    if grad_mask is not None:
+        _check_broadcast("grad_mask", grad_mask, shape, q.device)
     if threshold is None:
         for name, tensor in (("read_mask", read_mask), ("must_do", must_do)):
             if tensor is not None:
@@ -65,10 +75,7 @@ def check_attention(
                 )
         return extent
     _check_number("threshold", threshold)
-    if math.isnan(threshold) or 0 < threshold < math.inf:
-        _value_error("threshold", "log2 units, at most 0, or an infinity", threshold)
-    tiles = (-(-extent.queries // block_m), -(-extent.keys // block_n))
-    shape = (extent.sequences, q.shape[2], tiles[0], -(-tiles[1] // 32))
+    check_range(threshold, threshold_mode)
     if kind == "cuda" and shape[3] > MAX_WORDS:
         most = 32 * MAX_WORDS * block_n
         _value_error(
@@ -79,13 +86,7 @@ def check_attention(
         if tuple(read_mask.shape) != shape:
             _value_error("read_mask", f"[B, Hq, Mt, W] = {list(shape)}", _shape(read_mask))
     if must_do is not None:
-        _check_words("must_do", must_do, q.device)
-        try:
-            fits = tuple(torch.broadcast_shapes(must_do.shape, shape)) == shape
-        except RuntimeError:
-            fits = False
-        if not fits:
-            _value_error("must_do", f"a shape that broadcasts to {list(shape)}", _shape(must_do))
+        _check_broadcast("must_do", must_do, shape, q.device)
     return extent
 
 
@@ -128,12 +129,11 @@ def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> N
         _check_device(name, tensor, q.device)
         if tensor.stride(3) != 1 and tensor.shape[3] != 1:
             _value_error(name, "a contiguous last dimension", f"strides {tensor.stride()}")
-    if kind == "cuda" and torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.requires_grad:
-                _value_error(name, "no gradient (no backward on the GPU)", "requires_grad=True")
-    if out is not None and out.requires_grad and torch.is_grad_enabled():
-        _value_error("out", "no gradient: it is overwritten", "requires_grad=True")
+    if out is not None and torch.is_grad_enabled():
+        if out.requires_grad:
+            _value_error("out", "no gradient: it is overwritten", "requires_grad=True")
+        if any(x.requires_grad for x in (q, k, v)):
+            _value_error("out", "None where a gradient is wanted", "a tensor")
 
 
 def _check_lengths(
@@ -224,6 +224,16 @@ def _check_words(name: str, mask: Tensor, device: torch.device) -> None:
     if mask.dtype != torch.int32:
         _type_error(name, "int32 words of 32 tiles", dtype_name(mask.dtype))
     _check_device(name, mask, device)
+
+
+def _check_broadcast(name: str, mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    _check_words(name, mask, device)
+    try:
+        fits = tuple(torch.broadcast_shapes(mask.shape, shape)) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        _value_error(name, f"a shape that broadcasts to {list(shape)}", _shape(mask))
 
 
 def _check_number(name: str, value: object) -> None:

@@ -118,3 +118,62 @@ def candidates(problem: Problem, arch: str) -> list[ForwardConfig]:
 @functools.cache
 def select(problem: Problem, arch: str) -> ForwardConfig:
     return candidates(problem, arch)[0]
+
+
+ROLES = ("both", "keys", "queries")
+# Queries and keys of a step of the backward kernels, by padded head dimension: what fits into 99 KB and 255 registers.
+_BACKWARD_TILES = {64: (128, 64), 96: (64, 64), 128: (64, 64), 192: (64, 32), 256: (32, 32)}
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """A problem, and how a backward kernel is built for it; `skip` means that only listed tiles count.
+
+    role: "both" gives the gradients of k and v, and adds up that of q with atomics; "keys" gives those of k and v only,
+    "queries" that of q only, in an order that does not depend on time. rows, keys: of a step. warps: 4 or 8, two of
+    them in the direction of the rows.
+    """
+
+    problem: Problem
+    role: str
+    rows: int
+    keys: int
+    warps: int
+
+    @property
+    def width(self) -> int:
+        """The head dimension, padded."""
+        return next(d for d in HEAD_DIMS if d >= self.problem.head_dim)
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = 2 * (self.rows + self.keys) * (self.width + PADDING)
+        products = (1 + (self.role != "queries")) * self.rows * (self.keys + PADDING)
+        return 2 * (tiles + products) + 8 * self.rows + 32 * self.problem.skip
+
+    def illegal(self) -> str | None:
+        """Why the kernel cannot be built, or None."""
+        if self.problem.illegal():
+            return self.problem.illegal()
+        if self.role not in ROLES:
+            return f"the role is one of {', '.join(ROLES)}, not {self.role}"
+        if self.warps not in (4, 8) or self.rows % 32:
+            return f"{self.warps} warps do not share {self.rows} rows"
+        for columns in (self.keys, self.width):
+            if columns % (8 * self.warps):
+                return f"{self.warps} warps do not share {columns} columns"
+        if BLOCK_M % self.rows or self.problem.block_n % self.keys:
+            return f"{self.rows} x {self.keys} does not divide a tile"
+        if self.shared_bytes > SHARED_MEMORY:
+            return f"{self.shared_bytes} bytes of shared memory are more than {SHARED_MEMORY}"
+        return None
+
+
+@functools.cache
+def select_backward(problem: Problem, role: str, arch: str) -> BackwardConfig:
+    """The config for a problem on "sm_89", "sm_90a", ..."""
+    width = next(d for d in HEAD_DIMS if d >= problem.head_dim)
+    rows, keys = _BACKWARD_TILES[width]
+    # Where one CTA fits on a multiprocessor, more warps hide more latency.
+    every = [BackwardConfig(problem, role, rows, keys, warps) for warps in (8, 4)]
+    return next(c for c in every if c.illegal() is None and (c.warps == 4 or arch in ONE_CTA))

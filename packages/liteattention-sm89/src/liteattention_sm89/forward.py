@@ -9,45 +9,42 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from .config import BLOCK_M, MAX_WORDS, PADDING, ForwardConfig
+from .tiles import F32, I32, Tiles
 
-F32, I32 = cutlass.Float32, cutlass.Int32
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 INFINITY = math.inf
+LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
+SLACK = 8.0  # log2 units
 
 
-class LiteForward:
+class LiteForward(Tiles):
     """One CTA per (128 queries, head, sequence).
 
     | shared memory | shape | bytes at D=128 |
     |---|---|---|
     | q, later o | [128, D + 8]; in the place of k and v when q moves to registers | 34,816 |
     | k, v | [64, D + 8] each, one stage | 17,408 each |
-    | listed tiles, their number | int16 [4096], int32 | 8,196 |
-    | tiles to keep | int32 [128] | 512 |
+    | listed tiles | int16 [4096] | 8,192 |
+    | votes by visit, tiles to keep | int32 [128] each | 1,024 |
 
-    All warps do the same, for 16 or 32 rows each. A step: wait for k; load v; S = q k^T; wait for v; load the next k;
-    softmax; O += P v. The next tile is known from the list, so its load does not wait for this tile's decision.
+    All warps do the same, for 16 or 32 rows each. A step, with what hides behind the products in brackets:
+
+        wait for k; S = q k^T [start to load v]; best scores; wait for v; O += exp2(S) v [exponentials, start to load k]
+
+    The next tile is known from the list, so its load does not wait for this tile's decision. Probabilities and outputs
+    are relative to an origin per row, which follows the row's best score only when that is 2^8 better: outputs are
+    hardly ever rescaled after the first tile.
     """
 
     def __init__(self, config: ForwardConfig):
-        self.config, self.problem = config, config.problem
-        self.dtype = DTYPES[self.problem.dtype]
-        self.dim, self.width = self.problem.head_dim, config.width
-        self.threads = 32 * config.warps
+        super().__init__(config)
         self.blocks = BLOCK_M // (16 * config.warps)  # of 16 rows per warp
         self.rows = 2 * self.blocks  # of a thread
-        self.line = 64 if self.width % 64 == 0 else 32  # columns that neighbouring threads copy
         self.step = config.step
         self.steps = self.problem.block_n // config.step
-
-    def padded(self, rows):
-        """[rows, D] in shared memory. 16 bytes behind every row keep ldmatrix free of bank conflicts; unlike a swizzle
-        this leaves every address a constant away from one register."""
-        return cute.make_layout((rows, self.width), stride=(self.width + PADDING, 1))
 
     @cute.jit
     def __call__(
@@ -76,17 +73,9 @@ class LiteForward:
             cute.make_layout((self.config.warps, 1, 1)),
             permutation_mnk=(16 * self.config.warps, 16, 16),
         )
-        per_line = self.line // 8
-        load = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(
-                cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
-            ),
-            cute.make_layout((self.threads // per_line, per_line), stride=(per_line, 1)),
-            cute.make_layout((1, 8)),
-        )
         self.kernel(
             q, k, v, out, lse, read, must_do, write, starts_q, starts_k, direction_at, scale_log2, margin, direction,
-            mma, load,
+            mma, self.tiled_load(),
         ).launch(
             grid=(query_tiles, q.shape[2], sequences), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -135,17 +124,17 @@ class LiteForward:
         else:
             sK = smem.allocate_tensor(self.dtype, tile_layout, 128)
             sV = smem.allocate_tensor(self.dtype, tile_layout, 128)
-        listed, kept, count_at = None, None, None
+        listed, kept, votes = None, None, None
         if cutlass.const_expr(self.problem.skip):
             listed = smem.allocate_tensor(cutlass.Int16, cute.make_layout(32 * MAX_WORDS), 16)
             kept = smem.allocate_tensor(I32, cute.make_layout(MAX_WORDS), 16)
-            count_at = smem.allocate_tensor(I32, cute.make_layout(1), 16)
+            votes = smem.allocate_tensor(I32, cute.make_layout(MAX_WORDS), 16)
 
         first_row = tile * BLOCK_M
         if first_row < length_q:
             self.attend(
                 q, k, v, out, lse, read, must_do, write, scale_log2, margin, direction, mma, load,
-                sQ, sK, sV, listed, kept, count_at,
+                sQ, sK, sV, listed, kept, votes,
                 tidx, tile, head, sequence, batch, first_q, first_k, length_q, length_k,
             )  # fmt: skip
         else:
@@ -156,7 +145,7 @@ class LiteForward:
     @cute.jit
     def attend(
         self, q, k, v, out, lse, read, must_do, write, scale_log2, margin, direction, mma, load,
-        sQ, sK, sV, listed, kept, count_at,
+        sQ, sK, sV, listed, kept, votes,
         tidx, tile, head, sequence, batch, first_q, first_k, length_q, length_k,
     ):  # fmt: skip
         """One query tile that has rows."""
@@ -167,6 +156,10 @@ class LiteForward:
         if cutlass.const_expr(self.problem.causal):
             last_row = cutlass.min(first_row + BLOCK_M, length_q) - 1
             reach = cutlass.max(cutlass.min(length_k, last_row + length_k - length_q + 1), 0)
+        tiles = cute.ceil_div(reach, self.problem.block_n)
+        bits = I32(0)
+        if cutlass.const_expr(self.problem.skip):
+            bits = self.listed_in(read, sequence, head, tile, tiles, direction, tidx % 32)
         thr_load = load.get_slice(tidx)
         self.clear_padding(sQ, tidx)
         gQ, gK, gV = (
@@ -180,13 +173,14 @@ class LiteForward:
         clear = length_k
         if cutlass.const_expr(self.problem.causal):
             clear = cutlass.max(cutlass.min(length_k, first_row + length_k - length_q + 1), 0)
-        tiles = cute.ceil_div(reach, self.problem.block_n)
         if cutlass.const_expr(self.problem.skip):
-            self.make_list(
-                read, sequence, head, tile, tiles, direction, listed, kept, count_at, tidx
-            )
-            tiles = count_at[0]
+            tiles, key = self.make_list(
+                bits, read, sequence, head, tile, tiles, direction, listed, kept, votes, tidx
+            )  # fmt: skip
+            key = key * self.problem.block_n
         count = tiles * self.steps
+        if cutlass.const_expr(not self.problem.skip):
+            key = (count - 1) * self.step
 
         thr_mma = mma.get_slice(tidx)
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
@@ -206,18 +200,11 @@ class LiteForward:
         tQrQ, tKrK, tVrV = copy_q.retile(rQ), copy_k.retile(rK), copy_v.retile(rV)
         o = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_M, self.width)), F32)
         s = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_M, self.step)), F32)
-        p = cute.make_rmem_tensor(s.shape, self.dtype)
-        p_as_a = cute.make_tensor(
-            p.iterator,
-            cute.make_layout(
-                ((2, 2, 2), self.blocks, self.step // 16),
-                stride=((1, 2, 4 * self.blocks), 4, 8 * self.blocks),
-            ),
-        )
         o_rows, s_rows = self.by_row(o, self.width), self.by_row(s, self.step)
         o.fill(0.0)
-        best, total = cute.make_rmem_tensor(self.rows, F32), cute.make_rmem_tensor(self.rows, F32)
+        best, total, origins = (cute.make_rmem_tensor(self.rows, F32) for _ in range(3))
         best.fill(-INFINITY)
+        origins.fill(LOWEST)
         total.fill(0.0)
         if cutlass.const_expr(self.config.query_in_registers):
             cute.arch.cp_async_commit_group()
@@ -227,82 +214,151 @@ class LiteForward:
             cute.arch.sync_threads()
         self.clear_padding(sK, tidx)
         if count > 0:
-            key = self.key_of(I32(0), count, listed)
             self.fetch(load, thr_load, gK, first_k + key, length_k - key, sK)
         cute.arch.cp_async_commit_group()
         x = SimpleNamespace(
             gK=gK, gV=gV, sK=sK, sV=sV, load=load, thr_load=thr_load, mma=mma, ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t,
             tQsQ=tQsQ, tKsK=tKsK, tVsV=tVsV, tQrQ=tQrQ, tKrK=tKrK, tVrV=tVrV, rQ=rQ, rK=rK, rV=rV,
-            o=o, s=s, p=p, p_as_a=p_as_a, o_rows=o_rows, s_rows=s_rows, best=best, total=total,
+            o=o, s=s, o_rows=o_rows, s_rows=s_rows, best=best, total=total, origins=origins,
             first_k=first_k, length_q=length_q, length_k=length_k,
-            listed=listed, kept=kept, must_do=must_do, count=count, clear=clear,
-            sequence=sequence, head=head, tile=tile, tidx=tidx, scale_log2=scale_log2, margin=margin,
+            listed=listed, votes=votes, count=count, clear=clear,
+            head=head, tile=tile, tidx=tidx, scale_log2=scale_log2, margin=margin,
         )  # fmt: skip
+        flags = I32(0)
         for step in cutlass.range(count, unroll=1):
-            self.take(x, step)
+            key, flags = self.take(x, step, key, flags)
+        # Where outputs go others may still read v, or copies may be on their way.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.problem.skip):
+            for visit in cutlass.range(tidx, tiles, self.threads, unroll=1):
+                number = I32(listed[visit])
+                keep = (votes[visit // 32] >> (visit % 32)) & 1
+                if cutlass.const_expr(self.problem.must_do):
+                    held = must_do[sequence, head, tile, number // 32]
+                    keep = keep | ((held >> (number % 32)) & 1)
+                if (keep != 0) | (visit == 0):
+                    at = (kept.iterator + number // 32).llvm_ptr
+                    cute.arch.atomic_or(at, I32(1) << (number % 32), scope="cta")
         self.finish(
-            o, o_rows, best, total, mma, sQ, out, lse, scale_log2, batch, head, first_q, tile, length_q, tidx
-        )  # fmt: skip
-        if cutlass.const_expr(self.problem.skip):  # `finish` has met since the last decision
+            o, o_rows, origins, total, mma, sQ, lse, batch, head, first_q, tile, length_q, tidx
+        )
+        cute.arch.sync_threads()
+        self.store(
+            load,
+            thr_load,
+            out[batch, None, head, None],
+            first_q + first_row,
+            length_q - first_row,
+            sQ,
+        )
+        if cutlass.const_expr(self.problem.skip):
             for word in cutlass.range(tidx, write.shape[3], self.threads, unroll=1):
                 write[sequence, head, tile, word] = kept[word]
 
     @cute.jit
-    def take(self, x, step):
-        """One step."""
-        key = self.key_of(step, x.count, x.listed)
+    def take(self, x, step, key, flags):
+        """One step; the key of the next and the votes of the last 32."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        self.fetch(x.load, x.thr_load, x.gV, x.first_k + key, x.length_k - key, x.sV)
-        cute.arch.cp_async_commit_group()
         x.s.fill(0.0)
-        for i in cutlass.range_constexpr(self.width // 16):
+        slices = self.width // 16
+        values = self.lines(x.load, x.thr_load, x.gV, x.first_k + key, x.length_k - key, x.sV)
+        for i in cutlass.range_constexpr(slices):
             if cutlass.const_expr(not self.config.query_in_registers):
                 cute.copy(x.ldmatrix, x.tQsQ[None, None, i], x.tQrQ[None, None, i])
             cute.copy(x.ldmatrix, x.tKsK[None, None, i], x.tKrK[None, None, i])
             cute.gemm(x.mma, x.s, x.rQ[None, None, i], x.rK[None, None, i], x.s)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        if step + 1 < x.count:
-            next_key = self.key_of(step + 1, x.count, x.listed)
-            self.fetch(x.load, x.thr_load, x.gK, x.first_k + next_key, x.length_k - next_key, x.sK)
+            self.fetch_part(values, i, slices)
         cute.arch.cp_async_commit_group()
         # A loop over nothing or once, by a number that tells the compiler neither: it would turn a branch into
         # instructions that every step executes.
         for _ in cutlass.range(I32(key + self.step > x.clear) - (x.length_k >> 31), unroll=1):
             self.hide(x.s_rows, x.tile, key, x.length_q, x.length_k, x.tidx)
-        near = self.softmax(x.s_rows, x.o_rows, x.best, x.total, x.scale_log2, x.margin)
+        next_key = self.key_of(cutlass.min(step + 1, x.count - 1), x.count, x.listed)
+        near = self.rescale(x)
         if cutlass.const_expr(self.problem.skip):
-            self.decide(near, step, key, x.must_do, x.sequence, x.head, x.tile, x.kept, x.tidx)
-        x.p.store(x.s.load().to(self.dtype))
-        for i in cutlass.range_constexpr(self.step // 16):
-            cute.copy(x.ldmatrix_t, x.tVsV[None, None, i], x.tVrV[None, None, i])
-            cute.gemm(x.mma, x.o, x.p_as_a[None, None, i], x.rV[None, None, i], x.o)
+            flags = self.vote(x, step, near, flags)
+        for c in cutlass.range_constexpr(4):
+            for r in cutlass.range_constexpr(self.rows):
+                self.exponentiate(x, r, c)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        # The last step loads its own k once more, where a branch would break up what the products hide.
+        keys = self.lines(
+            x.load, x.thr_load, x.gK, x.first_k + next_key, x.length_k - next_key, x.sK
+        )
+        blocks = self.blocks
+        parts, units = self.step // 16, self.width // 16
+        for i in cutlass.range_constexpr(parts):  # 16 keys
+            scores = cute.make_tensor(x.s.iterator + 8 * blocks * i, cute.make_layout(8 * blocks))
+            p = cute.make_rmem_tensor(8 * blocks, self.dtype)
+            p.store(scores.load().to(self.dtype))
+            a = cute.make_layout(((2, 2, 2), 1), stride=((1, 2, 4 * blocks), 0))
+            c = cute.make_layout(((2, 2), 1, 1))
+            for j in cutlass.range_constexpr(units):  # 16 columns
+                cute.copy(x.ldmatrix_t, x.tVsV[None, j, i], x.tVrV[None, j, i])
+                for n in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                    for m in cutlass.range_constexpr(blocks):
+                        o = cute.make_tensor(x.o.iterator + 4 * (blocks * n + m), c)
+                        p_m = cute.make_tensor(p.iterator + 4 * m, a)
+                        cute.gemm(x.mma, o, p_m, self.one(x.rV, n, i), o)
+                if cutlass.const_expr(i + 1 < parts):
+                    first, end = (4 * self.rows * k // units for k in (j, j + 1))
+                    for due in cutlass.range_constexpr(first, end):
+                        self.exponentiate(x, due % self.rows, 4 * (i + 1) + due // self.rows)
+                self.fetch_part(keys, i * units + j, parts * units)
+        cute.arch.cp_async_commit_group()
+        return next_key, flags
+
+    @cute.jit
+    def exponentiate(self, x, r, c):
+        x.s_rows[r, c] = cute.arch.exp2(x.s_rows[r, c] * x.scale_log2 - x.origins[r])
+        x.total[r] = x.total[r] + x.s_rows[r, c]
 
     # ---- the list ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def make_list(self, read, sequence, head, tile, tiles, direction, listed, kept, count_at, tidx):
-        """Writes the listed tiles below `tiles` to shared memory in the order of their visit, and their number."""
+    def listed_in(self, read, sequence, head, tile, tiles, direction, number):
+        """The bits below `tiles` of the word that is visited after `number` others; the lowest bit is visited first."""
+        words = cute.ceil_div(tiles, 32)
+        word = number if direction > 0 else words - 1 - number
+        bits = I32(0)
+        if number < words:
+            bits = read[sequence, head, tile, word]
+            if tiles < 32 * word + 32:
+                bits = bits & ((I32(1) << (tiles - 32 * word)) - 1)
+        return bits if direction > 0 else cute.arch.brev(bits)
+
+    @cute.jit
+    def make_list(
+        self, bits, read, sequence, head, tile, tiles, direction, listed, kept, votes, tidx
+    ):
+        """The number of listed tiles below `tiles`, and the first one. All go to shared memory in the order of their
+        visit, for after the next barrier. bits: of this lane's first word."""
         lane, words = tidx % 32, cute.ceil_div(tiles, 32)
         for word in cutlass.range(tidx, MAX_WORDS, self.threads, unroll=1):
             kept[word] = I32(0)
-        if tidx < 32:
-            so_far = I32(0)
-            for first in cutlass.range(0, words, 32, unroll=1):
-                word = first + lane if direction > 0 else words - 1 - first - lane
-                bits = I32(0)
-                if (word >= 0) & (word < words):
-                    bits = read[sequence, head, tile, word]
-                    if tiles < 32 * word + 32:
-                        bits = bits & ((I32(1) << (tiles - 32 * word)) - 1)
-                    bits = bits if direction > 0 else cute.arch.brev(bits)
-                number = cute.arch.popc(bits)
-                upto = number
-                for i in cutlass.range_constexpr(5):
-                    other = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
-                    upto = upto + other if lane >= 1 << i else upto
-                at = so_far + upto - number
+            votes[word] = I32(0)
+        so_far, begin = I32(0), I32(0)
+        for first in cutlass.range(0, words, 32, unroll=1):
+            word = first + lane if direction > 0 else words - 1 - first - lane
+            number = cute.arch.popc(bits)
+            upto = number
+            for i in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
+                upto = upto + other if lane >= 1 << i else upto
+            at = so_far + upto - number
+            before = so_far
+            so_far = so_far + cute.arch.shuffle_sync(upto, 31)
+            if (before == 0) & (so_far > 0):
+                filled = I32(cute.arch.vote_ballot_sync(bits != 0))
+                owner = 31 - cute.arch.clz(filled & -filled)
+                bit = 31 - cute.arch.clz(bits & -bits)
+                begin = I32(
+                    cute.arch.shuffle_sync(32 * word + (bit if direction > 0 else 31 - bit), owner)
+                )
+            if tidx < 32:
                 while bits != 0:
                     lowest = bits & -bits
                     bit = 31 - cute.arch.clz(lowest)
@@ -310,10 +366,22 @@ class LiteForward:
                     listed[at] = cutlass.Int16(32 * word + bit)
                     at = at + 1
                     bits = bits ^ lowest
-                so_far = so_far + cute.arch.shuffle_sync(upto, 31)
-            if lane == 0:
-                count_at[0] = so_far
-        cute.arch.sync_threads()
+            bits = self.listed_in(read, sequence, head, tile, tiles, direction, first + 32 + lane)
+        return so_far, begin
+
+    @cute.jit
+    def vote(self, x, step, near, flags):
+        """The votes of this warp, bit by visit, with that on this step; every 32 visits go to shared memory.
+
+        A tile of two steps is judged twice, the second time by what is best after the first. That makes no difference,
+        because margins are not positive: a first step that raised a row's best score was near.
+        """
+        visit, full = step // self.steps, 32 * self.steps
+        flags = flags | (I32(cute.arch.vote_any_sync(near)) << (visit % 32))
+        last = step % full == full - 1
+        if (last | (step + 1 == x.count)) & (x.tidx % 32 == 0):
+            cute.arch.atomic_or((x.votes.iterator + visit // 32).llvm_ptr, flags, scope="cta")
+        return I32(0) if last else flags
 
     @cute.jit
     def key_of(self, step, count, listed):
@@ -323,56 +391,6 @@ class LiteForward:
             return tile * self.problem.block_n + step % self.steps * self.step
         else:
             return (count - 1 - step) * self.step
-
-    @cute.jit
-    def decide(self, near, step, key, must_do, sequence, head, tile, kept, tidx):
-        """Notes that the tile of this step stays, if any row of this warp wants it.
-
-        A tile of two steps is judged twice, the second time by what is best after the first. That makes no difference,
-        because margins are not positive: a first step that raised a row's best score was near.
-        """
-        keep = cute.arch.vote_any_sync(near) | (step == 0)
-        number = key // self.problem.block_n
-        if cutlass.const_expr(self.problem.must_do):
-            keep = keep | ((must_do[sequence, head, tile, number // 32] >> (number % 32)) & 1 != 0)
-        if keep & (tidx % 32 == 0):
-            cute.arch.atomic_or(
-                (kept.iterator + number // 32).llvm_ptr, I32(1) << (number % 32), scope="cta"
-            )
-
-    # ---- loads ------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def fetch(self, load, thr_load, source, first, left, shared):
-        """Starts the copy of rows of [T, D] from `first` on; rows from `left` on hold the last one before.
-
-        Offsets of rows within a tile are 32-bit: strides of tokens are below 2^24.
-        """
-        target = thr_load.partition_D(shared)
-        shape = (cute.size(shared, mode=[0]), self.width)
-        where = thr_load.partition_S(cute.make_identity_tensor(shape))[0, None, None]
-        row, column = where[0, 0]
-        start = cute.domain_offset((first, 0), source).iterator + cute.assume(column, divby=8)
-        pitch = I32(source.stride[0])
-        for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-            past = where[i, 0][0] - row
-            at = cute.assume(cutlass.min(row + past, left - 1) * pitch, divby=8)
-            for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
-                unit = cute.make_tensor(start + at + self.line * j, cute.make_layout(8))
-                if cutlass.const_expr(self.dim == self.width):
-                    cute.copy(load, unit, target[None, i, j])
-                else:
-                    if column + self.line * j < self.dim:
-                        cute.copy(load, unit, target[None, i, j])
-
-    @cute.jit
-    def clear_padding(self, shared, tidx):
-        """Zeroes the columns behind the head dimension, which no load writes."""
-        if cutlass.const_expr(self.dim < self.width):
-            padding = self.width - self.dim
-            rows = cute.size(shared, mode=[0])
-            for i in cutlass.range(tidx, rows * padding, self.threads, unroll=1):
-                shared[i // padding, self.dim + i % padding] = self.dtype(0.0)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
@@ -404,71 +422,63 @@ class LiteForward:
                     s_rows[r, c] if column + c % 2 + c // 2 * 8 < seen else F32(-INFINITY)
                 )
 
+    def largest(self, s_rows, r, first, end):
+        if end - first == 1:
+            return s_rows[r, first]
+        middle = (first + end) // 2
+        return cute.arch.fmax(
+            self.largest(s_rows, r, first, middle), self.largest(s_rows, r, middle, end)
+        )
+
     @cute.jit
-    def softmax(self, s_rows, o_rows, best, total, scale_log2, margin):
-        """Scores to probabilities; what is there so far is rescaled. Whether the best score is near for any row."""
+    def rescale(self, x):
+        """Whether the best score of any row is near. Moves origins, and what is relative to them, where needed."""
         near, rose = cutlass.Boolean(False), cutlass.Boolean(False)
-        shrinks = cute.make_rmem_tensor(self.rows, F32)
+        most = cute.make_rmem_tensor(self.rows, F32)
         for r in cutlass.range_constexpr(self.rows):
-            most = s_rows[r, 0]
-            for c in cutlass.range_constexpr(1, self.step // 4):
-                most = cute.arch.fmax(most, s_rows[r, c])
-            most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, 2))
-            most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, 1))
+            most[r] = self.largest(x.s_rows, r, 0, self.step // 4)
+        self.over_quad(most, cute.arch.fmax)
+        for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.problem.skip):
-                near = near | (most > best[r] + margin)
-            new = cute.arch.fmax(best[r], most)
-            origin = F32(0.0) if new == -INFINITY else new * scale_log2
-            shrink = cute.arch.exp2(best[r] * scale_log2 - origin)
-            best[r] = new
-            subtotal = F32(0.0)
-            for c in cutlass.range_constexpr(self.step // 4):
-                s_rows[r, c] = cute.arch.exp2(s_rows[r, c] * scale_log2 - origin)
-                subtotal = subtotal + s_rows[r, c]
-            total[r] = total[r] * shrink + subtotal
-            shrinks[r] = shrink
-            rose = rose | (shrink < 1.0)
-        if cute.arch.vote_any_sync(rose):  # rare after the first few tiles
+                near = near | (most[r] > x.best[r] + x.margin)
+                x.best[r] = cute.arch.fmax(x.best[r], most[r])
+            most[r] = most[r] * x.scale_log2
+            rose = rose | (most[r] - x.origins[r] > SLACK)
+        if cute.arch.vote_any_sync(rose):  # rare after the first tile
             for r in cutlass.range_constexpr(self.rows):
+                origin = cute.arch.fmax(x.origins[r], most[r])
+                shrink = cute.arch.exp2(x.origins[r] - origin)
+                x.origins[r] = origin
+                x.total[r] = x.total[r] * shrink
                 for c in cutlass.range_constexpr(self.width // 4):
-                    o_rows[r, c] = o_rows[r, c] * shrinks[r]
+                    x.o_rows[r, c] = x.o_rows[r, c] * shrink
         return near
+
+    def over_quad(self, values, combine):
+        """Combines the values of the four threads that share rows."""
+        for distance in (2, 1):
+            others = [cute.arch.shuffle_sync_bfly(values[r], distance) for r in range(self.rows)]
+            for r in range(self.rows):
+                values[r] = combine(values[r], others[r])
 
     @cute.jit
     def finish(
-        self, o, o_rows, best, total, mma, sQ, out, lse, scale_log2, batch, head, first_q, tile, length_q, tidx
-    ):  # fmt: skip
-        """Outputs and log-sum-exp; q's shared memory serves to store outputs in whole lines."""
-        first_row, row = tile * BLOCK_M, self.first_row_of(tile, tidx)
-        # Where outputs go others may still read v, or without any step q may still be on its way.
-        if cutlass.const_expr(not self.config.query_in_registers):
-            cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
+        self, o, o_rows, origins, total, mma, sQ, lse, batch, head, first_q, tile, length_q, tidx
+    ):
+        """Outputs, to the shared memory of q, and log-sum-exp."""
+        row = self.first_row_of(tile, tidx)
+        self.over_quad(total, lambda a, b: a + b)
         for r in cutlass.range_constexpr(self.rows):
             whole = total[r]
-            whole = whole + cute.arch.shuffle_sync_bfly(whole, 2)
-            whole = whole + cute.arch.shuffle_sync_bfly(whole, 1)
             inverse = cute.arch.rcp_approx(whole) if whole > 0.0 else F32(0.0)
             for c in cutlass.range_constexpr(self.width // 4):
                 o_rows[r, c] = o_rows[r, c] * inverse
+        for r in cutlass.range_constexpr(self.rows):
             mine = row + r % 2 * 8 + r // 2 * (16 * self.config.warps)
+            value = (origins[r] + cute.math.log2(total[r], fastmath=True)) * math.log(2)
+            value = value if total[r] > 0.0 else F32(-INFINITY)
             if (tidx % 4 == 0) & (mine < length_q):
-                value = (best[r] * scale_log2 + cute.math.log2(whole)) * math.log(2)
-                lse[batch, head, first_q + mine] = value if whole > 0.0 else F32(-INFINITY)
+                lse[batch, head, first_q + mine] = value
         rounded = cute.make_rmem_tensor(o.shape, self.dtype)
         rounded.store(o.load().to(self.dtype))
-        part = mma.get_slice(tidx).partition_C(sQ)
-        cute.autovec_copy(rounded, part)
-        cute.arch.sync_threads()
-        units = self.width // 8
-        for i in cutlass.range_constexpr(BLOCK_M * units // self.threads):
-            number = i * self.threads + tidx
-            line, unit = number // units, number % units
-            if (first_row + line < length_q) & (unit * 8 < self.dim):
-                source = cute.local_tile(sQ, (1, 8), (line, unit))
-                target = cute.local_tile(
-                    out[batch, first_q + first_row + line, head, None], (8,), (unit,)
-                )
-                value = cute.make_rmem_tensor((1, 8), self.dtype)
-                cute.autovec_copy(source, value)
-                cute.autovec_copy(cute.make_tensor(value.iterator, cute.make_layout(8)), target)
+        cute.autovec_copy(rounded, mma.get_slice(tidx).partition_C(sQ))

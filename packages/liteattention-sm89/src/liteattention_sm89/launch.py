@@ -13,63 +13,165 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
-from .config import BLOCK_M, ForwardConfig, Problem, dtype_name, select
-from .forward import DTYPES, LiteForward
+from . import masks
+from .backward import GatherDq, LiteBackward, RowSums
+from .config import (
+    BLOCK_M,
+    BackwardConfig,
+    ForwardConfig,
+    Problem,
+    dtype_name,
+    select,
+    select_backward,
+)
+from .forward import LiteForward
+from .tiles import DTYPES
 
 _INDEX = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 
-def forward_arguments(config: ForwardConfig) -> tuple:
-    """What `cute.compile` needs to know of the arguments: only dtypes, the head dimension and flags are fixed."""
-    problem = config.problem
-    heads, heads_k = cute.sym_int(), cute.sym_int()
-    batch, rows, keys = cute.sym_int(), cute.sym_int(), cute.sym_int()
+class _Fakes:
+    """Stand-ins for arguments, of which only dtypes, the head dimension and flags are fixed."""
 
-    def activation(length: object, heads: object):
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.batch, self.rows, self.keys = (cute.sym_int() for _ in range(3))
+        self.heads, self.heads_k = cute.sym_int(), cute.sym_int()
+
+    def activation(self, of_keys: bool):
+        length, heads = (self.keys, self.heads_k) if of_keys else (self.rows, self.heads)
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, length, heads, problem.head_dim)
-        return make_fake_tensor(DTYPES[problem.dtype], shape, stride=strides, assumed_align=16)
+        shape = (self.batch, length, heads, self.problem.head_dim)
+        return make_fake_tensor(DTYPES[self.problem.dtype], shape, stride=strides, assumed_align=16)
 
-    def mask():
+    def mask(self):
         strides = (*(cute.sym_int64() for _ in range(3)), 1)
-        shape = (cute.sym_int(), heads, cute.sym_int(), cute.sym_int())
+        shape = (cute.sym_int(), self.heads, cute.sym_int(), cute.sym_int())
         return make_fake_tensor(cutlass.Int32, shape, stride=strides)
 
-    def starts():
-        return make_fake_tensor(_INDEX[problem.index_dtype], (cute.sym_int(),), stride=(1,))
+    def per_row(self):
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        return make_fake_tensor(
+            cutlass.Float32, (self.batch, self.heads, self.rows), stride=strides
+        )
 
-    lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    def per_tile(self, size: int):
+        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        shape = (self.batch, self.heads, cute.sym_int(), size)
+        return make_fake_tensor(cutlass.Float32, shape, stride=strides, assumed_align=16)
+
+    def starts(self):
+        if not self.problem.packed:
+            return None
+        return make_fake_tensor(_INDEX[self.problem.index_dtype], (cute.sym_int(),), stride=(1,))
+
+
+def forward_arguments(config: ForwardConfig) -> tuple:
+    """What `cute.compile` needs to know of q, k, v, out, lse, read mask, must_do, write mask, cu_seqlens_q and _k,
+    direction_at, scale and margin in log2 units, direction, number of query tiles and of sequences."""
+    problem = config.problem
+    fake = _Fakes(problem)
     return (
-        activation(rows, heads),
-        activation(keys, heads_k),
-        activation(keys, heads_k),
-        activation(rows, heads),
-        make_fake_tensor(cutlass.Float32, (batch, heads, rows), stride=lse_strides),
-        mask() if problem.skip else None,
-        mask() if problem.must_do else None,
-        mask() if problem.skip else None,
-        starts() if problem.packed else None,
-        starts() if problem.packed else None,
+        fake.activation(False),
+        fake.activation(True),
+        fake.activation(True),
+        fake.activation(False),
+        fake.per_row(),
+        fake.mask() if problem.skip else None,
+        fake.mask() if problem.must_do else None,
+        fake.mask() if problem.skip else None,
+        fake.starts(),
+        fake.starts(),
         make_fake_tensor(cutlass.Int32, (1,), stride=(1,)) if problem.on_device else None,
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Float32(1.0),) * 2,
+        *(cutlass.Int32(1),) * 3,
     )
+
+
+def backward_arguments(config: BackwardConfig) -> tuple:
+    """Of q, k, v, dout, sums, mask (transposed unless the role is "queries"), dq (accumulators if the role is "both"),
+    dk, dv, cu_seqlens_q and _k, scale, the same in log2 units, number of tiles and of sequences."""
+    fake = _Fakes(config.problem)
+    keys = config.role != "queries"
+    dq = {
+        "both": lambda: fake.per_tile(config.rows * config.width),
+        "keys": lambda: None,
+        "queries": lambda: fake.activation(False),
+    }[config.role]()
+    return (
+        fake.activation(False),
+        fake.activation(True),
+        fake.activation(True),
+        fake.activation(False),
+        fake.per_tile(2 * config.rows),
+        fake.mask() if config.problem.skip else None,
+        dq,
+        fake.activation(True) if keys else None,
+        fake.activation(True) if keys else None,
+        fake.starts(),
+        fake.starts(),
+        *(cutlass.Float32(1.0),) * 2,
+        *(cutlass.Int32(1),) * 2,
+    )
+
+
+def sums_arguments(config: BackwardConfig, with_dlse: bool) -> tuple:
+    """Of out, dout, lse, dlse, sums, accumulators of dq, cu_seqlens_q, number of tiles and of sequences."""
+    fake = _Fakes(config.problem)
+    return (
+        fake.activation(False),
+        fake.activation(False),
+        fake.per_row(),
+        fake.per_row() if with_dlse else None,
+        fake.per_tile(2 * config.rows),
+        fake.per_tile(config.rows * config.width) if config.role == "both" else None,
+        fake.starts(),
+        *(cutlass.Int32(1),) * 2,
+    )
+
+
+def gather_arguments(config: BackwardConfig) -> tuple:
+    """Of accumulators, dq, cu_seqlens_q, scale, number of tiles and of sequences."""
+    fake = _Fakes(config.problem)
+    return (
+        fake.per_tile(config.rows * config.width),
+        fake.activation(False),
+        fake.starts(),
+        cutlass.Float32(1.0),
+        *(cutlass.Int32(1),) * 2,
+    )
+
+
+def _compile(arch: str, options: tuple, kernel: object, *arguments: object) -> Callable[..., None]:
+    with warnings.catch_warnings():
+        # Loops over accumulator registers are unrolled on purpose.
+        warnings.filterwarnings("ignore", message="This static loop has")
+        return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
+            kernel, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True)
+        )
 
 
 @functools.cache
 def compile_forward(config: ForwardConfig, arch: str, *options) -> Callable[..., None]:
     """A callable for one config on one architecture ("sm_89", "sm_90a", ...), reused for every size and stride."""
-    with warnings.catch_warnings():
-        # Loops over accumulator registers are unrolled on purpose.
-        warnings.filterwarnings("ignore", message="This static loop has")
-        return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
-            LiteForward(config),
-            *forward_arguments(config),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+    return _compile(arch, options, LiteForward(config), *forward_arguments(config))
+
+
+@functools.cache
+def compile_backward(config: BackwardConfig, arch: str, *options) -> Callable[..., None]:
+    return _compile(arch, options, LiteBackward(config), *backward_arguments(config))
+
+
+@functools.cache
+def compile_sums(
+    config: BackwardConfig, with_dlse: bool, arch: str, *options
+) -> Callable[..., None]:
+    return _compile(arch, options, RowSums(config), *sums_arguments(config, with_dlse))
+
+
+@functools.cache
+def compile_gather(config: BackwardConfig, arch: str, *options) -> Callable[..., None]:
+    return _compile(arch, options, GatherDq(config), *gather_arguments(config))
 
 
 @functools.cache
@@ -127,3 +229,82 @@ def forward(
         direction if on_device else None, scale_log2, threshold / scale_log2, 1 if on_device else direction,
         -(-max_seqlen_q // BLOCK_M), sequences,
     )  # fmt: skip
+
+
+class BackwardKernels:
+    """The kernels of a backward pass; tests without a GPU bring others."""
+
+    backward = staticmethod(compile_backward)
+    sums = staticmethod(compile_sums)
+    gather = staticmethod(compile_gather)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    block_n: int,
+    deterministic: bool,
+    kernels: type[BackwardKernels] = BackwardKernels,
+    arch: str | None = None,
+) -> None:
+    """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
+
+    Workspace: 8 bytes per row and head, and unless deterministic 4 bytes per element of dq.
+    """
+    problem = Problem(
+        dtype_name(q.dtype), q.shape[3], causal,
+        skip=mask is not None,
+        block_n=block_n,
+        packed=cu_seqlens_q is not None,
+        index_dtype="int32" if cu_seqlens_q is None else dtype_name(cu_seqlens_q.dtype),
+    )  # fmt: skip
+    arch = arch or _arch(q.device)
+    main = select_backward(problem, "keys" if deterministic else "both", arch)
+    sequences = q.shape[0]
+    slots = -(-q.shape[1] // BLOCK_M)
+    if cu_seqlens_q is not None:  # each begins at a multiple of BLOCK_M rows
+        sequences = cu_seqlens_q.shape[0] - 1
+        slots = q.shape[1] // BLOCK_M + sequences
+    per_slot = BLOCK_M // main.rows
+    shape = (q.shape[0], q.shape[2], slots * per_slot)
+    sums = torch.empty(*shape, 2 * main.rows, dtype=torch.float32, device=q.device)
+    acc = None
+    if not deterministic:
+        acc = torch.empty(*shape, main.rows * main.width, dtype=torch.float32, device=q.device)
+    query_tiles = -(-max_seqlen_q // main.rows)
+    every_row = -(-max_seqlen_q // BLOCK_M) * per_slot, sequences
+    kernels.sums(main, dlse is not None, arch)(
+        out, dout, lse, dlse, sums, acc, cu_seqlens_q, *every_row
+    )
+    starts = cu_seqlens_q, cu_seqlens_k
+    scales = scale, scale * math.log2(math.e)
+    across = None
+    if mask is not None:
+        tiles = -(-max_seqlen_q // BLOCK_M), -(-max_seqlen_k // block_n)
+        across = masks.transpose(mask, *tiles)
+    kernels.backward(main, arch)(
+        q, k, v, dout, sums, across, acc, dk, dv, *starts, *scales, -(-max_seqlen_k // main.keys), sequences
+    )  # fmt: skip
+    if not deterministic:
+        kernels.gather(main, arch)(acc, dq, cu_seqlens_q, scale, query_tiles, sequences)
+        return
+    config = select_backward(problem, "queries", arch)
+    kernels.backward(config, arch)(
+        q, k, v, dout, sums, mask, dq, None, None, *starts, *scales, query_tiles, sequences
+    )

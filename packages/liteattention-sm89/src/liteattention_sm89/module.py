@@ -26,7 +26,15 @@ from .state import (
     full_mask,
     without,
 )
-from .thresholds import DEFAULT_THRESHOLD, Policy, Search, at_step, check_threshold, policy_of
+from .thresholds import (
+    DEFAULT_THRESHOLD,
+    Policy,
+    Search,
+    at_step,
+    check_mode,
+    check_threshold,
+    policy_of,
+)
 
 __all__ = ["LiteAttention", "SeqParallelLiteAttention", "SkipKey", "SkipState", "merge"]
 
@@ -51,6 +59,10 @@ class LiteAttention(nn.Module):
             of those, one per step (the last one serves all further steps, with a warning), or a
             `LiteAttentionCalibConfig`, which finds the threshold of every step. A step is a call that skips, counted
             from the last reset. What is set here or by `set_threshold` goes before what a registry sets.
+        threshold_mode: "max" as above. "length": 2**threshold limits what all dropped keys of a row hold together, as
+            a share of its largest probability: `threshold - log2(number of keys of the call)`, at most 0, serves, and
+            thresholds may be any numbers. It holds for every threshold of the module, those that calibration finds
+            included; a config of the other mode is refused.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class LiteAttention(nn.Module):
         reverse_skip_list: bool = True,
         use_int8: bool = False,
         config: Any = None,
+        threshold_mode: str = "max",
     ) -> None:
         super().__init__()
         if threshold is not None and config is not None:
@@ -68,6 +81,7 @@ class LiteAttention(nn.Module):
         if use_int8:
             raise ValueError("use_int8: expected False, there is no INT8 kernel yet; got True")
         check_int("max_batch_size", max_batch_size, 1)
+        self._threshold_mode = check_mode(threshold_mode)
         self.enable_skipping = bool(enable_skipping)
         self.max_batch_size = max_batch_size
         self.state = SkipState(alternate=bool(reverse_skip_list))
@@ -79,7 +93,7 @@ class LiteAttention(nn.Module):
         if threshold is not None:
             self.set_threshold(threshold)
         elif config is not None:
-            self._own = policy_of(config)
+            self._own = policy_of(config, self._threshold_mode)
 
     def forward(
         self,
@@ -134,7 +148,7 @@ class LiteAttention(nn.Module):
             lengths = torch.stack((cu_seqlens_q.diff().long(), cu_seqlens_k.diff().long()))
         lists = self._tile_lists(skip_key, must_do_list, must_skip_list)
         attend: Callable[..., Any] = functools.partial(
-            lite_attention, query, key, value, scale=scale, causal=causal,
+            lite_attention, query, key, value, threshold_mode=self._threshold_mode, scale=scale, causal=causal,
             block_m=skip_key.block_m, block_n=skip_key.block_n,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -151,7 +165,7 @@ class LiteAttention(nn.Module):
         if isinstance(policy, tuple):
             threshold = policy[0] if len(policy) == 1 else at_step(policy, state.step)
         else:
-            threshold = _calibrate(policy, attend, call)
+            threshold = _calibrate(policy, attend, call, self._threshold_mode)
             # Branches and runs that share the module agree on the strictest threshold of a step.
             self._found[state.step] = min(threshold, self._found.get(state.step, threshold))
         out, lse, written = attend(call.mask, threshold=threshold, direction=call.direction)
@@ -163,7 +177,7 @@ class LiteAttention(nn.Module):
 
     @property
     def threshold(self) -> float:
-        """The threshold of the next call, log2 units. RuntimeError while it is to be found by calibration."""
+        """The threshold of the next call, log2 units of `threshold_mode`. RuntimeError while calibration finds it."""
         policy = self._policy()
         if not isinstance(policy, tuple):
             raise RuntimeError("threshold: there is none while the module calibrates")
@@ -174,15 +188,24 @@ class LiteAttention(nn.Module):
         self.set_threshold(threshold)
 
     def set_threshold(self, threshold: float) -> None:
-        """One threshold for every call from now on, in log2 units, at most 0 or +-inf. The masks stay."""
-        self._own = (check_threshold(threshold),)
+        """One threshold for every call from now on, in log2 units of `threshold_mode`. The masks stay.
+
+        TypeError unless it is a number, ValueError for NaN and, in the mode "max", for finite ones above 0.
+        """
+        self._own = (check_threshold(threshold, self._threshold_mode),)
+
+    @property
+    def threshold_mode(self) -> str:
+        """What the thresholds limit, "max" or "length"; the constructor sets it."""
+        return self._threshold_mode
 
     def configure(self, config: Any, force: bool = False) -> None:
         """Sets what serves when the module has no threshold or config of its own; `force` removes that one.
 
-        The steps start again, and what calibration found is forgotten.
+        The steps start again, and what calibration found is forgotten. TypeError, ValueError as of the constructor's
+        `config`; then nothing changes.
         """
-        self._given = policy_of(config)
+        self._given = policy_of(config, self._threshold_mode)
         if force:
             self._own = None
         self._found.clear()
@@ -305,7 +328,8 @@ class LiteAttention(nn.Module):
     def extra_repr(self) -> str:
         policy = self._policy()
         shown = ", ".join(map(str, policy)) if isinstance(policy, tuple) else str(policy)
-        return f"enable_skipping={self.enable_skipping}, threshold={shown}"
+        mode = "" if self._threshold_mode == "max" else f", threshold_mode={self._threshold_mode!r}"
+        return f"enable_skipping={self.enable_skipping}, threshold={shown}{mode}"
 
     def _policy(self) -> Policy:
         return self._own or self._given or (DEFAULT_THRESHOLD,)
@@ -330,6 +354,7 @@ class SeqParallelLiteAttention(nn.Module):
 
     For sequence parallelism: keys and values travel between the nodes, and every part that arrives has its own history.
     The arguments are those of `LiteAttention`; the parts are its submodules `lite_attention.0`, `lite_attention.1`, ...
+    With threshold_mode="length" every part counts its own keys, and 2**threshold limits what each of them drops.
     """
 
     def __init__(
@@ -340,12 +365,15 @@ class SeqParallelLiteAttention(nn.Module):
         max_batch_size: int = 2,
         use_int8: bool = False,
         config: Any = None,
+        threshold_mode: str = "max",
     ) -> None:
         super().__init__()
         check_int("num_nodes", num_nodes, 1)
         self.num_nodes = num_nodes
         self.lite_attention = nn.ModuleList(
-            LiteAttention(enable_skipping, threshold, max_batch_size, True, use_int8, config)
+            LiteAttention(
+                enable_skipping, threshold, max_batch_size, True, use_int8, config, threshold_mode
+            )
             for _ in range(num_nodes)
         )
 
@@ -378,9 +406,14 @@ class SeqParallelLiteAttention(nn.Module):
 
     def set_threshold(self, threshold: float) -> None:
         """`LiteAttention.set_threshold` of every part."""
-        check_threshold(threshold)
+        check_threshold(threshold, self.threshold_mode)
         for part in self._parts():
             part.set_threshold(threshold)
+
+    @property
+    def threshold_mode(self) -> str:
+        """The mode of all parts."""
+        return next(self._parts()).threshold_mode
 
     def enable_skip_optimization(self, enable: bool = True) -> None:
         """`LiteAttention.enable_skip_optimization` of every part."""
@@ -429,7 +462,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def _calibrate(search: Search, attend: Callable[..., tuple], call: SkipPass) -> float:
+def _calibrate(search: Search, attend: Callable[..., tuple], call: SkipPass, mode: str) -> float:
     """The threshold whose list would make the error that is asked for in a next call with the inputs of this one."""
     exact = attend(call.mask, threshold=-math.inf, direction=call.direction)[0]
 
@@ -438,4 +471,4 @@ def _calibrate(search: Search, attend: Callable[..., tuple], call: SkipPass) -> 
         out = attend(listed, threshold=-math.inf, direction=call.direction)[0]
         return LiteAttention.calc_error(out, exact)[search.metric]
 
-    return check_threshold(search.search(error_of))
+    return check_threshold(search.search(error_of), mode)

@@ -9,38 +9,39 @@ import torch
 from torch import Tensor
 
 from . import masks, reference
+from .autograd import DENSE, TINY
 from .check import check_attention, is_aligned
 from .config import BLOCK_M, BLOCK_N
+from .thresholds import effective
 
 torch.library.define(
     "liteattention_sm89::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? read_mask, Tensor? must_do, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? direction_at, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? write_mask, int max_seqlen_q, float threshold, "
-    "int direction, float scale, bool causal, int block_n) -> ()",
+    "Tensor? direction_at, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? write_mask, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float threshold, str threshold_mode, int direction, float scale, bool causal, int block_n)"
+    " -> ()",
 )
 
 
 def _forward_cuda(
     q: Tensor, k: Tensor, v: Tensor, read_mask: Tensor | None, must_do: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, direction_at: Tensor | None, out: Tensor,
-    lse: Tensor, write_mask: Tensor | None, max_seqlen_q: int, threshold: float, direction: int,
-    scale: float, causal: bool, block_n: int,
+    lse: Tensor, write_mask: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, threshold: float,
+    threshold_mode: str, direction: int, scale: float, causal: bool, block_n: int,
 ) -> None:  # fmt: skip
-    if scale < _TINY:  # the kernel takes the best score of a row from the largest product
-        q, scale = (q * -1, -scale) if scale <= -_TINY else (torch.zeros_like(q), 1.0)
-    q, k, v = (x if is_aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
-    target = out if is_aligned(out) else torch.empty_like(out, memory_format=_DENSE)
+    if scale < TINY:  # the kernel takes the best score of a row from the largest product
+        q, scale = (q * -1, -scale) if scale <= -TINY else (torch.zeros_like(q), 1.0)
+    q, k, v = (x if is_aligned(x) else x.clone(memory_format=DENSE) for x in (q, k, v))
+    target = out if is_aligned(out) else torch.empty_like(out, memory_format=DENSE)
     _launch()(
         q, k, v, target, lse, read_mask, must_do, write_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        threshold=threshold, direction=direction if direction_at is None else direction_at, scale=scale,
-        causal=causal, block_n=block_n,
+        threshold=effective(threshold, threshold_mode, max_seqlen_k),
+        direction=direction if direction_at is None else direction_at, scale=scale, causal=causal, block_n=block_n,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
 
 
-_TINY = torch.finfo(torch.float32).tiny
-_DENSE = torch.contiguous_format
 torch.library.impl("liteattention_sm89::forward", "CUDA", _forward_cuda)
 torch.library.register_fake("liteattention_sm89::forward", lambda *_: None)
 
@@ -52,6 +53,7 @@ def lite_attention(
     read_mask: Tensor | None = None,
     *,
     threshold: float | None = -10.0,
+    threshold_mode: str = "max",
     direction: int | Tensor = 1,
     scale: float | None = None,
     causal: bool = False,
@@ -62,6 +64,8 @@ def lite_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    grad_mask: Tensor | None = None,
+    deterministic: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Softmax attention over the listed key tiles, and the list for the next call (LiteAttention, arXiv 2511.11062).
@@ -80,6 +84,10 @@ def lite_attention(
             word n // 32 lists key tile n; see `masks`. None: all tiles.
         threshold: log2 units, <= 0; more negative keeps more, -inf all that any row sees, 0 those that raise the best
             score of some row; +inf is allowed too and keeps the first only. None: dense attention, without masks.
+        threshold_mode: what 2**threshold limits, as a share of the row's largest probability at that time. "max": what
+            a dropped key holds. "length": what all dropped keys of a row hold together; tiles are then judged by
+            `min(0, threshold - log2(Sk))`, Sk the keys of the call (max_seqlen_k if packed), and the threshold may be
+            any number, +inf acting as 0.
         direction: 1 visits tiles in ascending order, -1 in descending order; an int32 tensor `[1]` on the device of q
             is read by the kernel, so that a captured CUDA graph can alternate.
         scale: factor of the scores; None: D ** -0.5.
@@ -89,52 +97,67 @@ def lite_attention(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[N + 1]` on the device of q pack N sequences into B = 1; masks then
             have N in the place of B, and tiles are counted from the start of each sequence.
         max_seqlen_q, max_seqlen_k: the longest lengths, which fix Mt and W; needed with packed sequences on a GPU.
-        out: `[B, Sq, Hq, D]`, written and returned.
+        grad_mask: int32 words that broadcast to read_mask: the tiles, of those visited, that get a gradient. None:
+            all, which is exact. Fewer are an approximation, see `mass`.
+        deterministic: gradients of q without atomics, in two kernels. With atomics they may differ in the last bits
+            from run to run. `torch.use_deterministic_algorithms` asks for it too.
+        out: `[B, Sq, Hq, D]`, written and returned; not where a gradient is wanted.
 
     Returns:
         `(out, lse, write_mask)`: out in the dtype of q; lse float32 `[B, Hq, Sq]`, packed `[Hq, Tq]`, natural log;
         write_mask, a subset of read_mask, or None for dense attention. A row that sees nothing has out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, gradients on a GPU included (there is no backward there; on the
-            CPU autograd gives the exact gradient of what ran); nothing was changed.
+        TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is older than compute capability 8.0.
     """
     extent = check_attention(
-        q, k, v, read_mask, threshold, direction, scale, causal, must_do, block_m, block_n, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, out,
+        q, k, v, read_mask, threshold, threshold_mode, direction, scale, causal, must_do, block_m, block_n,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, grad_mask, deterministic, out,
     )  # fmt: skip
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tiles = -(-extent.queries // block_m), -(-extent.keys // block_n)
+    limit = 0.0 if threshold is None else float(threshold)
+    mask_shape = extent.sequences, q.shape[2], tiles[0], masks.words(tiles[1])
     if must_do is not None:
-        must_do = must_do.expand(extent.sequences, q.shape[2], tiles[0], masks.words(tiles[1]))
-    if q.device.type == "cpu":
-        steps = int(direction) if isinstance(direction, Tensor) else direction
+        must_do = must_do.expand(mask_shape)
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    on_cpu = q.device.type == "cpu"
+    if on_cpu and (grad_mask is None or not wants_gradient):
         result = reference.lite_attention(
-            q, k, v, read_mask, threshold=0.0 if threshold is None else float(threshold), direction=steps,
-            scale=scale, causal=causal, must_do=must_do, block_m=block_m, block_n=block_n,
+            q, k, v, read_mask, threshold=effective(limit, threshold_mode, extent.keys),
+            direction=int(direction) if isinstance(direction, Tensor) else direction, scale=scale,
+            causal=causal, must_do=must_do, block_m=block_m, block_n=block_n,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=extent.queries,
             max_seqlen_k=extent.keys,
         )  # fmt: skip
         attended = result[0] if out is None else out.copy_(result[0])
         return attended, result[1], None if threshold is None else result[2]
-    if out is None:
-        out = torch.empty_like(q, memory_format=_DENSE)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-    write_mask = None
     if threshold is not None:
         if read_mask is None:
             read_mask = masks.full(extent.sequences, q.shape[2], *tiles, device=q.device)
         read_mask = _with_whole_rows(read_mask)
-        write_mask = torch.empty_like(read_mask, memory_format=_DENSE)
         if must_do is not None:
             must_do = _with_whole_rows(must_do)
+    step, at = (1, direction) if isinstance(direction, Tensor) else (direction, None)
+    if wants_gradient:
+        if grad_mask is not None:
+            grad_mask = grad_mask.expand(mask_shape).clone(memory_format=DENSE)
+        attended, lse, write_mask = torch.ops.liteattention_sm89.attend.default(
+            q, k, v, read_mask, must_do, grad_mask, cu_seqlens_q, cu_seqlens_k, at, extent.queries, extent.keys, limit,
+            threshold_mode, step, scale, causal, block_m, block_n, deterministic,
+        )  # fmt: skip
+        if threshold is None:
+            write_mask = None
+        return attended, lse if cu_seqlens_q is None else lse[0], write_mask
+    if out is None:
+        out = torch.empty_like(q, memory_format=DENSE)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    write_mask = None if read_mask is None else torch.empty_like(read_mask, memory_format=DENSE)
     if q.numel() > 0 and extent.queries > 0:
         torch.ops.liteattention_sm89.forward.default(
-            q, k, v, read_mask, must_do, cu_seqlens_q, cu_seqlens_k,
-            direction if isinstance(direction, Tensor) else None, out, lse, write_mask, extent.queries,
-            0.0 if threshold is None else float(threshold), 1 if isinstance(direction, Tensor) else direction,
-            scale, causal, block_n,
+            q, k, v, read_mask, must_do, cu_seqlens_q, cu_seqlens_k, at, out, lse, write_mask, extent.queries,
+            extent.keys, limit, threshold_mode, step, scale, causal, block_n,
         )  # fmt: skip
     elif write_mask is not None:
         write_mask.zero_()
@@ -148,6 +171,7 @@ def bool_attention(
     read_mask: Tensor | None = None,
     *,
     threshold: float = -10.0,
+    threshold_mode: str = "max",
     direction: int = 1,
     scale: float | None = None,
     must_do: Tensor | None = None,
@@ -160,8 +184,8 @@ def bool_attention(
     if must_do is not None:
         must_do = masks.pack(must_do.expand(*must_do.shape[:-1], tiles))
     out, lse, write = lite_attention(
-        q, k, v, read, threshold=threshold, direction=direction, scale=scale, must_do=must_do,
-        block_m=block_m, block_n=block_n,
+        q, k, v, read, threshold=threshold, threshold_mode=threshold_mode, direction=direction, scale=scale,
+        must_do=must_do, block_m=block_m, block_n=block_n,
     )  # fmt: skip
     assert write is not None
     return out, lse, masks.unpack(write, tiles)
@@ -169,7 +193,7 @@ def bool_attention(
 
 def _with_whole_rows(mask: Tensor) -> Tensor:
     """The mask with the words of a row side by side."""
-    return mask if mask.stride(3) == 1 else mask.clone(memory_format=_DENSE)
+    return mask if mask.stride(3) == 1 else mask.clone(memory_format=DENSE)
 
 
 @functools.cache

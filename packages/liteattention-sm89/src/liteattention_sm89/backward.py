@@ -1,0 +1,605 @@
+"""Gradients of softmax attention over listed tiles, with the instructions and the tiles of the forward kernel.
+
+With P = exp(scale q k^T - lse), Delta = rowsum(out * dout) - dlse and dS = P * (dout v^T - Delta):
+
+    dv = P^T dout        dk = scale dS^T q        dq = scale dS k
+"""
+
+import math
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.memory import SmemAllocator
+
+from .config import BLOCK_M, BackwardConfig
+from .tiles import F32, I32, Tiles
+
+INFINITY = math.inf
+
+
+class BackwardTiles(Tiles):
+    """The mma of the backward kernels: two warps share the rows, the others the columns of every product."""
+
+    def __init__(self, config: BackwardConfig):
+        super().__init__(config)
+        self.m, self.n = config.rows, config.keys
+        self.chunk = self.width if self.width <= 128 else self.width // 2  # columns of dq at a time
+
+    def chunk_shape(self, thr_mma):
+        return thr_mma.partition_shape_C((self.m, self.chunk))
+
+    def tiled_mma(self):
+        return cute.make_tiled_mma(
+            warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)),
+            cute.make_layout((2, self.config.warps // 2, 1)),
+            permutation_mnk=(32, 8 * self.config.warps, 16),
+        )
+
+    def put(self, acc, thr_mma, shared):
+        """Rounds accumulators into a tile in shared memory."""
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store(acc.load().to(self.dtype))
+        cute.autovec_copy(rounded, thr_mma.partition_C(shared))
+
+    def slot(self, first_row, sequence):
+        """The first tile of rows of a sequence among those of all: each sequence begins at a multiple of 128 rows."""
+        return (first_row // BLOCK_M + sequence) * (BLOCK_M // self.m)
+
+
+class LiteBackward(BackwardTiles):
+    """One CTA per (keys of a step, kv head, sequence), or with role "queries" per (rows of a step, head, sequence).
+
+    | shared memory | shape | bytes at D=128 |
+    |---|---|---|
+    | q, dout | [64, D + 8] each | 17,408 each |
+    | k, v | [64, D + 8] each | 17,408 each |
+    | P (not "queries"), dS | [64, 72] each | 9,216 each |
+    | lse in log2 units, Delta | fp32 [64] each | 512 |
+
+    The side that the CTA is for stays, tiles of the other side move: those of the mask only, if there is one, of all
+    heads that share the kv head. A step, with what hides behind the products in brackets:
+
+        wait for the moving tile; S = q k^T; dP = dout v^T [P = exp2(S - lse)]; P and dS to shared memory;
+        dv += P^T dout; dk += dS^T q; dq += dS k by atomics [start to load the next tile]
+
+    Accumulated dq lies in the order of the mma's registers, so that atomics of a warp touch whole lines; `GatherDq`
+    puts it in order.
+    """
+
+    def __init__(self, config: BackwardConfig):
+        super().__init__(config)
+        self.for_keys = config.role != "queries"
+        # Tiles of the moving side that a bit of the mask stands for.
+        self.parts = BLOCK_M // self.m if self.for_keys else self.problem.block_n // self.n
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        sums: cute.Tensor,
+        mask: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
+        scale: cutlass.Float32,
+        scale_log2: cutlass.Float32,
+        tiles: cutlass.Int32,
+        sequences: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.backward_arguments`; what the config does not have is None."""
+        heads = k.shape[2] if cutlass.const_expr(self.for_keys) else q.shape[2]
+        self.kernel(
+            q, k, v, dout, sums, mask, dq, dk, dv, starts_q, starts_k, scale, scale_log2,
+            self.tiled_mma(), self.tiled_load(),
+        ).launch(
+            grid=(tiles, heads, sequences), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        sums: cute.Tensor,
+        mask: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
+        scale: cutlass.Float32,
+        scale_log2: cutlass.Float32,
+        mma: cute.TiledMma,
+        load: cute.TiledCopy,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, head, sequence = cute.arch.block_idx()
+        batch, first_q, first_k, slot = sequence, I32(0), I32(0), I32(0)
+        length_q, length_k = I32(q.shape[1]), I32(k.shape[1])
+        if cutlass.const_expr(self.problem.packed):
+            batch = I32(0)
+            first_q, first_k = I32(starts_q[sequence]), I32(starts_k[sequence])
+            length_q = I32(starts_q[sequence + 1]) - first_q
+            length_k = I32(starts_k[sequence + 1]) - first_k
+            slot = self.slot(first_q, sequence)
+        smem = SmemAllocator()
+        sQ, sO = (smem.allocate_tensor(self.dtype, self.padded(self.m), 128) for _ in range(2))
+        sK, sV = (smem.allocate_tensor(self.dtype, self.padded(self.n), 128) for _ in range(2))
+        sS = smem.allocate_tensor(self.dtype, self.padded(self.m, self.n), 128)
+        sP, sW = None, None
+        if cutlass.const_expr(self.for_keys):
+            sP = smem.allocate_tensor(self.dtype, self.padded(self.m, self.n), 128)
+        sR = smem.allocate_tensor(F32, cute.make_layout(2 * self.m), 16)
+        if cutlass.const_expr(self.problem.skip):
+            sW = smem.allocate_tensor(I32, cute.make_layout((4, 2)), 16)
+        first, length = block * self.m, length_q
+        if cutlass.const_expr(self.for_keys):
+            first, length = block * self.n, length_k
+        if first < length:
+            self.differentiate(
+                q, k, v, dout, sums, mask, dq, dk, dv, scale, scale_log2, mma, load, sQ, sO, sK, sV, sP, sS, sR, sW,
+                tidx, block, head, sequence, batch, slot, first_q, first_k, length_q, length_k,
+            )  # fmt: skip
+
+    @cute.jit
+    def differentiate(
+        self, q, k, v, dout, sums, mask, dq, dk, dv, scale, scale_log2, mma, load, sQ, sO, sK, sV, sP, sS, sR, sW,
+        tidx, block, head, sequence, batch, slot, first_q, first_k, length_q, length_k,
+    ):  # fmt: skip
+        """One tile that has rows or keys."""
+        group = q.shape[2] // k.shape[2]
+        shift = length_k - length_q  # query i sees the keys up to i + shift
+        walk = self.walk(mask, sequence, head, block, group, length_q, length_k, shift, sW, tidx)
+        count = self.number_of_tiles(walk)
+        g, at = I32(0), walk.low
+        if cutlass.const_expr(self.problem.skip):
+            if count > 0:
+                before = (I32(0), walk.first_word - 1, I32(0), I32(self.parts - 1))
+                g, at = self.advance(walk, I32(-1), *before)
+
+        thr_load, thr_mma = load.get_slice(tidx), mma.get_slice(tidx)
+        x = self.operands(mma, thr_mma, tidx)
+        sQt, sOt, sKt, sSt = (self.transposed(t) for t in (sQ, sO, sK, sS))
+        s = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.m, self.n)), F32)
+        dp = cute.make_rmem_tensor(s.shape, F32)
+        s_rows, dp_rows = self.by_row(s), self.by_row(dp)
+        for shared in (sQ, sO, sK, sV):
+            self.clear_padding(shared, tidx)
+        gQ, gO = (t[batch, None, None, None] for t in (q, dout))
+        y = SimpleNamespace(
+            load=load, thr_load=thr_load, gQ=gQ, gO=gO, sums=sums[batch, None, None, None],
+            sQ=sQ, sO=sO, sK=sK, sV=sV, sR=sR, tidx=tidx, slot=slot, first_q=first_q, first_k=first_k,
+            length_q=length_q, length_k=length_k,
+        )  # fmt: skip
+        if cutlass.const_expr(self.for_keys):
+            sPt = self.transposed(sP)
+            first, here, left = block * self.n, first_k + block * self.n, length_k - block * self.n
+            self.fetch(load, thr_load, k[batch, None, head, None], here, left, sK)
+            self.fetch(load, thr_load, v[batch, None, head, None], here, left, sV)
+            gK, gV = None, None
+            dK = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.n, self.width)), F32)
+            dV = cute.make_rmem_tensor(dK.shape, F32)
+            dK.fill(0.0)
+            dV.fill(0.0)
+        else:
+            here, left = first_q + block * self.m, length_q - block * self.m
+            self.fetch(load, thr_load, gQ[None, head, None], here, left, sQ)
+            self.fetch(load, thr_load, gO[None, head, None], here, left, sO)
+            self.fetch_sums(y, head, block)
+            gK, gV = (t[batch, None, head // group, None] for t in (k, v))
+            dQ = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.m, self.width)), F32)
+            dQ.fill(0.0)
+        if count > 0:
+            for part in self.moving(y, gK, gV, walk.first_head + g, at):
+                part(0, 1)
+        cute.arch.cp_async_commit_group()
+
+        for step in cutlass.range(count, unroll=1):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            tile_q, tile_k = (at, block) if cutlass.const_expr(self.for_keys) else (block, at)
+            this_head = walk.first_head + g
+            s.fill(0.0)
+            dp.fill(0.0)
+            self.product(x, s, sQ, x.a, sK, x.b)
+            edge = tile_k * self.n + self.n > length_k
+            if cutlass.const_expr(self.problem.causal):
+                edge = edge | (tile_k * self.n + self.n - 1 > tile_q * self.m + shift)
+            # As in the forward kernel: a loop over nothing or once, where a branch would always be executed.
+            for _ in cutlass.range(I32(edge) - (length_k >> 31), unroll=1):
+                self.hide(s_rows, tile_q * self.m, tile_k * self.n, length_k, shift, tidx)
+            rows = range(self.m // 16)
+            biases = [sR[self.row_of(r, tidx)] for r in rows]
+            deltas = [sR[self.m + self.row_of(r, tidx)] for r in rows]
+            self.product(x, dp, sO, x.a, sV, x.b, self.exponentials(s_rows, biases, scale_log2))
+            for c in cutlass.range_constexpr(cute.size(s_rows, mode=[1])):
+                for r in cutlass.range_constexpr(self.m // 16):
+                    dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - deltas[r])
+            if cutlass.const_expr(self.for_keys):
+                self.put(s, thr_mma, sP)
+            self.put(dp, thr_mma, sS)
+            cute.arch.sync_threads()
+            if cutlass.const_expr(self.for_keys):
+                self.product(x, dV, sPt, x.at, sOt, x.bt)
+                self.product(x, dK, sSt, x.at, sQt, x.bt)
+                cute.arch.sync_threads()
+            else:
+                self.product(x, dQ, sS, x.a, sKt, x.bt)
+                cute.arch.sync_threads()
+            g, at = self.next_tile(walk, step, count, g, at)
+            moving = self.moving(y, gK, gV, walk.first_head + g, at)
+            if cutlass.const_expr(self.config.role == "both"):
+                for chunk in cutlass.range_constexpr(self.width // self.chunk):
+                    acc = cute.make_rmem_tensor(self.chunk_shape(thr_mma), F32)
+                    acc.fill(0.0)
+                    b = sKt
+                    if cutlass.const_expr(self.chunk < self.width):
+                        b = cute.local_tile(sKt, (self.chunk, self.n), (chunk, 0))
+                    if cutlass.const_expr(chunk == 0):
+                        self.product(x, acc, sS, x.a, b, x.bt, self.together(moving))
+                        cute.arch.cp_async_commit_group()
+                    else:
+                        self.product(x, acc, sS, x.a, b, x.bt)
+                    to = dq[batch, this_head, slot + tile_q, None].iterator + tidx
+                    size = cute.size(acc)
+                    for i in cutlass.range_constexpr(size):
+                        number = chunk * size + i
+                        cute.arch.atomic_add((to + number * self.threads).llvm_ptr, acc[i])
+            else:
+                self.together(moving)(0, 1)
+                cute.arch.cp_async_commit_group()
+
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.for_keys):
+            self.put(self.scaled(dK, scale), thr_mma, sK)
+            self.put(dV, thr_mma, sV)
+            cute.arch.sync_threads()
+            self.store(load, thr_load, dk[batch, None, head, None], here, left, sK)
+            self.store(load, thr_load, dv[batch, None, head, None], here, left, sV)
+        else:
+            self.put(self.scaled(dQ, scale), thr_mma, sQ)
+            cute.arch.sync_threads()
+            self.store(load, thr_load, dq[batch, None, head, None], here, left, sQ)
+
+    # ---- the walk over the moving side ------------------------------------------------------------------------------
+
+    @cute.jit
+    def walk(self, mask, sequence, head, block, group, length_q, length_k, shift, shared, tidx):
+        """What there is to walk over: tiles [low, high) of every head from first_head on, or those of a mask's row."""
+        low, high, row = I32(0), I32(0), I32(0)
+        if cutlass.const_expr(self.for_keys):
+            first_head, heads = head * group, group
+            high = cute.ceil_div(length_q, self.m)
+            if cutlass.const_expr(self.problem.causal):
+                low = cutlass.min(cutlass.max(block * self.n - shift, 0) // self.m, high)
+            row = block * self.n // self.problem.block_n
+        else:
+            first_head, heads = head, I32(1)
+            reach = length_k
+            if cutlass.const_expr(self.problem.causal):
+                end = cutlass.min(block * self.m + self.m, length_q)
+                reach = cutlass.max(cutlass.min(length_k, end + shift), 0)
+            high = cute.ceil_div(reach, self.n)
+            row = block * self.m // BLOCK_M
+        return SimpleNamespace(
+            mask=mask, sequence=sequence, row=row, first_head=first_head, heads=heads, low=low, high=high,
+            first_word=low // (32 * self.parts), words=cute.ceil_div(high, 32 * self.parts),
+            shared=shared, tidx=tidx,
+        )  # fmt: skip
+
+    @cute.jit
+    def number_of_tiles(self, walk):
+        count = (walk.high - walk.low) * walk.heads
+        if cutlass.const_expr(self.problem.skip):
+            count = I32(0)
+            for g in cutlass.range(walk.heads, unroll=1):
+                for w in cutlass.range(walk.first_word, walk.words, unroll=1):
+                    count = count + self.parts * cute.arch.popc(self.word(walk, g, w))
+        return count
+
+    @cute.jit
+    def word(self, walk, g, w):
+        """Word w of the mask's row of head g of the group, without tiles outside [low, high)."""
+        bits = walk.mask[walk.sequence, walk.first_head + g, walk.row, w]
+        first = walk.low // self.parts - 32 * w
+        end = cute.ceil_div(walk.high, self.parts) - 32 * w
+        if first > 0:
+            bits = bits & (I32(-1) << first)
+        if end < 32:
+            bits = bits & ((I32(1) << end) - 1)
+        return bits
+
+    @cute.jit
+    def next_tile(self, walk, step, count, g, at):
+        """Head of the group and tile of the next step; after the last one that again, for loads without a branch."""
+        if step + 1 < count:
+            if cutlass.const_expr(self.problem.skip):
+                state = walk.shared[None, step % 2]
+                g, at = self.advance(walk, step, state[0], state[1], state[2], state[3])
+            else:
+                at = at + 1
+                if at == walk.high:
+                    at, g = walk.low, g + 1
+        return g, at
+
+    @cute.jit
+    def advance(self, walk, step, g, w, bits, part):
+        """To the next listed tile; there is one. bits: what is left of word w of head g; part: of the lowest bit.
+
+        The state lies in shared memory, in turns for even and odd steps, because registers are short.
+        """
+        part = part + 1
+        if part == self.parts:
+            part = I32(0)
+            bits = bits & (bits - 1)
+            while bits == 0:
+                w = w + 1
+                if w == walk.words:
+                    w, g = walk.first_word, g + 1
+                bits = self.word(walk, g, w)
+        if walk.tidx == 0:
+            state = walk.shared[None, (step + 1) % 2]
+            state[0], state[1], state[2], state[3] = g, w, bits, part
+        return g, I32(32 * w + 31 - cute.arch.clz(bits & -bits)) * self.parts + part
+
+    # ---- loads ------------------------------------------------------------------------------------------------------
+
+    def moving(self, y, gK, gV, head, at):
+        """The copies of a moving tile, as functions of a part and the number of parts."""
+        if self.for_keys:
+            here, left = y.first_q + at * self.m, y.length_q - at * self.m
+            pairs = ((y.gQ[None, head, None], y.sQ), (y.gO[None, head, None], y.sO))
+        else:
+            here, left = y.first_k + at * self.n, y.length_k - at * self.n
+            pairs = ((gK, y.sK), (gV, y.sV))
+        lines = [self.lines(y.load, y.thr_load, rows, here, left, to) for rows, to in pairs]
+        copies = [lambda i, of, x=x: self.fetch_part(x, i, of) for x in lines]
+        if self.for_keys:
+            copies.append(lambda i, of: self.fetch_sums(y, head, at) if i == 0 else None)
+        return copies
+
+    def together(self, copies):
+        """One function that does the same part of all copies."""
+
+        def part(i, of):
+            for copy in copies:
+                copy(i, of)
+
+        return part
+
+    @cute.jit
+    def fetch_sums(self, y, head, at):
+        """Starts the copy of what `RowSums` left for a tile of rows."""
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), F32, num_bits_per_copy=128
+        )
+        source = y.sums[head, y.slot + at, None]
+        if y.tidx < self.m // 2:
+            cute.copy(
+                atom,
+                cute.local_tile(source, (4,), (y.tidx,)),
+                cute.local_tile(y.sR, (4,), (y.tidx,)),
+            )
+
+    # ---- products ---------------------------------------------------------------------------------------------------
+
+    def transposed(self, shared):
+        return cute.make_tensor(shared.iterator, cute.select(shared.layout, mode=[1, 0]))
+
+    def operands(self, mma, thr_mma, tidx):
+        """How a, b and their transposes go from shared memory to registers."""
+        straight, across = (
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), self.dtype)
+            for transpose in (False, True)
+        )
+        as_a, as_b = cute.make_tiled_copy_A, cute.make_tiled_copy_B
+        return SimpleNamespace(
+            mma=mma, thr_mma=thr_mma,
+            a=(straight, as_a(straight, mma).get_slice(tidx)), b=(straight, as_b(straight, mma).get_slice(tidx)),
+            at=(across, as_a(across, mma).get_slice(tidx)), bt=(across, as_b(across, mma).get_slice(tidx)),
+        )  # fmt: skip
+
+    def product(self, x, acc, a, load_a, b, load_b, between=lambda i, of: None):
+        """acc += a b^T from shared memory; between(i, of) comes after the i-th of the slices."""
+        (atom_a, copy_a), (atom_b, copy_b) = load_a, load_b
+        rA = x.mma.make_fragment_A(x.thr_mma.partition_A(a))
+        rB = x.mma.make_fragment_B(x.thr_mma.partition_B(b))
+        from_a, from_b = copy_a.partition_S(a), copy_b.partition_S(b)
+        to_a, to_b = copy_a.retile(rA), copy_b.retile(rB)
+        slices = cute.size(rA, mode=[2])
+        for i in range(slices):
+            cute.copy(atom_a, from_a[None, None, i], to_a[None, None, i])
+            cute.copy(atom_b, from_b[None, None, i], to_b[None, None, i])
+            cute.gemm(x.mma, acc, rA[None, None, i], rB[None, None, i], acc)
+            between(i, slices)
+
+    def exponentials(self, s_rows, biases, scale_log2):
+        """Scores to probabilities, as a function of a part and the number of parts."""
+        rows, columns = self.m // 16, cute.size(s_rows, mode=[1])
+
+        def part(i, of):
+            for number in range(rows * columns * i // of, rows * columns * (i + 1) // of):
+                r, c = number % rows, number // rows
+                s_rows[r, c] = cute.arch.exp2(s_rows[r, c] * scale_log2 - biases[r])
+
+        return part
+
+    def scaled(self, acc, scale):
+        for i in range(cute.size(acc)):
+            acc[i] = acc[i] * scale
+        return acc
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def row_of(self, r, tidx):
+        """This thread's r-th row of a tile."""
+        return tidx // 32 % 2 * 16 + tidx % 32 // 4 + r % 2 * 8 + r // 2 * 32
+
+    def by_row(self, acc):
+        """Scores of the mma seen as [this thread's rows, columns]."""
+        blocks, atoms = self.m // 32, self.n // (4 * self.config.warps)
+        layout = cute.make_layout(((2, blocks), (2, atoms)), stride=((2, 4), (1, 4 * blocks)))
+        return cute.make_tensor(acc.iterator, layout)
+
+    @cute.jit
+    def hide(self, s_rows, first_row, first_key, length_k, shift, tidx):
+        """Scores of keys that a row does not see become minus infinity."""
+        column = first_key + tidx // 64 * 8 + tidx % 4 * 2
+        for r in cutlass.range_constexpr(self.m // 16):
+            seen = length_k
+            if cutlass.const_expr(self.problem.causal):
+                seen = cutlass.min(length_k, first_row + self.row_of(r, tidx) + shift + 1)
+            for c in cutlass.range_constexpr(cute.size(s_rows, mode=[1])):
+                key = column + c % 2 + c // 2 * (4 * self.config.warps)
+                s_rows[r, c] = s_rows[r, c] if key < seen else F32(-INFINITY)
+
+
+class RowSums(BackwardTiles):
+    """Per row lse in log2 units and Delta, one CTA per tile of rows; accumulators of dq become zero.
+
+    Rows behind the end, and those that saw nothing, get an lse of infinity: their probabilities are zero.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        sums: cute.Tensor,
+        acc: cute.Tensor,
+        starts_q: cute.Tensor,
+        tiles: cutlass.Int32,
+        sequences: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.sums_arguments`."""
+        self.kernel(out, dout, lse, dlse, sums, acc, starts_q).launch(
+            grid=(tiles, out.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        sums: cute.Tensor,
+        acc: cute.Tensor,
+        starts_q: cute.Tensor,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, head, sequence = cute.arch.block_idx()
+        batch, first_q, length_q, slot = sequence, I32(0), I32(out.shape[1]), tile
+        if cutlass.const_expr(self.problem.packed):
+            batch, first_q = I32(0), I32(starts_q[sequence])
+            length_q = I32(starts_q[sequence + 1]) - first_q
+            slot = self.slot(first_q, sequence) + tile
+        if tile * self.m < cute.round_up(length_q, BLOCK_M):
+            if cutlass.const_expr(acc is not None):
+                zeros = cute.make_rmem_tensor(4, F32)
+                zeros.fill(0.0)
+                line = acc[batch, head, slot, None]
+                for i in cutlass.range_constexpr(self.m * self.width // (4 * self.threads)):
+                    unit = cute.local_tile(line, (4,), (i * self.threads + tidx,))
+                    cute.autovec_copy(zeros, unit)
+            lanes = 32 if self.width > 128 else 16 if self.width > 64 else 8  # of a row
+            for i in cutlass.range_constexpr(self.m * lanes // self.threads):
+                row = i * (self.threads // lanes) + tidx // lanes
+                self.sum_row(
+                    out, dout, lse, dlse, sums[batch, head, slot, None], batch, head,
+                    first_q, tile * self.m + row, row, length_q, tidx % lanes, lanes,
+                )  # fmt: skip
+
+    @cute.jit
+    def sum_row(
+        self, out, dout, lse, dlse, sums, batch, head, first_q, token, row, length_q, lane, lanes
+    ):
+        total = F32(0.0)
+        if (token < length_q) & (lane * 8 < self.dim):
+            values = []
+            for tensor in (out, dout):
+                unit = cute.local_tile(tensor[batch, first_q + token, head, None], (8,), (lane,))
+                value = cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(unit, value)
+                values.append(value)
+            for i in cutlass.range_constexpr(8):
+                total = total + F32(values[0][i]) * F32(values[1][i])
+        for i in cutlass.range_constexpr(int(math.log2(lanes))):
+            total = total + cute.arch.shuffle_sync_bfly(total, 1 << i)
+        bias = F32(INFINITY)
+        if token < length_q:
+            value = F32(lse[batch, head, first_q + token])
+            bias = bias if value == -INFINITY else value * math.log2(math.e)
+            if cutlass.const_expr(dlse is not None):
+                total = total - dlse[batch, head, first_q + token]
+        if lane == 0:
+            sums[row] = bias
+            sums[self.m + row] = total
+
+
+class GatherDq(BackwardTiles):
+    """dq in order and in its dtype, from what the atomics of `LiteBackward` added up; one CTA per tile of rows."""
+
+    @cute.jit
+    def __call__(
+        self,
+        acc: cute.Tensor,
+        dq: cute.Tensor,
+        starts_q: cute.Tensor,
+        scale: cutlass.Float32,
+        tiles: cutlass.Int32,
+        sequences: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.gather_arguments`."""
+        self.kernel(acc, dq, starts_q, scale, self.tiled_mma(), self.tiled_load()).launch(
+            grid=(tiles, dq.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        acc: cute.Tensor,
+        dq: cute.Tensor,
+        starts_q: cute.Tensor,
+        scale: cutlass.Float32,
+        mma: cute.TiledMma,
+        load: cute.TiledCopy,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, head, sequence = cute.arch.block_idx()
+        batch, first_q, length_q, slot = sequence, I32(0), I32(dq.shape[1]), tile
+        if cutlass.const_expr(self.problem.packed):
+            batch, first_q = I32(0), I32(starts_q[sequence])
+            length_q = I32(starts_q[sequence + 1]) - first_q
+            slot = self.slot(first_q, sequence) + tile
+        smem = SmemAllocator()
+        sQ = smem.allocate_tensor(self.dtype, self.padded(self.m), 128)
+        if tile * self.m < length_q:
+            thr_mma = mma.get_slice(tidx)
+            line = acc[batch, head, slot, None]
+            for chunk in cutlass.range_constexpr(self.width // self.chunk):
+                values = cute.make_rmem_tensor(self.chunk_shape(thr_mma), F32)
+                size = cute.size(values)
+                for i in cutlass.range_constexpr(size):
+                    values[i] = line[(chunk * size + i) * self.threads + tidx] * scale
+                part = cute.local_tile(sQ, (self.m, self.chunk), (0, chunk))
+                self.put(values, thr_mma, part)
+            cute.arch.sync_threads()
+            first = tile * self.m
+            rows = dq[batch, None, head, None]
+            self.store(load, load.get_slice(tidx), rows, first_q + first, length_q - first, sQ)
