@@ -19,6 +19,7 @@ Calls = Mapping[str, Sequence[Call]]
 
 L2_FACTOR = 3
 MAX_SETS = 512
+MIN_BLOCK = 3
 
 
 class Backend(Protocol):
@@ -43,10 +44,14 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """How much to measure. A block is `block` samples of one provider; the providers take turns, `rounds` times."""
+    """How much to measure. A block is `block` samples of one provider; the providers take turns, `rounds` times.
+
+    Of replays of which `block` take longer than `block_us` a block has fewer, as long as there are MIN_BLOCK.
+    """
 
     rounds: int = 20
     block: int = 10
+    block_us: float = 20_000.0
     graph_us: float = 400.0
     max_calls: int = 400
     eager_calls: int = 50
@@ -99,9 +104,9 @@ def time_graphs(backend: Backend, calls: Calls, timing: Timing, keep: bool) -> d
     graphs = {name: _capture(backend, seq, timing, keep) for name, seq in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name in _turns(list(calls), timing.rounds):
-        replay, count = graphs[name]
+        replay, count, block = graphs[name]
         # The first replay only refills the L2 with this provider's data.
-        times = backend.time_each([replay] * (timing.block + 1))[1:]
+        times = backend.time_each([replay] * (block + 1))[1:]
         samples[name] += [t / count for t in times]
     return {name: Stats.of(times, graphs[name][1]) for name, times in samples.items()}
 
@@ -144,8 +149,8 @@ def time_eager_host(backend: Backend, calls: Calls, timing: Timing) -> dict[str,
 
 def _capture(
     backend: Backend, calls: Sequence[Call], timing: Timing, keep: bool
-) -> tuple[Call, int]:
-    """A graph long enough that the gap between two replays is small beside it, and its number of calls."""
+) -> tuple[Call, int, int]:
+    """A graph so long that the gap between two replays is small beside it, its calls, and the samples of a block."""
     _warm_up(backend, calls, timing)
     replay = backend.capture(calls, keep)
     one_pass = percentile(backend.time_each([replay] * (timing.warmup + 3))[timing.warmup :], 50)
@@ -153,7 +158,8 @@ def _capture(
     passes = max(1, min(passes, timing.max_calls // len(calls)))
     if passes > 1:
         replay = backend.capture(list(calls) * passes, keep)
-    return replay, passes * len(calls)
+    fitting = math.floor(timing.block_us / max(passes * one_pass, 1e-3))
+    return replay, passes * len(calls), min(timing.block, max(MIN_BLOCK, fitting))
 
 
 def _warm_up(backend: Backend, calls: Sequence[Call], timing: Timing) -> None:

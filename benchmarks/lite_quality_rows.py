@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import report, results
 from benchmarks.harness import Stats
-from benchmarks.ops import _lite
-from benchmarks.ops._lite_workloads import Shape
+
+if TYPE_CHECKING:  # they need torch, and tables are made without
+    from benchmarks.ops._lite_workloads import Shape
 
 OP = "lite_quality"
 # How a row's threshold was chosen: given, one for the whole trajectory, or one per step by the package's calibration.
@@ -88,6 +89,8 @@ def row(
     trajectory_us: float,
 ) -> dict[str, Any]:
     """A row from what a module did (`liteattention_sm89.replay.Trajectory`) and how long that took."""
+    from benchmarks.ops import _lite
+
     last, time_us = track.last, stats.median_us
     best, ours = min(dense_us, key=dense_us.__getitem__), dense_us["lite_dense"]
     best_us = dense_us[best]

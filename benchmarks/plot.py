@@ -1,6 +1,6 @@
 """Draws a result file as a PNG: time over batch of every provider with the floor, and the share of the ceiling.
 
-python benchmarks/plot.py RESULT.json [--out PATH.png] [--x B] [--settings PATTERN]
+python benchmarks/plot.py RESULT.json [--out PATH.png] [--x B] [--settings PATTERN] [--merge PARAMETER ...]
 """
 
 from __future__ import annotations
@@ -19,17 +19,27 @@ if __package__ in (None, ""):
 from benchmarks import report, results
 
 MIN_POINTS = 3
-COLORS = {"ours": "tab:red", "peer": "tab:blue", "ceiling": "tab:gray"}
+COLORS = {
+    "ours": ("tab:red",),
+    "peer": ("tab:blue", "tab:green", "tab:purple"),
+    "variant": ("tab:orange", "tab:olive"),
+    "ceiling": ("tab:gray",),
+}
 
 Row = Mapping[str, Any]
 
 
-def panels(result: Mapping[str, Any], x: str, pattern: str = "*") -> dict[str, list[Row]]:
-    """Rows of the device method by panel: one panel per combination of all parameters but `x` with enough points."""
+def panels(
+    result: Mapping[str, Any], x: str, pattern: str = "*", merge: Sequence[str] = ()
+) -> dict[str, list[Row]]:
+    """Rows of the device method by panel: one per combination of all parameters but `x` with enough points.
+
+    Problems that differ in the parameters of `merge` share a panel.
+    """
     grouped: dict[str, list[Row]] = {}
     for row in results.rows_of(result, method=results.device_method(result)):
         if x in row["params"] and fnmatchcase(row["setting"], pattern):
-            grouped.setdefault(_panel_title(row, x), []).append(row)
+            grouped.setdefault(_panel_title(row, x, merge), []).append(row)
     return {
         t: rows for t, rows in grouped.items() if len({r["params"][x] for r in rows}) >= MIN_POINTS
     }
@@ -43,14 +53,31 @@ def series(rows: Sequence[Row], x: str) -> dict[str, list[Row]]:
     return lines
 
 
-def draw(result: Mapping[str, Any], out: Path, x: str = "B", pattern: str = "*") -> None:
+def colors(rows: Sequence[Row]) -> dict[str, str]:
+    """A colour for every provider, by its role."""
+    found: dict[str, str] = {}
+    left = {role: iter(shades) for role, shades in COLORS.items()}
+    for row in rows:
+        if row["provider"] not in found:
+            found[row["provider"]] = next(left[row["role"]], "black")
+    return found
+
+
+def draw(
+    result: Mapping[str, Any],
+    out: Path,
+    x: str = "B",
+    pattern: str = "*",
+    merge: Sequence[str] = (),
+) -> None:
     """Writes the PNG; ValueError when no parameter combination has enough points."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = panels(result, x, pattern)
+    found = panels(result, x, pattern, merge)
+    shades = colors(result["rows"])
     if not found:
         raise ValueError(f"result: no group of settings has {MIN_POINTS} or more values of {x}")
     figure, axes = plt.subplots(
@@ -62,8 +89,8 @@ def draw(result: Mapping[str, Any], out: Path, x: str = "B", pattern: str = "*")
         layout="constrained",
     )
     for column, (title, rows) in enumerate(found.items()):
-        _draw_times(axes[0][column], rows, x)
-        _draw_rates(axes[1][column], rows, x)
+        _draw_times(axes[0][column], rows, x, shades)
+        _draw_rates(axes[1][column], rows, x, shades)
         axes[0][column].set_title(title, fontsize=9)
     origin = textwrap.fill(report.origin(result), 60 * len(found))
     figure.suptitle(f"{result['title']}\n{origin}", fontsize=8)
@@ -72,10 +99,9 @@ def draw(result: Mapping[str, Any], out: Path, x: str = "B", pattern: str = "*")
     plt.close(figure)
 
 
-def _draw_times(axis: Any, rows: Sequence[Row], x: str) -> None:
+def _draw_times(axis: Any, rows: Sequence[Row], x: str, shades: Mapping[str, str]) -> None:
     for name, line in series(rows, x).items():
-        xs = [r["params"][x] for r in line]
-        color = COLORS.get(line[0]["role"])
+        xs, color = [r["params"][x] for r in line], shades[name]
         axis.plot(xs, [r["median_us"] for r in line], "o-", ms=3, label=name, color=color)
         axis.fill_between(
             xs, [r["p20_us"] for r in line], [r["p80_us"] for r in line], alpha=0.2, color=color
@@ -88,14 +114,14 @@ def _draw_times(axis: Any, rows: Sequence[Row], x: str) -> None:
     axis.legend(fontsize=7)
 
 
-def _draw_rates(axis: Any, rows: Sequence[Row], x: str) -> None:
+def _draw_rates(axis: Any, rows: Sequence[Row], x: str, shades: Mapping[str, str]) -> None:
     rate, factor, unit = ("gbps", 1e-3, "TB/s")
     if "tflops" in rows[0]:
         rate, factor, unit = ("tflops", 1.0, "TFLOP/s")
     for name, line in series(rows, x).items():
         rates = [r[rate] * factor for r in line]
-        color = COLORS.get(line[0]["role"])
-        axis.plot([r["params"][x] for r in line], rates, "o-", ms=3, label=name, color=color)
+        xs = [r["params"][x] for r in line]
+        axis.plot(xs, rates, "o-", ms=3, label=name, color=shades[name])
     axis.set(
         xscale="log", xlabel=x, ylabel=unit, ylim=(0, 1.08 * factor * max(r[rate] for r in rows))
     )
@@ -104,8 +130,9 @@ def _draw_rates(axis: Any, rows: Sequence[Row], x: str) -> None:
     axis.minorticks_off()
 
 
-def _panel_title(row: Row, x: str) -> str:
-    shown = [f"{k}={v}" for k, v in row["params"].items() if k != x and v is not False]
+def _panel_title(row: Row, x: str, merge: Sequence[str] = ()) -> str:
+    hidden = {x, *merge}
+    shown = [f"{k}={v}" for k, v in row["params"].items() if k not in hidden and v is not False]
     return f"{', '.join(shown)}, L2 {row['l2']}"
 
 
@@ -117,10 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--settings", default="*", metavar="PATTERN", help="shell pattern of setting names"
     )
+    parser.add_argument(
+        "--merge", nargs="+", default=[], metavar="PARAMETER", help="draw what differs here as one"
+    )
     args = parser.parse_args(argv)
     out = args.out or args.result.with_suffix(".png")
     try:
-        draw(results.load(args.result), out, args.x, args.settings)
+        draw(results.load(args.result), out, args.x, args.settings, args.merge)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -58,15 +58,16 @@ def _ratio_titles(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return titles + [("ratio_ceiling", "of ceiling"), ("ratio_floor", "of floor")]
 
 
-def _time_of(provider: str, spread: bool) -> Callable[[Mapping[str, Any]], str]:
-    def cell(line: Mapping[str, Any]) -> str:
-        row = line.get(provider)
-        if row is None:
-            return "-"
-        text = _number(row["median_us"])
-        return f"{text} ({_number(row['p20_us'])}-{_number(row['p80_us'])})" if spread else text
+def time(row: Mapping[str, Any] | None, spread: bool) -> str:
+    """The time of a row, with its percentiles if `spread`; "-" if there is no row."""
+    if row is None:
+        return "-"
+    text = _number(row["median_us"])
+    return f"{text} ({_number(row['p20_us'])}-{_number(row['p80_us'])})" if spread else text
 
-    return cell
+
+def _time_of(provider: str, spread: bool) -> Callable[[Mapping[str, Any]], str]:
+    return lambda line: time(line.get(provider), spread)
 
 
 def _ratio_of(provider: str, key: str) -> Callable[[Mapping[str, Any]], str]:

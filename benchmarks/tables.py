@@ -4,8 +4,8 @@
 
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
 is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`; `mean=PEER`
-adds the geometric mean of the ratio to that peer over all of these settings.
-The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`) have tables of their own.
+adds the geometric mean of the ratio to that peer over all of these settings; `table=NAME` is one of `lite_tables.py`.
+The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`) and `lite_quality` have tables of their own.
 Without files, every markdown file of the repository is looked at.
 """
 
@@ -20,11 +20,11 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import emulator_report, report, results
+from benchmarks import emulator_report, lite_quality_rows, lite_tables, report, results
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
-OPTIONS = {"settings", "method", "mean"}
+OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
     r"(?P<body>.*?)^<!-- /bench -->$",
@@ -40,15 +40,24 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         raise ValueError(
             f"bench:{op}:{gpu}: expected options {sorted(OPTIONS)}, got {sorted(unknown)}"
         )
+    name = chosen.get("table")
+    if name is not None and name not in lite_tables.TABLES:
+        raise ValueError(
+            f"bench:{op}:{gpu}: expected a table of {sorted(lite_tables.TABLES)}, got {name!r}"
+        )
     path = results.result_path(op, gpu, root)
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_report.TABLES:
         return emulator_report.region(op, path)
-    result = results.load(path)
-    method = chosen.get("method", results.device_method(result))
     pattern = chosen.get("settings", "*")
-    table = report.table(result, method, pattern)
+    of_quality = op == lite_quality_rows.OP
+    result = (lite_quality_rows if of_quality else results).load(path)
+    method = chosen.get("method", results.device_method(result))
+    if of_quality:
+        table = lite_quality_rows.table(result, pattern)
+    else:
+        table = lite_tables.TABLES.get(name or "", report.table)(result, method, pattern)
     if not table[1]:
         raise ValueError(
             f"bench:{op}:{gpu}: no row has method {method} and a setting like {pattern}"

@@ -45,6 +45,21 @@ LSE_LIMIT = 1e-3
 UNDECIDED = 1e-2
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The largest relative RMSE (relative L2 error) of a head's output and error of lse, and what is undecided."""
+
+    output: float = OUTPUT_LIMIT
+    lse: float = LSE_LIMIT
+    undecided: float = UNDECIDED
+
+
+EXACT = Limits()
+# Scores from 8-bit integers are off by 0.012 on random data, relatively so are probabilities and outputs; lse of a
+# causal row with a single key is its score.
+INT8 = Limits(output=2e-2, lse=5e-2, undecided=2e-1)
+
+
 @dataclass
 class Inputs:
     """One buffer set: q, k, v [B, S, H, D] bf16, and the read mask int32 [B, H, Mt, W], None for dense problems."""
@@ -259,17 +274,18 @@ def margins(peaks: Tensor, seen: Tensor, direction: int) -> Tensor:
 
 
 def check_dense(
-    run: Callable[[Setting, Inputs], Result], problem: Setting, device: Any
+    run: Callable[[Setting, Inputs], Result], problem: Setting, device: Any, limits: Limits = EXACT
 ) -> dict[str, float]:
     """Compares attention over all keys, whatever the problem lists, with the fp64 oracle on fresh data."""
     x = make_inputs(problem, device, seed=20_231)
     heads = checked_heads(problem.params["B"], problem.params["H"])
-    return _checked(
-        problem, _errors(problem, run(problem, x), oracle(problem, x, None, heads), heads)
-    )
+    errors = _errors(problem, run(problem, x), oracle(problem, x, None, heads), heads)
+    return _checked(problem, errors, limits)
 
 
-def check_listed(run: Runner, problem: Setting, device: Any) -> dict[str, float]:
+def check_listed(
+    run: Runner, problem: Setting, device: Any, limits: Limits = EXACT
+) -> dict[str, float]:
     """Compares attention over the listed tiles with the fp64 oracle on fresh data, and what it writes with the rule.
 
     The first call is the one that is timed, and must keep every visible tile that is listed. A second one goes the
@@ -283,7 +299,7 @@ def check_listed(run: Runner, problem: Setting, device: Any) -> dict[str, float]
     before = x.mask.clone()
 
     timed = run(problem, x, KEEP_ALL, 1)
-    errors = _checked(problem, _errors(problem, timed, want, heads))
+    errors = _checked(problem, _errors(problem, timed, want, heads), limits)
     if not torch.equal(_kept(problem, timed, seen), seen):
         raise CheckFailed(f"{problem.name}: the write mask has lost tiles that nothing skips")
 
@@ -292,12 +308,12 @@ def check_listed(run: Runner, problem: Setting, device: Any) -> dict[str, float]
     finite = lifts[lifts.isfinite()]
     threshold = min(float(finite.median()), 0.0) if len(finite) else 0.0
     back = run(problem, x, threshold, -1)
-    other = _checked(problem, _errors(problem, back, want, heads))
+    other = _checked(problem, _errors(problem, back, want, heads), limits)
     kept = _kept(problem, back, seen)
     order = seen.flip(-1).cumsum(-1).flip(-1)
     if not bool(kept[seen & (order == 1)].all()):
         raise CheckFailed(f"{problem.name}: the write mask lacks the first tile of a query tile")
-    decided = (lifts - threshold).abs() > UNDECIDED * (1 + lifts.abs())
+    decided = (lifts - threshold).abs() > limits.undecided * (1 + lifts.abs())
     if not torch.equal(kept[index] & decided, seen[index] & (lifts > threshold) & decided):
         raise CheckFailed(f"{problem.name}: the write mask differs from the rule")
     if not torch.equal(x.mask, before):
@@ -332,8 +348,8 @@ def _errors(
     return errors
 
 
-def _checked(problem: Setting, errors: dict[str, float]) -> dict[str, float]:
+def _checked(problem: Setting, errors: dict[str, float], limits: Limits) -> dict[str, float]:
     """The errors, of which none is too large."""
-    limits = {"output": OUTPUT_LIMIT, "lse": LSE_LIMIT}
-    _within(problem, errors, limits, measures={"lse": "largest error"})
+    most = {"output": limits.output, "lse": limits.lse}
+    _within(problem, errors, most, measures={"lse": "largest error"})
     return errors

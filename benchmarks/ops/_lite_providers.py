@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,40 +31,44 @@ def _lite_call(
     out: Tensor | None = None,
     threshold: float | None = KEEP_ALL,
     direction: int = 1,
+    int8: bool = False,
 ) -> Callable[[], LiteResult]:
     from liteattention_sm89 import lite_attention
 
     if _lite.is_dense(problem):
-        return _lite_dense_call(problem, x, out)
+        return _lite_dense_call(problem, x, out, int8)
     options: dict[str, Any] = {
         "threshold": threshold,
         "direction": direction,
         "causal": problem.params["causal"],
         "block_m": _lite.BLOCK_M,
         "block_n": _lite.BLOCK_N,
+        "use_int8": int8,
         "out": out,
     }
     return lambda: lite_attention(x.q, x.k, x.v, x.mask, **options)
 
 
 def _lite_dense_call(
-    problem: Setting, x: Inputs, out: Tensor | None = None
+    problem: Setting, x: Inputs, out: Tensor | None = None, int8: bool = False
 ) -> Callable[[], LiteResult]:
     from liteattention_sm89 import lite_attention
 
-    causal = problem.params["causal"]
-    return lambda: lite_attention(x.q, x.k, x.v, threshold=None, causal=causal, out=out)
+    options: dict[str, Any] = {"causal": problem.params["causal"], "use_int8": int8, "out": out}
+    return lambda: lite_attention(x.q, x.k, x.v, threshold=None, **options)
 
 
-def _lite_result(problem: Setting, x: Inputs, threshold: float | None, direction: int) -> Result:
+def _lite_result(
+    problem: Setting, x: Inputs, threshold: float | None, direction: int, int8: bool = False
+) -> Result:
     out = torch.full_like(x.q, torch.nan)
-    _, lse, write = _lite_call(problem, x, out, threshold, direction)()
+    _, lse, write = _lite_call(problem, x, out, threshold, direction, int8)()
     return Result(out, lse, write)
 
 
-def _lite_dense_result(problem: Setting, x: Inputs) -> Result:
+def _lite_dense_result(problem: Setting, x: Inputs, int8: bool = False) -> Result:
     out = torch.full_like(x.q, torch.nan)
-    _, lse, _ = _lite_dense_call(problem, x, out)()
+    _, lse, _ = _lite_dense_call(problem, x, out, int8)()
     return Result(out, lse)
 
 
@@ -100,6 +105,14 @@ def _torch_moved(problem: Setting) -> int:
 
 
 LITE = Provider("lite", "ours", _lite_call, _lite.moved, supports=_lite_supports)
+# Scores from 8-bit integers; rounding q and k is part of every call: k is read once more, the integers go out and back.
+LITE_INT8 = Provider(
+    "lite_int8",
+    "variant",
+    functools.partial(_lite_call, int8=True),
+    lambda problem: _lite.moved(problem) + 3 * _lite.activation_bytes(problem),
+    supports=_lite_supports,
+)
 # Our own dense kernel on the inputs of a problem with lists: what skipping costs, and what it saves.
 LITE_DENSE = Provider(
     "lite_dense",
@@ -122,11 +135,17 @@ TORCH_CUDNN = Provider(
     _torch_moved,
     supports=_torch_supports,
 )
-PROVIDERS = (LITE, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
+PROVIDERS = (LITE, LITE_INT8, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """The provider's results on fresh inputs against the fp64 oracle."""
+    if provider.name == LITE_INT8.name:
+        if _lite.is_dense(problem):
+            dense = functools.partial(_lite_dense_result, int8=True)
+            return _lite.check_dense(dense, problem, device, _lite.INT8)
+        listed = functools.partial(_lite_result, int8=True)
+        return _lite.check_listed(listed, problem, device, _lite.INT8)
     if provider.name == LITE.name and not _lite.is_dense(problem):
         return _lite.check_listed(_lite_result, problem, device)
     if provider.name in (LITE.name, LITE_DENSE.name):

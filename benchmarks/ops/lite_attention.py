@@ -33,6 +33,8 @@ NOTES = (
     "that every tile listed is kept and written. list: equally many random key tiles for every query tile.",
     "tflops: 4 B H S^2 D times the density, half of it for causal problems, over the provider's time; for lite_dense "
     "in a list problem this is the rate at which it does the work that lite has to do.",
+    f"lite_int8 is lite with scores from 8-bit integers; q and k are rounded in every call. It passes its check with a "
+    f"relative L2 error up to {_lite.INT8.output:g}, the others up to {_lite.EXACT.output:g}.",
     "lite_dense is lite without a mask on the same inputs. ratio_lite_dense of full problems is 1 / (1 + overhead); of "
     "lists it is the speedup, which times the density is the rate per kept tile over the dense rate.",
     "torch_flash and torch_cudnn are scaled_dot_product_attention with that backend on [B, H, S, D] views; they return "

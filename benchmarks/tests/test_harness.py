@@ -35,6 +35,18 @@ def test_stats_ignore_the_order_and_the_size_of_an_outlier():
     assert Stats.of([t if t < 100 else 1e9 for t in times]) == expected
 
 
+@pytest.mark.parametrize(
+    ("block_us", "samples"), [(1000.0, 5), (600.0, 5), (599.0, 4), (360.0, 3), (1.0, 3)]
+)
+def test_blocks_of_long_replays_are_shorter(backend, block_us, samples):
+    """A replay is one pass of three calls of 40 us."""
+    timing = Timing(rounds=4, block=5, graph_us=100.0, max_calls=40, block_us=block_us)
+    stats = harness.time_graphs(backend, calls(backend, a=40.0), timing, keep=True)
+    assert stats["a"] == Stats(40.0, 40.0, 40.0, 4 * samples, 3)
+    few = Timing(rounds=4, block=2, graph_us=100.0, block_us=1.0)
+    assert harness.time_graphs(backend, calls(backend, a=40.0), few, True)["a"].samples == 4 * 2
+
+
 def test_stats_of_nothing_is_an_error():
     with pytest.raises(ValueError, match="times_us"):
         Stats.of([])

@@ -12,7 +12,7 @@ from benchmarks.harness import Timing, buffer_sets
 from benchmarks.measure import Run
 from benchmarks.ops import _lite, _lite_providers, _lite_workloads, lite_attention
 from benchmarks.ops._lite import Result, setting
-from benchmarks.ops._lite_providers import LITE, LITE_DENSE, TORCH_CUDNN, TORCH_FLASH
+from benchmarks.ops._lite_providers import LITE, LITE_DENSE, LITE_INT8, TORCH_CUDNN, TORCH_FLASH
 from benchmarks.ops._lite_workloads import HEAD_TYPES, WORKLOADS, Shape
 from benchmarks.registry import CheckFailed
 
@@ -125,6 +125,31 @@ def test_lite_passes_its_checks_on_the_cpu(problem):
     for provider in (LITE, LITE_DENSE):
         errors = _lite_providers.check(provider, problem, "cpu")
         assert errors["output"] < _lite.OUTPUT_LIMIT and errors["lse"] < _lite.LSE_LIMIT
+
+
+@pytest.mark.parametrize("problem", OURS, ids=name_of)
+def test_8_bit_scores_pass_a_looser_check_and_fail_the_other(monkeypatch, problem):
+    """Rounding alone moves outputs by about 0.012, so less than 0.008 would mean 16-bit scores."""
+    errors = _lite_providers.check(LITE_INT8, problem, "cpu")
+    assert 8e-3 < errors["output"] < _lite.INT8.output == 2e-2
+    assert _lite.LSE_LIMIT < errors["lse"] < _lite.INT8.lse
+    monkeypatch.setattr(_lite, "INT8", _lite.EXACT)
+    with pytest.raises(CheckFailed, match="relative RMSE of the output is"):
+        _lite_providers.check(LITE_INT8, problem, "cpu")
+
+
+@pytest.mark.parametrize("problem", [OURS[1], OURS[4]], ids=name_of)
+def test_8_bit_scores_are_asked_for_in_the_call_that_is_timed(monkeypatch, problem):
+    calls = []
+    monkeypatch.setattr(
+        "liteattention_sm89.lite_attention", lambda *x, **options: calls.append((x, options))
+    )
+    x = _lite.make_inputs(problem, "cpu", 0)
+    for provider in (LITE, LITE_INT8):
+        provider.bind(problem, x)()
+    ((tensors, plain), (same, rounded)) = calls
+    assert (plain.pop("use_int8"), rounded.pop("use_int8")) == (False, True)
+    assert plain == rounded and all(a is b for a, b in zip(tensors, same, strict=True))
 
 
 @pytest.mark.parametrize("problem", DENSE, ids=name_of)
@@ -307,6 +332,7 @@ def test_bytes_are_those_of_all_tensors():
     assert LITE.moved(dense) == 4 * activation + lse
     assert LITE.moved(listed) == 4 * activation + lse + 2 * mask
     assert LITE_DENSE.moved(listed) == LITE.moved(dense)
+    assert LITE_INT8.moved(listed) == LITE.moved(listed) + 3 * activation
     assert TORCH_CUDNN.moved(dense) == 4 * activation
 
 
@@ -328,6 +354,7 @@ def test_providers_say_what_they_need(monkeypatch):
     assert LITE.supports(full) == "liteattention-sm89 needs compute capability 8.0 or newer"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
     assert LITE.supports(full) is LITE.supports(dense) is LITE_DENSE.supports(full) is None
+    assert all(LITE_INT8.supports(s) is None for s in ALL)
     assert LITE_DENSE.supports(dense) == "is lite itself"
     assert TORCH_CUDNN.supports(dense) is TORCH_FLASH.supports(dense) is None
     assert TORCH_CUDNN.supports(full) == TORCH_FLASH.supports(full) == "takes no lists of tiles"
@@ -483,7 +510,13 @@ def test_drift_moves_what_matters_where_a_list_cannot_follow():
 @pytest.fixture
 def measured(small, backend, toy_result, monkeypatch):
     """The op from settings to a result on the fake device, where every provider takes its own time."""
-    costs = {"lite": 10.0, "lite_dense": 40.0, "torch_flash": 12.0, "torch_cudnn": 8.0}
+    costs = {
+        "lite": 10.0,
+        "lite_int8": 9.0,
+        "lite_dense": 40.0,
+        "torch_flash": 12.0,
+        "torch_cudnn": 8.0,
+    }
     monkeypatch.setattr(_lite_providers, "_lite_missing", lambda: None)
     providers = tuple(
         dataclasses.replace(
@@ -499,7 +532,7 @@ def measured(small, backend, toy_result, monkeypatch):
     def check(provider, problem, device):
         if provider.name.startswith("torch"):
             return {"output": 0.0}
-        if provider.name == "lite" and problem.params["kind"] != "dense":
+        if provider.name in ("lite", "lite_int8") and problem.params["kind"] != "dense":
             return _lite.check_listed(naive, problem, device)
         return _lite.check_dense(lambda p, x: naive(p, x, dense=True), problem, device)
 
@@ -514,7 +547,7 @@ def measured(small, backend, toy_result, monkeypatch):
 
 def test_a_run_yields_rates_and_ratios(measured):
     results.validate(measured)
-    assert len(measured["rows"]) == 3 * (3 + 2 + 2)
+    assert len(measured["rows"]) == 3 * (4 + 3 + 3)
     row = results.rows_of(measured, setting="full-B1-S64-H3-D16", provider="lite")[0]
     assert row["ratio_lite_dense"] == 4.0 and "ratio_torch_flash" not in row
     assert row["tflops"] == round(4 * 3 * 64 * 64 * 16 / 10.0 / 1e6, 1)
@@ -539,5 +572,7 @@ def test_rates_of_arithmetic_are_shown_and_drawn(measured, tmp_path):
 def test_measured_results_hold_every_setting():
     for path in results.RESULTS.glob("*/lite_attention.json"):
         result = results.load(path)
-        assert {r["setting"] for r in result["rows"]} == set(BY_NAME)
+        for provider in ("lite", "lite_int8"):
+            found = results.rows_of(result, provider=provider, method="graph")
+            assert [r["setting"] for r in found] == list(BY_NAME)
         assert all(r["tflops"] > 0 for r in result["rows"])

@@ -23,6 +23,7 @@ BATCH, PACKED = ("batch",), ("packed",)
 BOTH = BATCH + PACKED
 ANYWHERE, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 QKV, QKVO = ("q", "k", "v"), ("q", "k", "v", "out")
+MASKS = ("read_mask", "must_do", "grad_mask")
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ def offsets(*numbers: int) -> Callable[[Tensor], Tensor]:
 
 
 LAST, RISING = "a contiguous last dimension", "rising numbers from 0 to 150"
+TO_BROADCAST = "broadcasts to [2, 4, "
 UNPACKED = "None unless cu_seqlens_q and cu_seqlens_k are given"
 WRONG = [
     *(value(name, wrong, TypeError, "a torch.Tensor", type(wrong).__name__)
       for name in QKV for wrong in (None, [1.0])),
-    *(value(name, 3, TypeError, "a torch.Tensor", "int") for name in ("out", "read_mask", "must_do")),
+    *(value(name, 3, TypeError, "a torch.Tensor", "int") for name in ("out", *MASKS)),
     *(value(name, [0, 9], TypeError, "a torch.Tensor", "list", PACKED) for name in ("cu_seqlens_q", "cu_seqlens_k")),
     change("of int32", "q", Tensor.int, TypeError, "bfloat16 or float16", "int32"),
     change("of float32", "q", Tensor.float, TypeError, "bfloat16 or float16", "float32", BOTH, CUDA),
@@ -109,14 +111,17 @@ WRONG = [
     change("of 3 dimensions", "out", lambda x: x[0], ValueError, "150, 4, 64]", "[150, 4, 64]"),
     *(change("every other", name, every_other, ValueError, LAST, ", 2)") for name in QKVO),
     *(change("elsewhere", name, on_meta, ValueError, "a tensor on c", "meta")
-      for name in ("k", "v", "out", "read_mask", "must_do")),
+      for name in ("k", "v", "out", *MASKS)),
     *(change("elsewhere", name, on_meta, ValueError, "a tensor on c", "meta", PACKED)
       for name in ("cu_seqlens_q", "cu_seqlens_k")),
     all_of("all on a device of no kind", QKVO, on_meta, ValueError, "q", "a CUDA device or the CPU", "meta"),
-    *(change("with a gradient", name, requiring, ValueError, "no gradient", "requires_grad=True", BOTH, CUDA)
-      for name in QKV),
+    *(Wrong(f"out and a gradient of {name}", lambda a, name=name: {name: requiring(a[name])}, ValueError, "out",
+            "None where a gradient is wanted", "a tensor") for name in QKV),
     change("with a gradient", "out", requiring, ValueError, "no gradient", "requires_grad=True"),
-    *(value("causal", wrong, TypeError, "a bool", type(wrong).__name__) for wrong in (1, None)),
+    *(value(name, wrong, TypeError, "a bool", type(wrong).__name__)
+      for name in ("causal", "deterministic", "use_int8") for wrong in (1, None, "no")),
+    *(Wrong(f"use_int8 and a gradient of {name}", lambda a, name=name: {"use_int8": True, "out": None, name: requiring(
+        a[name])}, ValueError, "use_int8", "False where a gradient is wanted", "True") for name in QKV),
     *(value(name, wrong, TypeError, "a number", type(wrong).__name__)
       for name in ("scale", "threshold") for wrong in ("1", True, torch.ones(()))),
     *(value("scale", wrong, ValueError, "a finite number", str(wrong)) for wrong in (math.inf, -math.inf, math.nan)),
@@ -147,17 +152,19 @@ WRONG = [
           "None where threshold is None", "a mask"),
     Wrong("dense and a must_do", lambda a: {"threshold": None, "read_mask": None}, ValueError, "must_do",
           "None where threshold is None", "a mask"),
-    *(change("of bool", name, Tensor.bool, TypeError, "int32 words of 32 tiles", "bool")
-      for name in ("read_mask", "must_do")),
-    *(change("of int64", name, Tensor.long, TypeError, "int32 words of 32 tiles", "int64")
-      for name in ("read_mask", "must_do")),
+    *(change("of bool", name, Tensor.bool, TypeError, "int32 words of 32 tiles", "bool") for name in MASKS),
+    *(change("of int64", name, Tensor.long, TypeError, "int32 words of 32 tiles", "int64") for name in MASKS),
     change("of 3 dimensions", "read_mask", lambda x: x[0], ValueError, "[B, Hq, Mt, W] = [2, 4, ", "[4, "),
     change("of key heads", "read_mask", lambda x: x[:, :2], ValueError, "[B, Hq, Mt, W] = [2, 4, ", "[2, 2, "),
     change("to broadcast", "read_mask", lambda x: x[:1], ValueError, "[B, Hq, Mt, W] = [2, 4, ", "[1, 4, "),
     change("a word too wide", "read_mask", lambda x: x.repeat(1, 1, 1, 2), ValueError, "[B, Hq, Mt, W]", ", 2]"),
-    change("of key heads", "must_do", lambda x: x.expand(2, 2, -1, 1), ValueError, "broadcasts to [2, 4, ", "[2, 2, "),
-    change("too wide", "must_do", lambda x: x.repeat(1, 1, 1, 2), ValueError, "broadcasts to [2, 4, ", ", 2]"),
-    change("of 5 dimensions", "must_do", lambda x: x[None], ValueError, "broadcasts to [2, 4, ", "[1, 1, 1, 1, 1]"),
+    *(case for name in ("must_do", "grad_mask") for case in (
+        change("of key heads", name, lambda x: x[:1, :1].expand(2, 2, -1, 1), ValueError, TO_BROADCAST, "[2, 2, "),
+        change("too wide", name, lambda x: x.repeat(1, 1, 1, 2), ValueError, TO_BROADCAST, ", 2]"),
+        change("of 5 dimensions", name, lambda x: x[None], ValueError, TO_BROADCAST, "[1, "),
+    )),
+    Wrong("dense and a wide grad_mask", lambda a: {"threshold": None, "read_mask": None, "must_do": None,
+          "grad_mask": a["grad_mask"].repeat(1, 1, 1, 2)}, ValueError, "grad_mask", TO_BROADCAST, ", 2]"),
     Wrong("too many keys", lambda a: {"k": many_keys(a["k"]), "v": many_keys(a["v"]), "read_mask": None}, ValueError,
           "k", "at most 262144 keys per sequence with a list, block_n = 64", "262145", BATCH, CUDA),
     *(value(name, torch.zeros(3, dtype=torch.int32), ValueError, UNPACKED, "a value", BATCH)
@@ -196,6 +203,7 @@ def good_arguments(kind: str, device: torch.device | str = "cpu") -> Arguments:
     a: Arguments = {"q": q, "k": k, "v": v, "out": torch.full_like(q, 9.0)}
     a["read_mask"] = torch.full((2, 4, tiles, 1), 3, dtype=torch.int32)
     a["must_do"] = torch.ones(1, 1, 1, 1, dtype=torch.int32)
+    a["grad_mask"] = torch.full((2, 4, tiles, 1), 2, dtype=torch.int32)
     if kind == "packed":
         a["cu_seqlens_q"] = torch.tensor([0, 100, 150], dtype=torch.int32)
         a["cu_seqlens_k"] = torch.tensor([0, 30, 130], dtype=torch.int32)
@@ -209,6 +217,7 @@ def good_arguments(kind: str, device: torch.device | str = "cpu") -> Arguments:
         "causal": True,
         "block_m": 128,
         "block_n": 64,
+        "deterministic": True,
     }
 
 
@@ -289,23 +298,36 @@ def test_the_good_arguments_are_good(kind, extent, device):
     assert changed == {"out"}
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_good_arguments_are_good_where_a_gradient_is_wanted(kind):
+    a = good_arguments(kind) | {"out": None}
+    a |= {n: requiring(a[n]) for n in QKV}
+    before = contents(a)
+    out, _, _ = lite_attention(**a)
+    out.sum().backward()
+    assert all(torch.equal(raw, before[name]) for name, raw in contents(a).items())
+    assert all(a[n].grad.any() for n in QKV)
+
+
 BARE = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALLOWED: dict[str, tuple[Callable[[Arguments], Arguments], tuple[str, ...]]] = {
     "as little as possible": (lambda a: {n: x for n, x in a.items() if n in BARE}, ANYWHERE),
-    "dense": (lambda a: a | {"threshold": None, "read_mask": None, "must_do": None}, ANYWHERE),
+    "dense": (lambda a: a | dict.fromkeys(("threshold", *MASKS)), ANYWHERE),
     "float16": (lambda a: a | {n: a[n].half() for n in QKVO}, ANYWHERE),
     "D = 8": (lambda a: a | {n: a[n][..., :8] for n in QKVO}, ANYWHERE),
     "odd strides": (lambda a: a | {n: torch.cat((a[n], a[n][..., :3]), 3)[..., 3:] for n in QKVO}, ANYWHERE),
     "infinite thresholds": (lambda a: a | {"threshold": math.inf, "scale": -1}, ANYWHERE),
     **{f"{t} of length": (lambda a, t=t: a | {"threshold": t, "threshold_mode": "length"}, ANYWHERE)
        for t in (-3, 0, 3.5, 100, math.inf, -math.inf)},
-    "a must_do of no dimension": (lambda a: a | {"must_do": a["must_do"][0, 0, 0, 0]}, ANYWHERE),
+    **{f"a {name} of no dimension": (lambda a, name=name: a | {name: a[name][0, 0, 0, 0]}, ANYWHERE)
+       for name in ("must_do", "grad_mask")},
+    "dense and a grad_mask": (lambda a: a | dict.fromkeys(("threshold", "read_mask", "must_do")), ANYWHERE),
     "a direction on the device": (lambda a: a | {"direction": torch.ones(1, dtype=torch.int32)}, ANYWHERE),
     "float64": (lambda a: a | {n: a[n].double() for n in QKVO}, CPU),
     "v of another width": (lambda a: a | {n: a[n][..., :5] for n in ("v", "out")}, CPU),
     "D = 3": (lambda a: a | {n: a[n][..., :3] for n in QKVO}, CPU),
-    "tiles of another size": (lambda a: a | {"read_mask": None, "block_m": 7, "block_n": 9}, CPU),
-    "a gradient": (lambda a: a | {n: requiring(a[n]) for n in QKV}, CPU),
+    "tiles of another size": (lambda a: a | {"read_mask": None, "grad_mask": None, "block_m": 7, "block_n": 9}, CPU),
+    "a gradient": (lambda a: a | {n: requiring(a[n]) for n in QKV} | {"out": None}, ANYWHERE),
 }  # fmt: skip
 
 
@@ -321,7 +343,7 @@ def test_what_else_is_allowed(kind, label, device):
         lite_attention(**a)
 
 
-def test_gradients_may_be_asked_for_where_nobody_records_them():
+def test_out_may_be_given_where_nobody_records_gradients():
     a = good_arguments("batch")
     with torch.no_grad(), AsCuda():
         assert checked(a | {n: requiring(a[n]) for n in QKV}).sequences == 2

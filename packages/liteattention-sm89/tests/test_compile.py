@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cutlass.cute as cute
 import pytest
@@ -19,10 +20,13 @@ from liteattention_sm89.config import (
     BLOCK_N,
     DTYPES,
     HEAD_DIMS,
+    ROLES,
     SHARED_MEMORY,
+    BackwardConfig,
     ForwardConfig,
     Problem,
     select,
+    select_backward,
 )
 
 PROBLEMS = [Problem("bfloat16", dim, skip=skip) for dim in HEAD_DIMS for skip in (False, True)]
@@ -38,13 +42,28 @@ CASES = [(problem, "sm_89") for problem in PROBLEMS]
 CASES += [(problem, "sm_90a") for problem in PROBLEMS[4:6] + PROBLEMS[11:12]]
 CASES += [(problem, "sm_120a") for problem in PROBLEMS[4:6]]
 
+BACKWARD = [
+    (Problem("bfloat16", dim, True, True), role, "sm_89") for dim in HEAD_DIMS for role in ROLES
+]
+BACKWARD += [(Problem("bfloat16", dim), "both", "sm_89") for dim in (64, 128, 256)]
+BACKWARD += [
+    (Problem("float16", 80, True, packed=True, index_dtype="int64"), "keys", "sm_89"),
+    (Problem("float16", 200, skip=True, block_n=128, packed=True), "queries", "sm_89"),
+    (Problem("bfloat16", 8, skip=True), "both", "sm_90a"),
+    (Problem("bfloat16", 128, True, True), "both", "sm_90a"),
+    (Problem("bfloat16", 128), "queries", "sm_90a"),
+    (Problem("bfloat16", 128), "both", "sm_120a"),
+]
+# Bytes of a thread, where other compilers than that of sm_89 run out of registers.
+MOST_SPILLED = 32
 
-def label(case: tuple[Problem, str]) -> str:
-    p, arch = case
+
+def label(case: tuple) -> str:
+    p, *more = case
     flags = [
         name for name in ("causal", "skip", "must_do", "packed", "on_device") if getattr(p, name)
     ]
-    return "-".join([arch, p.dtype, f"D{p.head_dim}", f"N{p.block_n}", *flags])
+    return "-".join([*reversed(more), p.dtype, f"D{p.head_dim}", f"N{p.block_n}", *flags])
 
 
 @dataclass(frozen=True)
@@ -55,10 +74,8 @@ class Build:
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Build]:
-    def make(config: ForwardConfig, arch: str) -> Build:
-        compiled = launch.compile_forward(
-            config, arch, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
-        )
+    def make(*what: Any, compile: Callable[..., Any] = launch.compile_forward) -> Build:
+        compiled = compile(*what, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)))
         return Build(resources.report(compiled).kernel, compiled.artifacts.PTX)
 
     return make
@@ -89,6 +106,47 @@ def test_machine_code(build, case):
     assert scores < made.ptx.count("ex2.approx") <= scores + 2 * 2 * blocks
 
 
+@pytest.mark.parametrize("case", BACKWARD, ids=label)
+def test_machine_code_of_the_backward_pass(build, case):
+    problem, role, arch = case
+    config = select_backward(problem, role, arch)
+    made = build(config, arch, compile=launch.compile_backward)
+    kernel = made.kernel
+    strict = arch == "sm_89"
+    resources.check(kernel, expect=("HMMA", "LDSM", "LDGSTS"), spills=not strict, stack=not strict)
+    assert max(kernel.spill_stores, kernel.spill_loads) <= (0 if strict else MOST_SPILLED)
+    if strict:
+        assert kernel.count("LDL") == kernel.count("STL") == 0
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", made.ptx)
+    threads = 32 * config.warps
+    assert kernel.threads == (threads, 1, 1) and kernel.shared_bytes == 0
+    assert kernel.dynamic_shared_bytes <= config.shared_bytes <= SHARED_MEMORY
+
+    # All products of a step have the same size; each is there once.
+    products = {"both": 5, "keys": 4, "queries": 3}[role]
+    rows, keys, width = config.rows, config.keys, config.width
+    assert kernel.count("HMMA") == products * (rows * keys * width // (16 * 8 * 16)) // config.warps
+    assert made.ptx.count("ex2.approx") == rows * keys // threads
+    assert kernel.count("RED") == (rows * width // threads if role == "both" else 0)
+    assert kernel.count("BAR") == 5
+
+
+@pytest.mark.parametrize("dim, role, arch", [
+    (64, "both", "sm_89"), (256, "keys", "sm_89"), (72, "both", "sm_90a"),
+])  # fmt: skip
+def test_machine_code_around_the_backward_pass(build, dim, role, arch):
+    config = select_backward(Problem("bfloat16", dim, packed=dim == 72), role, arch)
+    kernel = build(config, dim == 64, arch, compile=launch.compile_sums).kernel
+    resources.check(kernel, expect=("SHFL",))
+    assert kernel.dynamic_shared_bytes == 0 and kernel.count("BAR") == 0
+    assert kernel.registers <= 64
+    if role == "both":
+        kernel = build(config, arch, compile=launch.compile_gather).kernel
+        resources.check(kernel, expect=("LDG", "STG.128"))
+        assert kernel.dynamic_shared_bytes <= 2 * config.rows * (config.width + 8)
+        assert kernel.count("BAR") == 1 and kernel.registers <= 64
+
+
 def test_ampere(build):
     """One value of the list kernel does not fit into the registers of sm_80."""
     kernel = build(select(PROBLEMS[5], "sm_80"), "sm_80").kernel
@@ -113,6 +171,36 @@ def test_problems_that_no_kernel_serves():
     assert (
         "shared memory" in ForwardConfig(Problem("bfloat16", 256, skip=True), 16, False).illegal()
     )
+
+
+def test_configs_that_no_backward_kernel_serves():
+    legal = Problem("bfloat16", 128)
+    for config, message in (
+        (BackwardConfig(Problem("float32", 64), "both", 64, 64, 4), "bfloat16 or float16"),
+        (BackwardConfig(Problem("bfloat16", 60), "both", 64, 64, 4), "multiple of 8"),
+        (BackwardConfig(legal, "values", 64, 64, 4), "both, keys, queries, not values"),
+        (BackwardConfig(legal, "both", 64, 64, 16), "16 warps do not share 64 rows"),
+        (BackwardConfig(legal, "both", 48, 64, 4), "4 warps do not share 48 rows"),
+        (BackwardConfig(legal, "both", 64, 32, 8), "8 warps do not share 32 columns"),
+        (BackwardConfig(Problem("bfloat16", 96), "both", 64, 64, 8), "8 warps do not share 96"),
+        (BackwardConfig(legal, "both", 96, 64, 4), "96 x 64 does not divide a tile"),
+        (BackwardConfig(legal, "both", 64, 128, 4), "64 x 128 does not divide a tile"),
+        (BackwardConfig(legal, "both", 128, 64, 8), "bytes of shared memory are more than 101376"),
+    ):
+        assert message in config.illegal()
+
+
+def test_every_legal_problem_has_a_backward_config():
+    for dim, block_n, skip in itertools.product(range(8, 264, 8), BLOCK_N, (False, True)):
+        for role, arch in itertools.product(ROLES, ("sm_80", "sm_89", "sm_90a", "sm_120a")):
+            config = select_backward(
+                Problem("bfloat16", dim, skip=skip, block_n=block_n), role, arch
+            )
+            assert config.illegal() is None and config.width >= dim and config.role == role
+            assert config.warps == 4 or arch in ("sm_89", "sm_120a")
+            # What one kernel leaves is read by the others.
+            both = select_backward(config.problem, "both", arch)
+            assert (config.rows, config.warps) == (both.rows, both.warps)
 
 
 def test_every_legal_problem_has_a_config():

@@ -80,6 +80,9 @@ def test_repeated_calls_give_the_same_bits(cuda):
 def test_a_graph_alternates_the_direction(cuda):
     """The direction and the list live on the device: replays are the calls of a loop."""
     q, k, v = many(cuda, 2048)
+    # Every other tile matters to nobody, and of the others a way down needs few.
+    levels = torch.arange(32, device=cuda)
+    k *= torch.where(levels % 2 == 0, 2 + levels / 2, 0.01).repeat_interleave(64)[:, None, None]
     mask = masks.full(2, 8, 16, 32, device=cuda)
     direction = torch.ones(1, dtype=torch.int32, device=cuda)
 
@@ -102,7 +105,7 @@ def test_a_graph_alternates_the_direction(cuda):
         graph.replay()
         expected, _, own = lite_attention(q, k, v, own, threshold=-2.0, direction=1 - i % 2 * 2)
         assert torch.equal(out, expected) and torch.equal(mask, own)
-    assert masks.density(mask, 32) < 1
+    assert masks.density(mask, 32) < 0.5
 
 
 def test_nothing_synchronises(cuda):

@@ -174,7 +174,7 @@ def listed_case(form: Form, given: tuple) -> tuple[dict, dict, tuple]:
 
 OTHERWISE = {
     "read_mask": None, "must_do": None, "direction": 1, "causal": False, "threshold": 5.0,
-    "threshold_mode": "max", "softmax_scale": 0.5,
+    "threshold_mode": "max", "softmax_scale": 0.5, "use_int8": True,
 }  # fmt: skip
 
 
@@ -195,6 +195,18 @@ def test_lists(form):
         assert not all(map(torch.equal, changed, actual)), name
     wider = form.function(*given, **skipping | {"read_mask": None, "block_n": 64}, return_mask=True)
     assert not torch.equal(wider[1], mask)
+
+
+@each_form
+def test_8_bit_scores(form):
+    given = form.make()
+    skipping, known, x = listed_case(form, given)
+    out, lse, mask = reference.lite_attention(*x, **known, use_int8=True)
+    actual = form.function(
+        *given, **skipping, use_int8=True, return_softmax_lse=True, return_mask=True
+    )
+    out = out[0] if form.varlen else out
+    assert all(map(torch.equal, actual, (out, lse, mask)))
 
 
 def test_the_list_goes_from_call_to_call():
@@ -278,7 +290,7 @@ WRONG = [
     ({"return_attn_probs": True}, ValueError, "return_attn_probs: expected False: return_softmax_lse=True gives"),
     *(
         ({name: 1}, TypeError, f"{name}: expected a bool, got int")
-        for name in ("return_attn_probs", "return_softmax_lse", "return_mask", "deterministic")
+        for name in ("return_attn_probs", "return_softmax_lse", "return_mask", "deterministic", "use_int8")
     ),
     ({"return_mask": True}, ValueError, "return_mask: expected False where threshold is None"),
     ({"read_mask": torch.ones(1, dtype=torch.int32)}, ValueError, "read_mask: expected None where threshold is None"),
@@ -294,7 +306,7 @@ WRONG = [
     ({"threshold_mode": "sum"}, ValueError, "threshold_mode: expected 'max' or 'length', got 'sum'"),
     ({"direction": 0}, ValueError, "direction: expected 1 or -1, got 0"),
     ({"block_n": 0}, ValueError, "block_n: expected at least 1, got 0"),
-    ({"use_int8": True}, TypeError, "use_int8"),
+    ({"use_int9": True}, TypeError, "use_int9"),
 ]  # fmt: skip
 
 

@@ -245,8 +245,11 @@ class Fixed:
 def test_constructor_errors():
     with pytest.raises(ValueError, match="threshold, config: expected one of the two"):
         LiteAttention(threshold=-1.0, config=Fixed(-2.0))
-    with pytest.raises(ValueError, match="use_int8.*there is no INT8 kernel yet"):
-        LiteAttention(use_int8=True)
+    for wrong in (1, None, "no"):
+        with pytest.raises(
+            TypeError, match=f"use_int8: expected a bool, got {type(wrong).__name__}"
+        ):
+            LiteAttention(use_int8=wrong)
     with pytest.raises(ValueError, match="max_batch_size: expected at least 1, got 0"):
         LiteAttention(max_batch_size=0)
     with pytest.raises(TypeError, match="max_batch_size: expected an int, got bool"):
@@ -559,8 +562,8 @@ def test_parts_that_are_not_there():
         attention(*inputs, True)
     with pytest.raises(ValueError, match="num_nodes"):
         SeqParallelLiteAttention(0)
-    with pytest.raises(ValueError, match="use_int8"):
-        SeqParallelLiteAttention(2, use_int8=True)
+    with pytest.raises(TypeError, match="use_int8: expected a bool, got int"):
+        SeqParallelLiteAttention(2, use_int8=1)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

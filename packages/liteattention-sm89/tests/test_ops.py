@@ -65,6 +65,8 @@ CALLS: dict[str, Callable[[], dict]] = {
     "packed": lambda: options(True),
     "packed dense": lambda: PACKING | {"threshold": None},
     "tiles of 128": lambda: {"block_n": 128, "threshold": 0, "direction": -1},
+    "int8": lambda: options(False, use_int8=True),
+    "int8 packed dense": lambda: PACKING | {"threshold": None, "use_int8": True},
 }
 each_call = pytest.mark.parametrize("call", CALLS)
 
@@ -160,11 +162,10 @@ def launched(monkeypatch) -> Iterator[list[dict]]:
     def run(*given, **more) -> None:
         a = dict(zip((*LAUNCHED, "max_seqlen_q"), given, strict=True)) | more
         calls.append(dict(a))
+        a["use_int8"] = a.pop("int8")
         assert all(is_aligned(a[n]) for n in ("q", "k", "v", "out")) and a["scale"] > 0
         assert all(a[n] is None or a[n].stride(3) == 1 for n in LAUNCHED[5:8])
         out, lse, write = (a.pop(n) for n in ("out", "lse", "write_mask"))
-        if a["cu_seqlens_k"] is not None and write is not None:
-            a["max_seqlen_k"] = 130
         results = reference.lite_attention(**a)
         for target, result in zip((out, lse, write), results):
             if target is not None:
@@ -195,7 +196,9 @@ def test_what_a_kernel_is_handed(launched, call):
         a["lse"].shape == (*x[0].shape[::2], x[0].shape[1])[:1] + (4, 200)
         and a["lse"].is_contiguous()
     )
-    assert a["max_seqlen_q"] == (140 if "packed" in call else 200)
+    longest = (140, 130) if "packed" in call else (200, 300)
+    assert (a["max_seqlen_q"], a["max_seqlen_k"]) == longest
+    assert a["int8"] is more.get("use_int8", False)
     assert (a["direction"], a["block_n"]) == (more.get("direction", 1), more.get("block_n", 64))
     assert a["threshold"] == (0.0 if dense else more.get("threshold", -10.0))
 
@@ -216,15 +219,16 @@ def test_must_do_may_be_one_word_for_all(launched, machine):
     assert_same(actual, expected_of(x, {"must_do": word.expand(2), "threshold": math.inf}))
 
 
+@pytest.mark.parametrize("use_int8", [False, True])
 @pytest.mark.parametrize("scale", [-0.25, 0, -0.0, 1e-60, -1e-60])
-def test_a_kernel_gets_a_positive_scale(launched, scale):
-    x = tensors()
+def test_a_kernel_gets_a_positive_scale(launched, scale, use_int8):
+    x, more = tensors(), {"scale": scale, "threshold": -1.0, "use_int8": use_int8}
     with AsCuda():
-        actual = lite_attention(*x, scale=scale, threshold=-1.0)
+        actual = lite_attention(*x, **more)
     (a,) = launched
     assert a["scale"] == (0.25 if scale == -0.25 else 1.0)
     assert torch.equal(a["q"], -x[0] if scale == -0.25 else torch.zeros_like(x[0]))
-    assert_same(actual, expected_of(x, {"scale": scale, "threshold": -1.0}))
+    assert_same(actual, expected_of(x, more))
 
 
 def test_what_a_kernel_cannot_read_is_copied(launched):
@@ -280,7 +284,7 @@ def test_an_error_of_the_launcher_is_passed_on(launched, monkeypatch):
         lite_attention(*tensors())
 
 
-@pytest.mark.parametrize("call", ["dense", "list", "packed"])
+@pytest.mark.parametrize("call", ["dense", "list", "packed", "int8"])
 def test_opcheck(launched, call):
     x, more = inputs(call)
     with AsCuda():
@@ -290,7 +294,8 @@ def test_opcheck(launched, call):
     given = [a[n] for n in (*LAUNCHED[:3], "read_mask", "must_do", *LAUNCHED[8:])]
     written = [torch.zeros_like(a[n]) for n in ("out", "lse")]
     written.append(None if call == "dense" else torch.zeros_like(a["write_mask"]))
-    scalars = (a["max_seqlen_q"], 130, -1.0, "length", 1, 0.5, False, 64)
+    longest = a["max_seqlen_q"], a["max_seqlen_k"]
+    scalars = (*longest, -1.0, "length", 1, 0.5, False, 64, call == "int8")
     torch.library.opcheck(OP, (*given, step, *written, *scalars), test_utils=CHECKS)
     names = [n.name for n in OP._schema.arguments if n.alias_info and n.alias_info.is_write]
     assert names == ["out", "lse", "write_mask"]

@@ -56,7 +56,7 @@ def _attend_cuda(
         torch.ops.liteattention_sm89.forward.default(
             q, k, v, read_mask, must_do, cu_seqlens_q, cu_seqlens_k, direction_at, out, lse,
             None if read_mask is None else write_mask, max_seqlen_q, max_seqlen_k, threshold, threshold_mode,
-            direction, scale, causal, block_n,
+            direction, scale, causal, block_n, False,
         )  # fmt: skip
     else:
         write_mask.zero_()

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from .config import BLOCK_M, BackwardConfig
-from .tiles import F32, I32, Tiles
+from .tiles import DTYPES, F32, I32, Tiles
 
 INFINITY = math.inf
 
@@ -23,7 +23,9 @@ class BackwardTiles(Tiles):
     """The mma of the backward kernels: two warps share the rows, the others the columns of every product."""
 
     def __init__(self, config: BackwardConfig):
-        super().__init__(config)
+        self.config, self.problem = config, config.problem
+        dtype, dim = DTYPES[self.problem.dtype], self.problem.head_dim
+        super().__init__(dtype, dim, config.width, 32 * config.warps)
         self.m, self.n = config.rows, config.keys
         self.chunk = self.width if self.width <= 128 else self.width // 2  # columns of dq at a time
 
@@ -161,7 +163,7 @@ class LiteBackward(BackwardTiles):
         shift = length_k - length_q  # query i sees the keys up to i + shift
         walk = self.walk(mask, sequence, head, block, group, length_q, length_k, shift, sW, tidx)
         count = self.number_of_tiles(walk)
-        g, at = I32(0), walk.low
+        g, at = I32(0), walk.start
         if cutlass.const_expr(self.problem.skip):
             if count > 0:
                 before = (I32(0), walk.first_word - 1, I32(0), I32(self.parts - 1))
@@ -183,7 +185,7 @@ class LiteBackward(BackwardTiles):
         )  # fmt: skip
         if cutlass.const_expr(self.for_keys):
             sPt = self.transposed(sP)
-            first, here, left = block * self.n, first_k + block * self.n, length_k - block * self.n
+            here, left = first_k + block * self.n, length_k - block * self.n
             self.fetch(load, thr_load, k[batch, None, head, None], here, left, sK)
             self.fetch(load, thr_load, v[batch, None, head, None], here, left, sV)
             gK, gV = None, None
@@ -276,7 +278,8 @@ class LiteBackward(BackwardTiles):
 
     @cute.jit
     def walk(self, mask, sequence, head, block, group, length_q, length_k, shift, shared, tidx):
-        """What there is to walk over: tiles [low, high) of every head from first_head on, or those of a mask's row."""
+        """What there is to walk over: tiles [low, high) of every head from first_head on, from `start` in a circle, or
+        those of a mask's row in ascending order."""
         low, high, row = I32(0), I32(0), I32(0)
         if cutlass.const_expr(self.for_keys):
             first_head, heads = head * group, group
@@ -292,8 +295,13 @@ class LiteBackward(BackwardTiles):
                 reach = cutlass.max(cutlass.min(length_k, end + shift), 0)
             high = cute.ceil_div(reach, self.n)
             row = block * self.m // BLOCK_M
+        start = low
+        if cutlass.const_expr(
+            self.config.role == "both"
+        ):  # atomics of neighbours go to different places
+            start = low + block % cutlass.max(high - low, 1)
         return SimpleNamespace(
-            mask=mask, sequence=sequence, row=row, first_head=first_head, heads=heads, low=low, high=high,
+            start=start, mask=mask, sequence=sequence, row=row, first_head=first_head, heads=heads, low=low, high=high,
             first_word=low // (32 * self.parts), words=cute.ceil_div(high, 32 * self.parts),
             shared=shared, tidx=tidx,
         )  # fmt: skip
@@ -329,8 +337,8 @@ class LiteBackward(BackwardTiles):
                 g, at = self.advance(walk, step, state[0], state[1], state[2], state[3])
             else:
                 at = at + 1
-                if at == walk.high:
-                    at, g = walk.low, g + 1
+                at = walk.low if at == walk.high else at
+                g = g + 1 if at == walk.start else g
         return g, at
 
     @cute.jit

@@ -45,6 +45,7 @@ def check_attention(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    use_int8: bool,
     grad_mask: Tensor | None,
     deterministic: bool,
     out: Tensor | None,
@@ -52,9 +53,12 @@ def check_attention(
     """Raises unless the arguments of `lite_attention` fit together."""
     _check_activations(q, k, v, out)
     kind = q.device.type
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+    flags = (("causal", causal), ("deterministic", deterministic), ("use_int8", use_int8))
+    for name, flag in flags:
         if flag is not True and flag is not False:
             _type_error(name, "a bool", type(flag).__name__)
+    if use_int8 and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        _value_error("use_int8", "False where a gradient is wanted", True)
     if scale is not None:
         _check_number("scale", scale)
         if not -math.inf < scale < math.inf:

@@ -9,6 +9,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 BLOCK_M = 128
 PADDING = 8  # elements behind a row in shared memory
+QUERY_GROUP, KEY_GROUP = 16, 64  # rows with one scale where scores are products of 8-bit integers
 BLOCK_N = (64, 128)  # the first is the default
 # Words of 32 tiles in a row of a mask: what the kernel's shared memory holds.
 MAX_WORDS = 128
@@ -29,7 +30,8 @@ class Problem:
 
     head_dim: of q, k and v, a multiple of 8. skip: only listed key tiles are visited, and the list for the next call is
     written. must_do: some tiles stay listed whatever their scores. packed: the sequences are those of `cu_seqlens`.
-    index_dtype: of `cu_seqlens`. on_device: the direction is an element in device memory.
+    index_dtype: of `cu_seqlens`. on_device: the direction is an element in device memory. int8: scores are products of
+    8-bit integers.
     """
 
     dtype: str
@@ -41,6 +43,7 @@ class Problem:
     packed: bool = False
     index_dtype: str = "int32"
     on_device: bool = False
+    int8: bool = False
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -84,11 +87,24 @@ class ForwardConfig:
         return BLOCK_M // self.rows
 
     @property
+    def score_columns(self) -> int:
+        """16-bit columns of a row of q or k: two 8-bit integers each, of whole 16-byte units for every thread."""
+        if not self.problem.int8:
+            return self.width
+        return int8_width(self.problem.head_dim) // 2
+
+    @property
+    def place(self) -> int:
+        """16-bit elements of shared memory for q, k and v, and after them for outputs."""
+        row, scored = self.width + PADDING, self.score_columns + PADDING
+        tiles, queries = self.step * (row + scored), BLOCK_M * scored
+        everything = max(tiles, queries) if self.query_in_registers else tiles + queries
+        return max(everything, BLOCK_M * row)
+
+    @property
     def shared_bytes(self) -> int:
-        row = 2 * (self.width + PADDING)
-        tiles, queries = 2 * self.step * row, BLOCK_M * row
-        lists = (2 * 32 * MAX_WORDS + 4 * MAX_WORDS + 16) * self.problem.skip
-        return (max(tiles, queries) if self.query_in_registers else tiles + queries) + lists
+        lists = (2 * 32 * MAX_WORDS + 2 * 4 * MAX_WORDS) * self.problem.skip
+        return 2 * self.place + lists
 
     def illegal(self) -> str | None:
         """Why the kernel cannot be built, or None."""
@@ -96,6 +112,8 @@ class ForwardConfig:
             return self.problem.illegal()
         if self.rows not in (16, 32):
             return f"a warp has 16 or 32 rows, not {self.rows}"
+        if self.problem.int8 and self.query_in_registers:
+            return "8-bit queries stay in shared memory"
         # Outputs, scores and probabilities, q and what is loaded of k or v; 32-bit registers of a thread.
         columns = self.width + 3 * self.step // 2 + self.width * self.query_in_registers // 2
         if self.rows * columns // 32 > 240:
@@ -103,6 +121,11 @@ class ForwardConfig:
         if self.shared_bytes > SHARED_MEMORY:
             return f"{self.shared_bytes} bytes of shared memory are more than {SHARED_MEMORY}"
         return None
+
+
+def int8_width(head_dim: int) -> int:
+    """Bytes of a row of 8-bit queries or keys."""
+    return next(d for d in (64, 128, 192, 256) if d >= head_dim)
 
 
 def candidates(problem: Problem, arch: str) -> list[ForwardConfig]:

@@ -12,10 +12,12 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .config import BLOCK_M, MAX_WORDS, PADDING, ForwardConfig
-from .tiles import F32, I32, Tiles
+from .config import BLOCK_M, KEY_GROUP, MAX_WORDS, QUERY_GROUP, ForwardConfig
+from .int8 import EXACT, EXACT_BITS, SignedInt8Op, multiply
+from .tiles import DTYPES, F32, I32, Tiles
 
 INFINITY = math.inf
+TINY = 1.2e-38
 LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
 SLACK = 8.0  # log2 units
 
@@ -40,7 +42,12 @@ class LiteForward(Tiles):
     """
 
     def __init__(self, config: ForwardConfig):
-        super().__init__(config)
+        self.config, self.problem = config, config.problem
+        dtype, dim, threads = DTYPES[self.problem.dtype], self.problem.head_dim, 32 * config.warps
+        super().__init__(dtype, dim, config.width, threads)
+        # Rows of q and k, as 16-bit columns.
+        columns = config.score_columns
+        self.scored = Tiles(dtype, columns, columns, threads) if self.problem.int8 else self
         self.blocks = BLOCK_M // (16 * config.warps)  # of 16 rows per warp
         self.rows = 2 * self.blocks  # of a thread
         self.step = config.step
@@ -60,6 +67,9 @@ class LiteForward(Tiles):
         starts_q: cute.Tensor,
         starts_k: cute.Tensor,
         direction_at: cute.Tensor,
+        query_scales: cute.Tensor,
+        key_scales: cute.Tensor,
+        lse_shift: cute.Tensor,
         scale_log2: cutlass.Float32,
         margin: cutlass.Float32,
         direction: cutlass.Int32,
@@ -73,9 +83,13 @@ class LiteForward(Tiles):
             cute.make_layout((self.config.warps, 1, 1)),
             permutation_mnk=(16 * self.config.warps, 16, 16),
         )
+        mma8 = None
+        if cutlass.const_expr(self.problem.int8):
+            mma8 = cute.make_tiled_mma(SignedInt8Op(), (1, 1, 1))
         self.kernel(
-            q, k, v, out, lse, read, must_do, write, starts_q, starts_k, direction_at, scale_log2, margin, direction,
-            mma, self.tiled_load(),
+            q, k, v, out, lse, read, must_do, write, starts_q, starts_k, direction_at,
+            query_scales, key_scales, lse_shift, scale_log2, margin, direction,
+            mma, mma8, self.tiled_load(), self.scored.tiled_load(),
         ).launch(
             grid=(query_tiles, q.shape[2], sequences), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -94,11 +108,16 @@ class LiteForward(Tiles):
         starts_q: cute.Tensor,
         starts_k: cute.Tensor,
         direction_at: cute.Tensor,
+        query_scales: cute.Tensor,
+        key_scales: cute.Tensor,
+        lse_shift: cute.Tensor,
         scale_log2: cutlass.Float32,
         margin: cutlass.Float32,
         direction: cutlass.Int32,
         mma: cute.TiledMma,
+        mma8: cute.TiledMma,
         load: cute.TiledCopy,
+        load_scored: cute.TiledCopy,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, sequence = cute.arch.block_idx()
@@ -116,14 +135,14 @@ class LiteForward(Tiles):
             direction = direction_at[0]
 
         smem = SmemAllocator()
-        q_layout, tile_layout = self.padded(BLOCK_M), self.padded(self.step)
-        sQ = smem.allocate_tensor(self.dtype, q_layout, 128)
-        if cutlass.const_expr(self.config.query_in_registers):
-            sK = cute.make_tensor(sQ.iterator, tile_layout)
-            sV = cute.make_tensor(sQ.iterator + self.step * (self.width + PADDING), tile_layout)
-        else:
-            sK = smem.allocate_tensor(self.dtype, tile_layout, 128)
-            sV = smem.allocate_tensor(self.dtype, tile_layout, 128)
+        q_layout, k_layout = (self.scored.padded(rows) for rows in (BLOCK_M, self.step))
+        v_layout = self.padded(self.step)
+        place = smem.allocate_tensor(self.dtype, cute.make_layout(self.config.place), 128).iterator
+        sQ, sO = cute.make_tensor(place, q_layout), cute.make_tensor(place, self.padded(BLOCK_M))
+        if cutlass.const_expr(not self.config.query_in_registers):
+            place = place + cute.cosize(q_layout)
+        sK = cute.make_tensor(place, k_layout)
+        sV = cute.make_tensor(place + cute.cosize(k_layout), v_layout)
         listed, kept, votes = None, None, None
         if cutlass.const_expr(self.problem.skip):
             listed = smem.allocate_tensor(cutlass.Int16, cute.make_layout(32 * MAX_WORDS), 16)
@@ -133,8 +152,9 @@ class LiteForward(Tiles):
         first_row = tile * BLOCK_M
         if first_row < length_q:
             self.attend(
-                q, k, v, out, lse, read, must_do, write, scale_log2, margin, direction, mma, load,
-                sQ, sK, sV, listed, kept, votes,
+                q, k, v, out, lse, read, must_do, write, query_scales, key_scales, lse_shift,
+                scale_log2, margin, direction, mma, mma8, load, load_scored,
+                sQ, sK, sV, sO, listed, kept, votes,
                 tidx, tile, head, sequence, batch, first_q, first_k, length_q, length_k,
             )  # fmt: skip
         else:
@@ -144,8 +164,9 @@ class LiteForward(Tiles):
 
     @cute.jit
     def attend(
-        self, q, k, v, out, lse, read, must_do, write, scale_log2, margin, direction, mma, load,
-        sQ, sK, sV, listed, kept, votes,
+        self, q, k, v, out, lse, read, must_do, write, query_scales, key_scales, lse_shift,
+        scale_log2, margin, direction, mma, mma8, load, load_scored,
+        sQ, sK, sV, sO, listed, kept, votes,
         tidx, tile, head, sequence, batch, first_q, first_k, length_q, length_k,
     ):  # fmt: skip
         """One query tile that has rows."""
@@ -160,14 +181,16 @@ class LiteForward(Tiles):
         bits = I32(0)
         if cutlass.const_expr(self.problem.skip):
             bits = self.listed_in(read, sequence, head, tile, tiles, direction, tidx % 32)
-        thr_load = load.get_slice(tidx)
-        self.clear_padding(sQ, tidx)
+        thr_load, thr_scored = load.get_slice(tidx), load_scored.get_slice(tidx)
+        self.scored.clear_padding(sQ, tidx)
         gQ, gK, gV = (
             q[batch, None, head, None],
             k[batch, None, head_k, None],
             v[batch, None, head_k, None],
         )
-        self.fetch(load, thr_load, gQ, first_q + first_row, length_q - first_row, sQ)
+        self.scored.fetch(
+            load_scored, thr_scored, gQ, first_q + first_row, length_q - first_row, sQ
+        )
 
         # All rows see the keys in front of this one.
         clear = length_k
@@ -199,7 +222,10 @@ class LiteForward(Tiles):
         )
         tQrQ, tKrK, tVrV = copy_q.retile(rQ), copy_k.retile(rK), copy_v.retile(rV)
         o = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_M, self.width)), F32)
-        s = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_M, self.step)), F32)
+        scores = cute.make_rmem_tensor(
+            thr_mma.partition_shape_C((BLOCK_M, self.step)), I32 if self.problem.int8 else F32
+        )
+        s = cute.recast_tensor(scores, F32) if self.problem.int8 else scores
         o_rows, s_rows = self.by_row(o, self.width), self.by_row(s, self.step)
         o.fill(0.0)
         best, total, origins = (cute.make_rmem_tensor(self.rows, F32) for _ in range(3))
@@ -212,21 +238,43 @@ class LiteForward(Tiles):
             cute.arch.sync_threads()
             cute.copy(ldmatrix, tQsQ, tQrQ)
             cute.arch.sync_threads()
-        self.clear_padding(sK, tidx)
+        self.scored.clear_padding(sK, tidx)
         if count > 0:
-            self.fetch(load, thr_load, gK, first_k + key, length_k - key, sK)
+            self.scored.fetch(load_scored, thr_scored, gK, first_k + key, length_k - key, sK)
         cute.arch.cp_async_commit_group()
+        # What scores are multiplied by, per block of rows, and what is then taken away from them, per row.
+        factors, offsets = cute.make_rmem_tensor(self.blocks, F32), origins
+        factors.fill(scale_log2)
+        of_queries, of_keys, key_scale = None, None, F32(1.0)
+        if cutlass.const_expr(self.problem.int8):
+            offsets = cute.make_rmem_tensor(self.rows, F32)
+            of_queries = cute.make_rmem_tensor(self.blocks, F32)
+            slot = (
+                tile
+                if cutlass.const_expr(not self.problem.packed)
+                else first_q // BLOCK_M + sequence + tile
+            )
+            for m in cutlass.range_constexpr(self.blocks):
+                group = slot * (BLOCK_M // QUERY_GROUP) + tidx // 32 + m * self.config.warps
+                of_queries[m] = query_scales[batch, head, group] * scale_log2
+            first_group = (
+                first_k // KEY_GROUP + sequence if cutlass.const_expr(self.problem.packed) else 0
+            )
+            of_keys = cute.domain_offset((first_group,), key_scales[batch, head_k, None])
+            if count > 0:
+                key_scale = of_keys[key // KEY_GROUP]
         x = SimpleNamespace(
-            gK=gK, gV=gV, sK=sK, sV=sV, load=load, thr_load=thr_load, mma=mma, ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t,
+            gK=gK, gV=gV, sK=sK, sV=sV, load=load, thr_load=thr_load, load_scored=load_scored, thr_scored=thr_scored,
+            mma=mma, mma8=mma8, ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t,
             tQsQ=tQsQ, tKsK=tKsK, tVsV=tVsV, tQrQ=tQrQ, tKrK=tKrK, tVrV=tVrV, rQ=rQ, rK=rK, rV=rV,
-            o=o, s=s, o_rows=o_rows, s_rows=s_rows, best=best, total=total, origins=origins,
+            o=o, s=s, scores=scores, o_rows=o_rows, s_rows=s_rows, best=best, total=total, origins=origins,
+            factors=factors, offsets=offsets, of_queries=of_queries, of_keys=of_keys, margin=margin,
             first_k=first_k, length_q=length_q, length_k=length_k,
-            listed=listed, votes=votes, count=count, clear=clear,
-            head=head, tile=tile, tidx=tidx, scale_log2=scale_log2, margin=margin,
+            listed=listed, votes=votes, count=count, clear=clear, tile=tile, tidx=tidx,
         )  # fmt: skip
         flags = I32(0)
         for step in cutlass.range(count, unroll=1):
-            key, flags = self.take(x, step, key, flags)
+            key, key_scale, flags = self.take(x, step, key, key_scale, flags)
         # Where outputs go others may still read v, or copies may be on their way.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
@@ -241,7 +289,20 @@ class LiteForward(Tiles):
                     at = (kept.iterator + number // 32).llvm_ptr
                     cute.arch.atomic_or(at, I32(1) << (number % 32), scope="cta")
         self.finish(
-            o, o_rows, origins, total, mma, sQ, lse, batch, head, first_q, tile, length_q, tidx
+            o,
+            o_rows,
+            origins,
+            total,
+            mma,
+            sO,
+            lse,
+            lse_shift,
+            batch,
+            head,
+            first_q,
+            tile,
+            length_q,
+            tidx,
         )
         cute.arch.sync_threads()
         self.store(
@@ -250,25 +311,28 @@ class LiteForward(Tiles):
             out[batch, None, head, None],
             first_q + first_row,
             length_q - first_row,
-            sQ,
+            sO,
         )
         if cutlass.const_expr(self.problem.skip):
             for word in cutlass.range(tidx, write.shape[3], self.threads, unroll=1):
                 write[sequence, head, tile, word] = kept[word]
 
     @cute.jit
-    def take(self, x, step, key, flags):
-        """One step; the key of the next and the votes of the last 32."""
+    def take(self, x, step, key, key_scale, flags):
+        """One step; the key of the next, its scale, and the votes of the last 32."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        x.s.fill(0.0)
-        slices = self.width // 16
+        x.scores.fill(EXACT_BITS if self.problem.int8 else 0.0)
+        slices = self.config.score_columns // 16
         values = self.lines(x.load, x.thr_load, x.gV, x.first_k + key, x.length_k - key, x.sV)
         for i in cutlass.range_constexpr(slices):
             if cutlass.const_expr(not self.config.query_in_registers):
                 cute.copy(x.ldmatrix, x.tQsQ[None, None, i], x.tQrQ[None, None, i])
             cute.copy(x.ldmatrix, x.tKsK[None, None, i], x.tKrK[None, None, i])
-            cute.gemm(x.mma, x.s, x.rQ[None, None, i], x.rK[None, None, i], x.s)
+            if cutlass.const_expr(self.problem.int8):
+                multiply(x.mma8, x.scores, x.rQ[None, None, i], x.rK[None, None, i])
+            else:
+                cute.gemm(x.mma, x.s, x.rQ[None, None, i], x.rK[None, None, i], x.s)
             self.fetch_part(values, i, slices)
         cute.arch.cp_async_commit_group()
         # A loop over nothing or once, by a number that tells the compiler neither: it would turn a branch into
@@ -276,6 +340,12 @@ class LiteForward(Tiles):
         for _ in cutlass.range(I32(key + self.step > x.clear) - (x.length_k >> 31), unroll=1):
             self.hide(x.s_rows, x.tile, key, x.length_q, x.length_k, x.tidx)
         next_key = self.key_of(cutlass.min(step + 1, x.count - 1), x.count, x.listed)
+        if cutlass.const_expr(self.problem.int8):
+            for m in cutlass.range_constexpr(
+                self.blocks
+            ):  # not zero: hidden scores stay minus infinity
+                x.factors[m] = cute.arch.fmax(x.of_queries[m] * key_scale, F32(TINY))
+            key_scale = x.of_keys[next_key // KEY_GROUP]
         near = self.rescale(x)
         if cutlass.const_expr(self.problem.skip):
             flags = self.vote(x, step, near, flags)
@@ -285,8 +355,8 @@ class LiteForward(Tiles):
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         # The last step loads its own k once more, where a branch would break up what the products hide.
-        keys = self.lines(
-            x.load, x.thr_load, x.gK, x.first_k + next_key, x.length_k - next_key, x.sK
+        keys = self.scored.lines(
+            x.load_scored, x.thr_scored, x.gK, x.first_k + next_key, x.length_k - next_key, x.sK
         )
         blocks = self.blocks
         parts, units = self.step // 16, self.width // 16
@@ -307,13 +377,13 @@ class LiteForward(Tiles):
                     first, end = (4 * self.rows * k // units for k in (j, j + 1))
                     for due in cutlass.range_constexpr(first, end):
                         self.exponentiate(x, due % self.rows, 4 * (i + 1) + due // self.rows)
-                self.fetch_part(keys, i * units + j, parts * units)
+                self.scored.fetch_part(keys, i * units + j, parts * units)
         cute.arch.cp_async_commit_group()
-        return next_key, flags
+        return next_key, key_scale, flags
 
     @cute.jit
     def exponentiate(self, x, r, c):
-        x.s_rows[r, c] = cute.arch.exp2(x.s_rows[r, c] * x.scale_log2 - x.origins[r])
+        x.s_rows[r, c] = cute.arch.exp2(x.s_rows[r, c] * x.factors[r // 2] - x.offsets[r])
         x.total[r] = x.total[r] + x.s_rows[r, c]
 
     # ---- the list ---------------------------------------------------------------------------------------------------
@@ -439,10 +509,13 @@ class LiteForward(Tiles):
             most[r] = self.largest(x.s_rows, r, 0, self.step // 4)
         self.over_quad(most, cute.arch.fmax)
         for r in cutlass.range_constexpr(self.rows):
+            if cutlass.const_expr(self.problem.int8):
+                most[r] = (most[r] - EXACT) * x.factors[r // 2]
             if cutlass.const_expr(self.problem.skip):
                 near = near | (most[r] > x.best[r] + x.margin)
                 x.best[r] = cute.arch.fmax(x.best[r], most[r])
-            most[r] = most[r] * x.scale_log2
+            if cutlass.const_expr(not self.problem.int8):
+                most[r] = most[r] * x.factors[r // 2]
             rose = rose | (most[r] - x.origins[r] > SLACK)
         if cute.arch.vote_any_sync(rose):  # rare after the first tile
             for r in cutlass.range_constexpr(self.rows):
@@ -452,6 +525,9 @@ class LiteForward(Tiles):
                 x.total[r] = x.total[r] * shrink
                 for c in cutlass.range_constexpr(self.width // 4):
                     x.o_rows[r, c] = x.o_rows[r, c] * shrink
+        if cutlass.const_expr(self.problem.int8):
+            for r in cutlass.range_constexpr(self.rows):
+                x.offsets[r] = x.origins[r] + EXACT * x.factors[r // 2]
         return near
 
     def over_quad(self, values, combine):
@@ -463,9 +539,23 @@ class LiteForward(Tiles):
 
     @cute.jit
     def finish(
-        self, o, o_rows, origins, total, mma, sQ, lse, batch, head, first_q, tile, length_q, tidx
+        self,
+        o,
+        o_rows,
+        origins,
+        total,
+        mma,
+        sO,
+        lse,
+        lse_shift,
+        batch,
+        head,
+        first_q,
+        tile,
+        length_q,
+        tidx,
     ):
-        """Outputs, to the shared memory of q, and log-sum-exp."""
+        """Outputs, to shared memory, and log-sum-exp."""
         row = self.first_row_of(tile, tidx)
         self.over_quad(total, lambda a, b: a + b)
         for r in cutlass.range_constexpr(self.rows):
@@ -478,7 +568,9 @@ class LiteForward(Tiles):
             value = (origins[r] + cute.math.log2(total[r], fastmath=True)) * math.log(2)
             value = value if total[r] > 0.0 else F32(-INFINITY)
             if (tidx % 4 == 0) & (mine < length_q):
+                if cutlass.const_expr(self.problem.int8):
+                    value = value + lse_shift[batch, head, first_q + mine]
                 lse[batch, head, first_q + mine] = value
         rounded = cute.make_rmem_tensor(o.shape, self.dtype)
         rounded.store(o.load().to(self.dtype))
-        cute.autovec_copy(rounded, mma.get_slice(tidx).partition_C(sQ))
+        cute.autovec_copy(rounded, mma.get_slice(tidx).partition_C(sO))

@@ -39,6 +39,7 @@ def flash_attn_func(
     direction: int | Tensor = 1,
     must_do: Tensor | None = None,
     block_n: int = BLOCK_N[0],
+    use_int8: bool = False,
     return_softmax_lse: bool = False,
     return_mask: bool = False,
     out: Tensor | None = None,
@@ -61,8 +62,8 @@ def flash_attn_func(
         causal: key j is visible to query i if j <= i + Sk - Sq, as in flash-attn since 2.1.
         threshold: None: dense attention, without lists. Otherwise log2 units, as of `lite_attention`: tiles are dropped
             from the list for the next call.
-        read_mask, threshold_mode, direction, must_do, block_n: as of `lite_attention`; masks only with a threshold. A
-            query tile is 128 queries.
+        read_mask, threshold_mode, direction, must_do, block_n, use_int8: as of `lite_attention`; masks only with a
+            threshold. A query tile is 128 queries.
         return_softmax_lse: return also the log-sum-exp, float32 `[B, Hq, Sq]`, natural log, -inf where a row sees
             nothing.
         return_mask: return also the list for the next call, int32 `[B, Hq, Mt, W]`; needs a threshold.
@@ -79,9 +80,10 @@ def flash_attn_func(
     """
     return _attend(
         q, k, v, softmax_scale=softmax_scale, causal=causal, read_mask=read_mask, threshold=threshold,
-        threshold_mode=threshold_mode, direction=direction, must_do=must_do, block_n=block_n, out=out,
-        return_softmax_lse=return_softmax_lse, return_mask=return_mask, dropout_p=dropout_p, window_size=window_size,
-        softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
+        threshold_mode=threshold_mode, direction=direction, must_do=must_do, block_n=block_n, use_int8=use_int8,
+        out=out, return_softmax_lse=return_softmax_lse, return_mask=return_mask, dropout_p=dropout_p,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
     )  # fmt: skip
 
 
@@ -102,6 +104,7 @@ def flash_attn_varlen_func(
     direction: int | Tensor = 1,
     must_do: Tensor | None = None,
     block_n: int = BLOCK_N[0],
+    use_int8: bool = False,
     return_softmax_lse: bool = False,
     return_mask: bool = False,
     out: Tensor | None = None,
@@ -139,9 +142,10 @@ def flash_attn_varlen_func(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         read_mask=read_mask, threshold=threshold, threshold_mode=threshold_mode, direction=direction, must_do=must_do,
-        block_n=block_n, out=None if out is None else out.unsqueeze(0), return_softmax_lse=return_softmax_lse,
-        return_mask=return_mask, dropout_p=dropout_p, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic, return_attn_probs=return_attn_probs,
+        block_n=block_n, use_int8=use_int8, out=None if out is None else out.unsqueeze(0),
+        return_softmax_lse=return_softmax_lse, return_mask=return_mask, dropout_p=dropout_p,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
     )  # fmt: skip
     attended, *others = found if isinstance(found, tuple) else (found,)
     attended = attended.squeeze(0) if out is None else out

@@ -17,14 +17,18 @@ from . import masks
 from .backward import GatherDq, LiteBackward, RowSums
 from .config import (
     BLOCK_M,
+    KEY_GROUP,
+    QUERY_GROUP,
     BackwardConfig,
     ForwardConfig,
     Problem,
     dtype_name,
+    int8_width,
     select,
     select_backward,
 )
 from .forward import LiteForward
+from .int8 import Quantize
 from .tiles import DTYPES
 
 _INDEX = {"int32": cutlass.Int32, "int64": cutlass.Int64}
@@ -38,10 +42,10 @@ class _Fakes:
         self.batch, self.rows, self.keys = (cute.sym_int() for _ in range(3))
         self.heads, self.heads_k = cute.sym_int(), cute.sym_int()
 
-    def activation(self, of_keys: bool):
+    def activation(self, of_keys: bool, columns: int | None = None):
         length, heads = (self.keys, self.heads_k) if of_keys else (self.rows, self.heads)
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (self.batch, length, heads, self.problem.head_dim)
+        shape = (self.batch, length, heads, columns or self.problem.head_dim)
         return make_fake_tensor(DTYPES[self.problem.dtype], shape, stride=strides, assumed_align=16)
 
     def mask(self):
@@ -60,6 +64,11 @@ class _Fakes:
         shape = (self.batch, self.heads, cute.sym_int(), size)
         return make_fake_tensor(cutlass.Float32, shape, stride=strides, assumed_align=16)
 
+    def scales(self, of_keys: bool):
+        shape = (self.batch, self.heads_k if of_keys else self.heads, cute.sym_int())
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        return make_fake_tensor(cutlass.Float32, shape, stride=strides)
+
     def starts(self):
         if not self.problem.packed:
             return None
@@ -67,13 +76,14 @@ class _Fakes:
 
 
 def forward_arguments(config: ForwardConfig) -> tuple:
-    """What `cute.compile` needs to know of q, k, v, out, lse, read mask, must_do, write mask, cu_seqlens_q and _k,
-    direction_at, scale and margin in log2 units, direction, number of query tiles and of sequences."""
+    """Of q, k, v, out, lse, read mask, must_do, write mask, cu_seqlens_q and _k, direction_at, scales of 8-bit q and k,
+    what lse misses with them, scale in log2 units, margin, direction, number of query tiles and of sequences."""
     problem = config.problem
     fake = _Fakes(problem)
+    columns = config.score_columns if problem.int8 else problem.head_dim
     return (
-        fake.activation(False),
-        fake.activation(True),
+        fake.activation(False, columns),
+        fake.activation(True, columns),
         fake.activation(True),
         fake.activation(False),
         fake.per_row(),
@@ -83,8 +93,29 @@ def forward_arguments(config: ForwardConfig) -> tuple:
         fake.starts(),
         fake.starts(),
         make_fake_tensor(cutlass.Int32, (1,), stride=(1,)) if problem.on_device else None,
+        fake.scales(False) if problem.int8 else None,
+        fake.scales(True) if problem.int8 else None,
+        fake.per_row() if problem.int8 else None,
         *(cutlass.Float32(1.0),) * 2,
         *(cutlass.Int32(1),) * 3,
+    )
+
+
+def quantize_arguments(problem: Problem, of_keys: bool) -> tuple:
+    """Of q or k, means of the keys, integers, their scales, shifts of lse, cu_seqlens, scale, number of tiles and of
+    sequences."""
+    fake = _Fakes(problem)
+    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+    means = (fake.batch, fake.heads_k, problem.head_dim)
+    return (
+        fake.activation(of_keys),
+        make_fake_tensor(cutlass.Float32, means, stride=strides, assumed_align=16),
+        fake.activation(of_keys, int8_width(problem.head_dim) // 2),
+        fake.scales(of_keys),
+        None if of_keys else fake.per_row(),
+        fake.starts(),
+        cutlass.Float32(1.0),
+        *(cutlass.Int32(1),) * 2,
     )
 
 
@@ -158,6 +189,12 @@ def compile_forward(config: ForwardConfig, arch: str, *options) -> Callable[...,
 
 
 @functools.cache
+def compile_quantize(problem: Problem, of_keys: bool, arch: str, *options) -> Callable[..., None]:
+    kernel = Quantize(problem, of_keys)
+    return _compile(arch, options, kernel, *quantize_arguments(problem, of_keys))
+
+
+@functools.cache
 def compile_backward(config: BackwardConfig, arch: str, *options) -> Callable[..., None]:
     return _compile(arch, options, LiteBackward(config), *backward_arguments(config))
 
@@ -202,13 +239,17 @@ def forward(
     scale: float,
     causal: bool,
     block_n: int,
+    int8: bool = False,
+    max_seqlen_k: int | None = None,
     kernel_for: Callable[[ForwardConfig, str], Callable[..., None]] = compile_forward,
+    quantize_for: Callable[[Problem, bool, str], Callable[..., None]] = compile_quantize,
     arch: str | None = None,
 ) -> None:
     """Launches one call on torch's current stream; arguments are those of `ops.lite_attention`, checked, scale > 0.
 
-    lse [B, Hq, Sq]. write may be read: a query tile's row is read before it is written, and by nobody else. kernel_for
-    and arch are for tests without a GPU.
+    lse [B, Hq, Sq]. write may be read: a query tile's row is read before it is written, and by nobody else. int8 rounds
+    q and k first, into a workspace of their number of elements in bytes, and needs max_seqlen_k. The kernels and arch
+    are for tests without a GPU.
     """
     on_device = isinstance(direction, Tensor)
     index_dtype = "int32" if cu_seqlens_q is None else dtype_name(cu_seqlens_q.dtype)
@@ -220,15 +261,56 @@ def forward(
         packed=cu_seqlens_q is not None,
         index_dtype=index_dtype,
         on_device=on_device,
+        int8=int8,
     )  # fmt: skip
     scale_log2 = scale * math.log2(math.e)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     arch = arch or _arch(q.device)
+    scales = (None,) * 3
+    margin = threshold / scale_log2  # in the units of products q k^T
+    if int8:
+        margin = threshold  # there are none, because every tile has its own scale
+        most = max_seqlen_q, max_seqlen_k
+        q, k, *scales = _quantized(
+            q, k, cu_seqlens_q, cu_seqlens_k, *most, scale, problem, arch, quantize_for
+        )
     kernel_for(select(problem, arch), arch)(
-        q, k, v, out, lse, read, must_do, write, cu_seqlens_q, cu_seqlens_k,
-        direction if on_device else None, scale_log2, threshold / scale_log2, 1 if on_device else direction,
-        -(-max_seqlen_q // BLOCK_M), sequences,
+        q, k, v, out, lse, read, must_do, write, cu_seqlens_q, cu_seqlens_k, direction if on_device else None,
+        *scales, scale_log2, margin, 1 if on_device else direction, -(-max_seqlen_q // BLOCK_M), sequences,
     )  # fmt: skip
+
+
+def _quantized(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
+    max_seqlen_k: int, scale: float, problem: Problem, arch: str, quantize_for: Callable[..., Callable[..., None]],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """q and k as integers, two to a 16-bit element, their scales, and what lse misses."""
+    means = (
+        k.mean(1, dtype=torch.float32)
+        if k.shape[1]
+        else k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
+    )
+    plain = Problem(
+        problem.dtype, problem.head_dim, packed=problem.packed, index_dtype=problem.index_dtype
+    )
+    shifts = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    found, scales = [], []
+    for x, starts, longest, period, group, of_keys in (
+        (q, cu_seqlens_q, max_seqlen_q, BLOCK_M, QUERY_GROUP, False),
+        (k, cu_seqlens_k, max_seqlen_k, KEY_GROUP, KEY_GROUP, True),
+    ):
+        sequences, slots = x.shape[0], -(-x.shape[1] // period)
+        if starts is not None:  # each begins at a multiple of the period
+            sequences = starts.shape[0] - 1
+            slots = x.shape[1] // period + sequences
+        found.append(x.new_empty(*x.shape[:3], int8_width(x.shape[3]) // 2))
+        shape = x.shape[0], x.shape[2], slots * (period // group)
+        scales.append(torch.empty(shape, dtype=torch.float32, device=x.device))
+        quantize_for(plain, of_keys, arch)(
+            x, means, found[-1], scales[-1], None if of_keys else shifts, starts, scale,
+            -(-longest // Quantize.rows), sequences,
+        )  # fmt: skip
+    return *found, *scales, shifts
 
 
 class BackwardKernels:

@@ -71,7 +71,8 @@ def tile_mass(
     extent = check_attention(
         q=q, k=k, v=k, read_mask=None, threshold=None, threshold_mode="max", direction=1, scale=scale, causal=causal,
         must_do=None, block_m=block_m, block_n=block_n, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, grad_mask=None, deterministic=False, out=None,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, use_int8=False, grad_mask=None, deterministic=False,
+        out=None,
     )  # fmt: skip
     _check_lse(lse, q, cu_seqlens_q is not None)
     heads, group = q.shape[2], q.shape[2] // k.shape[2]

@@ -54,7 +54,7 @@ class LiteAttention(nn.Module):
         max_batch_size: the largest batch (sequences, if packed) that a call may have. Nothing is allocated for it.
         reverse_skip_list: True alternates the direction of the traversal from call to call, up first. False goes down
             in every call; a tile is then judged by the tiles after it alone.
-        use_int8: must be False; there is no INT8 kernel yet.
+        use_int8: scores from queries and keys rounded to 8-bit integers, see `lite_attention`; not for training.
         config: instead of a threshold: an object with an attribute `threshold` (`LiteAttentionRunConfig`), a sequence
             of those, one per step (the last one serves all further steps, with a warning), or a
             `LiteAttentionCalibConfig`, which finds the threshold of every step. A step is a call that skips, counted
@@ -78,12 +78,13 @@ class LiteAttention(nn.Module):
         super().__init__()
         if threshold is not None and config is not None:
             raise ValueError("threshold, config: expected one of the two, got both")
-        if use_int8:
-            raise ValueError("use_int8: expected False, there is no INT8 kernel yet; got True")
+        if not isinstance(use_int8, bool):
+            raise TypeError(f"use_int8: expected a bool, got {type(use_int8).__name__}")
         check_int("max_batch_size", max_batch_size, 1)
         self._threshold_mode = check_mode(threshold_mode)
         self.enable_skipping = bool(enable_skipping)
         self.max_batch_size = max_batch_size
+        self.use_int8 = use_int8
         self.state = SkipState(alternate=bool(reverse_skip_list))
         self._own: Policy | None = None
         self._given: Policy | None = None
@@ -151,7 +152,7 @@ class LiteAttention(nn.Module):
             lite_attention, query, key, value, threshold_mode=self._threshold_mode, scale=scale, causal=causal,
             block_m=skip_key.block_m, block_n=skip_key.block_n,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, use_int8=self.use_int8,
         )  # fmt: skip
         if not self.enable_skipping:
             mask = self._dense_mask(skip_key, lists, lengths)

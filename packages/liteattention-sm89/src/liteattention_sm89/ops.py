@@ -18,8 +18,8 @@ torch.library.define(
     "liteattention_sm89::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? read_mask, Tensor? must_do, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? direction_at, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? write_mask, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float threshold, str threshold_mode, int direction, float scale, bool causal, int block_n)"
-    " -> ()",
+    "SymInt max_seqlen_k, float threshold, str threshold_mode, int direction, float scale, bool causal, int block_n, "
+    "bool use_int8) -> ()",
 )
 
 
@@ -27,7 +27,7 @@ def _forward_cuda(
     q: Tensor, k: Tensor, v: Tensor, read_mask: Tensor | None, must_do: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, direction_at: Tensor | None, out: Tensor,
     lse: Tensor, write_mask: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, threshold: float,
-    threshold_mode: str, direction: int, scale: float, causal: bool, block_n: int,
+    threshold_mode: str, direction: int, scale: float, causal: bool, block_n: int, use_int8: bool,
 ) -> None:  # fmt: skip
     if scale < TINY:  # the kernel takes the best score of a row from the largest product
         q, scale = (q * -1, -scale) if scale <= -TINY else (torch.zeros_like(q), 1.0)
@@ -37,6 +37,7 @@ def _forward_cuda(
         q, k, v, target, lse, read_mask, must_do, write_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         threshold=effective(threshold, threshold_mode, max_seqlen_k),
         direction=direction if direction_at is None else direction_at, scale=scale, causal=causal, block_n=block_n,
+        int8=use_int8, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
@@ -64,6 +65,7 @@ def lite_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    use_int8: bool = False,
     grad_mask: Tensor | None = None,
     deterministic: bool = False,
     out: Tensor | None = None,
@@ -97,6 +99,8 @@ def lite_attention(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[N + 1]` on the device of q pack N sequences into B = 1; masks then
             have N in the place of B, and tiles are counted from the start of each sequence.
         max_seqlen_q, max_seqlen_k: the longest lengths, which fix Mt and W; needed with packed sequences on a GPU.
+        use_int8: scores from q and k rounded to 8-bit integers: one scale per 16 queries of a head and per 64 keys,
+            which are centred first; lse takes that into account. Not where a gradient is wanted.
         grad_mask: int32 words that broadcast to read_mask: the tiles, of those visited, that get a gradient. None:
             all, which is exact. Fewer are an approximation, see `mass`.
         deterministic: gradients of q without atomics, in two kernels. With atomics they may differ in the last bits
@@ -113,7 +117,7 @@ def lite_attention(
     """
     extent = check_attention(
         q, k, v, read_mask, threshold, threshold_mode, direction, scale, causal, must_do, block_m, block_n,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, grad_mask, deterministic, out,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, use_int8, grad_mask, deterministic, out,
     )  # fmt: skip
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tiles = -(-extent.queries // block_m), -(-extent.keys // block_n)
@@ -129,7 +133,7 @@ def lite_attention(
             direction=int(direction) if isinstance(direction, Tensor) else direction, scale=scale,
             causal=causal, must_do=must_do, block_m=block_m, block_n=block_n,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=extent.queries,
-            max_seqlen_k=extent.keys,
+            max_seqlen_k=extent.keys, use_int8=use_int8,
         )  # fmt: skip
         attended = result[0] if out is None else out.copy_(result[0])
         return attended, result[1], None if threshold is None else result[2]
@@ -157,7 +161,7 @@ def lite_attention(
     if q.numel() > 0 and extent.queries > 0:
         torch.ops.liteattention_sm89.forward.default(
             q, k, v, read_mask, must_do, cu_seqlens_q, cu_seqlens_k, at, out, lse, write_mask, extent.queries,
-            extent.keys, limit, threshold_mode, step, scale, causal, block_n,
+            extent.keys, limit, threshold_mode, step, scale, causal, block_n, use_int8,
         )  # fmt: skip
     elif write_mask is not None:
         write_mask.zero_()

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .config import KEY_GROUP, QUERY_GROUP
 from .masks import pack, unpack
 
 _LOG2E = math.log2(math.e)
@@ -44,6 +45,7 @@ def lite_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    use_int8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention over the key tiles that `read_mask` lists, and the list for the next call.
 
@@ -63,6 +65,9 @@ def lite_attention(
     masks have N in the place of B. Tiles are counted from the start of each sequence; Mt and Nt are those of
     max_seqlen_q and max_seqlen_k (the longest sequence by default), and a sequence lists none beyond its own end.
 
+    use_int8: scores are products of q and k rounded to 8 bits: 16 queries of a head, or 64 keys less their mean over
+    all tokens, have one scale, largest magnitude / 127. lse includes what the mean adds to the scores.
+
     Returns (out, lse, write_mask). out: [B, Sq, Hq, DV] in q's dtype. lse: [B, Hq, Sq], packed [Hq, Tq], natural log.
     The arithmetic and lse are fp32, or fp64 when q is fp64. write_mask: int32 [B, Hq, Mt, W], a subset of read_mask.
     out and lse are differentiable in q, k and v, which gives the gradient of exactly what ran. A row that sees no key
@@ -71,6 +76,10 @@ def lite_attention(
     problems = _problems(q, k, cu_seqlens_q, cu_seqlens_k)
     shape = _mask_shape(q, problems, block_m, block_n, max_seqlen_q, max_seqlen_k)
     read, forced = _bits(read_mask, shape, True, q.device), _bits(must_do, shape, False, q.device)
+    shift = None
+    dtype = q.dtype
+    if use_int8:
+        q, k, shift = _rounded(q, k, problems, _scale(q, scale))
     query, key, value = _work_tensors(q, k, v, scale)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     lse = query.new_full(query.shape[:-1], -math.inf)
@@ -86,7 +95,9 @@ def lite_attention(
         mixed = scores.softmax(-1) @ _listed_only(value, tile)
         out[:, :, tile.rows] = mixed.masked_fill(blind[..., None], 0)
         lse[:, :, tile.rows] = scores.logsumexp(-1).masked_fill(blind, -math.inf)
-    out = out.transpose(1, 2).contiguous().to(q.dtype)
+    out = out.transpose(1, 2).contiguous().to(dtype)
+    if shift is not None:
+        lse = lse + shift
     return out, lse if cu_seqlens_q is None else lse[0], pack(write)
 
 
@@ -227,6 +238,30 @@ def _work_tensors(
     group = q.shape[2] // k.shape[2]
     key, value = (x.to(dtype).transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
     return q.to(dtype).transpose(1, 2) * _scale(q, scale), key, value
+
+
+def _rounded(
+    q: Tensor, k: Tensor, problems: list[_Problem], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and centred k on their grids of 8-bit integers, and what the mean of k adds to every score of a row."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    query, key = q.to(dtype), k.to(dtype)
+    mean = key.mean(1, keepdim=True) if k.shape[1] else key.new_zeros(k.shape[0], 1, *k.shape[2:])
+    key = key - mean
+    group = q.shape[2] // k.shape[2]
+    shift = scale * (query * mean.repeat_interleave(group, 2)).sum(-1).transpose(1, 2)
+    found = []
+    for x, rows in ((query, QUERY_GROUP), (key, KEY_GROUP)):
+        y = torch.empty_like(x)
+        for problem in problems:
+            tokens = problem.rows if x is query else problem.keys
+            part = x[:, tokens]
+            padded = F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % rows)).unflatten(1, (-1, rows))
+            largest = padded.abs().amax((2, 4), keepdim=True).clamp(min=1e-15)
+            grid = (padded * (127 / largest)).round() * (largest / 127)
+            y[:, tokens] = grid.flatten(1, 2)[:, : part.shape[1]]
+        found.append(y)
+    return found[0], found[1], shift
 
 
 def _query_tiles(

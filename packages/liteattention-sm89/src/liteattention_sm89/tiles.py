@@ -15,12 +15,9 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 class Tiles:
     """Tiles [rows, width] of 16-bit tensors [T, head_dim], that all threads of a CTA copy together."""
 
-    def __init__(self, config):
-        self.config, self.problem = config, config.problem
-        self.dtype = DTYPES[self.problem.dtype]
-        self.dim, self.width = self.problem.head_dim, config.width
-        self.threads = 32 * config.warps
-        self.line = 64 if self.width % 64 == 0 else 32  # columns that neighbouring threads copy
+    def __init__(self, dtype, dim: int, width: int, threads: int):
+        self.dtype, self.dim, self.width, self.threads = dtype, dim, width, threads
+        self.line = 64 if width % 64 == 0 else 32  # columns that neighbouring threads copy
 
     def padded(self, rows, columns=None):
         """[rows, columns], the head dimension unless said, in shared memory. 16 bytes behind every row keep ldmatrix

@@ -1,0 +1,201 @@
+"""Queries and keys as 8-bit integers: the mma that multiplies them, and the kernel that rounds them.
+
+A block of rows has one scale, largest magnitude / 127. Keys are centred first: their mean over the tokens, which shifts
+all scores of a row by the same amount, holds the outliers of single channels (SageAttention, arXiv 2410.02367).
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu.warp import mma as warp_mma
+from cutlass.memory import SmemAllocator
+
+from .config import BLOCK_M, KEY_GROUP, QUERY_GROUP, Problem, int8_width
+from .tiles import DTYPES, F32, I32
+
+# Added to an integer below 2^22 these bits make it a float: 1.5 * 2^23 + the integer. Sums that start with them are
+# floats without a conversion.
+EXACT, EXACT_BITS = 12582912.0, 0x4B400000
+LEAST = 1e-15  # magnitude, so that no product of scales is zero
+
+
+@dataclass(frozen=True)
+class SignedInt8Op(warp_mma.WarpMmaOp):
+    """mma.m16n8k32 of signed integers; the DSL's own element type Int8 would mean unsigned ones here."""
+
+    shape_mnk: tuple = (16, 8, 32)
+
+    def _make_trait(self, *, loc=None, ip=None, **_):
+        shape = warp_mma._pack_shape(self.shape_mnk, loc=loc, ip=ip)
+        s8 = ir.IntegerType.get_signed(8)
+        atom = cute_nvgpu.MmaAtomSM80Type.get(shape.type.attribute, s8, s8, cutlass.Int32.mlir_type)
+        return warp_mma.MmaTF32Trait(warp_mma.make_atom(atom, loc=loc, ip=ip))
+
+    def _verify_fragment_A(self, fragment, *, loc=None, ip=None):
+        return True
+
+    def _verify_fragment_B(self, fragment, *, loc=None, ip=None):
+        return True
+
+
+def multiply(mma, acc, a, b):
+    """acc += a b^T: fragments (V, blocks of 16 rows), (V, blocks of 8 keys) of a 16-bit mma, of pairs of integers."""
+    rows, keys = cute.size(a, mode=[1]), cute.size(b, mode=[1])
+    for n in range(keys):
+        for m in range(rows):
+            c = cute.make_tensor(
+                acc.iterator + 4 * (rows * n + m), cute.make_layout(((2, 2), 1, 1))
+            )
+            cute.gemm(mma, c, _bytes(a[None, m]), _bytes(b[None, n]), c)
+
+
+def _bytes(fragment):
+    whole = cute.recast_tensor(fragment, cutlass.Int8)
+    size = cute.size(whole)
+    shape = ((4, 2, size // 8), 1, 1) if size == 16 else ((4, 2), 1, 1)
+    stride = ((1, 4, 8), 0, 0) if size == 16 else ((1, 4), 0, 0)
+    return cute.make_tensor(whole.iterator, cute.make_layout(shape, stride=stride))
+
+
+class Quantize:
+    """Rows to 8-bit integers and one scale per group: 16 queries of a head, or 64 keys less their mean.
+
+    One CTA of 4 warps per (64 rows, head, sequence), 16 rows per warp in registers. Of queries it also writes scale *
+    (q . mean of the keys), which the log-sum-exp of centred keys misses. Groups are counted from the start of a
+    sequence; packed sequences begin at a multiple of 128 queries or 64 keys.
+    """
+
+    rows, threads = 64, 128
+
+    def __init__(self, problem: Problem, of_keys: bool):
+        self.problem, self.of_keys = problem, of_keys
+        self.dtype, self.dim = DTYPES[problem.dtype], problem.head_dim
+        self.width = int8_width(self.dim)
+        self.lanes = 32 if self.width > 128 else self.width // 8  # of a row
+        self.group, self.period = (KEY_GROUP, 64) if of_keys else (QUERY_GROUP, BLOCK_M)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        means: cute.Tensor,
+        integers: cute.Tensor,
+        scales: cute.Tensor,
+        shifts: cute.Tensor,
+        starts: cute.Tensor,
+        scale: cutlass.Float32,
+        tiles: cutlass.Int32,
+        sequences: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.quantize_arguments`."""
+        self.kernel(x, means, integers, scales, shifts, starts, scale).launch(
+            grid=(tiles, x.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        means: cute.Tensor,
+        integers: cute.Tensor,
+        scales: cute.Tensor,
+        shifts: cute.Tensor,
+        starts: cute.Tensor,
+        scale: cutlass.Float32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, head, sequence = cute.arch.block_idx()
+        batch, first, length, slot = sequence, I32(0), I32(x.shape[1]), I32(0)
+        if cutlass.const_expr(self.problem.packed):
+            batch, first = I32(0), I32(starts[sequence])
+            length = I32(starts[sequence + 1]) - first
+            slot = first // self.period + sequence
+        warp_max = SmemAllocator().allocate_tensor(F32, cute.make_layout(4), 16)
+        if tile * self.rows < length:
+            self.quantize(
+                x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, batch, first, length,
+                slot * (self.period // self.group),
+            )  # fmt: skip
+
+    @cute.jit
+    def quantize(
+        self, x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, batch, first, length, slot,
+    ):  # fmt: skip
+        warp, lane = tidx // 32, tidx % 32
+        column = lane % self.lanes * 8
+        per_pass = 32 // self.lanes  # rows of a warp
+        passes = 16 // per_pass
+        row = tile * self.rows + warp * 16 + lane // self.lanes
+        mean = cute.make_rmem_tensor(8, F32)
+        mean.fill(0.0)
+        if column < self.dim:
+            head_k = (
+                head if cutlass.const_expr(self.of_keys) else head // (x.shape[2] // means.shape[1])
+            )
+            unit = cute.local_tile(means[batch, head_k, None], (8,), (column // 8,))
+            cute.autovec_copy(unit, mean)
+        values = cute.make_rmem_tensor(cute.make_layout((8, passes)), self.dtype)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(passes):
+            self.read(x, values[None, i], batch, first, row + i * per_pass, length, head, column)
+        most = F32(LEAST)
+        for i in cutlass.range_constexpr(passes):
+            seen = row + i * per_pass < length
+            dot = F32(0.0)
+            for c in cutlass.range_constexpr(8):
+                value = F32(values[c, i])
+                dot = dot + value * mean[c]
+                if cutlass.const_expr(self.of_keys):
+                    value = value - mean[c] if seen else F32(0.0)
+                most = cute.arch.fmax(most, cute.arch.fmax(value, -value))
+            if cutlass.const_expr(not self.of_keys):
+                for distance in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                    dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << distance)
+                if (lane % self.lanes == 0) & seen:
+                    shifts[batch, head, first + row + i * per_pass] = dot * scale
+        for distance in cutlass.range_constexpr(5):
+            most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, 1 << distance))
+        if cutlass.const_expr(self.of_keys):
+            if lane == 0:
+                warp_max[warp] = most
+            cute.arch.sync_threads()
+            for other in cutlass.range_constexpr(4):
+                most = cute.arch.fmax(most, warp_max[other])
+            if tidx == 0:
+                scales[batch, head, slot + tile] = most * (1 / 127)
+        else:
+            if lane == 0:
+                scales[batch, head, slot + tile * 4 + warp] = most * (1 / 127)
+        inverse = 127.0 / most
+        for i in cutlass.range_constexpr(passes):
+            self.write(
+                integers, values[None, i], mean, inverse, batch, first, row + i * per_pass, length, head, column
+            )  # fmt: skip
+
+    @cute.jit
+    def read(self, x, values, batch, first, row, length, head, column):
+        if (row < length) & (column < self.dim):
+            unit = cute.local_tile(x[batch, first + row, head, None], (8,), (column // 8,))
+            cute.autovec_copy(unit, values)
+
+    @cute.jit
+    def write(self, integers, values, mean, inverse, batch, first, row, length, head, column):
+        """Rounds to nearest even; adding EXACT leaves the integer in the lowest byte."""
+        words = cute.make_rmem_tensor(2, I32)
+        for word in cutlass.range_constexpr(2):
+            packed = I32(0)
+            for c in cutlass.range_constexpr(4):
+                value = F32(values[4 * word + c])
+                if cutlass.const_expr(self.of_keys):
+                    value = value - mean[4 * word + c]
+                bits = (value * inverse + EXACT).bitcast(I32)
+                packed = packed | ((bits & 255) << (8 * c))
+            words[word] = packed
+        if (row < length) & (column < self.width):
+            line = cute.recast_tensor(integers[batch, first + row, head, None], I32)
+            cute.autovec_copy(words, cute.local_tile(line, (2,), (column // 8,)))

@@ -1,0 +1,611 @@
+"""Scores of 8-bit integers: the reference, the kernels on the CPU under every schedule, and their machine code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass.base_dsl.compiler import DumpDir
+from cutlass.cute.runtime import make_fake_stream
+from lite_helpers import Call, Inputs, make_inputs
+from lite_int8 import (
+    MAX_LSE_ERROR,
+    MAX_LSE_ROUNDING_ERROR,
+    MAX_OUTPUT_ERROR,
+    MAX_ROUNDING_ERROR,
+    Results,
+    assert_right,
+    assert_rounded,
+    attention,
+    centred,
+    difference,
+    exact_inputs,
+    grid_of,
+    grids,
+    largest,
+    launched,
+    mean_of,
+    on_grid,
+    shift_of,
+    with_offsets,
+)
+from module_helpers import stand_out
+from torch import Tensor
+
+from cula_emulator import mutation, resources
+from liteattention_sm89 import launch, lite_attention, masks, reference
+from liteattention_sm89.config import (
+    DTYPES,
+    HEAD_DIMS,
+    SHARED_MEMORY,
+    ForwardConfig,
+    Problem,
+    candidates,
+    select,
+)
+from liteattention_sm89.forward import LiteForward
+from liteattention_sm89.int8 import Quantize
+from liteattention_sm89.module import LiteAttention, SeqParallelLiteAttention, merge
+
+
+def int8(call: Call, x: Inputs, **changes) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference, in the dtype of the inputs."""
+    return reference.lite_attention(
+        x.q, x.k, x.v, x.read,
+        **{
+            "threshold": call.threshold, "direction": call.direction, "causal": call.causal, "must_do": x.held,
+            "block_n": call.block_n, "cu_seqlens_q": x.starts_q, "cu_seqlens_k": x.starts_k, "use_int8": True,
+        } | changes,
+    )  # fmt: skip
+
+
+def without(call: Call) -> Call:
+    """The same call in fp64, where no value lies half way between integers."""
+    return replace(call, dtype="float64")
+
+
+def double(x: Inputs) -> Inputs:
+    return replace(x, q=x.q.double(), k=x.k.double(), v=x.v.double())
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+REFERENCE = [
+    Call(150, 200, batch=2, heads=4, heads_k=2, dim=24),
+    Call(1, 1, dim=8),
+    Call(17, 65, dim=8, causal=True, listed=0.6, threshold=-1.0, direction=-1),
+    Call(200, 130, dim=16, causal=True, views=True),
+    Call(150, 500, dim=16, listed=0.5, block_n=128, held=True, threshold=-1.0),
+    Call(dim=8, lengths=((70, 100), (0, 30), (200, 130), (5, 0), (1, 1))),
+    Call(dim=8, lengths=((70, 100), (129, 63), (0, 0)), causal=True, listed=0.7, threshold=-1.0),
+]
+
+
+@pytest.mark.parametrize("call", REFERENCE, ids=str)
+def test_the_reference_is_attention_of_rounded_queries_and_keys(call):
+    x = with_offsets(make_inputs(without(call)), 3.0)
+    scale = call.dim**-0.5
+    q, k = grids(x)
+    expected = attention(call, x, q.values, k.values, scale)
+    found = int8(call, x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    # Both that are rounded matter, and both sizes of groups.
+    for other in ((x.q, k.values), (q.values, centred(x.k))) if call.keys > 1 else ():
+        assert difference(found[0], attention(call, x, *other, scale)[0]) > 1e-5
+
+
+def test_the_reference_in_other_dtypes():
+    call = Call(150, 200, dim=64, batch=2, causal=True)
+    for dtype in ("bfloat16", "float16", "float32"):
+        x = with_offsets(make_inputs(replace(call, dtype=dtype)), 3.0)
+        out, lse, _ = int8(call, x)
+        assert (out.dtype, lse.dtype) == (x.q.dtype, torch.float32)
+        q, k = grids(x)
+        expected = attention(call, x, q.values, k.values, 1 / 8)
+        assert difference(out, expected[0]) < MAX_OUTPUT_ERROR
+        assert largest(lse - expected[1]) < 5e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_rounding_costs(dim):
+    """Little, and no more where channels of the keys have offsets; if they were not centred first it would be much."""
+    call = without(Call(300, 1000, dim=dim, batch=2, heads=4))
+    for offset in (0.0, 30.0):
+        x = with_offsets(make_inputs(call), offset)
+        exact = int8(call, x, use_int8=False)
+        out, lse, _ = int8(call, x)
+        assert difference(out, exact[0]) < MAX_ROUNDING_ERROR
+        assert largest(lse - exact[1]) < MAX_LSE_ROUNDING_ERROR
+    as_they_are = (on_grid(t, group).values for t, group in ((x.q, 16), (x.k, 64)))
+    naive = reference.lite_attention(*as_they_are, x.v)
+    assert difference(naive[0], exact[0]) > 5 * MAX_ROUNDING_ERROR
+
+
+EXACT = Call(150, 256, dim=64, heads=4, heads_k=2, listed=0.7, threshold=-4.0)
+
+
+@pytest.mark.parametrize("call", [
+    EXACT, replace(EXACT, causal=True, direction=-1, block_n=128, batch=2), replace(EXACT, listed=None, dim=24),
+], ids=str)  # fmt: skip
+def test_integers_are_not_rounded(call):
+    """Then nothing differs from attention, lse included: what the mean of the keys adds is there."""
+    x = exact_inputs(without(call))
+    assert largest(shift_of(x.q, x.k, 1e-4)) > 1
+    found, expected = (int8(call, x, use_int8=flag, scale=1e-4) for flag in (True, False))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("skipping", [False, True])
+def test_parts_of_the_keys_merge(skipping):
+    """Every part has a mean of its own, which its lse includes."""
+    call = without(Call(150, 256, dim=64, heads=4, heads_k=2))
+    x = exact_inputs(call)
+    apart = torch.randint(-30, 31, (1, 1, 2, 64))
+    apart[..., 0] = 0
+    halves = [side * apart + half for side, half in zip((1, -1), x.k.split(128, 1))]
+    x = replace(x, k=torch.cat(halves, 1))
+    parts = SeqParallelLiteAttention(2, skipping, -math.inf, use_int8=True)
+    found = [
+        parts(x.q, k, v, i, scale=1e-4, return_softmax_lse=True)
+        for i, (k, v) in enumerate(zip(halves, x.v.split(128, 1)))
+    ]
+    out, lse = merge(*zip(*found))
+    whole = int8(call, x, scale=1e-4)
+    exact = int8(call, x, scale=1e-4, use_int8=False)
+    for one, other, wanted in zip((out, lse), whole, exact):
+        torch.testing.assert_close(other, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-9)
+    # What would come out if the means were forgotten.
+    lses = [lse - shift_of(x.q, k, 1e-4) for (_, lse), k in zip(found, halves)]
+    assert difference(merge([o for o, _ in found], lses)[0], exact[0]) > 0.1
+
+
+def test_parts_of_rounded_keys_merge():
+    call = without(Call(150, 500, dim=64, heads=2))
+    x = with_offsets(make_inputs(call), 5.0)
+    x.k[:, 200:] += torch.randn(64)
+    exact = int8(call, x, use_int8=False)
+    parts = SeqParallelLiteAttention(2, threshold=-math.inf, use_int8=True)
+    pieces = (t.split((200, 300), 1) for t in (x.k, x.v))
+    found = [parts(x.q, *kv, i, return_softmax_lse=True) for i, kv in enumerate(zip(*pieces))]
+    out, lse = merge(*zip(*found))
+    assert difference(out, exact[0]) < MAX_ROUNDING_ERROR
+    assert largest(lse - exact[1]) < MAX_LSE_ROUNDING_ERROR
+
+
+def test_zeros_are_zeros():
+    """Blocks without a scale: every key counts the same, and nothing is NaN."""
+    call = Call(70, 130, dim=64, dtype="float32")
+    x = make_inputs(call)
+    mean = x.v.mean(1)[:, None].expand(-1, -1, 2, -1)
+    x.q[:, 16:32] = 0
+    out, lse, _ = int8(call, x)
+    torch.testing.assert_close(out[:, 16:32], mean.expand(-1, 16, -1, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[:, :, 16:32], torch.full((1, 2, 16), math.log(130)))
+    assert difference(out, int8(call, x, use_int8=False)[0]) < MAX_ROUNDING_ERROR
+    x.k[:] = x.k[:, :1] * 1.0
+    out, lse, _ = int8(call, x)
+    torch.testing.assert_close(out, mean.expand_as(out), rtol=1e-4, atol=1e-4)
+    exact = int8(call, x, use_int8=False)[1]
+    torch.testing.assert_close(lse, exact, rtol=1e-4, atol=1e-4)
+    # Only the keys of one tile are zero where they are centred.
+    x.k[:, 64:128] = 0
+    x.k[:, :64:2], x.k[:, 1:64:2], x.k[:, 128], x.k[:, 129] = 1.5, -1.5, 2.0, -2.0
+    assert not mean_of(x.k).any()
+    found, wanted = int8(call, x), int8(call, x, use_int8=False)
+    assert difference(found[0], wanted[0]) < MAX_ROUNDING_ERROR and found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(scale):
+    call = without(Call(70, 130, dim=16, listed=0.8, threshold=-1.0))
+    x = with_offsets(make_inputs(call), 2.0)
+    found = int8(call, x, scale=scale)
+    expected = int8(call, replace(x, q=x.q if scale == 0 else -x.q), scale=-scale)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    exact = int8(call, x, scale=scale, use_int8=False)
+    assert difference(found[0], exact[0]) < (MAX_ROUNDING_ERROR if scale else 1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cpu_call_without_keys(packed):
+    q, k = torch.randn(1, 20, 2, 16), torch.randn(1, 0, 1, 16)
+    starts = [torch.tensor([0, 7, 20]), torch.tensor([0, 0, 0])]
+    more = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]} if packed else {}
+    out, lse, write = lite_attention(q, k, k, use_int8=True, **more)
+    assert not out.any() and (lse == -math.inf).all() and write.numel() == 0
+
+
+# ---- the modules -----------------------------------------------------------------------------------------------------
+
+
+def test_a_module_rounds_in_every_call():
+    x = [with_offsets(make_inputs(without(Call(200, 500, dim=64))), 2.0) for _ in range(4)]
+    lite, plain = (LiteAttention(threshold=-3.0, use_int8=flag) for flag in (True, False))
+    assert lite.use_int8 is True and plain.use_int8 is LiteAttention().use_int8 is False
+    mask = masks.full(1, 2, 2, 8)
+    for call, (q, k, v) in enumerate((y.q, y.k, y.v) for y in x):
+        if call == 0:
+            stand_out(q, k)
+        expected = lite_attention(
+            q, k, v, mask, threshold=-3.0, direction=1 - call % 2 * 2, use_int8=True
+        )
+        found = lite(q, k, v, return_softmax_lse=True)
+        assert all(map(torch.equal, (*found, lite.write_mask), expected))
+        assert not torch.equal(found[0], plain(q, k, v))
+        mask = expected[2]
+    assert masks.density(mask, 8) < 1
+    lite.enable_skip_optimization(False)
+    dense = lite_attention(q, k, v, threshold=None, use_int8=True)
+    assert all(map(torch.equal, lite(q, k, v, return_softmax_lse=True), dense[:2]))
+
+
+def test_a_module_that_rounds_does_not_train():
+    lite = LiteAttention(use_int8=True)
+    x = [t.requires_grad_() for t in torch.randn(3, 1, 40, 1, 16)]
+    with pytest.raises(ValueError, match="use_int8: expected False where a gradient is wanted"):
+        lite(*x)
+    assert lite.write_mask is None and lite.state.step == 0
+    with torch.no_grad():
+        lite(*x)
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(emulated) -> Callable[..., Results]:
+    """run(call, inputs) launches as `launch.forward` does on a GPU; guards and NaN around all that is written, also
+    between the kernels. `changes` are options of the attention kernel."""
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    def run(call: Call, x: Inputs, arch: str = "sm_89", scale: float | None = None, **changes):
+        def kernel_for(config, arch):
+            run.kernel = emulated(
+                LiteForward(config), *launch.forward_arguments(config), stream, arch=arch, key=(config, arch)
+            )  # fmt: skip
+            run.config = config
+            return lambda *arguments: run.kernel(*arguments, **changes)
+
+        def quantize_for(problem, of_keys, arch):
+            def guarded(x, means, *written_and_rest):
+                written = written_and_rest[:3]
+                own = [t if t is None else emulated.empty(t.shape, t.dtype) for t in written]
+                quantizer(emulated, problem, of_keys)(x, means, *own, *written_and_rest[3:])
+                for target, result in zip(written, own):
+                    if target is not None:
+                        target.view(torch.int16).copy_(result.view(torch.int16))
+
+            return guarded
+
+        return launched(
+            call, x, emulated.empty, scale=scale, kernel_for=kernel_for, quantize_for=quantize_for, arch=arch
+        )  # fmt: skip
+
+    return run
+
+
+def quantizer(emulated, problem: Problem, of_keys: bool):
+    return emulated(
+        Quantize(problem, of_keys), *launch.quantize_arguments(problem, of_keys),
+        make_fake_stream(use_tvm_ffi_env_stream=True), arch="sm_89", key=(problem, of_keys),
+    )  # fmt: skip
+
+
+DENSE = Call(130, 200, heads=4, heads_k=2)
+TILES_OF_128 = Call(
+    130, 250, dim=64, dtype="float16", causal=True, listed=0.7, block_n=128, direction=-1, held=True, threshold=-1.0
+)  # fmt: skip
+PACKED = Call(
+    dim=72, causal=True, listed=0.8, threshold=-1.0, index_dtype="int64",
+    lengths=((70, 100), (0, 30), (150, 130), (5, 0)),
+)  # fmt: skip
+WIDEST = Call(70, 250, dim=256, heads=1, listed=0.8, threshold=-1.0)
+EMULATED = [
+    (DENSE, "sm_89"),
+    (TILES_OF_128, "sm_89"),
+    (PACKED, "sm_89"),
+    (WIDEST, "sm_89"),
+    (Call(70, 130, dim=192, heads=1, listed=0.8, threshold=-1.0, on_device=True), "sm_89"),
+    (Call(130, 300, listed=0.6, threshold=-2.0, direction=-1, batch=2, heads=1, views=True), "sm_90a"),
+    (Call(100, 130, dim=64, causal=True), "sm_90a"),
+    (Call(dim=96, lengths=((129, 70), (3, 0), (40, 64))), "sm_90a"),
+]  # fmt: skip
+
+
+@pytest.mark.emulated(detect_races=True)
+@pytest.mark.parametrize("call, arch", [pytest.param(*c, id=f"{c[1]}-{c[0]}") for c in EMULATED])
+def test_numbers(run, call, arch):
+    x = with_offsets(make_inputs(call), 3.0)
+    assert_right(call, x, run(call, x, arch))
+    assert run.config.rows == (16 if arch == "sm_89" else 32)
+
+
+@pytest.mark.emulated(detect_races=True, schedules="random", seeds=1)
+def test_what_lse_leaves_out_of_a_rounded_call(run):
+    """End to end, beside the reference and beside exact attention."""
+    x = with_offsets(make_inputs(DENSE), 3.0)
+    got = run(DENSE, x)
+    for flag, error, lse_error in (
+        (True, MAX_OUTPUT_ERROR, 5e-3),
+        (False, MAX_ROUNDING_ERROR, MAX_LSE_ROUNDING_ERROR),
+    ):
+        out, lse, _ = int8(DENSE, double(x), use_int8=flag)
+        assert difference(got.out, out) < error and largest(got.lse - lse) < lse_error
+
+
+@pytest.mark.emulated(detect_races=True, seeds=1)
+def test_integers_are_not_rounded_by_the_kernels(run):
+    """Beside attention itself: what is centred comes back in lse, and fragments of integers are where they belong."""
+    for rows, direction in ((70, 1), (2, -1)):
+        call = replace(WIDEST, rows=rows, direction=direction, threshold=-0.5, listed=1.0)
+        x = exact_inputs(call)
+        got = run(call, x, scale=1e-4)
+        assert torch.equal(got.q.values, x.q.double()) and torch.equal(got.k.values, centred(x.k))
+        out, lse, write = int8(call, double(x), scale=1e-4, use_int8=False)
+        assert difference(got.out, out) < MAX_OUTPUT_ERROR
+        assert largest(got.lse - lse) < MAX_LSE_ERROR and largest(shift_of(x.q, x.k, 1e-4)) > 1
+        assert torch.equal(got.write, write)
+    assert not torch.equal(write, x.read)
+
+
+@pytest.mark.emulated(detect_races=True, seeds=1)
+@pytest.mark.parametrize("rows", [1, 33, 100])
+def test_rows_behind_the_end_keep_nothing(run, rows):
+    """Their integers are those of the last row, and so is their scale."""
+    call = replace(WIDEST, rows=rows, listed=1.0, threshold=-1.0)
+    x = make_inputs(call)
+    x.q[..., 0] = 8
+    x.k[:, :64, :, 0] = 20
+    got = run(call, x)
+    assert_right(call, x, got)
+    assert got.write.tolist() == [[[[1]]]]
+
+
+@pytest.mark.emulated(detect_races=True, schedules="immediate")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums(run, sign):
+    """All products are 127 * 127 or less than nothing by as much: the sums of 256 still fit."""
+    call = replace(WIDEST, threshold=-1.0, direction=sign)
+    x = make_inputs(call)
+    signs = torch.where(torch.rand(256) < 0.5, -0.75, 0.75)
+    q = (signs * sign).expand_as(x.q)
+    k = signs * torch.tensor([1.0, -1.0]).repeat(125)[:, None, None]
+    x = replace(x, q=q.bfloat16(), k=k[None].bfloat16())
+    scale = 3 / (256 * 0.75**2)
+    got = run(call, x, scale=scale)
+    assert (got.q.integers.abs() == 127).all() and (got.k.integers.abs() == 127).all()
+    assert_right(call, x, got, scale)
+    # Half of the visited keys have the score 3, the others -3.
+    seen = masks.unpack(x.read, 4)[0, 0, 0].repeat_interleave(64)[:250]
+    log = math.log(seen.sum() / 2 * (math.exp(3) + math.exp(-3)))
+    torch.testing.assert_close(got.lse, torch.full_like(got.lse, log), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.emulated(detect_races=True, schedules="immediate")
+def test_zeros_are_zeros_to_the_kernels(run):
+    x = make_inputs(DENSE)
+    mean = x.v.float().mean(1)[:, None].repeat_interleave(2, 2)
+    flat = replace(x, q=x.q.clone(), k=x.k.clone())
+    flat.q[:, 16:32] = 0
+    got = run(DENSE, flat)
+    assert_right(DENSE, flat, got)
+    torch.testing.assert_close(got.out[:, 16:32].float(), mean.expand(-1, 16, -1, -1), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(got.lse[:, :, 16:32], torch.full((1, 4, 16), math.log(200)))
+    # Keys without a difference, one tile of them and all.
+    flat.k[:, 64:128] = flat.k[:, :64] = 0
+    flat.k[:, 128::2], flat.k[:, 129::2] = 1.5, -1.5
+    assert not mean_of(flat.k).any()
+    assert_right(DENSE, flat, run(DENSE, flat))
+    flat.k[:] = x.k[:, :1]
+    got = run(DENSE, flat)
+    assert_right(DENSE, flat, got)
+    torch.testing.assert_close(got.out.float(), mean.expand_as(got.out), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_a_call_without_keys(run):
+    call = replace(DENSE, keys=0)
+    x = make_inputs(call)
+    got = run(call, x)
+    assert not got.out.any() and (got.lse == -math.inf).all()
+
+
+@pytest.mark.emulated(detect_races=True, schedules="immediate")
+def test_values_of_unlisted_tiles_are_not_read(run):
+    """Their keys only enter the mean of all."""
+    x = with_offsets(make_inputs(WIDEST), 1.0)
+    x.read.fill_(0b0101)
+    poisoned = replace(x, v=x.v.clone())
+    poisoned.v[:, 64:128] = poisoned.v[:, 192:] = math.nan
+    clean, found = run(WIDEST, x), run(WIDEST, poisoned)
+    assert all(torch.equal(getattr(clean, n), getattr(found, n)) for n in ("out", "lse", "write"))
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_matters(run):
+    """Several steps, and none."""
+    call = replace(TILES_OF_128, rows=128, keys=448, heads=1, causal=True, listed=1.0)
+    inputs = [make_inputs(c) for c in (call, replace(call, listed=0.0))]
+    expected = [run(call, x) for x in inputs]
+
+    def check(options) -> None:
+        for x, before in zip(inputs, expected):
+            got = run(call, x, **vars(options))
+            for name in ("out", "lse", "write"):
+                assert torch.equal(getattr(got, name), getattr(before, name)), "another result"
+
+    report = mutation.run(check, run.kernel, schedules=mutation.SCHEDULES[:3])
+    assert not report.unnoticed and not report.not_reached, str(report)
+    assert len(report.noticed) >= 10
+
+
+# ---- the kernel that rounds ------------------------------------------------------------------------------------------
+
+
+def quantize(
+    emulated, x: Tensor, means: Tensor, of_keys: bool, starts: Tensor | None = None, **changes
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(integers, scales, shifts with a scale of 0.25), as the launcher asks for them."""
+    batch, tokens, heads, dim = x.shape
+    group, period = (64, 64) if of_keys else (16, 128)
+    slots, sequences, longest = -(-tokens // period), batch, tokens
+    if starts is not None:
+        sequences = len(starts) - 1
+        slots, longest = tokens // period + sequences, starts.diff().max().item()
+    width = next(w for w in (64, 128, 192, 256) if w >= dim)
+    integers = emulated.empty((batch, tokens, heads, width // 2), x.dtype)
+    scales = emulated.empty((batch, heads, slots * (period // group)), torch.float32)
+    shifts = None if of_keys else emulated.empty((batch, heads, tokens), torch.float32)
+    index = "int32" if starts is None else str(starts.dtype).removeprefix("torch.")
+    problem = Problem(
+        str(x.dtype).removeprefix("torch."), dim, packed=starts is not None, index_dtype=index
+    )
+    kernel = quantizer(emulated, problem, of_keys)
+    kernel(x, means, integers, scales, shifts, starts, 0.25, -(-longest // 64), sequences, **changes)
+    return integers, scales, shifts
+
+
+@pytest.mark.emulated(detect_races=True)
+@pytest.mark.parametrize("dim, starts", [
+    (128, None), (72, [0, 70, 70, 220, 225]), (256, None),
+], ids=["D128", "D72-packed", "D256"])  # fmt: skip
+def test_rounding(emulated, dim, starts):
+    """Any means, strides and heads; ties to even, where 127 is the largest magnitude."""
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int64)
+    batch = 2 if starts is None else 1
+    inputs = make_inputs(Call(225, 225, batch=batch, heads=4, heads_k=2, dim=dim, views=True))
+    means = torch.randn(batch, 2, dim)
+    for x, of_keys in ((inputs.q, False), (inputs.k, True)):
+        group = 64 if of_keys else 16
+        x[:, :64] = torch.randint(-252, 253, x[:, :64].shape) / 2
+        x[:, :64:16, :, 0] = 127
+        integers, scales, shifts = quantize(emulated, x, means, of_keys, starts)
+        grid = grid_of(integers, scales, dim, group, 64 if of_keys else 128, starts)
+        exact = x.float()
+        if of_keys:
+            exact = exact - means[:, None]
+        else:
+            shift = 0.25 * (exact.double() * means[:, None].double().repeat_interleave(2, 2)).sum(-1)
+            torch.testing.assert_close(shifts.double(), shift.mT, rtol=1e-5, atol=1e-5 * dim**0.5)
+            assert torch.equal(grid.integers[:, :64], x[:, :64].double().round())
+        assert_rounded(grid, exact, group, starts)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_sizes_next_to_nothing_and_huge(emulated):
+    """Every group has its own scale, and groups and heads do not mix."""
+    x = torch.randn(1, 100, 3, 128)
+    for number, size in enumerate((0.0, 1e-30, 1e-14, 1.0, 1e30)):
+        x[:, 16 * number : 16 * number + 16, 1] *= size
+    for of_keys in (False, True):
+        y = x.bfloat16()
+        if of_keys:
+            y[:, 64:] = y[:, :36]
+            y[:, :64, 1] *= 1e-12
+        integers, scales, _ = quantize(emulated, y, torch.zeros(1, 3, 128), of_keys)
+        grid = grid_of(integers, scales, 128, *((64, 64) if of_keys else (16, 128)), None)
+        kept = y.double().abs() > 1e-12
+        small = grid.values - y.double()
+        assert (small.abs() <= grid.scales[..., None] * 0.501 + 1e-15).all() and kept.any()
+        assert (grid.scales > 0).all() and grid.values.isfinite().all()
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_the_barrier_of_the_kernel_that_rounds_matters(emulated):
+    x = torch.randn(1, 200, 2, 64).bfloat16()
+    means = x.float().mean(1)
+    expected = quantize(emulated, x, means, True)
+
+    def check(options) -> None:
+        got = quantize(emulated, x, means, True, **vars(options))
+        for one, other in zip(got[:2], expected):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16)), "another result"
+
+    problem = Problem("bfloat16", 64)
+    report = mutation.run(check, quantizer(emulated, problem, True))
+    assert len(report.noticed) == 1 and not report.unnoticed and not report.not_reached, str(report)
+    assert not mutation.synchronisation(quantizer(emulated, problem, False).kernel.ptx)
+
+
+# ---- what is compiled ------------------------------------------------------------------------------------------------
+
+PROBLEMS = [
+    Problem("bfloat16", dim, skip=skip, int8=True) for dim in HEAD_DIMS for skip in (False, True)
+]
+CASES = [(problem, "sm_89") for problem in PROBLEMS]
+CASES += [(PROBLEMS[5], "sm_90a"), (PROBLEMS[0], "sm_90a"), (PROBLEMS[5], "sm_120a")]
+CASES.append((Problem("float16", 72, True, True, 128, True, True, "int64", True, True), "sm_89"))
+
+
+def label(case: tuple[Problem, str]) -> str:
+    problem, arch = case
+    return "-".join([arch, problem.dtype, f"D{problem.head_dim}", *["listed"] * problem.skip])
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_machine_code(tmp_path, case):
+    problem, arch = case
+    config = select(problem, arch)
+    keep = cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
+    compiled = launch.compile_forward(config, arch, *keep)
+    kernel, ptx = resources.report(compiled).kernel, compiled.artifacts.PTX
+    resources.check(kernel, expect=("IMMA", "HMMA", "LDSM", "LDGSTS"))
+    spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
+    assert spilled == (0, 0, 0, 0)
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
+    assert kernel.threads == (32 * config.warps, 1, 1) and kernel.shared_bytes == 0
+    assert kernel.dynamic_shared_bytes <= config.shared_bytes <= SHARED_MEMORY
+
+    step, width, blocks = config.step, config.width, config.rows // 16
+    row = next(d for d in (64, 128, 192, 256) if d >= problem.head_dim)  # bytes of q or k
+    products = blocks * (step // 8) * (row // 32)
+    assert kernel.count("IMMA") == products == len(re.findall(r"mma\.sync\S*m16n8k32\S*\.s32\.s8\.s8\.s32", ptx))
+    assert not re.search(r"mma\.sync\S*\.u8", ptx)
+    assert kernel.count("HMMA") == blocks * (step // 16) * (width // 8)
+    assert kernel.count("LDSM") == (step // 16) * (row // 32 + width // 16) + blocks * (row // 32)
+    # Sums of products are floats without being converted.
+    assert kernel.count("I2F") <= 4
+    scores = 128 * step // (32 * config.warps)
+    assert scores < ptx.count("ex2.approx") <= scores + 2 * 2 * blocks
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_machine_code_of_the_kernel_that_rounds(tmp_path, dim, of_keys):
+    keep = cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
+    kernel = resources.report(
+        launch.compile_quantize(Problem("bfloat16", dim), of_keys, "sm_89", *keep)
+    ).kernel
+    resources.check(kernel, expect=("LDG.E.128", "STG.E.64", "SHFL"))
+    assert (kernel.spill_stores, kernel.spill_loads, kernel.count("I2F")) == (0, 0, 0)
+    assert kernel.registers <= 128 and kernel.count("BAR") == of_keys
+
+
+def test_configs():
+    columns_of = {8: 32, 64: 32, 72: 64, 96: 64, 128: 64, 136: 96, 192: 96, 200: 128, 256: 128}
+    for dim, columns in columns_of.items():
+        for arch, skip, dtype in itertools.product(
+            ("sm_80", "sm_89", "sm_90a", "sm_120a"), (False, True), DTYPES
+        ):
+            problem = Problem(dtype, dim, skip=skip, int8=True)
+            assert problem.illegal() is None
+            for config in (select(problem, arch), *candidates(problem, arch)):
+                assert config.illegal() is None and not config.query_in_registers
+                assert config.score_columns == columns
+                # Half of what 16-bit scores need for q and k.
+                plain = replace(config, problem=replace(problem, int8=False))
+                assert plain.score_columns == plain.width and config.place <= plain.place
+    for rows, dim in itertools.product((16, 32), HEAD_DIMS):
+        config = ForwardConfig(Problem("bfloat16", dim, int8=True), rows, True)
+        assert config.illegal() == "8-bit queries stay in shared memory"
+    assert "bfloat16 or float16" in Problem("float32", 64, int8=True).illegal()
