@@ -1,17 +1,13 @@
-"""Scores of 8-bit integers: the reference, the kernels on the CPU under every schedule, and their machine code."""
+"""Scores of 8-bit integers: the reference, the modules, and the kernels on the CPU under every schedule."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
-import cutlass.cute as cute
 import pytest
 import torch
-from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.runtime import make_fake_stream
 from lite_helpers import Call, Inputs, make_inputs
 from lite_int8 import (
@@ -25,6 +21,7 @@ from lite_int8 import (
     attention,
     centred,
     difference,
+    double,
     exact_inputs,
     grid_of,
     grids,
@@ -38,17 +35,9 @@ from lite_int8 import (
 from module_helpers import stand_out
 from torch import Tensor
 
-from cula_emulator import mutation, resources
+from cula_emulator import mutation
 from liteattention_sm89 import launch, lite_attention, masks, reference
-from liteattention_sm89.config import (
-    DTYPES,
-    HEAD_DIMS,
-    SHARED_MEMORY,
-    ForwardConfig,
-    Problem,
-    candidates,
-    select,
-)
+from liteattention_sm89.config import Problem
 from liteattention_sm89.forward import LiteForward
 from liteattention_sm89.int8 import Quantize
 from liteattention_sm89.module import LiteAttention, SeqParallelLiteAttention, merge
@@ -65,13 +54,9 @@ def int8(call: Call, x: Inputs, **changes) -> tuple[Tensor, Tensor, Tensor]:
     )  # fmt: skip
 
 
-def without(call: Call) -> Call:
+def in_double(call: Call) -> Call:
     """The same call in fp64, where no value lies half way between integers."""
     return replace(call, dtype="float64")
-
-
-def double(x: Inputs) -> Inputs:
-    return replace(x, q=x.q.double(), k=x.k.double(), v=x.v.double())
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -89,7 +74,7 @@ REFERENCE = [
 
 @pytest.mark.parametrize("call", REFERENCE, ids=str)
 def test_the_reference_is_attention_of_rounded_queries_and_keys(call):
-    x = with_offsets(make_inputs(without(call)), 3.0)
+    x = with_offsets(make_inputs(in_double(call)), 3.0)
     scale = call.dim**-0.5
     q, k = grids(x)
     expected = attention(call, x, q.values, k.values, scale)
@@ -116,7 +101,7 @@ def test_the_reference_in_other_dtypes():
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_rounding_costs(dim):
     """Little, and no more where channels of the keys have offsets; if they were not centred first it would be much."""
-    call = without(Call(300, 1000, dim=dim, batch=2, heads=4))
+    call = in_double(Call(300, 1000, dim=dim, batch=2, heads=4))
     for offset in (0.0, 30.0):
         x = with_offsets(make_inputs(call), offset)
         exact = int8(call, x, use_int8=False)
@@ -136,7 +121,7 @@ EXACT = Call(150, 256, dim=64, heads=4, heads_k=2, listed=0.7, threshold=-4.0)
 ], ids=str)  # fmt: skip
 def test_integers_are_not_rounded(call):
     """Then nothing differs from attention, lse included: what the mean of the keys adds is there."""
-    x = exact_inputs(without(call))
+    x = exact_inputs(in_double(call))
     assert largest(shift_of(x.q, x.k, 1e-4)) > 1
     found, expected = (int8(call, x, use_int8=flag, scale=1e-4) for flag in (True, False))
     for one, other in zip(found, expected, strict=True):
@@ -146,7 +131,7 @@ def test_integers_are_not_rounded(call):
 @pytest.mark.parametrize("skipping", [False, True])
 def test_parts_of_the_keys_merge(skipping):
     """Every part has a mean of its own, which its lse includes."""
-    call = without(Call(150, 256, dim=64, heads=4, heads_k=2))
+    call = in_double(Call(150, 256, dim=64, heads=4, heads_k=2))
     x = exact_inputs(call)
     apart = torch.randint(-30, 31, (1, 1, 2, 64))
     apart[..., 0] = 0
@@ -169,7 +154,7 @@ def test_parts_of_the_keys_merge(skipping):
 
 
 def test_parts_of_rounded_keys_merge():
-    call = without(Call(150, 500, dim=64, heads=2))
+    call = in_double(Call(150, 500, dim=64, heads=2))
     x = with_offsets(make_inputs(call), 5.0)
     x.k[:, 200:] += torch.randn(64)
     exact = int8(call, x, use_int8=False)
@@ -206,7 +191,7 @@ def test_zeros_are_zeros():
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive(scale):
-    call = without(Call(70, 130, dim=16, listed=0.8, threshold=-1.0))
+    call = in_double(Call(70, 130, dim=16, listed=0.8, threshold=-1.0))
     x = with_offsets(make_inputs(call), 2.0)
     found = int8(call, x, scale=scale)
     expected = int8(call, replace(x, q=x.q if scale == 0 else -x.q), scale=-scale)
@@ -229,7 +214,7 @@ def test_a_cpu_call_without_keys(packed):
 
 
 def test_a_module_rounds_in_every_call():
-    x = [with_offsets(make_inputs(without(Call(200, 500, dim=64))), 2.0) for _ in range(4)]
+    x = [with_offsets(make_inputs(in_double(Call(200, 500, dim=64))), 2.0) for _ in range(4)]
     lite, plain = (LiteAttention(threshold=-3.0, use_int8=flag) for flag in (True, False))
     assert lite.use_int8 is True and plain.use_int8 is LiteAttention().use_int8 is False
     mask = masks.full(1, 2, 2, 8)
@@ -310,13 +295,17 @@ PACKED = Call(
     lengths=((70, 100), (0, 30), (150, 130), (5, 0)),
 )  # fmt: skip
 WIDEST = Call(70, 250, dim=256, heads=1, listed=0.8, threshold=-1.0)
+# Of rows per warp, on sm_90a.
+TWO_BLOCKS = Call(
+    130, 300, listed=0.6, threshold=-2.0, direction=-1, batch=2, heads=1, views=True
+)  # fmt: skip
 EMULATED = [
     (DENSE, "sm_89"),
     (TILES_OF_128, "sm_89"),
     (PACKED, "sm_89"),
     (WIDEST, "sm_89"),
     (Call(70, 130, dim=192, heads=1, listed=0.8, threshold=-1.0, on_device=True), "sm_89"),
-    (Call(130, 300, listed=0.6, threshold=-2.0, direction=-1, batch=2, heads=1, views=True), "sm_90a"),
+    (TWO_BLOCKS, "sm_90a"),
     (Call(100, 130, dim=64, causal=True), "sm_90a"),
     (Call(dim=96, lengths=((129, 70), (3, 0), (40, 64))), "sm_90a"),
 ]  # fmt: skip
@@ -331,7 +320,7 @@ def test_numbers(run, call, arch):
 
 
 @pytest.mark.emulated(detect_races=True, schedules="random", seeds=1)
-def test_what_lse_leaves_out_of_a_rounded_call(run):
+def test_a_call_from_end_to_end(run):
     """End to end, beside the reference and beside exact attention."""
     x = with_offsets(make_inputs(DENSE), 3.0)
     got = run(DENSE, x)
@@ -372,6 +361,23 @@ def test_rows_behind_the_end_keep_nothing(run, rows):
 
 
 @pytest.mark.emulated(detect_races=True, schedules="immediate")
+@pytest.mark.parametrize(
+    "coarse", [slice(0, 64), slice(64, 128), slice(16, 32)], ids=["first", "second", "group"]
+)
+def test_every_group_of_rows_is_judged_with_its_scale(run, coarse):
+    """All rows have the same scores; those with a coarse scale have 32 times smaller integers."""
+    call = replace(TWO_BLOCKS, rows=128, batch=1, listed=1.0, direction=1)
+    x = make_inputs(call)
+    x.q.zero_()
+    x.k.zero_()
+    x.q[..., 0], x.k[:, :64, :, 0] = 2, 20
+    x.q[:, coarse, :, 1] = 64
+    got = run(call, x, "sm_90a")
+    assert_right(call, x, got)
+    assert got.write.tolist() == [[[[1]]]]
+
+
+@pytest.mark.emulated(detect_races=True, schedules="immediate")
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_sums(run, sign):
     """All products are 127 * 127 or less than nothing by as much: the sums of 256 still fit."""
@@ -399,7 +405,9 @@ def test_zeros_are_zeros_to_the_kernels(run):
     flat.q[:, 16:32] = 0
     got = run(DENSE, flat)
     assert_right(DENSE, flat, got)
-    torch.testing.assert_close(got.out[:, 16:32].float(), mean.expand(-1, 16, -1, -1), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(
+        got.out[:, 16:32].float(), mean.expand(-1, 16, -1, -1), rtol=1e-2, atol=1e-3
+    )
     torch.testing.assert_close(got.lse[:, :, 16:32], torch.full((1, 4, 16), math.log(200)))
     # Keys without a difference, one tile of them and all.
     flat.k[:, 64:128] = flat.k[:, :64] = 0
@@ -471,7 +479,9 @@ def quantize(
         str(x.dtype).removeprefix("torch."), dim, packed=starts is not None, index_dtype=index
     )
     kernel = quantizer(emulated, problem, of_keys)
-    kernel(x, means, integers, scales, shifts, starts, 0.25, -(-longest // 64), sequences, **changes)
+    kernel(
+        x, means, integers, scales, shifts, starts, 0.25, -(-longest // 64), sequences, **changes
+    )
     return integers, scales, shifts
 
 
@@ -495,7 +505,9 @@ def test_rounding(emulated, dim, starts):
         if of_keys:
             exact = exact - means[:, None]
         else:
-            shift = 0.25 * (exact.double() * means[:, None].double().repeat_interleave(2, 2)).sum(-1)
+            shift = 0.25 * (exact.double() * means[:, None].double().repeat_interleave(2, 2)).sum(
+                -1
+            )
             torch.testing.assert_close(shifts.double(), shift.mT, rtol=1e-5, atol=1e-5 * dim**0.5)
             assert torch.equal(grid.integers[:, :64], x[:, :64].double().round())
         assert_rounded(grid, exact, group, starts)
@@ -535,77 +547,3 @@ def test_the_barrier_of_the_kernel_that_rounds_matters(emulated):
     report = mutation.run(check, quantizer(emulated, problem, True))
     assert len(report.noticed) == 1 and not report.unnoticed and not report.not_reached, str(report)
     assert not mutation.synchronisation(quantizer(emulated, problem, False).kernel.ptx)
-
-
-# ---- what is compiled ------------------------------------------------------------------------------------------------
-
-PROBLEMS = [
-    Problem("bfloat16", dim, skip=skip, int8=True) for dim in HEAD_DIMS for skip in (False, True)
-]
-CASES = [(problem, "sm_89") for problem in PROBLEMS]
-CASES += [(PROBLEMS[5], "sm_90a"), (PROBLEMS[0], "sm_90a"), (PROBLEMS[5], "sm_120a")]
-CASES.append((Problem("float16", 72, True, True, 128, True, True, "int64", True, True), "sm_89"))
-
-
-def label(case: tuple[Problem, str]) -> str:
-    problem, arch = case
-    return "-".join([arch, problem.dtype, f"D{problem.head_dim}", *["listed"] * problem.skip])
-
-
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_machine_code(tmp_path, case):
-    problem, arch = case
-    config = select(problem, arch)
-    keep = cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
-    compiled = launch.compile_forward(config, arch, *keep)
-    kernel, ptx = resources.report(compiled).kernel, compiled.artifacts.PTX
-    resources.check(kernel, expect=("IMMA", "HMMA", "LDSM", "LDGSTS"))
-    spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
-    assert spilled == (0, 0, 0, 0)
-    assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
-    assert kernel.threads == (32 * config.warps, 1, 1) and kernel.shared_bytes == 0
-    assert kernel.dynamic_shared_bytes <= config.shared_bytes <= SHARED_MEMORY
-
-    step, width, blocks = config.step, config.width, config.rows // 16
-    row = next(d for d in (64, 128, 192, 256) if d >= problem.head_dim)  # bytes of q or k
-    products = blocks * (step // 8) * (row // 32)
-    assert kernel.count("IMMA") == products == len(re.findall(r"mma\.sync\S*m16n8k32\S*\.s32\.s8\.s8\.s32", ptx))
-    assert not re.search(r"mma\.sync\S*\.u8", ptx)
-    assert kernel.count("HMMA") == blocks * (step // 16) * (width // 8)
-    assert kernel.count("LDSM") == (step // 16) * (row // 32 + width // 16) + blocks * (row // 32)
-    # Sums of products are floats without being converted.
-    assert kernel.count("I2F") <= 4
-    scores = 128 * step // (32 * config.warps)
-    assert scores < ptx.count("ex2.approx") <= scores + 2 * 2 * blocks
-
-
-@pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_machine_code_of_the_kernel_that_rounds(tmp_path, dim, of_keys):
-    keep = cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
-    kernel = resources.report(
-        launch.compile_quantize(Problem("bfloat16", dim), of_keys, "sm_89", *keep)
-    ).kernel
-    resources.check(kernel, expect=("LDG.E.128", "STG.E.64", "SHFL"))
-    assert (kernel.spill_stores, kernel.spill_loads, kernel.count("I2F")) == (0, 0, 0)
-    assert kernel.registers <= 128 and kernel.count("BAR") == of_keys
-
-
-def test_configs():
-    columns_of = {8: 32, 64: 32, 72: 64, 96: 64, 128: 64, 136: 96, 192: 96, 200: 128, 256: 128}
-    for dim, columns in columns_of.items():
-        for arch, skip, dtype in itertools.product(
-            ("sm_80", "sm_89", "sm_90a", "sm_120a"), (False, True), DTYPES
-        ):
-            problem = Problem(dtype, dim, skip=skip, int8=True)
-            assert problem.illegal() is None
-            for config in (select(problem, arch), *candidates(problem, arch)):
-                assert config.illegal() is None and not config.query_in_registers
-                assert config.score_columns == columns
-                # Half of what 16-bit scores need for q and k.
-                plain = replace(config, problem=replace(problem, int8=False))
-                assert plain.score_columns == plain.width and config.place <= plain.place
-    for rows, dim in itertools.product((16, 32), HEAD_DIMS):
-        config = ForwardConfig(Problem("bfloat16", dim, int8=True), rows, True)
-        assert config.illegal() == "8-bit queries stay in shared memory"
-    assert "bfloat16 or float16" in Problem("float32", 64, int8=True).illegal()

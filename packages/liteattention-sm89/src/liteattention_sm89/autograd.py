@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -158,6 +158,10 @@ def _backward_cuda(
     return gradients
 
 
+def _no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError("liteattention_sm89: the derivative of a gradient is not implemented")
+
+
 def _like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=DENSE) for x in (q, k, v))
     return dq, dk, dv
@@ -176,3 +180,4 @@ torch.library.register_autograd("liteattention_sm89::attend", _backward, setup_c
 torch.library.impl("liteattention_sm89::backward", "CPU", _backward_cpu)
 torch.library.impl("liteattention_sm89::backward", "CUDA", _backward_cuda)
 torch.library.register_fake("liteattention_sm89::backward", _fake_backward)
+torch.library.register_autograd("liteattention_sm89::backward", _no_second_derivative)

@@ -27,7 +27,8 @@ class BackwardTiles(Tiles):
         dtype, dim = DTYPES[self.problem.dtype], self.problem.head_dim
         super().__init__(dtype, dim, config.width, 32 * config.warps)
         self.m, self.n = config.rows, config.keys
-        self.chunk = self.width if self.width <= 128 else self.width // 2  # columns of dq at a time
+        # Columns of dq at a time: what registers leave room for beside dk and dv.
+        self.chunk = {192: 64, 256: 32}.get(self.width, self.width)
 
     def chunk_shape(self, thr_mma):
         return thr_mma.partition_shape_C((self.m, self.chunk))
@@ -143,7 +144,7 @@ class LiteBackward(BackwardTiles):
             sP = smem.allocate_tensor(self.dtype, self.padded(self.m, self.n), 128)
         sR = smem.allocate_tensor(F32, cute.make_layout(2 * self.m), 16)
         if cutlass.const_expr(self.problem.skip):
-            sW = smem.allocate_tensor(I32, cute.make_layout((4, 2)), 16)
+            sW = smem.allocate_tensor(I32, cute.make_layout((6, 2)), 16)
         first, length = block * self.m, length_q
         if cutlass.const_expr(self.for_keys):
             first, length = block * self.n, length_k
@@ -209,6 +210,8 @@ class LiteBackward(BackwardTiles):
         for step in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
+            if cutlass.const_expr(self.problem.skip):
+                g, at = sW[4, step % 2], sW[5, step % 2]
             tile_q, tile_k = (at, block) if cutlass.const_expr(self.for_keys) else (block, at)
             this_head = walk.first_head + g
             s.fill(0.0)
@@ -331,9 +334,11 @@ class LiteBackward(BackwardTiles):
     @cute.jit
     def next_tile(self, walk, step, count, g, at):
         """Head of the group and tile of the next step; after the last one that again, for loads without a branch."""
+        if cutlass.const_expr(self.problem.skip):
+            state = walk.shared[None, step % 2]
+            g, at = state[4], state[5]
         if step + 1 < count:
             if cutlass.const_expr(self.problem.skip):
-                state = walk.shared[None, step % 2]
                 g, at = self.advance(walk, step, state[0], state[1], state[2], state[3])
             else:
                 at = at + 1
@@ -356,10 +361,11 @@ class LiteBackward(BackwardTiles):
                 if w == walk.words:
                     w, g = walk.first_word, g + 1
                 bits = self.word(walk, g, w)
+        at = I32(32 * w + 31 - cute.arch.clz(bits & -bits)) * self.parts + part
         if walk.tidx == 0:
             state = walk.shared[None, (step + 1) % 2]
-            state[0], state[1], state[2], state[3] = g, w, bits, part
-        return g, I32(32 * w + 31 - cute.arch.clz(bits & -bits)) * self.parts + part
+            state[0], state[1], state[2], state[3], state[4], state[5] = g, w, bits, part, g, at
+        return g, at
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
@@ -554,6 +560,7 @@ class RowSums(BackwardTiles):
             bias = bias if value == -INFINITY else value * math.log2(math.e)
             if cutlass.const_expr(dlse is not None):
                 total = total - dlse[batch, head, first_q + token]
+            total = F32(0.0) if value == -INFINITY else total
         if lane == 0:
             sums[row] = bias
             sums[self.m + row] = total

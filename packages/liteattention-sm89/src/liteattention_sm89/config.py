@@ -172,7 +172,7 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         tiles = 2 * (self.rows + self.keys) * (self.width + PADDING)
         products = (1 + (self.role != "queries")) * self.rows * (self.keys + PADDING)
-        return 2 * (tiles + products) + 8 * self.rows + 32 * self.problem.skip
+        return 2 * (tiles + products) + 8 * self.rows + 48 * self.problem.skip
 
     def illegal(self) -> str | None:
         """Why the kernel cannot be built, or None."""

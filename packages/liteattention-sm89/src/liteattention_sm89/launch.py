@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -369,9 +370,16 @@ def backward(
     acc = None
     if not deterministic:
         acc = torch.empty(*shape, main.rows * main.width, dtype=torch.float32, device=q.device)
+    # What comes before and after does not depend on masks.
+    ends = replace(
+        main,
+        problem=Problem(
+            problem.dtype, problem.head_dim, packed=problem.packed, index_dtype=problem.index_dtype
+        ),
+    )
     query_tiles = -(-max_seqlen_q // main.rows)
     every_row = -(-max_seqlen_q // BLOCK_M) * per_slot, sequences
-    kernels.sums(main, dlse is not None, arch)(
+    kernels.sums(ends, dlse is not None, arch)(
         out, dout, lse, dlse, sums, acc, cu_seqlens_q, *every_row
     )
     starts = cu_seqlens_q, cu_seqlens_k
@@ -384,7 +392,7 @@ def backward(
         q, k, v, dout, sums, across, acc, dk, dv, *starts, *scales, -(-max_seqlen_k // main.keys), sequences
     )  # fmt: skip
     if not deterministic:
-        kernels.gather(main, arch)(acc, dq, cu_seqlens_q, scale, query_tiles, sequences)
+        kernels.gather(ends, arch)(acc, dq, cu_seqlens_q, scale, query_tiles, sequences)
         return
     config = select_backward(problem, "queries", arch)
     kernels.backward(config, arch)(
