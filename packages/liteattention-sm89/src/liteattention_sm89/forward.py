@@ -255,7 +255,10 @@ class LiteForward(Tiles):
                 else first_q // BLOCK_M + sequence + tile
             )
             for m in cutlass.range_constexpr(self.blocks):
-                group = slot * (BLOCK_M // QUERY_GROUP) + tidx // 32 + m * self.config.warps
+                # Rows behind the end hold the last one, and have its scale.
+                row = tidx // 32 * 16 + m * (16 * self.config.warps)
+                row = cutlass.min(row, length_q - 1 - first_row)
+                group = slot * (BLOCK_M // QUERY_GROUP) + row // QUERY_GROUP
                 of_queries[m] = query_scales[batch, head, group] * scale_log2
             first_group = (
                 first_k // KEY_GROUP + sequence if cutlass.const_expr(self.problem.packed) else 0
@@ -345,7 +348,7 @@ class LiteForward(Tiles):
                 self.blocks
             ):  # not zero: hidden scores stay minus infinity
                 x.factors[m] = cute.arch.fmax(x.of_queries[m] * key_scale, F32(TINY))
-            key_scale = x.of_keys[next_key // KEY_GROUP]
+            key_scale = x.of_keys[cutlass.min(next_key, x.length_k - 1) // KEY_GROUP]
         near = self.rescale(x)
         if cutlass.const_expr(self.problem.skip):
             flags = self.vote(x, step, near, flags)

@@ -307,10 +307,11 @@ def _quantized(
         found.append(x.new_empty(*x.shape[:3], int8_width(x.shape[3]) // 2))
         shape = x.shape[0], x.shape[2], slots * (period // group)
         scales.append(torch.empty(shape, dtype=torch.float32, device=x.device))
-        quantize_for(plain, of_keys, arch)(
-            x, means, found[-1], scales[-1], None if of_keys else shifts, starts, scale,
-            -(-longest // Quantize.rows), sequences,
-        )  # fmt: skip
+        if longest > 0:
+            quantize_for(plain, of_keys, arch)(
+                x, means, found[-1], scales[-1], None if of_keys else shifts, starts, scale,
+                -(-longest // Quantize.rows), sequences,
+            )  # fmt: skip
     return *found, *scales, shifts
 
 
