@@ -174,7 +174,7 @@ def test_gradients_over_other_tiles_are_refused():
 @pytest.mark.parametrize(
     ("provider", "listed", "deterministic"),
     [(LITE, True, False), (LITE_DETERMINISTIC, True, True), (LITE_DENSE, False, False)],
-    ids=str,
+    ids=["lite", "lite_deterministic", "lite_dense"],
 )
 def test_a_timed_call_is_one_call_of_the_operator(monkeypatch, provider, listed, deterministic):
     x = _lite_backward.make_inputs(LIST, "cpu", 0)
