@@ -45,6 +45,11 @@ class Problem:
     on_device: bool = False
     int8: bool = False
 
+    @property
+    def plain(self) -> Problem:
+        """The same tensors without what only attention asks for: of kernels that do not depend on it."""
+        return Problem(self.dtype, self.head_dim, packed=self.packed, index_dtype=self.index_dtype)
+
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
         if self.dtype not in DTYPES:

@@ -281,6 +281,14 @@ def forward(
     )  # fmt: skip
 
 
+def _slots(x: Tensor, starts: Tensor | None, period: int) -> tuple[int, int]:
+    """The number of sequences, and of places for groups of `period` tokens: each sequence begins at a whole group."""
+    if starts is None:
+        return x.shape[0], -(-x.shape[1] // period)
+    sequences = starts.shape[0] - 1
+    return sequences, x.shape[1] // period + sequences
+
+
 def _quantized(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, scale: float, problem: Problem, arch: str, quantize_for: Callable[..., Callable[..., None]],
@@ -291,24 +299,18 @@ def _quantized(
         if k.shape[1]
         else k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
     )
-    plain = Problem(
-        problem.dtype, problem.head_dim, packed=problem.packed, index_dtype=problem.index_dtype
-    )
     shifts = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     found, scales = [], []
     for x, starts, longest, period, group, of_keys in (
         (q, cu_seqlens_q, max_seqlen_q, BLOCK_M, QUERY_GROUP, False),
         (k, cu_seqlens_k, max_seqlen_k, KEY_GROUP, KEY_GROUP, True),
     ):
-        sequences, slots = x.shape[0], -(-x.shape[1] // period)
-        if starts is not None:  # each begins at a multiple of the period
-            sequences = starts.shape[0] - 1
-            slots = x.shape[1] // period + sequences
+        sequences, slots = _slots(x, starts, period)
         found.append(x.new_empty(*x.shape[:3], int8_width(x.shape[3]) // 2))
         shape = x.shape[0], x.shape[2], slots * (period // group)
         scales.append(torch.empty(shape, dtype=torch.float32, device=x.device))
         if longest > 0:
-            quantize_for(plain, of_keys, arch)(
+            quantize_for(problem.plain, of_keys, arch)(
                 x, means, found[-1], scales[-1], None if of_keys else shifts, starts, scale,
                 -(-longest // Quantize.rows), sequences,
             )  # fmt: skip
@@ -360,11 +362,7 @@ def backward(
     )  # fmt: skip
     arch = arch or _arch(q.device)
     main = select_backward(problem, "keys" if deterministic else "both", arch)
-    sequences = q.shape[0]
-    slots = -(-q.shape[1] // BLOCK_M)
-    if cu_seqlens_q is not None:  # each begins at a multiple of BLOCK_M rows
-        sequences = cu_seqlens_q.shape[0] - 1
-        slots = q.shape[1] // BLOCK_M + sequences
+    sequences, slots = _slots(q, cu_seqlens_q, BLOCK_M)
     per_slot = BLOCK_M // main.rows
     shape = (q.shape[0], q.shape[2], slots * per_slot)
     sums = torch.empty(*shape, 2 * main.rows, dtype=torch.float32, device=q.device)
@@ -372,12 +370,7 @@ def backward(
     if not deterministic:
         acc = torch.empty(*shape, main.rows * main.width, dtype=torch.float32, device=q.device)
     # What comes before and after does not depend on masks.
-    ends = replace(
-        main,
-        problem=Problem(
-            problem.dtype, problem.head_dim, packed=problem.packed, index_dtype=problem.index_dtype
-        ),
-    )
+    ends = replace(main, problem=problem.plain)
     query_tiles = -(-max_seqlen_q // main.rows)
     every_row = -(-max_seqlen_q // BLOCK_M) * per_slot, sequences
     kernels.sums(ends, dlse is not None, arch)(
