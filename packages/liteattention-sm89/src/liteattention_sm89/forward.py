@@ -336,7 +336,7 @@ class LiteForward(Tiles):
                 multiply(x.mma8, x.scores, x.rQ[None, None, i], x.rK[None, None, i])
             else:
                 cute.gemm(x.mma, x.s, x.rQ[None, None, i], x.rK[None, None, i], x.s)
-            self.fetch_part(values, i, slices)
+            self.fetch_part(values, i, max(slices // 4, 1))
         cute.arch.cp_async_commit_group()
         # A loop over nothing or once, by a number that tells the compiler neither: it would turn a branch into
         # instructions that every step executes.
@@ -380,7 +380,7 @@ class LiteForward(Tiles):
                     first, end = (4 * self.rows * k // units for k in (j, j + 1))
                     for due in cutlass.range_constexpr(first, end):
                         self.exponentiate(x, due % self.rows, 4 * (i + 1) + due // self.rows)
-                self.scored.fetch_part(keys, i * units + j, parts * units)
+                self.scored.fetch_part(keys, i * units + j, parts * units // 4)
         cute.arch.cp_async_commit_group()
         return next_key, key_scale, flags
 

@@ -1,0 +1,147 @@
+"""Tiny problems of every mode for compute-sanitizer, on a GPU; needs this package and torch, no pytest.
+
+    python tests/sanitizer.py                       runs them, one line each; status 1 if a number is wrong
+    python tests/sanitizer.py memcheck racecheck    does so under each of these tools of compute-sanitizer; then also
+                                                    status 1 if a tool reports an error
+
+Tools: memcheck (addresses), racecheck (shared memory), synccheck (barriers), initcheck (what is read before it is
+written). Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs under the tool.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import lite_helpers
+import lite_int8
+import torch
+from lite_gradients import Backward, assert_gradients, problem
+from lite_helpers import Call, Inputs, make_inputs
+from torch import Tensor
+
+from liteattention_sm89 import launch
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+PACKED = ((100, 170), (0, 5), (200, 300), (7, 0))
+FORWARD = [
+    Call(130, 200),
+    Call(200, 130, dim=80, causal=True, dtype="float16"),
+    Call(64, 130, dim=256, heads=1),
+    Call(200, 600, listed=0.6, heads=4, heads_k=2),
+    Call(200, 600, listed=0.6, direction=-1, threshold=-2.0, held=True, on_device=True, dim=64),
+    Call(130, 300, listed=0.8, threshold=-4.0, causal=True, block_n=128, dim=96),
+    Call(100, 300, listed=0.7, threshold=-2.0, dim=192, heads=1),
+    Call(130, 200, listed=0.0, dim=64),
+    Call(dim=64, listed=0.7, threshold=-1.0, lengths=PACKED),
+]
+INT8 = [
+    Call(130, 200),
+    Call(130, 300, listed=0.6, threshold=-2.0, causal=True, dim=72),
+    Call(dim=64, listed=0.7, threshold=-1.0, lengths=PACKED),
+]
+BACKWARD = [
+    Backward(150, 200, dim=64, listed=0.6),
+    Backward(200, 70, heads=4, heads_k=2, causal=True, dlse=True, dim=64),
+    Backward(130, 140, listed=0.8, block_n=128, heads=1),
+    Backward(70, 130, dim=192, heads=1),
+    Backward(100, 70, dim=256, heads=1, dtype="float16"),
+    Backward(dim=72, causal=True, listed=0.7, lengths=((70, 200), (0, 30), (130, 64), (5, 0))),
+]
+
+
+def on_gpu(x: Inputs) -> Inputs:
+    return replace(x, **{n: t.cuda() for n, t in vars(x).items() if isinstance(t, Tensor)})
+
+
+def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype).cuda()
+
+
+def check_forward(call: Call) -> None:
+    x = make_inputs(call)
+    y = on_gpu(x)
+    out, lse = empty(y.q.shape, y.q.dtype), empty(y.q[..., 0].mT.shape, torch.float32)
+    write = None if y.read is None else empty(y.read.shape, torch.int32)
+    direction = torch.tensor([call.direction], dtype=torch.int32).cuda()
+    launch.forward(
+        y.q, y.k, y.v, out, lse, y.read, None if y.held is None else y.held.expand(y.read.shape).contiguous(),
+        write, y.starts_q, y.starts_k, y.most[0], threshold=call.threshold,
+        direction=direction if call.on_device else call.direction, scale=call.dim**-0.5, causal=call.causal,
+        block_n=call.block_n,
+    )  # fmt: skip
+    lse = lse.squeeze(0).cpu() if call.lengths else lse.cpu()
+    lite_helpers.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
+
+
+def check_int8(call: Call) -> None:
+    y = on_gpu(lite_int8.with_offsets(make_inputs(call), 3.0))
+    got = lite_int8.launched(call, y, empty, kernel_for=launch.compile_forward)
+    lite_int8.assert_right(call, y, got)
+
+
+def check_backward(call: Backward) -> None:
+    p = problem(call)
+    y, (out, lse, dout) = on_gpu(p.inputs), (t.cuda() for t in (p.out, p.lse, p.dout))
+    lse = lse.view(y.q[..., 0].mT.shape)
+    dlse = None if p.dlse is None else p.dlse.view(lse.shape).cuda()
+    for how in call.how:
+        found = tuple(empty(t.shape, t.dtype) for t in (y.q, y.k, y.v))
+        launch.backward(
+            y.q, y.k, y.v, out, lse, dout, dlse, y.read, y.starts_q, y.starts_k, *y.most, *found,
+            scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=how == "order",
+        )  # fmt: skip
+        assert_gradients(tuple(t.cpu() for t in found), p)
+
+
+def run_here() -> int:
+    """Every problem in this process; returns how many are wrong."""
+    wrong = 0
+    for name, check, calls in (
+        ("forward", check_forward, FORWARD),
+        ("8-bit scores", check_int8, INT8),
+        ("backward", check_backward, BACKWARD),
+    ):
+        for call in calls:
+            result = "right"
+            try:
+                check(call)
+            except AssertionError as error:
+                wrong += 1
+                result = f"WRONG {error}"
+            report(f"{name:12} {call!s:70} {result}")
+    return wrong
+
+
+def run_under(tool: str) -> int:
+    """compute-sanitizer on this file; returns its status."""
+    command = [
+        "compute-sanitizer",
+        f"--tool={tool}",
+        "--error-exitcode=1",
+        "--report-api-errors=no",  # queries for functions that the driver does not have
+        sys.executable,
+        __file__,
+    ]
+    report(" ".join(command))
+    return subprocess.run(command, check=False).returncode
+
+
+def report(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(tools: list[str]) -> int:
+    for tool in tools:
+        if tool not in TOOLS:
+            sys.exit(f"{tool}: expected one of {', '.join(TOOLS)}")
+    if not tools:
+        return int(run_here() > 0)
+    return int(max(run_under(tool) for tool in tools) != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
