@@ -69,6 +69,8 @@ LISTED = [
     Call(300, 200, listed=0.8, threshold=-4.0, causal=True, block_n=128, dim=96),
     Call(64, 2200, listed=0.4, threshold=-1.0, dim=64, heads=1, held=True),
     Call(64, 2200, listed=0.4, threshold=math.inf, dim=64, heads=1, direction=-1, held=True),
+    Call(64, 4400, listed=0.9, threshold=-0.5, dim=64, heads=1),
+    Call(20, 4700, listed=1.0, threshold=-0.5, dim=64, heads=1, direction=-1, block_n=128),
     Call(200, 300, listed=0.9, threshold=-math.inf, dim=80, dtype="float16", heads=4, heads_k=2),
     Call(100, 300, listed=0.7, threshold=-2.0, dim=192, heads=1, on_device=True, direction=-1),
     Call(100, 300, listed=0.7, threshold=-2.0, dim=256, heads=1, on_device=True),

@@ -13,6 +13,7 @@ QUERY_GROUP, KEY_GROUP = 16, 64  # rows with one scale where scores are products
 BLOCK_N = (64, 128)  # the first is the default
 # Words of 32 tiles in a row of a mask: what the kernel's shared memory holds.
 MAX_WORDS = 128
+MAX_LISTED = 32 * MAX_WORDS + 8  # tiles, and one behind the last
 SHARED_MEMORY = (
     101_376  # of a CTA on the architectures that have least, and nearly all of their multiprocessor
 )
@@ -108,7 +109,7 @@ class ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        lists = (2 * 32 * MAX_WORDS + 2 * 4 * MAX_WORDS) * self.problem.skip
+        lists = (2 * MAX_LISTED + 4 * (self.warps + 1) * MAX_WORDS) * self.problem.skip
         return 2 * self.place + lists
 
     def illegal(self) -> str | None:

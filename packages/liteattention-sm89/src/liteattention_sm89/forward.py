@@ -4,7 +4,9 @@ One CTA has 128 queries of a head and walks over 64 keys at a time, FlashAttenti
 it visits the listed key tiles only, and finds out which of them the next call needs (LiteAttention, arXiv 2511.11062).
 """
 
+import functools
 import math
+import operator
 from types import SimpleNamespace
 
 import cutlass
@@ -12,7 +14,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .config import BLOCK_M, KEY_GROUP, MAX_WORDS, QUERY_GROUP, ForwardConfig
+from .config import BLOCK_M, KEY_GROUP, MAX_LISTED, MAX_WORDS, QUERY_GROUP, ForwardConfig
 from .int8 import EXACT, EXACT_BITS, SignedInt8Op, multiply
 from .tiles import DTYPES, F32, I32, Tiles
 
@@ -29,8 +31,9 @@ class LiteForward(Tiles):
     |---|---|---|
     | q, later o | [128, D + 8]; in the place of k and v when q moves to registers | 34,816 |
     | k, v | [64, D + 8] each, one stage | 17,408 each |
-    | listed tiles | int16 [4096] | 8,192 |
-    | votes by visit, tiles to keep | int32 [128] each | 1,024 |
+    | listed tiles | int16 [4104] | 8,208 |
+    | votes of each warp, bit by visit | int32 [4, 128] | 2,048 |
+    | tiles to keep | int32 [128] | 512 |
 
     All warps do the same, for 16 or 32 rows each. A step, with what hides behind the products in brackets:
 
@@ -145,9 +148,11 @@ class LiteForward(Tiles):
         sV = cute.make_tensor(place + cute.cosize(k_layout), v_layout)
         listed, kept, votes = None, None, None
         if cutlass.const_expr(self.problem.skip):
-            listed = smem.allocate_tensor(cutlass.Int16, cute.make_layout(32 * MAX_WORDS), 16)
+            listed = smem.allocate_tensor(cutlass.Int16, cute.make_layout(MAX_LISTED), 16)
             kept = smem.allocate_tensor(I32, cute.make_layout(MAX_WORDS), 16)
-            votes = smem.allocate_tensor(I32, cute.make_layout(MAX_WORDS), 16)
+            votes = smem.allocate_tensor(
+                I32, cute.make_layout((self.config.warps, MAX_WORDS), stride=(MAX_WORDS, 1)), 16
+            )
 
         first_row = tile * BLOCK_M
         if first_row < length_q:
@@ -198,7 +203,7 @@ class LiteForward(Tiles):
             clear = cutlass.max(cutlass.min(length_k, first_row + length_k - length_q + 1), 0)
         if cutlass.const_expr(self.problem.skip):
             tiles, key = self.make_list(
-                bits, read, sequence, head, tile, tiles, direction, listed, kept, votes, tidx
+                bits, read, sequence, head, tile, tiles, direction, listed, kept, tidx
             )  # fmt: skip
             key = key * self.problem.block_n
         count = tiles * self.steps
@@ -284,7 +289,7 @@ class LiteForward(Tiles):
         if cutlass.const_expr(self.problem.skip):
             for visit in cutlass.range(tidx, tiles, self.threads, unroll=1):
                 number = I32(listed[visit])
-                keep = (votes[visit // 32] >> (visit % 32)) & 1
+                keep = self.voted(votes, visit, tiles)
                 if cutlass.const_expr(self.problem.must_do):
                     held = must_do[sequence, head, tile, number // 32]
                     keep = keep | ((held >> (number % 32)) & 1)
@@ -342,7 +347,10 @@ class LiteForward(Tiles):
         # instructions that every step executes.
         for _ in cutlass.range(I32(key + self.step > x.clear) - (x.length_k >> 31), unroll=1):
             self.hide(x.s_rows, x.tile, key, x.length_q, x.length_k, x.tidx)
-        next_key = self.key_of(cutlass.min(step + 1, x.count - 1), x.count, x.listed)
+        next_step = step + 1
+        if cutlass.const_expr(not self.problem.skip):
+            next_step = cutlass.min(next_step, x.count - 1)
+        next_key = self.key_of(next_step, x.count, x.listed)
         if cutlass.const_expr(self.problem.int8):
             for m in cutlass.range_constexpr(
                 self.blocks
@@ -357,7 +365,7 @@ class LiteForward(Tiles):
                 self.exponentiate(x, r, c)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        # The last step loads its own k once more, where a branch would break up what the products hide.
+        # The last step loads a k once more, where a branch would break up what the products hide.
         keys = self.scored.lines(
             x.load_scored, x.thr_scored, x.gK, x.first_k + next_key, x.length_k - next_key, x.sK
         )
@@ -404,15 +412,12 @@ class LiteForward(Tiles):
         return bits if direction > 0 else cute.arch.brev(bits)
 
     @cute.jit
-    def make_list(
-        self, bits, read, sequence, head, tile, tiles, direction, listed, kept, votes, tidx
-    ):
+    def make_list(self, bits, read, sequence, head, tile, tiles, direction, listed, kept, tidx):
         """The number of listed tiles below `tiles`, and the first one. All go to shared memory in the order of their
-        visit, for after the next barrier. bits: of this lane's first word."""
+        visit, and the first one again behind the last, for after the next barrier. bits: of this lane's first word."""
         lane, words = tidx % 32, cute.ceil_div(tiles, 32)
         for word in cutlass.range(tidx, MAX_WORDS, self.threads, unroll=1):
             kept[word] = I32(0)
-            votes[word] = I32(0)
         so_far, begin = I32(0), I32(0)
         for first in cutlass.range(0, words, 32, unroll=1):
             word = first + lane if direction > 0 else words - 1 - first - lane
@@ -440,21 +445,32 @@ class LiteForward(Tiles):
                     at = at + 1
                     bits = bits ^ lowest
             bits = self.listed_in(read, sequence, head, tile, tiles, direction, first + 32 + lane)
+        if tidx == 0:
+            listed[so_far] = cutlass.Int16(begin)
         return so_far, begin
 
     @cute.jit
     def vote(self, x, step, near, flags):
-        """The votes of this warp, bit by visit, with that on this step; every 32 visits go to shared memory.
+        """The votes of this warp on the last 32 visits, with that on this step in the lowest bit.
 
         A tile of two steps is judged twice, the second time by what is best after the first. That makes no difference,
         because margins are not positive: a first step that raised a row's best score was near.
         """
-        visit, full = step // self.steps, 32 * self.steps
-        flags = flags | (I32(cute.arch.vote_any_sync(near)) << (visit % 32))
-        last = step % full == full - 1
-        if (last | (step + 1 == x.count)) & (x.tidx % 32 == 0):
-            cute.arch.atomic_or((x.votes.iterator + visit // 32).llvm_ptr, flags, scope="cta")
-        return I32(0) if last else flags
+        visit = step // self.steps
+        if cutlass.const_expr(self.steps == 1):
+            flags = flags << 1
+        else:
+            flags = flags << I32(step % self.steps == 0)
+        flags = flags | I32(cute.arch.vote_any_sync(near))
+        if x.tidx % 32 == 0:
+            x.votes[x.tidx // 32, visit // 32] = flags
+        return flags
+
+    def voted(self, votes, visit, tiles):
+        """1 if any warp voted for a visit; the last one of 32, or of all, is in the lowest bit."""
+        place = cutlass.min(visit // 32 * 32 + 32, tiles) - 1 - visit
+        words = [votes[w, visit // 32] for w in range(self.config.warps)]
+        return (functools.reduce(operator.or_, words) >> place) & 1
 
     @cute.jit
     def key_of(self, step, count, listed):
