@@ -205,6 +205,7 @@ def test_defaults():
     assert lite.read_mask is lite.write_mask is lite.read_list is lite.write_list is None
     assert lite.density() == 1 and lite.density_per_head() == 1
     assert "threshold=-10.0" in repr(lite)
+    assert "use_int8" not in repr(lite) and "use_int8=True" in repr(LiteAttention(use_int8=True))
 
 
 @pytest.mark.parametrize("threshold", [0, 0.0, -0.5, -10, -math.inf, math.inf])

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from .config import BLOCK_M, BackwardConfig
-from .tiles import DTYPES, F32, I32, Tiles
+from .tiles import DTYPES, F32, I32, Tiles, tokens_of
 
 INFINITY = math.inf
 
@@ -127,13 +127,10 @@ class LiteBackward(BackwardTiles):
     ):
         tidx, _, _ = cute.arch.thread_idx()
         block, head, sequence = cute.arch.block_idx()
-        batch, first_q, first_k, slot = sequence, I32(0), I32(0), I32(0)
-        length_q, length_k = I32(q.shape[1]), I32(k.shape[1])
+        batch, first_q, length_q = tokens_of(sequence, starts_q, q)
+        _, first_k, length_k = tokens_of(sequence, starts_k, k)
+        slot = I32(0)
         if cutlass.const_expr(self.problem.packed):
-            batch = I32(0)
-            first_q, first_k = I32(starts_q[sequence]), I32(starts_k[sequence])
-            length_q = I32(starts_q[sequence + 1]) - first_q
-            length_k = I32(starts_k[sequence + 1]) - first_k
             slot = self.slot(first_q, sequence)
         smem = SmemAllocator()
         sQ, sO = (smem.allocate_tensor(self.dtype, self.padded(self.m), 128) for _ in range(2))
@@ -517,10 +514,9 @@ class RowSums(BackwardTiles):
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, sequence = cute.arch.block_idx()
-        batch, first_q, length_q, slot = sequence, I32(0), I32(out.shape[1]), tile
+        batch, first_q, length_q = tokens_of(sequence, starts_q, out)
+        slot = tile
         if cutlass.const_expr(self.problem.packed):
-            batch, first_q = I32(0), I32(starts_q[sequence])
-            length_q = I32(starts_q[sequence + 1]) - first_q
             slot = self.slot(first_q, sequence) + tile
         if tile * self.m < cute.round_up(length_q, BLOCK_M):
             if cutlass.const_expr(acc is not None):
@@ -597,10 +593,9 @@ class GatherDq(BackwardTiles):
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, sequence = cute.arch.block_idx()
-        batch, first_q, length_q, slot = sequence, I32(0), I32(dq.shape[1]), tile
+        batch, first_q, length_q = tokens_of(sequence, starts_q, dq)
+        slot = tile
         if cutlass.const_expr(self.problem.packed):
-            batch, first_q = I32(0), I32(starts_q[sequence])
-            length_q = I32(starts_q[sequence + 1]) - first_q
             slot = self.slot(first_q, sequence) + tile
         smem = SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, self.padded(self.m), 128)

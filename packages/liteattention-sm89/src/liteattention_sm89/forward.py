@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from .config import BLOCK_M, KEY_GROUP, MAX_LISTED, MAX_WORDS, QUERY_GROUP, ForwardConfig
 from .int8 import EXACT, EXACT_BITS, SignedInt8Op, multiply
-from .tiles import DTYPES, F32, I32, Tiles
+from .tiles import DTYPES, F32, I32, Tiles, tokens_of
 
 INFINITY = math.inf
 TINY = 1.2e-38
@@ -127,13 +127,8 @@ class LiteForward(Tiles):
         if cutlass.const_expr(self.problem.causal):  # those with the most keys first
             tiles, _, _ = cute.arch.grid_dim()
             tile = tiles - 1 - tile
-        batch, first_q, first_k = sequence, I32(0), I32(0)
-        length_q, length_k = I32(q.shape[1]), I32(k.shape[1])
-        if cutlass.const_expr(self.problem.packed):
-            batch = I32(0)
-            first_q, first_k = I32(starts_q[sequence]), I32(starts_k[sequence])
-            length_q = I32(starts_q[sequence + 1]) - first_q
-            length_k = I32(starts_k[sequence + 1]) - first_k
+        batch, first_q, length_q = tokens_of(sequence, starts_q, q)
+        _, first_k, length_k = tokens_of(sequence, starts_k, k)
         if cutlass.const_expr(self.problem.on_device):
             direction = direction_at[0]
 
@@ -154,48 +149,46 @@ class LiteForward(Tiles):
                 I32, cute.make_layout((self.config.warps, MAX_WORDS), stride=(MAX_WORDS, 1)), 16
             )
 
-        first_row = tile * BLOCK_M
-        if first_row < length_q:
-            self.attend(
-                q, k, v, out, lse, read, must_do, write, query_scales, key_scales, lse_shift,
-                scale_log2, margin, direction, mma, mma8, load, load_scored,
-                sQ, sK, sV, sO, listed, kept, votes,
-                tidx, tile, head, sequence, batch, first_q, first_k, length_q, length_k,
-            )  # fmt: skip
+        y = SimpleNamespace(
+            q=q, k=k, v=v, out=out, lse=lse, read=read, must_do=must_do, write=write,
+            query_scales=query_scales, key_scales=key_scales, lse_shift=lse_shift,
+            scale_log2=scale_log2, margin=margin, direction=direction,
+            mma=mma, mma8=mma8, load=load, load_scored=load_scored,
+            sQ=sQ, sK=sK, sV=sV, sO=sO, listed=listed, kept=kept, votes=votes,
+            tidx=tidx, tile=tile, head=head, sequence=sequence, batch=batch,
+            first_q=first_q, first_k=first_k, length_q=length_q, length_k=length_k,
+        )  # fmt: skip
+        if tile * BLOCK_M < length_q:
+            self.attend(y)
         else:
             if cutlass.const_expr(self.problem.skip):
                 for word in cutlass.range(tidx, write.shape[3], self.threads, unroll=1):
                     write[sequence, head, tile, word] = I32(0)
 
     @cute.jit
-    def attend(
-        self, q, k, v, out, lse, read, must_do, write, query_scales, key_scales, lse_shift,
-        scale_log2, margin, direction, mma, mma8, load, load_scored,
-        sQ, sK, sV, sO, listed, kept, votes,
-        tidx, tile, head, sequence, batch, first_q, first_k, length_q, length_k,
-    ):  # fmt: skip
+    def attend(self, y):
         """One query tile that has rows."""
+        tidx, tile, length_q, length_k = y.tidx, y.tile, y.length_q, y.length_k
+        mma, sQ, sK, sV = y.mma, y.sQ, y.sK, y.sV
         first_row = tile * BLOCK_M
-        head_k = head // (q.shape[2] // k.shape[2])
+        head_k = y.head // (y.q.shape[2] // y.k.shape[2])
         # Tiles of keys that any row of this query tile sees.
         reach = length_k
         if cutlass.const_expr(self.problem.causal):
             last_row = cutlass.min(first_row + BLOCK_M, length_q) - 1
             reach = cutlass.max(cutlass.min(length_k, last_row + length_k - length_q + 1), 0)
         tiles = cute.ceil_div(reach, self.problem.block_n)
-        bits = I32(0)
+        row_of_mask, bits = None, I32(0)
         if cutlass.const_expr(self.problem.skip):
-            bits = self.listed_in(read, sequence, head, tile, tiles, direction, tidx % 32)
+            row_of_mask = y.read[y.sequence, y.head, tile, None]
+            bits = self.listed_in(row_of_mask, tiles, y.direction, tidx % 32)
+        load, load_scored = y.load, y.load_scored
         thr_load, thr_scored = load.get_slice(tidx), load_scored.get_slice(tidx)
         self.scored.clear_padding(sQ, tidx)
-        gQ, gK, gV = (
-            q[batch, None, head, None],
-            k[batch, None, head_k, None],
-            v[batch, None, head_k, None],
-        )
-        self.scored.fetch(
-            load_scored, thr_scored, gQ, first_q + first_row, length_q - first_row, sQ
-        )
+        gQ = y.q[y.batch, None, y.head, None]
+        gK, gV = (t[y.batch, None, head_k, None] for t in (y.k, y.v))
+        first_q, first_k = y.first_q + first_row, y.first_k
+        self.scored.fetch(load_scored, thr_scored, gQ, first_q, length_q - first_row, sQ)
 
         # All rows see the keys in front of this one.
         clear = length_k
@@ -203,8 +196,8 @@ class LiteForward(Tiles):
             clear = cutlass.max(cutlass.min(length_k, first_row + length_k - length_q + 1), 0)
         if cutlass.const_expr(self.problem.skip):
             tiles, key = self.make_list(
-                bits, read, sequence, head, tile, tiles, direction, listed, kept, tidx
-            )  # fmt: skip
+                bits, row_of_mask, tiles, y.direction, y.listed, y.kept, tidx
+            )
             key = key * self.problem.block_n
         count = tiles * self.steps
         if cutlass.const_expr(not self.problem.skip):
@@ -249,36 +242,21 @@ class LiteForward(Tiles):
         cute.arch.cp_async_commit_group()
         # What scores are multiplied by, per block of rows, and what is then taken away from them, per row.
         factors, offsets = cute.make_rmem_tensor(self.blocks, F32), origins
-        factors.fill(scale_log2)
+        factors.fill(y.scale_log2)
         of_queries, of_keys, key_scale = None, None, F32(1.0)
         if cutlass.const_expr(self.problem.int8):
             offsets = cute.make_rmem_tensor(self.rows, F32)
-            of_queries = cute.make_rmem_tensor(self.blocks, F32)
-            slot = (
-                tile
-                if cutlass.const_expr(not self.problem.packed)
-                else first_q // BLOCK_M + sequence + tile
-            )
-            for m in cutlass.range_constexpr(self.blocks):
-                # Rows behind the end hold the last one, and have its scale.
-                row = tidx // 32 * 16 + m * (16 * self.config.warps)
-                row = cutlass.min(row, length_q - 1 - first_row)
-                group = slot * (BLOCK_M // QUERY_GROUP) + row // QUERY_GROUP
-                of_queries[m] = query_scales[batch, head, group] * scale_log2
-            first_group = (
-                first_k // KEY_GROUP + sequence if cutlass.const_expr(self.problem.packed) else 0
-            )
-            of_keys = cute.domain_offset((first_group,), key_scales[batch, head_k, None])
+            of_queries, of_keys = self.scales(y, head_k)
             if count > 0:
                 key_scale = of_keys[key // KEY_GROUP]
         x = SimpleNamespace(
             gK=gK, gV=gV, sK=sK, sV=sV, load=load, thr_load=thr_load, load_scored=load_scored, thr_scored=thr_scored,
-            mma=mma, mma8=mma8, ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t,
+            mma=mma, mma8=y.mma8, ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t,
             tQsQ=tQsQ, tKsK=tKsK, tVsV=tVsV, tQrQ=tQrQ, tKrK=tKrK, tVrV=tVrV, rQ=rQ, rK=rK, rV=rV,
             o=o, s=s, scores=scores, o_rows=o_rows, s_rows=s_rows, best=best, total=total, origins=origins,
-            factors=factors, offsets=offsets, of_queries=of_queries, of_keys=of_keys, margin=margin,
+            factors=factors, offsets=offsets, of_queries=of_queries, of_keys=of_keys, margin=y.margin,
             first_k=first_k, length_q=length_q, length_k=length_k,
-            listed=listed, votes=votes, count=count, clear=clear, tile=tile, tidx=tidx,
+            listed=y.listed, votes=y.votes, count=count, clear=clear, tile=tile, tidx=tidx,
         )  # fmt: skip
         flags = I32(0)
         for step in cutlass.range(count, unroll=1):
@@ -287,43 +265,33 @@ class LiteForward(Tiles):
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.problem.skip):
-            for visit in cutlass.range(tidx, tiles, self.threads, unroll=1):
-                number = I32(listed[visit])
-                keep = self.voted(votes, visit, tiles)
-                if cutlass.const_expr(self.problem.must_do):
-                    held = must_do[sequence, head, tile, number // 32]
-                    keep = keep | ((held >> (number % 32)) & 1)
-                if (keep != 0) | (visit == 0):
-                    at = (kept.iterator + number // 32).llvm_ptr
-                    cute.arch.atomic_or(at, I32(1) << (number % 32), scope="cta")
-        self.finish(
-            o,
-            o_rows,
-            origins,
-            total,
-            mma,
-            sO,
-            lse,
-            lse_shift,
-            batch,
-            head,
-            first_q,
-            tile,
-            length_q,
-            tidx,
-        )
+            held = None
+            if cutlass.const_expr(self.problem.must_do):
+                held = y.must_do[y.sequence, y.head, tile, None]
+            self.keep(y.listed, y.votes, held, y.kept, tiles, tidx)
+        self.finish(y, o, o_rows, origins, total)
         cute.arch.sync_threads()
-        self.store(
-            load,
-            thr_load,
-            out[batch, None, head, None],
-            first_q + first_row,
-            length_q - first_row,
-            sO,
-        )
+        gO = y.out[y.batch, None, y.head, None]
+        self.store(load, thr_load, gO, first_q, length_q - first_row, y.sO)
         if cutlass.const_expr(self.problem.skip):
-            for word in cutlass.range(tidx, write.shape[3], self.threads, unroll=1):
-                write[sequence, head, tile, word] = kept[word]
+            self.write_row(y.write[y.sequence, y.head, tile, None], y.kept, tidx)
+
+    @cute.jit
+    def scales(self, y, head_k):
+        """Of 8-bit integers: this thread's blocks of queries, in log2 units, and the keys of the sequence."""
+        of_queries = cute.make_rmem_tensor(self.blocks, F32)
+        slot, first_group = y.tile, 0
+        if cutlass.const_expr(self.problem.packed):
+            slot = y.first_q // BLOCK_M + y.sequence + y.tile
+            first_group = y.first_k // KEY_GROUP + y.sequence
+        for m in cutlass.range_constexpr(self.blocks):
+            # Rows behind the end hold the last one, and have its scale.
+            row = y.tidx // 32 * 16 + m * (16 * self.config.warps)
+            row = cutlass.min(row, y.length_q - 1 - y.tile * BLOCK_M)
+            group = slot * (BLOCK_M // QUERY_GROUP) + row // QUERY_GROUP
+            of_queries[m] = y.query_scales[y.batch, y.head, group] * y.scale_log2
+        of_keys = y.key_scales[y.batch, head_k, None]
+        return of_queries, cute.domain_offset((first_group,), of_keys)
 
     @cute.jit
     def take(self, x, step, key, key_scale, flags):
@@ -400,19 +368,19 @@ class LiteForward(Tiles):
     # ---- the list ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def listed_in(self, read, sequence, head, tile, tiles, direction, number):
+    def listed_in(self, row, tiles, direction, number):
         """The bits below `tiles` of the word that is visited after `number` others; the lowest bit is visited first."""
         words = cute.ceil_div(tiles, 32)
         word = number if direction > 0 else words - 1 - number
         bits = I32(0)
         if number < words:
-            bits = read[sequence, head, tile, word]
+            bits = row[word]
             if tiles < 32 * word + 32:
                 bits = bits & ((I32(1) << (tiles - 32 * word)) - 1)
         return bits if direction > 0 else cute.arch.brev(bits)
 
     @cute.jit
-    def make_list(self, bits, read, sequence, head, tile, tiles, direction, listed, kept, tidx):
+    def make_list(self, bits, row, tiles, direction, listed, kept, tidx):
         """The number of listed tiles below `tiles`, and the first one. All go to shared memory in the order of their
         visit, and the first one again behind the last, for after the next barrier. bits: of this lane's first word."""
         lane, words = tidx % 32, cute.ceil_div(tiles, 32)
@@ -444,7 +412,7 @@ class LiteForward(Tiles):
                     listed[at] = cutlass.Int16(32 * word + bit)
                     at = at + 1
                     bits = bits ^ lowest
-            bits = self.listed_in(read, sequence, head, tile, tiles, direction, first + 32 + lane)
+            bits = self.listed_in(row, tiles, direction, first + 32 + lane)
         if tidx == 0:
             listed[so_far] = cutlass.Int16(begin)
         return so_far, begin
@@ -465,6 +433,23 @@ class LiteForward(Tiles):
         if x.tidx % 32 == 0:
             x.votes[x.tidx // 32, visit // 32] = flags
         return flags
+
+    @cute.jit
+    def keep(self, listed, votes, held, kept, tiles, tidx):
+        """Votes by visit, and what the caller holds, to bits of tiles."""
+        for visit in cutlass.range(tidx, tiles, self.threads, unroll=1):
+            number = I32(listed[visit])
+            wanted = self.voted(votes, visit, tiles)
+            if cutlass.const_expr(self.problem.must_do):
+                wanted = wanted | ((held[number // 32] >> (number % 32)) & 1)
+            if (wanted != 0) | (visit == 0):
+                at = (kept.iterator + number // 32).llvm_ptr
+                cute.arch.atomic_or(at, I32(1) << (number % 32), scope="cta")
+
+    @cute.jit
+    def write_row(self, row, kept, tidx):
+        for word in cutlass.range(tidx, row.shape[0], self.threads, unroll=1):
+            row[word] = kept[word]
 
     def voted(self, votes, visit, tiles):
         """1 if any warp voted for a visit; the last one of 32, or of all, is in the lowest bit."""
@@ -557,25 +542,9 @@ class LiteForward(Tiles):
                 values[r] = combine(values[r], others[r])
 
     @cute.jit
-    def finish(
-        self,
-        o,
-        o_rows,
-        origins,
-        total,
-        mma,
-        sO,
-        lse,
-        lse_shift,
-        batch,
-        head,
-        first_q,
-        tile,
-        length_q,
-        tidx,
-    ):
+    def finish(self, y, o, o_rows, origins, total):
         """Outputs, to shared memory, and log-sum-exp."""
-        row = self.first_row_of(tile, tidx)
+        tidx, row = y.tidx, self.first_row_of(y.tile, y.tidx)
         self.over_quad(total, lambda a, b: a + b)
         for r in cutlass.range_constexpr(self.rows):
             whole = total[r]
@@ -586,10 +555,10 @@ class LiteForward(Tiles):
             mine = row + r % 2 * 8 + r // 2 * (16 * self.config.warps)
             value = (origins[r] + cute.math.log2(total[r], fastmath=True)) * math.log(2)
             value = value if total[r] > 0.0 else F32(-INFINITY)
-            if (tidx % 4 == 0) & (mine < length_q):
+            if (tidx % 4 == 0) & (mine < y.length_q):
                 if cutlass.const_expr(self.problem.int8):
-                    value = value + lse_shift[batch, head, first_q + mine]
-                lse[batch, head, first_q + mine] = value
+                    value = value + y.lse_shift[y.batch, y.head, y.first_q + mine]
+                y.lse[y.batch, y.head, y.first_q + mine] = value
         rounded = cute.make_rmem_tensor(o.shape, self.dtype)
         rounded.store(o.load().to(self.dtype))
-        cute.autovec_copy(rounded, mma.get_slice(tidx).partition_C(sO))
+        cute.autovec_copy(rounded, y.mma.get_slice(tidx).partition_C(y.sO))

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu.warp import mma as warp_mma
 from cutlass.memory import SmemAllocator
 
 from .config import BLOCK_M, KEY_GROUP, QUERY_GROUP, Problem, int8_width
-from .tiles import DTYPES, F32, I32
+from .tiles import DTYPES, F32, I32, tokens_of
 
 # Added to an integer below 2^22 these bits make it a float: 1.5 * 2^23 + the integer. Sums that start with them are
 # floats without a conversion.
@@ -110,10 +110,9 @@ class Quantize:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, sequence = cute.arch.block_idx()
-        batch, first, length, slot = sequence, I32(0), I32(x.shape[1]), I32(0)
+        batch, first, length = tokens_of(sequence, starts, x)
+        slot = I32(0)
         if cutlass.const_expr(self.problem.packed):
-            batch, first = I32(0), I32(starts[sequence])
-            length = I32(starts[sequence + 1]) - first
             slot = first // self.period + sequence
         warp_max = SmemAllocator().allocate_tensor(F32, cute.make_layout(4), 16)
         if tile * self.rows < length:

@@ -330,7 +330,8 @@ class LiteAttention(nn.Module):
         policy = self._policy()
         shown = ", ".join(map(str, policy)) if isinstance(policy, tuple) else str(policy)
         mode = "" if self._threshold_mode == "max" else f", threshold_mode={self._threshold_mode!r}"
-        return f"enable_skipping={self.enable_skipping}, threshold={shown}{mode}"
+        int8 = ", use_int8=True" if self.use_int8 else ""
+        return f"enable_skipping={self.enable_skipping}, threshold={shown}{mode}{int8}"
 
     def _policy(self) -> Policy:
         return self._own or self._given or (DEFAULT_THRESHOLD,)

@@ -12,6 +12,14 @@ F32, I32 = cutlass.Float32, cutlass.Int32
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
+def tokens_of(sequence, starts, x):
+    """Where x [B, T, ...] has a sequence: (batch, its first token, their number). starts: of packed ones, else None."""
+    if starts is None:
+        return sequence, I32(0), I32(x.shape[1])
+    first = I32(starts[sequence])
+    return I32(0), first, I32(starts[sequence + 1]) - first
+
+
 class Tiles:
     """Tiles [rows, width] of 16-bit tensors [T, head_dim], that all threads of a CTA copy together."""
 
