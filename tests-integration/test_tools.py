@@ -1,12 +1,13 @@
-"""The vendor tool, the file-size report and the GPU probe."""
+"""The vendor tool, the file-size report, the GPU probe and compute-sanitizer's runner."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools import file_sizes, gpu, layout, vendor
+from tools import file_sizes, gpu, layout, sanitizer, vendor
 
 COPIES = {"shared/gate.py": ("a/gate.py", "b/deep/gate.py"), "LICENSE": ("a/LICENSE",)}
 
@@ -115,3 +116,25 @@ def test_gpu_probe_without_a_driver_finds_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
     assert gpu.capabilities() == []
+
+
+def test_sanitizer_runs_every_tool_and_tells(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, int("--tool=racecheck" in command))
+
+    monkeypatch.setattr(sanitizer.subprocess, "run", run)
+    assert sanitizer.main(["liteattention-sm89"]) == 1
+    assert sanitizer.main(["liteattention-sm89", "memcheck", "initcheck"]) == 0
+    tools = [command[1].removeprefix("--tool=") for command in commands]
+    assert tools == [*sanitizer.TOOLS, "memcheck", "initcheck"]
+    problems = root / "packages/liteattention-sm89/tests/sanitizer.py"
+    assert all(Path(command[-1]) == problems for command in commands) and problems.is_file()
+    for wrong in (["liteattention-sm89", "racechek"], ["liteattention"], []):
+        with pytest.raises(SystemExit):
+            sanitizer.main(wrong)
+    assert "racechek: expected one of memcheck" in capsys.readouterr().err

@@ -1,25 +1,19 @@
 """Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs this package and torch, no pytest.
 
-    python tests/sanitizer.py                       runs them, one line each; status 1 if a number is wrong
-    python tests/sanitizer.py memcheck racecheck    does so under each of these tools of compute-sanitizer; then also
-                                                    status 1 if a tool reports an error
-
-Tools: memcheck (addresses), racecheck (shared memory), synccheck (barriers), initcheck (what is read before it is
-written). racecheck reports races of tables that a warp hands over by one arriving thread, which it does not follow;
+Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer.
+racecheck reports races of tables that a warp hands over by one arriving thread, which it does not follow;
 docs/lightning-prefill.md says more. Inputs and expectations are made on the CPU, so that hardly anything but the
 kernels runs under the tool.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import NamedTuple
 
 import torch
 from gpu_oracle import check, make
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LENGTHS = [70, 0, 1, 130, 64]
 
 
@@ -79,33 +73,10 @@ def run_here() -> int:
     return wrong
 
 
-def run_under(tool: str) -> int:
-    """compute-sanitizer on this file; returns its status."""
-    command = [
-        "compute-sanitizer",
-        f"--tool={tool}",
-        "--error-exitcode=1",
-        "--report-api-errors=no",  # queries for functions that the driver does not have
-        sys.executable,
-        __file__,
-    ]
-    report(" ".join(command))
-    return subprocess.run(command, check=False).returncode
-
-
 def report(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def main(tools: list[str]) -> int:
-    for tool in tools:
-        if tool not in TOOLS:
-            sys.exit(f"{tool}: expected one of {', '.join(TOOLS)}")
-    if not tools:
-        return int(run_here() > 0)
-    return int(max(run_under(tool) for tool in tools) != 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(int(run_here() > 0))
