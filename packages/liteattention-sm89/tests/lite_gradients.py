@@ -102,9 +102,7 @@ def with_tiles(call: Backward, x: Inputs) -> Inputs:
 @functools.cache
 def problem(call: Backward, device: str = "cpu") -> Problem:
     """The gradients are those of autograd through the forward in fp64, or approximations with its out and lse."""
-    x = with_tiles(call, make_inputs(call))
-    if device != "cpu":
-        x = Inputs(*(t.to(device) if isinstance(t, Tensor) else t for t in vars(x).values()))
+    x = with_tiles(call, make_inputs(call)).to(device)
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(x.q.shape, generator=generator)
     options = {

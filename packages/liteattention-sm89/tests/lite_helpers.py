@@ -91,6 +91,10 @@ class Inputs:
     starts_k: Tensor | None
     most: tuple[int, int]
 
+    def to(self, device: torch.device | str) -> Inputs:
+        there = {n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **there)
+
 
 def make_inputs(call: Call, seed: int = 0) -> Inputs:
     """Random q, k and v, a few keys of which stand out, so that lists change."""

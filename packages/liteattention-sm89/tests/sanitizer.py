@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 
 import lite_helpers
 import lite_int8
 import torch
 from lite_gradients import Backward, assert_gradients, problem
-from lite_helpers import Call, Inputs, make_inputs
+from lite_helpers import Call, make_inputs
 from torch import Tensor
 
 from liteattention_sm89 import launch
@@ -46,17 +45,13 @@ BACKWARD = [
 ]
 
 
-def on_gpu(x: Inputs) -> Inputs:
-    return replace(x, **{n: t.cuda() for n, t in vars(x).items() if isinstance(t, Tensor)})
-
-
 def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype).cuda()
 
 
 def check_forward(call: Call) -> None:
     x = make_inputs(call)
-    y = on_gpu(x)
+    y = x.to("cuda")
     out, lse = empty(y.q.shape, y.q.dtype), empty(y.q[..., 0].mT.shape, torch.float32)
     write = None if y.read is None else empty(y.read.shape, torch.int32)
     direction = torch.tensor([call.direction], dtype=torch.int32).cuda()
@@ -71,14 +66,14 @@ def check_forward(call: Call) -> None:
 
 
 def check_int8(call: Call) -> None:
-    y = on_gpu(lite_int8.with_offsets(make_inputs(call), 3.0))
+    y = lite_int8.with_offsets(make_inputs(call), 3.0).to("cuda")
     got = lite_int8.launched(call, y, empty, kernel_for=launch.compile_forward)
     lite_int8.assert_right(call, y, got)
 
 
 def check_backward(call: Backward) -> None:
     p = problem(call)
-    y, (out, lse, dout) = on_gpu(p.inputs), (t.cuda() for t in (p.out, p.lse, p.dout))
+    y, (out, lse, dout) = p.inputs.to("cuda"), (t.cuda() for t in (p.out, p.lse, p.dout))
     lse = lse.view(y.q[..., 0].mT.shape)
     dlse = None if p.dlse is None else p.dlse.view(lse.shape).cuda()
     for how in call.how:

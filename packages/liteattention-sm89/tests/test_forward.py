@@ -27,18 +27,16 @@ LARGER = [
 def attend(call: Call, device: torch.device) -> tuple:
     """Inputs, and the results on the CPU."""
     x = make_inputs(call)
-    there = {
-        name: None if t is None else t.to(device) for name, t in vars(x).items() if name != "most"
-    }
+    y = x.to(device)
     direction = call.direction
     if call.on_device:
         direction = torch.tensor([direction], dtype=torch.int32, device=device)
     packed = {} if call.lengths is None else {"max_seqlen_q": x.most[0], "max_seqlen_k": x.most[1]}
     results = lite_attention(
-        there["q"], there["k"], there["v"], there["read"], direction=direction, causal=call.causal,
-        threshold=None if call.listed is None else call.threshold, must_do=there["held"],
-        block_n=call.block_n, cu_seqlens_q=there["starts_q"], cu_seqlens_k=there["starts_k"],
-        out=torch.full_like(there["q"], math.nan), **packed,
+        y.q, y.k, y.v, y.read, direction=direction, causal=call.causal,
+        threshold=None if call.listed is None else call.threshold, must_do=y.held,
+        block_n=call.block_n, cu_seqlens_q=y.starts_q, cu_seqlens_k=y.starts_k,
+        out=torch.full_like(y.q, math.nan), **packed,
     )  # fmt: skip
     return x, [None if t is None else t.cpu() for t in results]
 

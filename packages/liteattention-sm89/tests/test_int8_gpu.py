@@ -56,11 +56,6 @@ CALLS = [
 ]
 
 
-def on(device: torch.device, x: Inputs) -> Inputs:
-    there = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in vars(x).items()}
-    return replace(x, **there)
-
-
 def empty_on(device: torch.device) -> Callable[[torch.Size, torch.dtype], Tensor]:
     """Memory for results with NaN in it, or every bit of a list set."""
     return lambda shape, dtype: torch.full(
@@ -91,7 +86,7 @@ def of_reference(call: Call, x: Inputs, use_int8: bool) -> tuple:
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_numbers(cuda, call):
-    x = on(cuda, with_offsets(make_inputs(call), 3.0))
+    x = with_offsets(make_inputs(call), 3.0).to(cuda)
     empty = empty_on(cuda)
     got = launched(call, x, empty, kernel_for=launch.compile_forward)
     assert_right(call, x, got)
@@ -105,7 +100,7 @@ def test_numbers(cuda, call):
 def test_beside_the_reference(cuda, call):
     """Where values lie half way between integers it may round the other way. Beside exact attention more is lost, by
     single rows much more: that is bounded by the root of the mean square."""
-    x = on(cuda, with_offsets(make_inputs(call), 3.0))
+    x = with_offsets(make_inputs(call), 3.0).to(cuda)
     out, lse, _ = public(call, x)
     for use_int8, error, measure, lse_error in (
         (True, MAX_OUTPUT_ERROR, largest, 1e-2),
@@ -120,7 +115,7 @@ def test_beside_the_reference(cuda, call):
 
 def test_integers_are_not_rounded(cuda):
     call = replace(LISTED, keys=1332, threshold=-0.5)
-    x = on(cuda, exact_inputs(call))
+    x = exact_inputs(call).to(cuda)
     out, lse, write = public(call, x, scale=1e-4)
     d = double(x)
     wanted = reference.lite_attention(d.q, d.k, d.v, d.read, threshold=-0.5, scale=1e-4)
@@ -134,7 +129,7 @@ def test_lists_over_calls(cuda):
     x = make_inputs(call)
     x.q[..., 0] = 8
     x.k[..., 0] = 8 * (torch.arange(call.keys) // 64 % 4)[:, None]
-    x, densities = on(cuda, x), []
+    x, densities = x.to(cuda), []
     for step in range(4):
         call = replace(call, direction=1 - step % 2 * 2)
         got = launched(call, x, empty_on(cuda), kernel_for=launch.compile_forward)
@@ -149,7 +144,7 @@ def test_lists_over_calls(cuda):
 def test_a_graph_alternates_the_direction(cuda):
     """The workspace of the integers is the graph's own; replays are the calls of a loop."""
     call = replace(LISTED, listed=1.0, batch=1)
-    x = on(cuda, make_inputs(call))
+    x = make_inputs(call).to(cuda)
     mask, whole = x.read.clone(), x.read
     direction = torch.ones(1, dtype=torch.int32, device=cuda)
 
@@ -179,7 +174,7 @@ def test_a_graph_alternates_the_direction(cuda):
 
 @pytest.mark.parametrize("call", [LISTED, DENSE], ids=str)
 def test_repeated_calls_give_the_same_bits(cuda, call):
-    x = on(cuda, make_inputs(call))
+    x = make_inputs(call).to(cuda)
     first = public(call, x)
     for _ in range(20):
         again = public(call, x)
@@ -187,7 +182,7 @@ def test_repeated_calls_give_the_same_bits(cuda, call):
 
 
 def test_nothing_synchronises(cuda):
-    x = on(cuda, make_inputs(LISTED))
+    x = make_inputs(LISTED).to(cuda)
     public(LISTED, x)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -199,7 +194,7 @@ def test_nothing_synchronises(cuda):
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0])
 def test_scales_that_are_not_positive(cuda, scale):
-    x = on(cuda, with_offsets(make_inputs(DENSE), 2.0))
+    x = with_offsets(make_inputs(DENSE), 2.0).to(cuda)
     out, lse, _ = public(DENSE, x, scale=scale)
     d = double(x)
     wanted, wanted_lse, _ = reference.lite_attention(d.q, d.k, d.v, scale=scale)
@@ -208,7 +203,7 @@ def test_scales_that_are_not_positive(cuda, scale):
 
 
 def test_calls_without_keys(cuda):
-    x = on(cuda, make_inputs(replace(DENSE, keys=0)))
+    x = make_inputs(replace(DENSE, keys=0)).to(cuda)
     for threshold in (None, -3.0):
         out, lse, _ = lite_attention(x.q, x.k, x.v, threshold=threshold, use_int8=True)
         assert not out.any() and (lse == -math.inf).all()
@@ -219,7 +214,7 @@ def test_a_module(cuda):
     lite = LiteAttention(threshold=-2.0, use_int8=True)
     mask = None
     for step in range(4):
-        x = on(cuda, with_offsets(make_inputs(call, step // 2), 1.0))
+        x = with_offsets(make_inputs(call, step // 2), 1.0).to(cuda)
         direction = 1 - step % 2 * 2
         expected = lite_attention(
             x.q, x.k, x.v, mask, threshold=-2.0, direction=direction, use_int8=True
@@ -239,7 +234,7 @@ def test_parts_of_the_keys_merge(cuda):
     call = replace(DENSE, keys=1000, batch=1)
     x = make_inputs(call)
     x.k[:, :500] += 3 * torch.randn(128).bfloat16()
-    x = on(cuda, x)
+    x = x.to(cuda)
     parts = SeqParallelLiteAttention(2, enable_skipping=False, use_int8=True)
     pieces = (t.split(500, 1) for t in (x.k, x.v))
     found = [parts(x.q, *kv, i, return_softmax_lse=True) for i, kv in enumerate(zip(*pieces))]
