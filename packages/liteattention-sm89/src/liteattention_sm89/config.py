@@ -108,6 +108,11 @@ class ForwardConfig:
         return max(everything, BLOCK_M * row)
 
     @property
+    def outputs_over_keys(self) -> bool:
+        """Whether outputs take more of the shared memory than the place of q."""
+        return self.query_in_registers or self.score_columns < self.width
+
+    @property
     def shared_bytes(self) -> int:
         lists = (2 * MAX_LISTED + 4 * (self.warps + 1) * MAX_WORDS) * self.problem.skip
         return 2 * self.place + lists

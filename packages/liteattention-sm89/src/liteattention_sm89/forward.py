@@ -14,7 +14,15 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .config import BLOCK_M, KEY_GROUP, MAX_LISTED, MAX_WORDS, QUERY_GROUP, ForwardConfig
+from .config import (
+    BLOCK_M,
+    KEY_GROUP,
+    MAX_LISTED,
+    MAX_WORDS,
+    PADDING,
+    QUERY_GROUP,
+    ForwardConfig,
+)
 from .int8 import EXACT, EXACT_BITS, SignedInt8Op, multiply
 from .tiles import DTYPES, F32, I32, Tiles, tokens_of
 
@@ -22,6 +30,9 @@ INFINITY = math.inf
 TINY = 1.2e-38
 LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
 SLACK = 8.0  # log2 units
+# In units of the second product, 16 keys and 16 columns: when votes are taken, and how long before its end the
+# exponentials of the next 16 keys are done.
+VOTE, LEAD = 2, 2
 
 
 class LiteForward(Tiles):
@@ -55,6 +66,9 @@ class LiteForward(Tiles):
         self.rows = 2 * self.blocks  # of a thread
         self.step = config.step
         self.steps = self.problem.block_n // config.step
+        # Of the second product: the units by which v is read ahead from shared memory, and the part of it, in 32nds,
+        # over which the next k is asked for. Measured; other values cost 1 to 2 %.
+        self.ahead, self.spread = (2, 8) if self.problem.skip else (4, 10)
 
     @cute.jit
     def __call__(
@@ -138,7 +152,7 @@ class LiteForward(Tiles):
         place = smem.allocate_tensor(self.dtype, cute.make_layout(self.config.place), 128).iterator
         sQ, sO = cute.make_tensor(place, q_layout), cute.make_tensor(place, self.padded(BLOCK_M))
         if cutlass.const_expr(not self.config.query_in_registers):
-            place = place + cute.cosize(q_layout)
+            place = place + BLOCK_M * q_layout.stride[0]
         sK = cute.make_tensor(place, k_layout)
         sV = cute.make_tensor(place + cute.cosize(k_layout), v_layout)
         listed, kept, votes = None, None, None
@@ -169,9 +183,7 @@ class LiteForward(Tiles):
     def attend(self, y):
         """One query tile that has rows."""
         tidx, tile, length_q, length_k = y.tidx, y.tile, y.length_q, y.length_k
-        mma, sQ, sK, sV = y.mma, y.sQ, y.sK, y.sV
         first_row = tile * BLOCK_M
-        head_k = y.head // (y.q.shape[2] // y.k.shape[2])
         # Tiles of keys that any row of this query tile sees.
         reach = length_k
         if cutlass.const_expr(self.problem.causal):
@@ -182,18 +194,11 @@ class LiteForward(Tiles):
         if cutlass.const_expr(self.problem.skip):
             row_of_mask = y.read[y.sequence, y.head, tile, None]
             bits = self.listed_in(row_of_mask, tiles, y.direction, tidx % 32)
-        load, load_scored = y.load, y.load_scored
-        thr_load, thr_scored = load.get_slice(tidx), load_scored.get_slice(tidx)
-        self.scored.clear_padding(sQ, tidx)
+        self.scored.clear_padding(y.sQ, tidx)
         gQ = y.q[y.batch, None, y.head, None]
-        gK, gV = (t[y.batch, None, head_k, None] for t in (y.k, y.v))
-        first_q, first_k = y.first_q + first_row, y.first_k
-        self.scored.fetch(load_scored, thr_scored, gQ, first_q, length_q - first_row, sQ)
-
-        # All rows see the keys in front of this one.
-        clear = length_k
-        if cutlass.const_expr(self.problem.causal):
-            clear = cutlass.max(cutlass.min(length_k, first_row + length_k - length_q + 1), 0)
+        self.scored.fetch(
+            y.load_scored, y.load_scored.get_slice(tidx), gQ, y.first_q + first_row, length_q - first_row, y.sQ
+        )  # fmt: skip
         if cutlass.const_expr(self.problem.skip):
             tiles, key = self.make_list(
                 bits, row_of_mask, tiles, y.direction, y.listed, y.kept, tidx
@@ -202,6 +207,26 @@ class LiteForward(Tiles):
         count = tiles * self.steps
         if cutlass.const_expr(not self.problem.skip):
             key = (count - 1) * self.step
+        again = SimpleNamespace(**vars(y))  # a branch leaves its own values in what it was handed
+        if count > 0:
+            self.walk(y, tiles, count, key)
+        else:
+            self.see_nothing(again)
+
+    @cute.jit
+    def walk(self, y, tiles, count, key):
+        """Over at least one tile of keys."""
+        tidx, tile, length_q, length_k = y.tidx, y.tile, y.length_q, y.length_k
+        mma, sQ, sK, sV = y.mma, y.sQ, y.sK, y.sV
+        first_row = tile * BLOCK_M
+        head_k = y.head // (y.q.shape[2] // y.k.shape[2])
+        load, load_scored = y.load, y.load_scored
+        thr_load, thr_scored = load.get_slice(tidx), load_scored.get_slice(tidx)
+        gK, gV = (t[y.batch, None, head_k, None] for t in (y.k, y.v))
+        # All rows see the keys in front of this one.
+        clear = length_k
+        if cutlass.const_expr(self.problem.causal):
+            clear = cutlass.max(cutlass.min(length_k, first_row + length_k - length_q + 1), 0)
 
         thr_mma = mma.get_slice(tidx)
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
@@ -226,8 +251,7 @@ class LiteForward(Tiles):
         s = cute.recast_tensor(scores, F32) if self.problem.int8 else scores
         o_rows, s_rows = self.by_row(o, self.width), self.by_row(s, self.step)
         o.fill(0.0)
-        best, total, origins = (cute.make_rmem_tensor(self.rows, F32) for _ in range(3))
-        best.fill(-INFINITY)
+        total, origins = (cute.make_rmem_tensor(self.rows, F32) for _ in range(2))
         origins.fill(LOWEST)
         total.fill(0.0)
         if cutlass.const_expr(self.config.query_in_registers):
@@ -237,9 +261,14 @@ class LiteForward(Tiles):
             cute.copy(ldmatrix, tQsQ, tQrQ)
             cute.arch.sync_threads()
         self.scored.clear_padding(sK, tidx)
-        if count > 0:
-            self.scored.fetch(load_scored, thr_scored, gK, first_k + key, length_k - key, sK)
+        starts = (
+            self.start_of(thr_scored, gK, y.first_k, sK),
+            self.start_of(thr_load, gV, y.first_k, sV),
+        )
+        keys = self.scored.lines_from(starts[0], load_scored, thr_scored, gK, key, length_k, sK)
+        self.scored.fetch_part(keys, 0, 1)
         cute.arch.cp_async_commit_group()
+        starts = self.put_away(starts, sQ, tidx)
         # What scores are multiplied by, per block of rows, and what is then taken away from them, per row.
         factors, offsets = cute.make_rmem_tensor(self.blocks, F32), origins
         factors.fill(y.scale_log2)
@@ -247,22 +276,25 @@ class LiteForward(Tiles):
         if cutlass.const_expr(self.problem.int8):
             offsets = cute.make_rmem_tensor(self.rows, F32)
             of_queries, of_keys = self.scales(y, head_k)
-            if count > 0:
-                key_scale = of_keys[key // KEY_GROUP]
+            key_scale = of_keys[key // KEY_GROUP]
+        limit = cute.make_rmem_tensor(1, F32)
+        limit[0] = y.margin - INFINITY
         x = SimpleNamespace(
-            gK=gK, gV=gV, sK=sK, sV=sV, load=load, thr_load=thr_load, load_scored=load_scored, thr_scored=thr_scored,
+            starts=starts, gK=gK, gV=gV, sK=sK, sV=sV,
+            load=load, thr_load=thr_load, load_scored=load_scored, thr_scored=thr_scored,
             mma=mma, mma8=y.mma8, ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t,
             tQsQ=tQsQ, tKsK=tKsK, tVsV=tVsV, tQrQ=tQrQ, tKrK=tKrK, tVrV=tVrV, rQ=rQ, rK=rK, rV=rV,
-            o=o, s=s, scores=scores, o_rows=o_rows, s_rows=s_rows, best=best, total=total, origins=origins,
+            o=o, s=s, scores=scores, o_rows=o_rows, s_rows=s_rows, limit=limit, total=total, origins=origins,
             factors=factors, offsets=offsets, of_queries=of_queries, of_keys=of_keys, margin=y.margin,
-            first_k=first_k, length_q=length_q, length_k=length_k,
+            length_q=length_q, length_k=length_k,
             listed=y.listed, votes=y.votes, count=count, clear=clear, tile=tile, tidx=tidx,
         )  # fmt: skip
         flags = I32(0)
         for step in cutlass.range(count, unroll=1):
             key, key_scale, flags = self.take(x, step, key, key_scale, flags)
-        # Where outputs go others may still read v, or copies may be on their way.
-        cute.arch.cp_async_wait_group(0)
+        # Where outputs go others may still read, or the last step's copy of a k may be on its way.
+        if cutlass.const_expr(self.config.outputs_over_keys):
+            cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.problem.skip):
             held = None
@@ -272,9 +304,42 @@ class LiteForward(Tiles):
         self.finish(y, o, o_rows, origins, total)
         cute.arch.sync_threads()
         gO = y.out[y.batch, None, y.head, None]
-        self.store(load, thr_load, gO, first_q, length_q - first_row, y.sO)
+        self.store(load, thr_load, gO, y.first_q + first_row, length_q - first_row, y.sO)
         if cutlass.const_expr(self.problem.skip):
             self.write_row(y.write[y.sequence, y.head, tile, None], y.kept, tidx)
+        if cutlass.const_expr(not self.config.outputs_over_keys):
+            cute.arch.cp_async_wait_group(0)  # no CTA ends before its copies
+
+    @cute.jit
+    def see_nothing(self, y):
+        """Outputs of zero."""
+        tidx, first_row = y.tidx, y.tile * BLOCK_M
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        for i in cutlass.range(tidx, cute.size(y.sO), self.threads, unroll=1):
+            y.sO[i // self.width, i % self.width] = self.dtype(0.0)
+        cute.arch.sync_threads()
+        gO, thr_load = y.out[y.batch, None, y.head, None], y.load.get_slice(tidx)
+        self.store(y.load, thr_load, gO, y.first_q + first_row, y.length_q - first_row, y.sO)
+        if tidx < cutlass.min(BLOCK_M, y.length_q - first_row):
+            y.lse[y.batch, y.head, y.first_q + first_row + tidx] = F32(-INFINITY)
+        if cutlass.const_expr(self.problem.skip):
+            self.write_row(y.write[y.sequence, y.head, y.tile, None], y.kept, tidx)
+
+    @cute.jit
+    def put_away(self, starts, sQ, tidx):
+        """Two addresses of a thread, from where they are read in every step: in registers the compiler does not keep
+        them but computes them anew, some thirty instructions each. Behind the rows of q there is room."""
+        if cutlass.const_expr(self.config.query_in_registers or self.threads > BLOCK_M):
+            return starts
+        row = sQ.layout.stride[0]
+        place = cute.recast_ptr(sQ.iterator + (row - PADDING), dtype=cutlass.Int64)
+        room = cute.make_tensor(place, cute.make_layout((BLOCK_M, 2), stride=(row // 4, 1)))
+        both = cute.make_rmem_tensor(2, cutlass.Int64)
+        both[0], both[1] = starts
+        cute.autovec_copy(both, room[tidx, None])
+        return room[tidx, None]
 
     @cute.jit
     def scales(self, y, head_k):
@@ -296,11 +361,16 @@ class LiteForward(Tiles):
     @cute.jit
     def take(self, x, step, key, key_scale, flags):
         """One step; the key of the next, its scale, and the votes of the last 32."""
+        start_v = x.starts[1]
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
+        next_step = step + 1
+        if cutlass.const_expr(not self.problem.skip):
+            next_step = cutlass.min(next_step, x.count - 1)
+        next_key = self.key_of(next_step, x.count, x.listed)
         x.scores.fill(EXACT_BITS if self.problem.int8 else 0.0)
         slices = self.config.score_columns // 16
-        values = self.lines(x.load, x.thr_load, x.gV, x.first_k + key, x.length_k - key, x.sV)
+        values = self.lines_from(start_v, x.load, x.thr_load, x.gV, key, x.length_k, x.sV)
         for i in cutlass.range_constexpr(slices):
             if cutlass.const_expr(not self.config.query_in_registers):
                 cute.copy(x.ldmatrix, x.tQsQ[None, None, i], x.tQrQ[None, None, i])
@@ -315,30 +385,26 @@ class LiteForward(Tiles):
         # instructions that every step executes.
         for _ in cutlass.range(I32(key + self.step > x.clear) - (x.length_k >> 31), unroll=1):
             self.hide(x.s_rows, x.tile, key, x.length_q, x.length_k, x.tidx)
-        next_step = step + 1
-        if cutlass.const_expr(not self.problem.skip):
-            next_step = cutlass.min(next_step, x.count - 1)
-        next_key = self.key_of(next_step, x.count, x.listed)
         if cutlass.const_expr(self.problem.int8):
-            for m in cutlass.range_constexpr(
-                self.blocks
-            ):  # not zero: hidden scores stay minus infinity
+            for m in cutlass.range_constexpr(self.blocks):
+                # Not zero: hidden scores stay minus infinity.
                 x.factors[m] = cute.arch.fmax(x.of_queries[m] * key_scale, F32(TINY))
             key_scale = x.of_keys[cutlass.min(next_key, x.length_k - 1) // KEY_GROUP]
-        near = self.rescale(x)
-        if cutlass.const_expr(self.problem.skip):
-            flags = self.vote(x, step, near, flags)
+        start_k = x.starts[0]
+        most = self.rescale(x, step)
         for c in cutlass.range_constexpr(4):
             for r in cutlass.range_constexpr(self.rows):
                 self.exponentiate(x, r, c)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         # The last step loads a k once more, where a branch would break up what the products hide.
-        keys = self.scored.lines(
-            x.load_scored, x.thr_scored, x.gK, x.first_k + next_key, x.length_k - next_key, x.sK
+        keys = self.scored.lines_from(
+            start_k, x.load_scored, x.thr_scored, x.gK, next_key, x.length_k, x.sK
         )
         blocks = self.blocks
         parts, units = self.step // 16, self.width // 16
+        for u in cutlass.range_constexpr(self.ahead):
+            self.read_v(x, u, units)
         for i in cutlass.range_constexpr(parts):  # 16 keys
             scores = cute.make_tensor(x.s.iterator + 8 * blocks * i, cute.make_layout(8 * blocks))
             p = cute.make_rmem_tensor(8 * blocks, self.dtype)
@@ -346,19 +412,28 @@ class LiteForward(Tiles):
             a = cute.make_layout(((2, 2, 2), 1), stride=((1, 2, 4 * blocks), 0))
             c = cute.make_layout(((2, 2), 1, 1))
             for j in cutlass.range_constexpr(units):  # 16 columns
-                cute.copy(x.ldmatrix_t, x.tVsV[None, j, i], x.tVrV[None, j, i])
+                u = i * units + j
+                if cutlass.const_expr(u + self.ahead < parts * units):
+                    self.read_v(x, u + self.ahead, units)
                 for n in cutlass.range_constexpr(2 * j, 2 * j + 2):
                     for m in cutlass.range_constexpr(blocks):
                         o = cute.make_tensor(x.o.iterator + 4 * (blocks * n + m), c)
                         p_m = cute.make_tensor(p.iterator + 4 * m, a)
                         cute.gemm(x.mma, o, p_m, self.one(x.rV, n, i), o)
                 if cutlass.const_expr(i + 1 < parts):
-                    first, end = (4 * self.rows * k // units for k in (j, j + 1))
+                    every = 4 * self.rows
+                    first, end = (min(every * k // (units - LEAD), every) for k in (j, j + 1))
                     for due in cutlass.range_constexpr(first, end):
                         self.exponentiate(x, due % self.rows, 4 * (i + 1) + due // self.rows)
-                self.scored.fetch_part(keys, i * units + j, parts * units // 4)
+                self.scored.fetch_part(keys, u, parts * units * self.spread // 32)
+                if cutlass.const_expr(self.problem.skip and u == VOTE):
+                    flags = self.vote(x, step, most, flags)
         cute.arch.cp_async_commit_group()
         return next_key, key_scale, flags
+
+    def read_v(self, x, unit, units):
+        part = (None, unit % units, unit // units)
+        cute.copy(x.ldmatrix_t, x.tVsV[part], x.tVrV[part])
 
     @cute.jit
     def exponentiate(self, x, r, c):
@@ -418,12 +493,16 @@ class LiteForward(Tiles):
         return so_far, begin
 
     @cute.jit
-    def vote(self, x, step, near, flags):
-        """The votes of this warp on the last 32 visits, with that on this step in the lowest bit.
+    def vote(self, x, step, most, flags):
+        """The votes of this warp on the last 32 visits, with that on this step in the lowest bit. most: the best score
+        of each row among those of this thread.
 
         A tile of two steps is judged twice, the second time by what is best after the first. That makes no difference,
         because margins are not positive: a first step that raised a row's best score was near.
         """
+        best = self.split(most, x.tidx, cute.arch.fmax)
+        near = best > x.limit[0]
+        x.limit[0] = cute.arch.fmax(x.limit[0], best + x.margin)
         visit = step // self.steps
         if cutlass.const_expr(self.steps == 1):
             flags = flags << 1
@@ -439,12 +518,11 @@ class LiteForward(Tiles):
         """Votes by visit, and what the caller holds, to bits of tiles."""
         for visit in cutlass.range(tidx, tiles, self.threads, unroll=1):
             number = I32(listed[visit])
-            wanted = self.voted(votes, visit, tiles)
+            wanted = self.voted(votes, visit, tiles) | I32(visit == 0)
             if cutlass.const_expr(self.problem.must_do):
-                wanted = wanted | ((held[number // 32] >> (number % 32)) & 1)
-            if (wanted != 0) | (visit == 0):
-                at = (kept.iterator + number // 32).llvm_ptr
-                cute.arch.atomic_or(at, I32(1) << (number % 32), scope="cta")
+                wanted = wanted | ((held[number >> 5] >> (number & 31)) & 1)
+            at = (kept.iterator + (number >> 5)).llvm_ptr
+            cute.arch.atomic_or(at, wanted << (number & 31), scope="cta")
 
     @cute.jit
     def write_row(self, row, kept, tidx):
@@ -453,8 +531,8 @@ class LiteForward(Tiles):
 
     def voted(self, votes, visit, tiles):
         """1 if any warp voted for a visit; the last one of 32, or of all, is in the lowest bit."""
-        place = cutlass.min(visit // 32 * 32 + 32, tiles) - 1 - visit
-        words = [votes[w, visit // 32] for w in range(self.config.warps)]
+        place = cutlass.min((visit >> 5) * 32 + 32, tiles) - 1 - visit
+        words = [votes[w, visit >> 5] for w in range(self.config.warps)]
         return (functools.reduce(operator.or_, words) >> place) & 1
 
     @cute.jit
@@ -505,34 +583,53 @@ class LiteForward(Tiles):
         )
 
     @cute.jit
-    def rescale(self, x):
-        """Whether the best score of any row is near. Moves origins, and what is relative to them, where needed."""
-        near, rose = cutlass.Boolean(False), cutlass.Boolean(False)
-        most = cute.make_rmem_tensor(self.rows, F32)
+    def rescale(self, x, step):
+        """Moves origins, and what is relative to them, where needed. Returns the best score of each row among those of
+        this thread: its three neighbours are only asked where it matters."""
+        rose = cutlass.Boolean(False)
+        most = [self.largest(x.s_rows, r, 0, self.step // 4) for r in range(self.rows)]
+        if cutlass.const_expr(self.problem.int8):
+            most = [(most[r] - EXACT) * x.factors[r // 2] for r in range(self.rows)]
+        tops = cute.make_rmem_tensor(self.rows, F32)
         for r in cutlass.range_constexpr(self.rows):
-            most[r] = self.largest(x.s_rows, r, 0, self.step // 4)
-        self.over_quad(most, cute.arch.fmax)
-        for r in cutlass.range_constexpr(self.rows):
-            if cutlass.const_expr(self.problem.int8):
-                most[r] = (most[r] - EXACT) * x.factors[r // 2]
-            if cutlass.const_expr(self.problem.skip):
-                near = near | (most[r] > x.best[r] + x.margin)
-                x.best[r] = cute.arch.fmax(x.best[r], most[r])
-            if cutlass.const_expr(not self.problem.int8):
-                most[r] = most[r] * x.factors[r // 2]
-            rose = rose | (most[r] - x.origins[r] > SLACK)
+            tops[r] = most[r] if self.problem.int8 else most[r] * x.factors[r // 2]
+            rose = rose | (tops[r] - x.origins[r] > SLACK)
         if cute.arch.vote_any_sync(rose):  # rare after the first tile
+            self.over_quad(tops, cute.arch.fmax)
+            shrinks = cute.make_rmem_tensor(self.rows, F32)
             for r in cutlass.range_constexpr(self.rows):
-                origin = cute.arch.fmax(x.origins[r], most[r])
-                shrink = cute.arch.exp2(x.origins[r] - origin)
+                origin = cute.arch.fmax(x.origins[r], tops[r])
+                shrinks[r] = cute.arch.exp2(x.origins[r] - origin)
                 x.origins[r] = origin
-                x.total[r] = x.total[r] * shrink
-                for c in cutlass.range_constexpr(self.width // 4):
-                    x.o_rows[r, c] = x.o_rows[r, c] * shrink
+                x.total[r] = x.total[r] * shrinks[r]
+            if step > 0:
+                for r in cutlass.range_constexpr(self.rows):
+                    for c in cutlass.range_constexpr(self.width // 4):
+                        x.o_rows[r, c] = x.o_rows[r, c] * shrinks[r]
         if cutlass.const_expr(self.problem.int8):
             for r in cutlass.range_constexpr(self.rows):
                 x.offsets[r] = x.origins[r] + EXACT * x.factors[r // 2]
-        return near
+        return most
+
+    def split(self, values, tidx, combine=None):
+        """Of a value per row, that of one row for each of the four threads that share rows, combined over them. Of four
+        rows the thread tidx has row tidx % 4, of two row tidx % 4 // 2."""
+        for distance in (2, 1):
+            half, upper = len(values) // 2, (tidx & distance) != 0
+            if half:
+                pairs = list(zip(values[:half], values[half:]))
+                values = [self.pick(upper, b, a) for a, b in pairs]
+                others = [self.pick(upper, a, b) for a, b in pairs]
+            else:
+                others = values
+            if combine is not None:
+                others = [cute.arch.shuffle_sync_bfly(other, distance) for other in others]
+                values = [combine(a, b) for a, b in zip(values, others)]
+        return values[0]
+
+    @cute.jit
+    def pick(self, first, a, b):
+        return a if first else b
 
     def over_quad(self, values, combine):
         """Combines the values of the four threads that share rows."""
@@ -551,14 +648,17 @@ class LiteForward(Tiles):
             inverse = cute.arch.rcp_approx(whole) if whole > 0.0 else F32(0.0)
             for c in cutlass.range_constexpr(self.width // 4):
                 o_rows[r, c] = o_rows[r, c] * inverse
-        for r in cutlass.range_constexpr(self.rows):
-            mine = row + r % 2 * 8 + r // 2 * (16 * self.config.warps)
-            value = (origins[r] + cute.math.log2(total[r], fastmath=True)) * math.log(2)
-            value = value if total[r] > 0.0 else F32(-INFINITY)
-            if (tidx % 4 == 0) & (mine < y.length_q):
-                if cutlass.const_expr(self.problem.int8):
-                    value = value + y.lse_shift[y.batch, y.head, y.first_q + mine]
-                y.lse[y.batch, y.head, y.first_q + mine] = value
+        r = tidx % 4 * self.rows // 4
+        mine = row + r % 2 * 8 + r // 2 * (16 * self.config.warps)
+        whole, origin = (
+            self.split([x[r] for r in range(self.rows)], tidx) for x in (total, origins)
+        )
+        value = (origin + cute.math.log2(whole, fastmath=True)) * math.log(2)
+        value = value if whole > 0.0 else F32(-INFINITY)
+        if mine < y.length_q:
+            if cutlass.const_expr(self.problem.int8):
+                value = value + y.lse_shift[y.batch, y.head, y.first_q + mine]
+            y.lse[y.batch, y.head, y.first_q + mine] = value
         rounded = cute.make_rmem_tensor(o.shape, self.dtype)
         rounded.store(o.load().to(self.dtype))
         cute.autovec_copy(rounded, y.mma.get_slice(tidx).partition_C(y.sO))

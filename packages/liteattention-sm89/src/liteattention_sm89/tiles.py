@@ -25,7 +25,7 @@ class Tiles:
 
     def __init__(self, dtype, dim: int, width: int, threads: int):
         self.dtype, self.dim, self.width, self.threads = dtype, dim, width, threads
-        self.line = 64 if width % 64 == 0 else 32  # columns that neighbouring threads copy
+        self.columns = 64 if width % 64 == 0 else 32  # columns that neighbouring threads copy
 
     def padded(self, rows, columns=None):
         """[rows, columns], the head dimension unless said, in shared memory. 16 bytes behind every row keep ldmatrix
@@ -34,7 +34,7 @@ class Tiles:
         return cute.make_layout((rows, columns), stride=(columns + PADDING, 1))
 
     def tiled_load(self):
-        per_line = self.line // 8
+        per_line = self.columns // 8
         return cute.make_tiled_copy_tv(
             cute.make_copy_atom(
                 cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
@@ -45,22 +45,47 @@ class Tiles:
 
     @cute.jit
     def lines(self, load, thr_load, rows_of, first, left, shared):
-        """How this thread copies between a tile in shared memory and rows of [T, D]: from `first` on, `left` of them.
+        """How this thread copies between a tile in shared memory and rows of [T, D]: `left` from `first` on."""
+        start = self.start_of(thr_load, rows_of, first, shared)
+        return self.lines_from(start, load, thr_load, rows_of, 0, left, shared)
 
-        Offsets of rows within a tile are 32-bit: strides of tokens are below 2^24.
-        """
-        shape = (cute.size(shared, mode=[0]), self.width)
-        where = thr_load.partition_S(cute.make_identity_tensor(shape))[0, None, None]
-        row, column = where[0, 0]
+    @cute.jit
+    def start_of(self, thr_load, rows_of, first, shared):
+        """The address in row `first` of [T, D] of what this thread copies."""
+        column = self.places(thr_load, shared)[0, 0][1]
         start = cute.domain_offset((first, 0), rows_of).iterator + cute.assume(column, divby=8)
+        return start.toint()
+
+    @cute.jit
+    def lines_from(self, start, load, thr_load, rows_of, skip, end, shared):
+        """The same, with `start_of` known: the tile begins `skip` rows behind that one, and the rows end before `end`.
+
+        Pitches are 32-bit: strides of tokens are below 2^24.
+        """
+        where = self.places(thr_load, shared)
+        row, column = where[0, 0]
         return SimpleNamespace(
-            load=load, shared=thr_load.partition_D(shared), where=where, row=row, column=column,
-            start=start, left=left, pitch=I32(rows_of.stride[0]),
+            load=load, shared=thr_load.partition_D(shared), tile=shared, where=where, row=row, column=column,
+            start=start, skip=skip, last=end - 1, pitch=I32(rows_of.stride[0]) * (self.dtype.width // 8),
         )  # fmt: skip
+
+    def places(self, thr_load, shared):
+        """(row, column) in the tile of what this thread copies."""
+        shape = (cute.size(shared, mode=[0]), self.width)
+        return thr_load.partition_S(cute.make_identity_tensor(shape))[0, None, None]
 
     def line_rows(self, x):
         """The number of rows that one thread copies."""
         return cute.size(x.shared, mode=[1])
+
+    @cute.jit
+    def line(self, x, i):
+        """Where the i-th row of this thread is: its number in the tile, and its address. Behind the last row stands the
+        last one."""
+        row = cutlass.min(x.skip + x.row + (x.where[i, 0][0] - x.row), x.last)
+        address = x.start + cutlass.Int64(row) * cutlass.Int64(x.pitch)
+        at = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+        return row - x.skip, at
 
     @cute.jit
     def fetch_part(self, x, number, of):
@@ -68,14 +93,13 @@ class Tiles:
         rows = self.line_rows(x)
         for i in cutlass.range_constexpr(rows):
             if cutlass.const_expr(i * of // rows == number):
-                row = cutlass.min(x.row + (x.where[i, 0][0] - x.row), x.left - 1)
-                at = cute.assume(row * x.pitch, divby=8)
+                _, at = self.line(x, i)
                 for j in cutlass.range_constexpr(cute.size(x.shared, mode=[2])):
-                    unit = cute.make_tensor(x.start + at + self.line * j, cute.make_layout(8))
+                    unit = cute.make_tensor(at + self.columns * j, cute.make_layout(8))
                     if cutlass.const_expr(self.dim == self.width):
                         cute.copy(x.load, unit, x.shared[None, i, j])
                     else:
-                        if x.column + self.line * j < self.dim:
+                        if x.column + self.columns * j < self.dim:
                             cute.copy(x.load, unit, x.shared[None, i, j])
 
     @cute.jit
@@ -85,26 +109,26 @@ class Tiles:
 
     @cute.jit
     def store(self, load, thr_load, rows_of, first, left, shared):
-        """The other way: stores the rows that there are."""
+        """The other way. In the place of rows behind the last one, the last one is stored again: that takes no
+        branches, which would make each row wait for the one before."""
         x = self.lines(load, thr_load, rows_of, first, left, shared)
-        for i in cutlass.range_constexpr(self.line_rows(x)):
-            row = x.row + (x.where[i, 0][0] - x.row)
-            if row < x.left:
-                self.store_row(x, i, row)
-
-    @cute.jit
-    def store_row(self, x, i, row):
-        at = cute.assume(row * x.pitch, divby=8)
-        for j in cutlass.range_constexpr(cute.size(x.shared, mode=[2])):
-            value = cute.make_rmem_tensor(8, self.dtype)
-            source = x.shared[None, i, j].iterator
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), value)
-            unit = cute.make_tensor(x.start + at + self.line * j, cute.make_layout(8))
-            if cutlass.const_expr(self.dim == self.width):
-                cute.autovec_copy(value, unit)
-            else:
-                if x.column + self.line * j < self.dim:
-                    cute.autovec_copy(value, unit)
+        rows, units = self.line_rows(x), cute.size(x.shared, mode=[2])
+        values = cute.make_rmem_tensor(cute.make_layout((8, units, rows)), self.dtype)
+        for i in cutlass.range_constexpr(rows):
+            row, _ = self.line(x, i)
+            for j in cutlass.range_constexpr(units):
+                place = cute.assume(x.tile.layout((row, x.column + self.columns * j)), divby=8)
+                unit = cute.make_tensor(x.tile.iterator + place, cute.make_layout(8))
+                cute.autovec_copy(unit, values[None, j, i])
+        for i in cutlass.range_constexpr(rows):
+            _, at = self.line(x, i)
+            for j in cutlass.range_constexpr(units):
+                unit = cute.make_tensor(at + self.columns * j, cute.make_layout(8))
+                if cutlass.const_expr(self.dim == self.width):
+                    cute.autovec_copy(values[None, j, i], unit)
+                else:
+                    if x.column + self.columns * j < self.dim:
+                        cute.autovec_copy(values[None, j, i], unit)
 
     @cute.jit
     def clear_padding(self, shared, tidx):
