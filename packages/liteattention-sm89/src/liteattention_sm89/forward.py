@@ -67,8 +67,10 @@ class LiteForward(Tiles):
         self.step = config.step
         self.steps = self.problem.block_n // config.step
         # Of the second product: the units by which v is read ahead from shared memory, and the part of it, in 32nds,
-        # over which the next k is asked for. Measured; other values cost 1 to 2 %.
-        self.ahead, self.spread = (2, 8) if self.problem.skip else (4, 10)
+        # over which the next k is asked for. Measured with 64 and 128 columns; other values cost 1 to 5 %.
+        self.ahead, self.spread = (4, 10) if config.width == 128 else (3, 8)
+        if self.problem.skip:
+            self.ahead, self.spread = 2, 8
 
     @cute.jit
     def __call__(
