@@ -332,7 +332,7 @@ class LiteForward(Tiles):
     @cute.jit
     def put_away(self, starts, sQ, tidx):
         """Two addresses of a thread, from where they are read in every step: in registers the compiler does not keep
-        them but computes them anew, some thirty instructions each. Behind the rows of q there is room."""
+        them but computes them anew, some twenty instructions each. Behind the rows of q there is room."""
         if cutlass.const_expr(self.config.query_in_registers or self.threads > BLOCK_M):
             return starts
         row = sQ.layout.stride[0]
