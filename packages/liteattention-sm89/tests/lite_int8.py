@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import lite_launch
 import torch
 from lite_helpers import Call, Inputs, make_inputs
+from lite_launch import Empty
 from torch import Tensor
 
-from liteattention_sm89 import launch, reference
+from liteattention_sm89 import reference
 
 MAX_OUTPUT_ERROR = 4e-3  # beside the attention of what was rounded
 MAX_LSE_ERROR = 1e-3
@@ -137,7 +138,7 @@ class Results:
 def launched(
     call: Call,
     x: Inputs,
-    empty: Callable[[torch.Size, torch.dtype], Tensor],
+    empty: Empty,
     *,
     scale: float | None = None,
     **kernels: Any,
@@ -150,16 +151,11 @@ def launched(
         kernel = kernel_for(config, arch)
         return lambda *arguments: (handed.append(arguments), kernel(*arguments))
 
-    out = empty(x.q.shape, x.q.dtype)
-    lse = empty(x.q[..., 0].mT.shape, torch.float32)
-    write = None if x.read is None else empty(x.read.shape, torch.int32)
-    direction = torch.tensor([call.direction], dtype=torch.int32, device=x.q.device)
-    launch.forward(
-        x.q, x.k, x.v, out, lse, x.read, None if x.held is None else x.held.expand(x.read.shape).contiguous(),
-        write, x.starts_q, x.starts_k, x.most[0], threshold=call.threshold,
-        direction=direction if call.on_device else call.direction, scale=call.dim**-0.5 if scale is None else scale,
-        causal=call.causal, block_n=call.block_n, int8=True, max_seqlen_k=x.most[1], kernel_for=remembering, **kernels,
-    )  # fmt: skip
+    if scale is not None:
+        kernels["scale"] = scale
+    out, lse, write = lite_launch.forward(
+        call, x, empty, int8=True, max_seqlen_k=x.most[1], kernel_for=remembering, **kernels
+    )
     ((q, k, *_),) = handed
     of_queries, of_keys, shift = handed[0][11:14]
     return Results(

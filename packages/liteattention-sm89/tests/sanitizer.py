@@ -6,15 +6,14 @@ and expectations are made on the CPU, so that hardly anything but the kernels ru
 
 from __future__ import annotations
 
-import math
 import sys
 
 import lite_helpers
 import lite_int8
-import torch
+import lite_launch
 from lite_gradients import Backward, assert_gradients, problem
 from lite_helpers import Call, make_inputs
-from torch import Tensor
+from lite_launch import empty_on
 
 from liteattention_sm89 import launch
 
@@ -45,22 +44,13 @@ BACKWARD = [
 ]
 
 
-def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype).cuda()
+empty = empty_on("cuda")
 
 
 def check_forward(call: Call) -> None:
     x = make_inputs(call)
     y = x.to("cuda")
-    out, lse = empty(y.q.shape, y.q.dtype), empty(y.q[..., 0].mT.shape, torch.float32)
-    write = None if y.read is None else empty(y.read.shape, torch.int32)
-    direction = torch.tensor([call.direction], dtype=torch.int32).cuda()
-    launch.forward(
-        y.q, y.k, y.v, out, lse, y.read, None if y.held is None else y.held.expand(y.read.shape).contiguous(),
-        write, y.starts_q, y.starts_k, y.most[0], threshold=call.threshold,
-        direction=direction if call.on_device else call.direction, scale=call.dim**-0.5, causal=call.causal,
-        block_n=call.block_n,
-    )  # fmt: skip
+    out, lse, write = lite_launch.forward(call, y, empty)
     lse = lse.squeeze(0).cpu() if call.lengths else lse.cpu()
     lite_helpers.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
 

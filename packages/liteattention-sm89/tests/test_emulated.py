@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import lite_launch
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
@@ -35,16 +36,9 @@ def run(emulated) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
             run.configs.append(config)
             return lambda *arguments: compiled(config, arch)(*arguments, **changes)
 
-        out = emulated.empty(x.q.shape, x.q.dtype)
-        lse = emulated.empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), torch.float32)
-        write = None if x.read is None else emulated.empty(x.read.shape, torch.int32)
-        direction = torch.tensor([call.direction], dtype=torch.int32)
-        launch.forward(
-            x.q, x.k, x.v, out, lse, x.read, None if x.held is None else x.held.expand(x.read.shape).contiguous(),
-            write, x.starts_q, x.starts_k, x.most[0], threshold=call.threshold,
-            direction=direction if call.on_device else call.direction, scale=call.dim**-0.5,
-            causal=call.causal, block_n=call.block_n, kernel_for=kernel_for, arch=arch,
-        )  # fmt: skip
+        out, lse, write = lite_launch.forward(
+            call, x, emulated.empty, kernel_for=kernel_for, arch=arch
+        )
         return out, lse if call.lengths is None else lse[0], write
 
     run.compiled = compiled

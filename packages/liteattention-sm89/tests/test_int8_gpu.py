@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from lite_int8 import (
     launched,
     with_offsets,
 )
-from torch import Tensor
+from lite_launch import empty_on
 
 from liteattention_sm89 import (
     LiteAttention,
@@ -54,13 +53,6 @@ CALLS = [
     PACKED,
     WIDEST,
 ]
-
-
-def empty_on(device: torch.device) -> Callable[[torch.Size, torch.dtype], Tensor]:
-    """Memory for results with NaN in it, or every bit of a list set."""
-    return lambda shape, dtype: torch.full(
-        shape, math.nan if dtype.is_floating_point else -1, dtype=dtype, device=device
-    )
 
 
 def public(call: Call, x: Inputs, **changes) -> tuple:
@@ -148,7 +140,7 @@ def test_a_graph_alternates_the_direction(cuda):
     mask, whole = x.read.clone(), x.read
     direction = torch.ones(1, dtype=torch.int32, device=cuda)
 
-    def step() -> Tensor:
+    def step() -> torch.Tensor:
         out, _, kept = lite_attention(
             x.q, x.k, x.v, mask, threshold=-1.0, direction=direction, use_int8=True
         )
