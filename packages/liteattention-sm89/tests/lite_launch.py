@@ -16,10 +16,10 @@ Empty = Callable[[torch.Size, torch.dtype], Tensor]
 
 
 def empty_on(device: torch.device | str) -> Empty:
-    """Memory for results with NaN in it, or every bit of a list set."""
+    """Memory for results with NaN in it, or every bit of a list set; filled on the CPU."""
     return lambda shape, dtype: torch.full(
-        shape, math.nan if dtype.is_floating_point else -1, dtype=dtype, device=device
-    )
+        shape, math.nan if dtype.is_floating_point else -1, dtype=dtype
+    ).to(device)
 
 
 def forward(

@@ -125,4 +125,6 @@ def test_every_wait_matters(run, dim, arch, spare):
     report = mutation.run(check, kernel, schedules=mutation.SCHEDULES[:3])
     assert not report.not_reached, str(report)
     assert [m.text for m in report.unnoticed] == spare * ["cp.async.wait_group 0"], str(report)
+    once = min(m.executions for m in report.mutants)  # by every thread: in no loop
+    assert all(m.executions == once for m in report.unnoticed), str(report)
     assert len(report.noticed) >= 10

@@ -41,6 +41,7 @@ class LiteForward(Tiles):
     | shared memory | shape | bytes at D=128 |
     |---|---|---|
     | q, later o | [128, D + 8]; in the place of k and v when q moves to registers | 34,816 |
+    | of each of 128 threads, addresses of k and v | int64 [128, 2], in the padding behind q | 0 |
     | k, v | [64, D + 8] each, one stage | 17,408 each |
     | listed tiles | int16 [4104] | 8,208 |
     | votes of each warp, bit by visit | int32 [4, 128] | 2,048 |

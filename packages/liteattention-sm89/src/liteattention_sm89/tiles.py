@@ -109,8 +109,8 @@ class Tiles:
 
     @cute.jit
     def store(self, load, thr_load, rows_of, first, left, shared):
-        """The other way. In the place of rows behind the last one, the last one is stored again: that takes no
-        branches, which would make each row wait for the one before."""
+        """The other way, of at least one row. In the place of rows behind the last one, the last one is stored again:
+        that takes no branches, which would make each row wait for the one before."""
         x = self.lines(load, thr_load, rows_of, first, left, shared)
         rows, units = self.line_rows(x), cute.size(x.shared, mode=[2])
         values = cute.make_rmem_tensor(cute.make_layout((8, units, rows)), self.dtype)
