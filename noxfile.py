@@ -25,6 +25,7 @@ from tools.layout import DEVELOPMENT_TOOLS, HOST_ROOMS  # noqa: E402
 PACKAGES = {
     "cula-lightning-decode": ("sm89", "sm90", "sm100"),
     "cula-lightning-sm90": ("sm90",),
+    "cula-cp-sm90": ("sm90",),
     "liteattention-sm89": ("sm89",),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)

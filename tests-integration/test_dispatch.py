@@ -26,11 +26,14 @@ def public(op: str, function: str) -> inspect.Signature:
 
 @pytest.mark.parametrize(("name", "function"), FUNCTIONS)
 def test_package_function_has_the_public_signature(name: str, function: str) -> None:
-    theirs = inspect.signature(SPECS[name].load(function))
-    ours = public(SPECS[name].OP, function)
-    assert [(p.name, p.kind, p.default) for p in theirs.parameters.values()] == [
-        (p.name, p.kind, p.default) for p in ours.parameters.values()
+    """A package may take more behind it, by keyword and with a default."""
+    theirs = [*inspect.signature(SPECS[name].load(function)).parameters.values()]
+    ours = [*public(SPECS[name].OP, function).parameters.values()]
+    more = theirs[len(ours) :]
+    assert [(p.name, p.kind, p.default) for p in theirs[: len(ours)]] == [
+        (p.name, p.kind, p.default) for p in ours
     ]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in more)
 
 
 @pytest.mark.parametrize("name", noxfile.PACKAGES)
@@ -147,6 +150,90 @@ def test_package_refuses_what_cula_refuses(
     for run in (getattr(cula.lightning, function), SPECS["cula-lightning-sm90"].load(function)):
         with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
             run(**prefill_arguments(function, **changes))
+        raised.append(caught.type)
+    assert raised[0] is raised[1]
+
+
+def kda_arguments(**changes: Any) -> dict[str, Any]:
+    """Everything that KDA prefill can be asked for at once, in fp64; the same at every call."""
+    generator = torch.Generator().manual_seed(7)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    found: dict[str, Any] = {
+        "q": randn(1, 150, 2, 16), "k": randn(1, 150, 2, 16), "v": randn(1, 150, 4, 8), "g": randn(1, 150, 4, 16),
+        "beta": randn(1, 150, 4), "scale": 0.5, "initial_state": randn(4, 4, 8, 16), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": True, "safe_gate": True, "lower_bound": -5.0, "state_v_first": True,
+        "cu_seqlens": torch.tensor([0, 66, 66, 148, 150]), "cu_seqlens_cpu": torch.tensor([0, 66, 66, 148, 150]),
+        "A_log": randn(4).float(), "dt_bias": randn(4, 16).float(),
+    }  # fmt: skip
+    return found | changes
+
+
+NO_GATE = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"safe_gate": False, "lower_bound": None},
+        NO_GATE | {"g": -torch.rand(1, 150, 4, 16, dtype=torch.float64), "allow_neg_eigval": False},
+        NO_GATE | {"g": -torch.rand(1, 150, 4, 16), "use_qk_l2norm_in_kernel": False, "scale": 0.1},
+    ],
+    ids=["safe", "softplus", "log", "log without the norm"],
+)
+def test_kda_of_the_package_and_of_cula_agree_on_a_cpu(changes: dict[str, Any]) -> None:
+    arguments = kda_arguments(**changes)
+    if not arguments["use_qk_l2norm_in_kernel"]:
+        arguments["k"] = arguments["k"] / arguments["k"].norm(dim=-1, keepdim=True)
+    ours = cula.kda.chunk_kda(**arguments, impl="reference")
+    theirs = SPECS["cula-cp-sm90"].load("chunk_kda")(**arguments)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("blamed", "changes"),
+    [
+        ("q", {"q": None}),
+        ("k", {"k": torch.zeros(1, 150, 1, 16, dtype=torch.float64)}),
+        ("v", {"v": torch.zeros(1, 150, 3, 8, dtype=torch.float64)}),
+        ("g", {"g": torch.zeros(1, 150, 2, 16)}),
+        ("g", {"g": torch.zeros(1, 150, 4, 16, dtype=torch.int32)}),
+        ("beta", {"beta": torch.zeros(1, 150, 2)}),
+        ("beta", {"beta": 1.0}),
+        ("scale", {"scale": float("nan")}),
+        ("scale", {"scale": "1"}),
+        ("initial_state", {"initial_state": torch.zeros(3, 4, 8, 16)}),
+        ("initial_state", {"initial_state": torch.zeros(4, 4, 16, 8)}),
+        ("initial_state", {"initial_state": torch.zeros(4, 4, 8, 16).half()}),
+        ("output_final_state", {"output_final_state": 1}),
+        ("safe_gate", {"safe_gate": None}),
+        ("allow_neg_eigval", {"use_beta_sigmoid_in_kernel": False}),
+        ("lower_bound", {"lower_bound": None}),
+        ("lower_bound", {"lower_bound": -6.0}),
+        ("lower_bound", {"lower_bound": 0.0, "safe_gate": False}),
+        ("lower_bound", {"lower_bound": True}),
+        ("lower_bound", NO_GATE | {"safe_gate": False, "lower_bound": -1.0}),
+        ("A_log", {"A_log": None, "lower_bound": None, "safe_gate": False}),
+        ("A_log", {"A_log": torch.zeros(2)}),
+        ("A_log", NO_GATE | {"A_log": torch.zeros(4)}),
+        ("dt_bias", {"dt_bias": torch.zeros(4)}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 66, 66, 148, 151])}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0.0, 66.0, 66.0, 148.0, 150.0])}),
+        ("cu_seqlens_cpu", {"cu_seqlens_cpu": torch.tensor([0, 150])}),
+        ("use_intracard_cp", {"use_intracard_cp": "on"}),
+        ("out", {"out": torch.zeros(1, 150, 4, 8)}),
+    ],
+)  # fmt: skip
+def test_the_kda_package_refuses_what_cula_refuses(blamed: str, changes: dict[str, Any]) -> None:
+    raised = []
+    for run in (cula.kda.chunk_kda, SPECS["cula-cp-sm90"].load("chunk_kda")):
+        with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
+            run(**kda_arguments(**changes))
         raised.append(caught.type)
     assert raised[0] is raised[1]
 

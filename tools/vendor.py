@@ -20,9 +20,14 @@ COPIES: dict[str, tuple[str, ...]] = {
     "meta/src/cula/_shared/lightning_decode.py": (
         "packages/cula-lightning-decode/src/cula_lightning_decode/reference.py",
     ),
+    # `cula` imports no kernel language, so device code has its master in the package that had it first.
+    "packages/cula-lightning-sm90/src/cula_lightning_sm90/schedule.py": (
+        "packages/cula-cp-sm90/src/cula_cp_sm90/schedule.py",
+    ),
     # Every wheel carries the licence, and a wheel is built from its own folder alone.
     "LICENSE": (
         "meta/LICENSE",
+        "packages/cula-cp-sm90/LICENSE",
         "packages/cula-emulator/LICENSE",
         "packages/cula-lightning-decode/LICENSE",
         "packages/cula-lightning-sm90/LICENSE",

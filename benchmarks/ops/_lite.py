@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.ops import _lite_workloads
 from benchmarks.ops._decode import _within
-from benchmarks.ops._prefill import worst_head
+from benchmarks.ops._sequences import worst_head
 from benchmarks.registry import CheckFailed, Setting
 
 BLOCK_M = 128

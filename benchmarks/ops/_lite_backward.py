@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.ops import _lite
 from benchmarks.ops._decode import _within
 from benchmarks.ops._lite_providers import _lite_dense_supports, _lite_supports, _torch_supports
-from benchmarks.ops._prefill import worst_head
+from benchmarks.ops._sequences import worst_head
 from benchmarks.registry import CheckFailed, Provider, Setting
 
 GRADIENT_LIMIT = 5e-3

@@ -5,12 +5,7 @@
 Mode "decay": d_t = -(8 / H) (1 - 10 / 32) h for head h, the decays of layer 10 of 32. Mode "gate":
 d_t = logsigmoid(x) / 16 with standard normal x, float32 per token and head. Every setting returns final states.
 
-Packed settings are named after how the lengths of their N sequences, all of them >= 1, make up the tokens:
-    uniform   equal up to one token
-    random    N - 1 distinct cuts, drawn from all positions between two tokens
-    skewed    one sequence has half of all tokens, the others a geometric series of ratio 0.7; in random order
-
-Features, one at a time, after a "+" in the name:
+`_sequences.py` has the lengths of packed sequences. Features, one at a time, after a "+" in the name:
     gva           four value heads per query head
     fp16          float16 activations
     state         an initial state
@@ -22,8 +17,6 @@ Features, one at a time, after a "+" in the name:
 
 from __future__ import annotations
 
-import functools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +25,30 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops._decode import _within
-from benchmarks.registry import CheckFailed, Setting
+from benchmarks.ops._sequences import (
+    KINDS,
+    SPARE_ROWS,
+    Offsets,
+    SpareRows,
+    batch_of,
+    checked_heads,
+    has,
+    is_packed,
+    named,
+    offsets_of,
+    query_heads,
+    refuse_not_finite,
+    sequences_of,
+    spans,
+    worst_head,
+)
+from benchmarks.registry import Setting
 
 DIM = 128
 LAYER, LAYERS = 10, 32
-GROUP = 4
 EVERY = 1024
-SPARE_ROWS = 2
-SHRINK = 0.7
 L2_EPS = 1e-6
 
-LENGTHS = ("uniform", "random", "skewed")
 MODES = ("decay", "gate")
 FEATURES = ("gva", "fp16", "state", "pool", "l2norm", "exact", "checkpoints")
 
@@ -53,15 +59,6 @@ STATE_LIMIT = 3e-3
 EXACT_STATE_LIMIT = 1e-4
 
 Result = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Cumulative lengths of packed sequences: int32 and int64 on the device, int64 on the host."""
-
-    int32: Tensor
-    int64: Tensor
-    host: Tensor
 
 
 @dataclass
@@ -96,86 +93,10 @@ def setting(
 
     Named like B2-T4096-H64, B1-T65536-H8-gate, N10-T8192-skewed-H64 and N10-T8192-random-H64+pool.
     """
-    if mode not in MODES or lengths not in LENGTHS or feature not in (None, *FEATURES):
+    if mode not in MODES or lengths not in KINDS or feature not in (None, *FEATURES):
         raise ValueError(f"setting: unknown mode, lengths or feature: {mode}, {lengths}, {feature}")
-    packing: dict[str, Any] = {"B": batch, "T": tokens}
-    name = f"B{batch}-T{tokens}-H{heads}"
-    if sequences is not None:
-        packing = {"N": sequences, "T": tokens, "lengths": lengths}
-        name = f"N{sequences}-T{tokens}-{lengths}-H{heads}"
-    name += ("-gate" if mode == "gate" else "") + (f"+{feature}" if feature else "")
-    return Setting(name, {**packing, "H": heads, "mode": mode, "feature": feature or False})
-
-
-def is_packed(problem: Setting) -> bool:
-    return "N" in problem.params
-
-
-def has(problem: Setting, feature: str) -> bool:
-    return problem.params["feature"] == feature
-
-
-def batch_of(problem: Setting) -> int:
-    return problem.params.get("B", 1)
-
-
-def sequences_of(problem: Setting) -> int:
-    """How many sequences there are, packed or as rows of the batch."""
-    return problem.params.get("N", batch_of(problem))
-
-
-def query_heads(problem: Setting) -> int:
-    heads = problem.params["H"]
-    return heads // GROUP if has(problem, "gva") else heads
-
-
-def lengths_of(sequences: int, tokens: int, kind: str, seed: int = 0) -> list[int]:
-    """Lengths of packed sequences, see the head of this module; they sum to `tokens`."""
-    if not 1 <= sequences <= tokens:
-        raise ValueError(f"sequences: expected 1..{tokens}, got {sequences}")
-    generator = random.Random(seed)
-    if kind == "uniform":
-        cuts = [tokens * i // sequences for i in range(1, sequences)]
-    elif kind == "random":
-        cuts = sorted(generator.sample(range(1, tokens), sequences - 1))
-    elif kind == "skewed":
-        return _skewed(sequences, tokens, generator)
-    else:
-        raise ValueError(f"kind: expected one of {LENGTHS}, got {kind!r}")
-    return [b - a for a, b in zip([0, *cuts], [*cuts, tokens])]
-
-
-def _skewed(sequences: int, tokens: int, generator: random.Random) -> list[int]:
-    if sequences == 1:
-        return [tokens]
-    # One token each is given out first, so that the series can end in sequences of next to nothing.
-    half = min(tokens // 2, tokens - (sequences - 1))
-    free = tokens - half - (sequences - 1)
-    weights = [SHRINK**i for i in range(sequences - 1)]
-    others = [1 + int(free * w / sum(weights)) for w in weights]
-    others[0] += tokens - half - sum(others)
-    lengths = [half, *others]
-    generator.shuffle(lengths)
-    return lengths
-
-
-def spans(problem: Setting) -> list[tuple[int, int, int]]:
-    """Batch row, first token and end of every sequence."""
-    p = problem.params
-    if not is_packed(problem):
-        return [(b, 0, p["T"]) for b in range(p["B"])]
-    found, start = [], 0
-    for length in lengths_of(p["N"], p["T"], p["lengths"]):
-        found.append((0, start, start + length))
-        start += length
-    return found
-
-
-@functools.cache
-def _offsets(sequences: int, tokens: int, kind: str, device: str) -> Offsets:
-    """The same tensors for all buffer sets of a setting: whoever plans ahead per tensor plans once."""
-    ends = torch.tensor([0, *lengths_of(sequences, tokens, kind)]).cumsum(0)
-    return Offsets(ends.to(device, torch.int32), ends.to(device), ends)
+    suffix = "-gate" if mode == "gate" else ""
+    return named(tokens, batch, heads, sequences, lengths, feature, suffix, mode=mode)
 
 
 def decays(heads: int, device: Any) -> Tensor:
@@ -209,7 +130,7 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
         v=randn(*tokens, heads, DIM, dtype=dtype),
         decay=None if gated else decays(heads, device),
         gate=torch.nn.functional.logsigmoid(randn(*tokens, heads)) / 16 if gated else None,
-        offsets=_offsets(p["N"], p["T"], p["lengths"], str(device)) if is_packed(problem) else None,
+        offsets=offsets_of(problem, device),
         state=state,
         indices=indices,
         checkpoints=torch.full((batch, p["T"] // EVERY, *matrices), torch.nan, device=device)
@@ -248,11 +169,6 @@ def written(problem: Setting) -> int:
 def moved(problem: Setting) -> int:
     """The fewest bytes of a call."""
     return read(problem) + written(problem)
-
-
-def checked_heads(heads: int) -> list[int]:
-    """First, middle and last value head."""
-    return sorted({0, heads // 2, heads - 1})
 
 
 @dataclass
@@ -304,13 +220,6 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) ->
     return (within + before) * q.shape[-1] ** -0.5, since[:, -1, None, None].exp() * state + fed
 
 
-def worst_head(got: Tensor, want: Tensor, axis: int) -> float:
-    """Relative RMSE of the worst head, so that one with a large state does not hide the others."""
-    dims = [d for d in range(want.dim()) if d != axis]
-    errors = (got.double() - want).square().sum(dims) / want.square().sum(dims)
-    return float(errors.sqrt().max())
-
-
 def check_prefill(
     run: Callable[[Setting, Inputs], Result],
     problem: Setting,
@@ -326,15 +235,11 @@ def check_prefill(
     state_heads = problem.params["H"] if state_heads is None else state_heads
     heads = sorted({*checked_heads(problem.params["H"]), state_heads - 1})
     with_state = [i for i, head in enumerate(heads) if head < state_heads]
-    want, spare = oracle(problem, x, heads), _spare_rows(x)
-    before = None if spare is None else x.state[spare].clone()
+    want, spare = oracle(problem, x, heads), SpareRows(x.state, x.indices)
     o, final = run(problem, x)
     final = final[:, :state_heads]
-    for name, result in (("output", o), ("final state", final)):
-        if not bool(torch.isfinite(result).all()):
-            raise CheckFailed(f"{problem.name}: {name} holds values that are not finite")
-    if spare is not None and not torch.equal(x.state[spare], before):
-        raise CheckFailed(f"{problem.name}: rows of the pool that no sequence owns were changed")
+    refuse_not_finite(problem, output=o, final_state=final)
+    spare.refuse_changed(problem)
     errors = {
         "output": worst_head(o[:, :, heads], want.output, 2),
         "state": worst_head(final[:, [heads[i] for i in with_state]], want.state[:, with_state], 1),
@@ -347,12 +252,3 @@ def check_prefill(
     limits = {"output": OUTPUT_LIMIT, "state": state_limit, "checkpoints": state_limit}
     _within(problem, errors, limits)
     return errors
-
-
-def _spare_rows(x: Inputs) -> Tensor | None:
-    """Rows of the pool without a sequence."""
-    if x.indices is None or x.state is None:
-        return None
-    owned = torch.zeros(len(x.state), dtype=torch.bool, device=x.state.device)
-    owned[x.indices.long()] = True
-    return (~owned).nonzero()[:, 0]

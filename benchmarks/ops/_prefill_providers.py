@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.ops import _prefill
+from benchmarks.ops import _copying, _prefill
 from benchmarks.ops._decode_providers import _installed
-from benchmarks.ops._prefill import Inputs, Result, spans
-from benchmarks.registry import CheckFailed, Provider, Setting
-
-# Milliseconds that the peer's tuner spends on warming up and on measuring one candidate; its own 25 and 100 would take
-# most of a run, because it tunes up to 48 candidates for every setting.
-TUNING_MS = {"warmup": 2, "rep": 8}
+from benchmarks.ops._prefill import Inputs, Result
+from benchmarks.ops._sequences import has, spans
+from benchmarks.ops._tuning import tune_anew
+from benchmarks.registry import Provider, Setting
 
 _cula_missing = _installed("cula_lightning_sm90")
 _fla_missing = _installed("fla.ops.simple_gla")
@@ -34,8 +31,8 @@ def _cula_call(problem: Setting, x: Inputs, out: Tensor | None = None) -> Callab
     import cula_lightning_sm90 as cula
 
     options: dict[str, Any] = {
-        "use_qk_l2norm_in_kernel": _prefill.has(problem, "l2norm"),
-        "exact_state": _prefill.has(problem, "exact"),
+        "use_qk_l2norm_in_kernel": has(problem, "l2norm"),
+        "exact_state": has(problem, "exact"),
         "out": out,
     }
     if x.checkpoints is not None:
@@ -107,7 +104,6 @@ def _fla_call(problem: Setting, x: Inputs) -> Callable[[], Result]:
 
 
 def _fla_prepare(problem: Setting) -> None:
-    """Tunes the peer anew for every setting: its key leaves out heads, batch and length, and keeps the first choice."""
     from fla.ops.common import chunk_h, chunk_o
     from fla.ops.utils import cumsum
 
@@ -117,38 +113,9 @@ def _fla_prepare(problem: Setting) -> None:
         cumsum.chunk_local_cumsum_scalar_kernel,
     )
     for kernel in kernels:
-        _tune_anew(kernel)
+        tune_anew(kernel)
     if not isinstance(chunk_h.prepare_chunk_offsets, _KnownEnds):
         chunk_h.prepare_chunk_offsets = _KnownEnds(chunk_h.prepare_chunk_offsets)
-
-
-def _tune_anew(kernel: Any) -> None:
-    """Empties the choices of the autotuner inside `kernel` and lets it choose faster."""
-    import triton
-
-    while not hasattr(kernel, "configs"):
-        kernel = kernel.fn
-    kernel.cache_results = False
-    kernel.cache.clear()
-    if not isinstance(kernel.run, _CompiledFirst):
-        kernel.do_bench = functools.partial(triton.testing.do_bench, **TUNING_MS)
-        kernel.run = _CompiledFirst(kernel)
-
-
-class _CompiledFirst:
-    """Runs an autotuner, whose candidates are compiled in parallel where it would compile one after the other."""
-
-    def __init__(self, tuner: Any) -> None:
-        self.tuner, self.tuned_run = tuner, tuner.run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from triton import AsyncCompileMode
-
-        if not self.tuner.cache:
-            options = {name: value for name, value in kwargs.items() if name != "warmup"}
-            with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
-                self.tuner.warmup(*args, **options)
-        return self.tuned_run(*args, **kwargs)
 
 
 class _KnownEnds:
@@ -176,27 +143,11 @@ def _with_known_end(offsets: Tensor) -> Tensor:
     return known
 
 
-def _copy(problem: Setting, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What is read, and the call, which writes it with the other sign."""
-    source = torch.empty(_ceiling_moved(problem) // 8, device=device)
-    target = torch.empty_like(source)
-    return source, lambda: torch.neg(source, out=target)
-
-
-def _ceiling_moved(problem: Setting) -> int:
-    return _prefill.moved(problem) // 8 * 8
-
-
 CULA = Provider("cula", "ours", _cula_call, _prefill.moved, supports=_cula_supports)
 FLA = Provider(
     "fla", "peer", _fla_call, _prefill.moved, supports=_fla_supports, prepare=_fla_prepare
 )
-CEILING = Provider(
-    "copy_ceiling",
-    "ceiling",
-    lambda problem, x: _copy(problem, x.q.device)[1],
-    _ceiling_moved,
-)
+CEILING = _copying.ceiling(_prefill.moved)
 PROVIDERS = (CULA, FLA, CEILING)
 
 _RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x)()}
@@ -205,7 +156,7 @@ _RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """The provider's result on fresh inputs against the fp64 oracle; the ceiling's against its own definition."""
     if provider.role == "ceiling":
-        return _check_ceiling(problem, device)
+        return _copying.check(provider, problem, device)
     heads = _fla_state_heads(problem) if provider is FLA else None
     return _prefill.check_prefill(_RESULTS[provider.name], problem, device, heads)
 
@@ -220,11 +171,3 @@ def _fla_state_heads(problem: Setting) -> int | None:
         return None
     decays = _prefill.decays(problem.params["H"], "cpu")
     return int((decays * 63 < math.log(torch.finfo(torch.float32).max)).sum())
-
-
-def _check_ceiling(problem: Setting, device: Any) -> dict[str, float]:
-    source, call = _copy(problem, device)
-    source.normal_(generator=torch.Generator(device).manual_seed(20_231))
-    if not torch.equal(call(), -source):
-        raise CheckFailed(f"{problem.name}: the copy is not exact")
-    return {}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.ops import _prefill
-from benchmarks.ops._prefill import LENGTHS, MODES, setting
-from benchmarks.ops._prefill_providers import PROVIDERS, TUNING_MS, check
+from benchmarks.ops import _copying, _prefill
+from benchmarks.ops._prefill import MODES, setting
+from benchmarks.ops._prefill_providers import PROVIDERS, check
+from benchmarks.ops._sequences import main_sizes
+from benchmarks.ops._tuning import TUNING_MS
 from benchmarks.registry import Op, Setting
 
-BATCHES = (1, 2)
-TOKENS = (512, 1024, 4096, 8192, 16384)
-SEQUENCES = (10, 20)
-PACKED_TOKENS = (4096, 8192, 16384)
 FEW_HEADS = (8, 16, 32)
 FEW_TOKENS = (16384, 65536)
 DENSE_FEATURES = ("gva", "fp16", "state", "l2norm", "exact", "checkpoints")
@@ -22,14 +20,7 @@ MAIN = "*-H64"
 
 def main_settings(mode: str) -> list[Setting]:
     """Ten dense and eighteen packed problems of 64 heads."""
-    dense = [setting(t, batch=b, mode=mode) for b in BATCHES for t in TOKENS]
-    packed = [
-        setting(t, sequences=n, lengths=lengths, mode=mode)
-        for n in SEQUENCES
-        for t in PACKED_TOKENS
-        for lengths in LENGTHS
-    ]
-    return dense + packed
+    return [setting(**size, mode=mode) for size in main_sizes()]
 
 
 def settings(quick: bool) -> list[Setting]:
@@ -54,8 +45,7 @@ NOTES = (
     "fla: where a sequence ends inside a chunk of 64 tokens, final states of heads with a log decay beyond 1.4 per "
     "token are not finite; its check leaves out those states.",
     "cula takes cu_seqlens from the device, and its plan of packed sequences is part of every call.",
-    "copy_ceiling is torch.neg from one fp32 buffer to another: half of the bytes read, half written. A plain copy_ is "
-    "a memcpy, which is slower at some sizes.",
+    _copying.NOTE,
     "cold: buffer sets rotate over more than 3x the L2; a set larger than that is one.",
 )
 

@@ -13,8 +13,15 @@ import torch
 from benchmarks import plot, registry, report, results, tables
 from benchmarks.harness import Timing, buffer_sets
 from benchmarks.measure import Run
-from benchmarks.ops import _prefill, _prefill_providers, lightning_prefill
-from benchmarks.ops._prefill import FEATURES, LENGTHS, setting
+from benchmarks.ops import (
+    _copying,
+    _prefill,
+    _prefill_providers,
+    _sequences,
+    _tuning,
+    lightning_prefill,
+)
+from benchmarks.ops._prefill import FEATURES, setting
 from benchmarks.ops._prefill_providers import CEILING, CULA, FLA
 from benchmarks.registry import CheckFailed
 
@@ -38,7 +45,7 @@ def naive(problem, x, *, forget=True, transpose=False, whole=False, carry=True):
     """Token by token in fp64 with explicit loops over sequences and heads; the flags plant one mistake each."""
     out, finals = torch.zeros_like(x.v), []
     group = x.v.shape[2] // x.q.shape[2]
-    spans = _prefill.spans(problem)
+    spans = _sequences.spans(problem)
     for n, (b, start, end) in enumerate(spans):
         slot = n if x.indices is None else int(x.indices[n])
         heads = []
@@ -50,7 +57,7 @@ def naive(problem, x, *, forget=True, transpose=False, whole=False, carry=True):
                 s = finals[-1][h].double()
             for t in range(start, end):
                 q, k = (y[b, t, h // group].double() for y in (x.q, x.k))
-                if _prefill.has(problem, "l2norm"):
+                if _sequences.has(problem, "l2norm"):
                     q, k = (y / math.sqrt(float(y @ y) + 1e-6) for y in (q, k))
                 g = float(x.gate[b, t, h]) if x.gate is not None else -float(x.decay[h])
                 s = s * (math.exp(g) if forget else 1.0) + torch.outer(k, x.v[b, t, h].double())
@@ -82,7 +89,7 @@ def test_check_accepts_an_independent_implementation(small, problem):
     errors = _prefill.check_prefill(naive, problem, "cpu")
     assert errors["output"] < _prefill.OUTPUT_LIMIT / 2
     assert errors["state"] < 1e-6
-    assert ("checkpoints" in errors) == _prefill.has(problem, "checkpoints")
+    assert ("checkpoints" in errors) == _sequences.has(problem, "checkpoints")
 
 
 @pytest.mark.parametrize("problem", CHECKED, ids=lambda p: p.name)
@@ -159,11 +166,11 @@ def test_check_refuses_a_spoiled_result(small, spoil, options, message):
 
 
 def test_a_copy_that_differs_is_refused(small, monkeypatch):
-    def broken(problem, device):
+    def broken(moved, device):
         source = torch.zeros(8)
         return source, lambda: 1 - source
 
-    monkeypatch.setattr(_prefill_providers, "_copy", broken)
+    monkeypatch.setattr(_copying, "copy", broken)
     with pytest.raises(CheckFailed, match="not exact"):
         _prefill_providers.check(CEILING, problem_of(), "cpu")
 
@@ -174,8 +181,8 @@ def test_what_is_timed_is_the_call_that_was_checked(small, problem):
     want, final = naive(problem, y)
     o, state = CULA.bind(problem, x)()
     state = state if x.indices is None else state[x.indices.long()]
-    assert _prefill.worst_head(o, want.double(), 2) < 5e-3
-    assert _prefill.worst_head(state, final.double(), 1) < 1e-5
+    assert _sequences.worst_head(o, want.double(), 2) < 5e-3
+    assert _sequences.worst_head(state, final.double(), 1) < 1e-5
 
 
 def test_buffer_sets_differ_and_repeat_from_their_seed_but_share_offsets(small):
@@ -195,31 +202,9 @@ def test_gates_and_decays_are_those_of_the_models():
     assert slopes[0] == 0 and slopes[63] == pytest.approx(8 / 64 * (1 - 10 / 32) * 63)
 
 
-@pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize("tokens", [20, 21, 40, 4096, 8192, 16384])
-@pytest.mark.parametrize("sequences", [1, 2, 10, 20])
-def test_lengths_make_up_the_tokens(sequences, tokens, kind):
-    lengths = _prefill.lengths_of(sequences, tokens, kind)
-    assert len(lengths) == sequences and sum(lengths) == tokens and min(lengths) >= 1
-    assert lengths == _prefill.lengths_of(sequences, tokens, kind)
-    if kind == "uniform":
-        assert max(lengths) - min(lengths) <= 1
-    if kind == "skewed" and sequences > 1 and tokens >= 40:
-        assert max(lengths) == tokens // 2
-
-
-def test_skewed_lengths_are_a_geometric_series_beside_the_long_one():
-    lengths = sorted(_prefill.lengths_of(10, 16384, "skewed"), reverse=True)
-    assert lengths[0] == 8192
-    assert all(b / a == pytest.approx(0.7, abs=0.02) for a, b in zip(lengths[1:], lengths[2:]))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: _prefill.lengths_of(0, 8, "uniform"), "sequences: expected 1..8, got 0"),
-        (lambda: _prefill.lengths_of(9, 8, "uniform"), "sequences: expected 1..8, got 9"),
-        (lambda: _prefill.lengths_of(2, 8, "even"), "kind: expected one of"),
         (lambda: setting(8, mode="none"), "setting: unknown"),
         (lambda: setting(8, lengths="even"), "setting: unknown"),
         (lambda: setting(8, feature="fast"), "setting: unknown"),
@@ -236,9 +221,9 @@ def test_the_main_settings_are_those_28():
     assert all(
         (s.params["H"], s.params["mode"], s.params["feature"]) == (64, "decay", False) for s in main
     )
-    dense = {(s.params["B"], s.params["T"]) for s in main if not _prefill.is_packed(s)}
+    dense = {(s.params["B"], s.params["T"]) for s in main if not _sequences.is_packed(s)}
     assert dense == {(b, t) for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)}
-    packed = [s.params for s in main if _prefill.is_packed(s)]
+    packed = [s.params for s in main if _sequences.is_packed(s)]
     assert {(p["N"], p["T"], p["lengths"]) for p in packed} == {
         (n, t, kind)
         for n in (10, 20)
@@ -275,7 +260,7 @@ def test_bytes_are_counted_as_the_baselines_have_them():
     assert moved[f"{plain}+gva"] == moved[plain] - 2 * 16384 * 48 * 128 * 2
     assert moved[f"{plain}+fp16"] == moved[f"{plain}+l2norm"] == moved[plain]
     assert moved[f"{plain}+checkpoints"] == moved[plain] + 16 * state
-    saved = sum(n // 1024 for n in _prefill.lengths_of(10, 8192, "random"))
+    saved = sum(n // 1024 for n in _sequences.lengths_of(10, 8192, "random"))
     assert moved[f"{packed}+checkpoints"] == moved[packed] + saved * state
 
 
@@ -390,7 +375,7 @@ def test_fla_is_tuned_anew_for_every_setting_and_compiles_first(peer):
     assert tuner.log == once * 2
     assert tuner.cache_results is False
     assert tuner.do_bench(None, quantiles=(0.5,)) == {
-        **_prefill_providers.TUNING_MS,
+        **_tuning.TUNING_MS,
         "quantiles": (0.5,),
     }
 

@@ -17,6 +17,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         kda.chunk_kda,
+        kda.fused_recurrent_kda,
         lightning.lightning_attn_fwd,
         lightning.lightning_attn_fwd_varlen,
         lightning.chunk_lightning_attn,
@@ -36,7 +37,7 @@ def good(function: str) -> dict[str, Any]:
     decay = torch.rand(HV)
     gates = {"beta": torch.rand(batch, T, HV), "scale": 0.5}
     match function:
-        case "chunk_kda":
+        case "chunk_kda" | "fused_recurrent_kda":
             return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV, K), **gates}
         case "chunk_gated_delta_rule":
             return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV), **gates}
@@ -75,17 +76,19 @@ def good(function: str) -> dict[str, Any]:
 # A case: function, argument to blame, what to change (a value or a function of the good arguments), error, what the
 # message says was expected. `q` and the like stand for the good tensors.
 Case = tuple[str, str, dict[str, Any], type[Exception], str]
-PREFILL = ("chunk_kda", "lightning_attn_fwd", "lightning_attn_fwd_varlen", "chunk_lightning_attn", "chunk_simple_gla",
-           "chunk_gated_delta_rule")  # fmt: skip
+PREFILL = ("chunk_kda", "fused_recurrent_kda", "lightning_attn_fwd", "lightning_attn_fwd_varlen",
+           "chunk_lightning_attn", "chunk_simple_gla", "chunk_gated_delta_rule")  # fmt: skip
 PACKED = (
     "chunk_kda",
+    "fused_recurrent_kda",
     "lightning_attn_fwd_varlen",
     "chunk_lightning_attn",
     "chunk_simple_gla",
     "chunk_gated_delta_rule",
 )
 DENSE = tuple(name for name in PREFILL if name != "lightning_attn_fwd_varlen")
-DELTA = ("chunk_kda", "chunk_gated_delta_rule")
+KDA = ("chunk_kda", "fused_recurrent_kda")
+DELTA = (*KDA, "chunk_gated_delta_rule")
 DECODE = ("linear_attention_decode", "linear_attention_commit")
 META = torch.device("meta")
 # The arguments that Lightning prefill functions alone have; test_check_prefill.py is about those.
@@ -295,6 +298,7 @@ def cases() -> list[Case]:
         cut = {n: (lambda args, n=n: args[n][:1]) for n in ("q", "k", "v", "g", "beta")}
         return {**cut, name: cu, **more}
 
+    three = ("chunk_kda", "chunk_gated_delta_rule", "chunk_simple_gla")
     for bad, error, expected in (
         ([0, T], TypeError, "a torch.Tensor, got list"),
         (torch.tensor([0.0, T]), TypeError, "int32 or int64, got float32"),
@@ -310,10 +314,9 @@ def cases() -> list[Case]:
         add(PACKED, "cu_seqlens", packed(bad), error, expected)
         if isinstance(bad, torch.Tensor):
             both = packed(torch.tensor([0, T]), cu_seqlens_cpu=bad)
-            for function in (*DELTA, "chunk_simple_gla"):
+            for function in three:
                 add(function, "cu_seqlens_cpu", both, error, expected)
     with_cu = packed(torch.tensor([0, 1, T]))
-    three = ("chunk_kda", "chunk_gated_delta_rule", "chunk_simple_gla")
     add(
         three,
         "cu_seqlens_cpu",
@@ -329,14 +332,14 @@ def cases() -> list[Case]:
         "the shape of cu_seqlens, [3], got [2]",
     )
     add(
-        three,
+        (*three, "fused_recurrent_kda"),
         "q",
         {"cu_seqlens": torch.tensor([0, 1, T])},
         ValueError,
         "a packed batch of B = 1 because cu_seqlens is given, got B = 2",
     )
     add(
-        three,
+        (*three, "fused_recurrent_kda"),
         "initial_state",
         {**with_cu, "initial_state": torch.zeros(1, HV, K, V)},
         ValueError,
@@ -395,7 +398,8 @@ def cases() -> list[Case]:
         ValueError,
         "use_beta_sigmoid_in_kernel=True with it",
     )
-    add(DELTA, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
+    chunked = ("chunk_kda", "chunk_gated_delta_rule")
+    add(chunked, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
     add(
         DELTA,
         "A_log",
@@ -436,14 +440,14 @@ def cases() -> list[Case]:
         "bfloat16, float16",
     )
     add(
-        "chunk_kda",
+        KDA,
         "dt_bias",
         {**gate, "dt_bias": torch.zeros(HV)},
         ValueError,
         "shape [32] or shape [4, 8], got [4]",
     )
     add(
-        "chunk_kda",
+        KDA,
         "dt_bias",
         {**gate, "dt_bias": torch.zeros(HV * K, device=META)},
         ValueError,
@@ -464,17 +468,18 @@ def cases() -> list[Case]:
             "a float in [-5, 0) because safe_gate is True, got -5.5",
         ),
         ({"safe_gate": True, "lower_bound": 0.0}, ValueError, "a float in [-5, 0)"),
-        (
-            {"lower_bound": -1.0},
-            ValueError,
-            "None unless safe_gate or use_gate_in_kernel is True, got -1.0",
-        ),
-        ({**gate, "lower_bound": 1.0}, ValueError, "a finite float < 0, got 1.0"),
-        ({**gate, "lower_bound": float("-inf")}, ValueError, "a finite float < 0"),
-        ({**gate, "lower_bound": float("nan")}, ValueError, "a finite float < 0"),
-        ({**gate, "lower_bound": "-5"}, TypeError, "a float or None, got str"),
     ):
         add("chunk_kda", "lower_bound", changes, error, expected)
+    for function, flags in zip(KDA, ("safe_gate or use_gate_in_kernel", "use_gate_in_kernel")):
+        expected = f"None unless {flags} is True, got -1.0"
+        add(function, "lower_bound", {"lower_bound": -1.0}, ValueError, expected)
+    for bad, error, expected in (
+        (1.0, ValueError, "a finite float < 0, got 1.0"),
+        (float("-inf"), ValueError, "a finite float < 0"),
+        (float("nan"), ValueError, "a finite float < 0"),
+        ("-5", TypeError, "a float or None, got str"),
+    ):
+        add(KDA, "lower_bound", {**gate, "lower_bound": bad}, error, expected)
     for bad in ("always", 1, None, 0.0):
         add(
             "chunk_kda",

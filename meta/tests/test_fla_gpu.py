@@ -136,6 +136,62 @@ def test_kda(cuda):
     assert_near(ht, ht_want)
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_kda_decode(cuda, lower_bound):
+    q, k, v = activations(cuda, 1, sum(LENGTHS), heads=H)
+    offsets = torch.tensor([0, *LENGTHS], device=cuda).cumsum(0).to(torch.int32)
+    (o, ht), (o_want, ht_want) = both(
+        cula.kda.fused_recurrent_kda,
+        q,
+        k,
+        v,
+        randn(cuda, *v.shape[:3], K).bfloat16(),
+        randn(cuda, *v.shape[:3]),
+        torch.linspace(-1, 1, HV, device=cuda),
+        randn(cuda, HV, K),
+        initial_state=randn(cuda, len(LENGTHS), HV, V, K),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        lower_bound=lower_bound,
+        state_v_first=True,
+        cu_seqlens=offsets,
+    )
+    assert_near(o, o_want)
+    assert_near(ht, ht_want)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_kda(cuda, packed):
+    """`auto` is FLA, forward and backward, whatever kernel there is for the forward."""
+    told = cula.explain("chunk_kda", dtype=torch.bfloat16, head_dim_k=K, requires_grad=True)
+    assert told.chosen == "fla", str(told)
+    tensors, options = prefill_problem(cuda, packed, normalise=True)
+    del options["g_gamma"]
+    shape = tensors["v"].shape[:3]
+    tensors |= {"g": randn(cuda, *shape, K).bfloat16(), "beta": randn(cuda, *shape)}
+    tensors |= {
+        "A_log": torch.linspace(-1, 1, HV, device=cuda),
+        "dt_bias": randn(cuda, HV, K),
+    }
+    options |= {
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "lower_bound": -5.0,
+    }
+    function = cula.kda.chunk_kda
+    wanted, want = derivatives(tensors, options, "reference", function)
+    outputs, found = derivatives(tensors, options, "auto", function)
+    for x, y in zip(outputs, wanted, strict=True):
+        assert_near(x, y)
+    for name, x, y in zip(tensors, found, want, strict=True):
+        assert x.dtype == y.dtype == tensors[name].dtype
+        assert_near(x, y, GRADIENT_BOUND)
+
+
 def test_decode(cuda):
     q, k, v = activations(cuda, 3, 1, heads=H)
     decay = torch.linspace(0.01, 0.5, HV, device=cuda)
@@ -193,9 +249,9 @@ def test_prefill_of_the_kernel_of_fla_and_of_the_reference(cuda, packed, normali
             assert_near(x, y)
 
 
-def derivatives(tensors, options, impl):
+def derivatives(tensors, options, impl, function=cula.lightning.chunk_simple_gla):
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    o, ht = cula.lightning.chunk_simple_gla(**leaves, **options, impl=impl)
+    o, ht = function(**leaves, **options, impl=impl)
     generator = torch.Generator(o.device).manual_seed(1)
     given = [
         torch.randn(x.shape, device=x.device, generator=generator).to(x.dtype) for x in (o, ht)

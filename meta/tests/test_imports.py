@@ -52,6 +52,7 @@ def test_everything_runs_with_compilers_blocked() -> None:
         "q = torch.randn(1, 3, 2, 16); g = -torch.rand(1, 3, 2, 16); beta = torch.rand(1, 3, 2)\n"
         "state = torch.zeros(1, 2, 16, 16); decay = torch.rand(2)\n"
         "cula.kda.chunk_kda(q, q, q, g, beta)\n"
+        "cula.kda.fused_recurrent_kda(q, q, q, g, beta)\n"
         "cula.lightning.lightning_attn_fwd(q, q, q, decay)\n"
         "cula.lightning.linear_attention_decode(q, q, q, state, decay)\n"
         "cula.lite.lite_attention(q, q, q)\n"

@@ -243,6 +243,7 @@ def test_no_tokens_leave_the_state_as_it_was(cu: list[int] | None) -> None:
     head_gate = g[..., 0].contiguous()
     results = [
         kda.chunk_kda(q, k, v, g, beta, None, state, True, **packing),
+        kda.fused_recurrent_kda(q, k, v, g, beta, None, None, None, state, True, **packing),
         lightning.chunk_gated_delta_rule(q, k, v, head_gate, beta, None, state, True, **packing),
         lightning.chunk_simple_gla(q, k, v, head_gate, None, None, state, True, **packing),
         lightning.chunk_lightning_attn(q, k, v, 0, 2, None, state, True, **packing),
@@ -328,6 +329,7 @@ def calls() -> dict[str, Callable[..., Any]]:
     head_gate = x["g"][..., 0].contiguous()
     return {
         "chunk_kda": lambda **o: kda.chunk_kda(*qkv, x["g"], x["beta"], **o)[0],
+        "fused_recurrent_kda": lambda **o: kda.fused_recurrent_kda(*qkv, x["g"], x["beta"], **o)[0],
         "chunk_gated_delta_rule": lambda **o: lightning.chunk_gated_delta_rule(
             *qkv, head_gate, x["beta"], **o
         )[0],
@@ -358,6 +360,10 @@ FLA_ORDER = {
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
         "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute "
         "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context"
+    ),
+    kda.fused_recurrent_kda: (
+        "q k v g beta A_log dt_bias scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
+        "use_beta_sigmoid_in_kernel allow_neg_eigval lower_bound state_v_first cu_seqlens"
     ),
     lightning.chunk_gated_delta_rule: (
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
@@ -440,13 +446,21 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     }  # fmt: skip
     assert seen.pop() == {"op": "kda.prefill", "function": "chunk_kda", **common, **flags}
 
+    kernel("kda.decode", lambda *a, **o: ("o", None), supports=supports)
+    kda.fused_recurrent_kda(
+        *qkv, x["g"], x["beta"].float(), torch.zeros(HV), None, None, state, True, use_gate_in_kernel=True,
+        lower_bound=-9.0, cu_seqlens=CU,
+    )  # fmt: skip
+    for name in ("safe_gate", "return_intermediate_states", "use_intracard_cp"):
+        del flags[name]
+    assert seen.pop() == {"op": "kda.decode", "function": "fused_recurrent_kda", **common, **flags}
+
     kernel("lightning.gated_delta_rule", lambda *a, **o: ("o", None), supports=supports)
     lightning.chunk_gated_delta_rule(
         *qkv, x["g"][..., 0].contiguous(), x["beta"], use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
         state_v_first=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    for name in ("safe_gate", "lower_bound", "return_intermediate_states", "use_intracard_cp"):
-        del flags[name]
+    del flags["lower_bound"]
     flags |= {
         "state_dtype": None, "beta_dtype": torch.bfloat16, "varlen": False, "initial_state": False,
         "output_final_state": False, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": False,
@@ -523,12 +537,12 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("function", [name for name in _registry.FACTS if name != "chunk_kda"])
+@pytest.mark.parametrize("function", _registry.FACTS)
 def test_kernel_is_called_with_the_public_arguments(
     kernel: Callable[..., None], function: str
 ) -> None:
     """Whatever serves is handed every argument of the public signature but `impl`, as it came."""
-    public = next(getattr(m, function) for m in (lightning, lite) if hasattr(m, function))
+    public = next(getattr(m, function) for m in (kda, lightning, lite) if hasattr(m, function))
     taken: list[inspect.BoundArguments] = []
 
     def run(*args: Any, **options: Any) -> Any:
@@ -539,7 +553,7 @@ def test_kernel_is_called_with_the_public_arguments(
     kernel(op, run)
     x = inputs(dtype=torch.float32)
     x |= {
-        "g": x["g"][..., 0].contiguous(),
+        "g": x["g"] if public.__module__ == kda.__name__ else x["g"][..., 0].contiguous(),
         "cu_seqlens": CU,
         "num_accepted": torch.ones(1, dtype=torch.int32),
     }

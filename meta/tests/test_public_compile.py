@@ -94,6 +94,9 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, through_an_op: bool) -> None:
 
 def prefill(q, k, v, g, beta, decay, cu) -> tuple[torch.Tensor, ...]:
     o, state = kda.chunk_kda(q, k, v, g, beta, output_final_state=True, cu_seqlens=cu)
+    o, state = kda.fused_recurrent_kda(
+        q, k, o, g, beta, initial_state=state, output_final_state=True, cu_seqlens=cu
+    )
     delta, _ = lightning.chunk_gated_delta_rule(q, k, o, -beta, beta)
     return o, state, delta, *lightning.lightning_attn_fwd_varlen(q, k, v, decay, cu)
 

@@ -71,8 +71,20 @@ def chunk_kda(
 ):  # fmt: skip
     arguments = dict(locals())
     SEEN.append("chunk_kda")
+    assert dt_bias is None or dt_bias.dim() == 1, "the gradient that FLA gives has this shape"
     assert not arguments.pop("use_graph") and arguments.pop("max_num_seqs") is None
     return reference.chunk_kda(**arguments)
+
+
+def fused_recurrent_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None,
+):  # fmt: skip
+    arguments = dict(locals())
+    SEEN.append("fused_recurrent_kda")
+    with torch.no_grad():
+        return reference.recurrent_kda(**arguments)
 
 
 RCP_LN2 = 1.4426950216
@@ -137,7 +149,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules: dict[str, dict[str, Any]] = {
         "fla": {},
         "fla.ops": {},
-        "fla.ops.kda": {"chunk_kda": chunk_kda},
+        "fla.ops.kda": {"chunk_kda": chunk_kda, "fused_recurrent_kda": fused_recurrent_kda},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
         "fla.ops.simple_gla": {
             "chunk_simple_gla": chunk_simple_gla,
@@ -222,6 +234,22 @@ def test_kda(v_first: bool) -> None:
         out=out, **options,
     )  # fmt: skip
     assert o is out and SEEN == ["chunk_kda"]
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("lower_bound", [None, -7.0])
+def test_kda_decode(lower_bound: float | None, v_first: bool) -> None:
+    x = inputs()
+    state = torch.randn(4, HV, *((V, K) if v_first else (K, V)))
+    out = torch.empty_like(x["v"])
+    o, _ = both(
+        kda.fused_recurrent_kda, *x.values(), torch.rand(HV), torch.randn(HV, K), None, state, True,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True, lower_bound=lower_bound, state_v_first=v_first, cu_seqlens=CU, out=out,
+    )  # fmt: skip
+    assert o is out
+    both(kda.fused_recurrent_kda, *inputs(3, 2).values(), scale=0.3)
+    assert SEEN == ["fused_recurrent_kda"] * 2
 
 
 def test_gated_delta_rule() -> None:
@@ -346,6 +374,7 @@ def test_decode_and_commit(rows: list[int] | None, v_first: bool, dtype: torch.d
         ({"num_splits": 2}, "does not split sequences (num_splits=2)"),
         ({"decay_requires_grad": True}, "has no gradient for the constant decay of a head"),
         ({"function": "lite_attention"}, "has no lite_attention"),
+        ({"function": "fused_recurrent_kda", "requires_grad": True}, "has no backward of it"),
     ],
 )
 def test_refusals(problem: dict[str, Any], reason: str) -> None:
@@ -376,7 +405,7 @@ def test_gated_backward_that_triton_compiles_wrongly(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill kernel without a backward, which computes what the reference does."""
+    """Prefill kernels without a backward, which compute what the reference does."""
 
     def supports(*, requires_grad: bool = False, **problem: Any) -> str | None:
         return "no backward" if requires_grad else None
@@ -389,7 +418,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    made_up = Implementation("made-up", ("lightning.prefill",), ("sm90",), 10, supports, load)
+    ops = ("lightning.prefill", "kda.prefill")
+    made_up = Implementation("made-up", ops, ("sm90",), 10, supports, load)
     found = (made_up, _registry._fla(), _registry._reference())
     monkeypatch.setattr(_registry, "implementations", lambda op: [i for i in found if op in i.ops])
     _registry.refresh()
@@ -497,6 +527,44 @@ def test_who_serves_gradients(kernel: None, monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         lightning.chunk_simple_gla(q, k, v, g, impl="made-up")
     assert SEEN == ["kernel chunk_simple_gla"]
+
+
+@pytest.mark.parametrize("bias", [(HV, K), (HV * K,)])
+def test_kda_trains_with_all_of_fla(kernel: None, bias: tuple[int, ...]) -> None:
+    """The forward as well: the backward of KDA needs what its own forward keeps."""
+    tensors = inputs() | {"initial_state": torch.randn(4, HV, K, V), "A_log": torch.rand(HV)}
+    tensors["dt_bias"] = torch.randn(bias)
+    options = {
+        "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True, "lower_bound": -5.0, "cu_seqlens": CU, "output_final_state": True,
+    }  # fmt: skip
+    found = gradients(kda.chunk_kda, tensors, options | {"impl": "auto"})
+    assert SEEN == ["chunk_kda"]
+    expected = gradients(kda.chunk_kda, tensors, options | {"impl": "reference"})
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    told = _registry.explain("chunk_kda", arch="sm90", requires_grad=True)
+    assert told.chosen == "fla" and told.rows[0].reason == "no backward"
+
+
+def test_who_serves_gradients_of_kda(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs()
+    x["v"].requires_grad_()
+    # It promises a kernel, and no kernel has a backward.
+    with pytest.raises(RuntimeError, match="made-up: no backward; an input requires gradients, "):
+        kda.kda_prefill_hopper(*x.values())
+    with torch.no_grad():
+        kda.kda_prefill_hopper(*x.values())
+    assert SEEN == ["kernel chunk_kda"]
+
+    # FLA's recurrence would leave the gradients out without a word: the reference has them.
+    kda.fused_recurrent_kda(*x.values())[0].sum().backward()
+    assert SEEN == ["kernel chunk_kda"] and x["v"].grad.any()
+    with pytest.raises(RuntimeError, match="impl='fla' cannot serve .*: has no backward of it"):
+        kda.fused_recurrent_kda(*x.values(), impl="fla")
+
+    monkeypatch.setattr(fla, "importable", lambda package: False)
+    _registry.refresh()
+    assert kda.chunk_kda(*x.values())[0].requires_grad and SEEN == ["kernel chunk_kda"]
 
 
 @pytest.mark.parametrize("cu", [[0], [0, 0, 0], None])

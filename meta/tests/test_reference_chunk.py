@@ -14,6 +14,7 @@ from cula.reference import (
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_simple_gla,
+    fused_recurrent_kda,
     recurrent_gated_delta_rule,
     recurrent_kda,
     recurrent_simple_gla,
@@ -41,6 +42,7 @@ OPS = {
     "simple_gla": Op(chunk_simple_gla, recurrent_simple_gla, delta=False),
     "gated_delta_rule": Op(chunk_gated_delta_rule, recurrent_gated_delta_rule),
     "kda": Op(chunk_kda, recurrent_kda, gate_dims=(K,)),
+    "kda_decode": Op(fused_recurrent_kda, recurrent_kda, gate_dims=(K,)),
 }
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 

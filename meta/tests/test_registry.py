@@ -91,7 +91,8 @@ def rows(op: str = "lightning.prefill", **problem: Any) -> dict[str, tuple[str, 
 
 def test_builtin_implementations_of_every_op() -> None:
     assert set(OPS) == {
-        "lightning.decode", "lightning.prefill", "lightning.gated_delta_rule", "kda.prefill", "lite.attention",
+        "lightning.decode", "lightning.prefill", "lightning.gated_delta_rule", "kda.prefill", "kda.decode",
+        "lite.attention",
     }  # fmt: skip
     for op in OPS:
         names = [i.name for i in _registry.implementations(op)]
@@ -159,7 +160,7 @@ def test_source_tree_is_found_without_metadata(
     [
         ({"load": None}, "AttributeError: made_up._spec lacks load"),
         ({"NAME": None, "ARCHS": None}, "AttributeError: made_up._spec lacks NAME, ARCHS"),
-        ({"OP": "kda.decode"}, "ValueError: made_up._spec.OP: expected one of lightning.decode"),
+        ({"OP": "kda.backward"}, "ValueError: made_up._spec.OP: expected one of lightning.decode"),
         ({"NAME": "reference"}, "ValueError: made_up._spec.NAME: 'reference' is reserved"),
         (
             {"PRIORITY": 1000},
@@ -227,6 +228,15 @@ def test_refusal_falls_back_under_auto_and_raises_when_asked_for(
 def test_kernels_only_without_kernels() -> None:
     with pytest.raises(RuntimeError, match="on cpu: no kernel package for it is installed$"):
         resolve("chunk_simple_gla", KERNELS_ONLY, CPU, *GLA)
+
+
+def test_kernels_only_with_gradients_says_who_has_them(install: Callable[..., None]) -> None:
+    install(make_spec(supports=inference_only))
+    with pytest.raises(
+        RuntimeError,
+        match="made-up: no backward; .*; an input requires gradients, which chunk_simple_gla gets from fla or the ref",
+    ):
+        resolve("chunk_simple_gla", KERNELS_ONLY, CPU, *TRAINING)
 
 
 def test_architecture_that_a_kernel_does_not_list(install: Callable[..., None]) -> None:
@@ -451,6 +461,7 @@ def test_log_level_from_the_environment() -> None:
         ("kda.prefill", ("kda.prefill", "chunk_kda")),
         ("chunk_kda", ("kda.prefill", "chunk_kda")),
         ("kda.chunk_kda", ("kda.prefill", "chunk_kda")),
+        ("kda.decode", ("kda.decode", "fused_recurrent_kda")),
         ("lightning.prefill.chunk_simple_gla", ("lightning.prefill", "chunk_simple_gla")),
         ("linear_attention_commit", ("lightning.decode", "linear_attention_commit")),
     ],

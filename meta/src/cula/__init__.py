@@ -1,7 +1,7 @@
 """cula: linear attention and skip-list attention, served by the fastest kernel that fits the machine.
 
     cula.lightning    Lightning attention, simple GLA and the gated delta rule: prefill and decode
-    cula.kda          Kimi Delta Attention: prefill
+    cula.kda          Kimi Delta Attention: prefill and decode
     cula.lite         skip-list softmax attention
     cula.varlen       packed sequences: lengths, masks, cu_seqlens, packing, chunk schedules
     cula.reference    the same operations in plain torch, and token-by-token oracles

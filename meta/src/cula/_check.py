@@ -86,6 +86,48 @@ def chunk_kda(
     return dims
 
 
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    out: Tensor | None,
+    requires_grad: bool,
+    **flags: bool,
+) -> Dims:
+    """The contract of `fused_recurrent_kda`; `flags` are the remaining booleans by name."""
+    arguments.booleans(
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        **flags,
+    )
+    dims = arguments.token_dims(q, k, v, cu_seqlens, None)
+    arguments.like_tokens("g", g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]")
+    _delta_rule(
+        q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, None,
+    )  # fmt: skip
+    _gate_parameters(
+        q, dims, use_gate_in_kernel, A_log, dt_bias, dims.dim_k, needs_rate=lower_bound is None
+    )
+    _lower_bound(lower_bound, None, use_gate_in_kernel)
+    return dims
+
+
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -499,7 +541,10 @@ def _gate_parameters(
         arguments.last_dim("dt_bias", dt_bias)
 
 
-def _lower_bound(lower_bound: float | None, safe_gate: bool, use_gate_in_kernel: bool) -> None:
+def _lower_bound(
+    lower_bound: float | None, safe_gate: bool | None, use_gate_in_kernel: bool
+) -> None:
+    """safe_gate is None where there is no such argument."""
     if lower_bound is None:
         if safe_gate and use_gate_in_kernel:
             arguments.value_error(
@@ -509,9 +554,8 @@ def _lower_bound(lower_bound: float | None, safe_gate: bool, use_gate_in_kernel:
     if isinstance(lower_bound, bool) or not isinstance(lower_bound, int | float):
         arguments.type_error("lower_bound", "a float or None", type(lower_bound).__name__)
     if not (safe_gate or use_gate_in_kernel):
-        arguments.value_error(
-            "lower_bound", "None unless safe_gate or use_gate_in_kernel is True", lower_bound
-        )
+        flags = "use_gate_in_kernel" if safe_gate is None else "safe_gate or use_gate_in_kernel"
+        arguments.value_error("lower_bound", f"None unless {flags} is True", lower_bound)
     if safe_gate and not _SAFE_LOWER_BOUND <= lower_bound < 0:
         arguments.value_error(
             "lower_bound",

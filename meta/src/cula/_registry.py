@@ -34,6 +34,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "lightning.prefill": ("lightning_attn_fwd", "lightning_attn_fwd_varlen", "chunk_simple_gla"),
     "lightning.gated_delta_rule": ("chunk_gated_delta_rule",),
     "kda.prefill": ("chunk_kda",),
+    "kda.decode": ("fused_recurrent_kda",),
     "lite.attention": ("lite_attention",),
 }
 # What a decision depends on beside the device: facts about every call, then the flags of each function by name.
@@ -96,6 +97,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "return_intermediate_states",
         "use_intracard_cp",
     ),
+    "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
     "lite_attention": ("block_m", "block_n", "must_do"),
 }
 # Functions whose kernels, if they have no backward, are completed by FLA's.
@@ -330,7 +332,7 @@ def _choose(
                 self_checking.add(target)
             return row.name, target
         rows.append(row)
-    raise RuntimeError(_refusal(op, function, impl, arch, rows))
+    raise RuntimeError(_refusal(op, function, impl, arch, rows, problem))
 
 
 def _judge(op: str, function: str, impl: str, arch: str, problem: dict[str, Any]) -> Iterator[Row]:
@@ -428,13 +430,17 @@ def _load_with_backward(found: Implementation, function: str) -> Callable[..., A
     return target
 
 
-def _refusal(op: str, function: str, impl: str, arch: str, rows: list[Row]) -> str:
+def _refusal(
+    op: str, function: str, impl: str, arch: str, rows: list[Row], problem: dict[str, Any]
+) -> str:
     if impl == KERNELS_ONLY:
         rows = [row for row in rows if row.reason != "not a kernel"]
         why = (
             "; ".join(f"{row.name}: {row.reason}" for row in rows)
             or "no kernel package for it is installed"
         )
+        if problem["requires_grad"]:
+            why += f"; an input requires gradients, which {function} gets from fla or the reference"
         return f"no kernel serves {op}.{function} on {arch}: {why}"
     asked = next((row for row in rows if row.name == _wanted(op, impl)), None)
     if asked is not None:

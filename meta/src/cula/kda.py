@@ -5,6 +5,8 @@ strength beta_t:
 
     S'_t = diag(exp(g_t)) S_{t-1}
     S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T        o_t = scale * S_t^T q_t
+
+`chunk_kda` is for prefill and training, `fused_recurrent_kda` for the few tokens of decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from cula import _check
 from cula._registry import KERNELS_ONLY, arch_of, resolve
 
-__all__ = ["chunk_kda", "kda_prefill_hopper"]
+__all__ = ["chunk_kda", "fused_recurrent_kda", "kda_prefill_hopper"]
 
 
 def chunk_kda(
@@ -51,7 +53,10 @@ def chunk_kda(
 
     Activations q, k, v are bfloat16, float16, float32 or float64, of one dtype, and may be strided as long as the last
     dimension is contiguous. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`. Sums are
-    kept in fp32 (fp64 for float64). Differentiable when the implementation that serves is.
+    kept in fp32 (fp64 for float64).
+
+    Gradients: a kernel without a backward refuses inputs that require them, and `impl="auto"` takes
+    flash-linear-attention, forward and backward, where that is installed and able, else the reference.
 
     Args:
         q, k: `[B, T, H, K]`.
@@ -175,6 +180,132 @@ def chunk_kda(
     )
 
 
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """KDA one token after another, with the argument order of flash-linear-attention 0.6: decode, one or a few tokens.
+
+    It takes any number of tokens, computes what `chunk_kda` computes, and continues from the states that `chunk_kda`
+    returns. Activations q, k, v are bfloat16, float16, float32 or float64, of one dtype, and may be strided as long as
+    the last dimension is contiguous. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`.
+    Sums are kept in fp32 (fp64 for float64). For inference: of the implementations only the reference is
+    differentiable, and gradients through many tokens are the work of `chunk_kda`.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0; or the raw gate with `use_gate_in_kernel`.
+        beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
+        A_log: `[HV]` float32, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
+        dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (or float64 with float64
+            activations); N is B, or the number of packed sequences. It is left as it is. None: zero.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
+        use_gate_in_kernel: compute the decay from the raw g: without `lower_bound`
+            `-exp(A_log) * softplus(g + dt_bias)`, with it `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+        use_beta_sigmoid_in_kernel: use `sigmoid(beta)`.
+        allow_neg_eigval: use `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
+        lower_bound: bound of the safe gate, finite and < 0, with `use_gate_in_kernel`. None: the softplus form.
+        state_v_first: states are stored `[.., V, K]` instead of `[.., K, V]`.
+        cu_seqlens: `[N + 1]` int32 or int64 on the device of q: B is 1 and T holds N sequences, some possibly empty.
+            Values are checked when they lie on the CPU; a device is never read back.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto", or the name of an implementation, which then serves or raises; see `cula.explain`.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v, final_state like initial_state or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        RuntimeError: the implementation asked for cannot serve; the message says why.
+    """
+    requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    dims = _check.fused_recurrent_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        out=out,
+        requires_grad=requires_grad,
+    )
+    run = resolve(
+        "fused_recurrent_kda",
+        impl,
+        q.device,
+        q.dtype,
+        index(dims.dim_k),
+        index(dims.dim_v),
+        requires_grad,
+        None if initial_state is None else initial_state.dtype,
+        g.dtype,
+        beta.dtype,
+        cu_seqlens is not None,
+        index(dims.value_heads // dims.heads),
+        initial_state is not None,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        lower_bound is not None,
+    )
+    return run(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        out=out,
+    )
+
+
 def kda_prefill_hopper(
     q: Tensor,
     k: Tensor,
@@ -210,7 +341,8 @@ def kda_prefill_hopper(
 
     Raises:
         RuntimeError: the tensors are not on a Hopper GPU (sm90), no Hopper KDA kernel is installed, or the kernel does
-            not take this problem.
+            not take this problem. A kernel without a backward takes no input that requires gradients: train with
+            `chunk_kda`, or call under `torch.no_grad()`.
         TypeError, ValueError, NotImplementedError: as `chunk_kda`.
     """
     if isinstance(q, Tensor) and arch_of(q.device) != "sm90":

@@ -72,6 +72,8 @@ def supports(
         return "writes no state_checkpoints"
     if num_splits not in (None, 1):
         return f"does not split sequences (num_splits={num_splits})"
+    if requires_grad and function == "fused_recurrent_kda":
+        return "has no backward of it"
     if decay_requires_grad and gate_dtype is None:
         return "has no gradient for the constant decay of a head"
     if requires_grad and function == "chunk_simple_gla" and gate_dtype is not None:
@@ -126,11 +128,22 @@ def _triton() -> tuple[int, ...] | None:
 
 def _chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    return_intermediate_states: bool, use_intracard_cp: bool | str, out: Tensor | None, **options: Any,
+    dt_bias: Tensor | None, return_intermediate_states: bool, use_intracard_cp: bool | str, out: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.kda import chunk_kda
 
-    return _into(out, *chunk_kda(q, k, v, g, beta, **options))
+    # FLA gives the gradient of dt_bias the shape [HV * K], whichever shape it came in.
+    dt_bias = None if dt_bias is None else dt_bias.flatten()
+    return _into(out, *chunk_kda(q, k, v, g, beta, dt_bias=dt_bias, **options))
+
+
+def _fused_recurrent_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, out: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    from fla.ops.kda import fused_recurrent_kda
+
+    return _into(out, *fused_recurrent_kda(q, k, v, g, beta, **options))
 
 
 def _chunk_gated_delta_rule(
@@ -329,6 +342,7 @@ def _into(out: Tensor | None, o: Tensor, state: Tensor | None) -> tuple[Tensor, 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kda": _chunk_kda,
+    "fused_recurrent_kda": _fused_recurrent_kda,
     "chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "chunk_simple_gla": _chunk_simple_gla,
     "lightning_attn_fwd": _lightning_attn_fwd,

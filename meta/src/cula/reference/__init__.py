@@ -7,6 +7,7 @@ from cula._shared.lightning_decode import linear_attention_commit, linear_attent
 from cula.reference.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
+    fused_recurrent_kda,
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_simple_gla",
+    "fused_recurrent_kda",
     "lightning_attn_fwd",
     "lightning_attn_fwd_varlen",
     "linear_attention_commit",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.reference._chunks import CHUNK, Chunks, chunks_of
+from cula.reference._chunks import CHUNK, Chunks, chunks_of, packed_chunks
 from cula.reference._common import (
     compute_dtype,
     expand_heads,
@@ -108,6 +108,21 @@ def _walk_chunks(
     return o[:, :-1], chunks.end(final), torch.cat(before)
 
 
+def _walk_packed(inputs: _Inputs, cu_seqlens: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """`(o, final)` of packed sequences, token by token; `cu_seqlens` is not read by the host."""
+    q, k, v, g, beta = inputs
+    # Sequences lie one behind the other from token 0: as a chunk of one token, token t is the t-th.
+    tokens = packed_chunks(v.shape[1], cu_seqlens, size=1)
+    state, final = tokens.begin(initial)
+    outputs = [v[:, :0]]
+    for t in range(v.shape[1]):
+        state = tokens.enter(t, state, initial)
+        state, o = _step(state, v[:, t], q[:, t], k[:, t], g[:, t], beta[:, t])
+        final = tokens.leave(t, state, final)
+        outputs.append(torch.where(tokens.valid[t], o, 0)[:, None])
+    return torch.cat(outputs, dim=1), tokens.end(final)
+
+
 def recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -126,6 +141,55 @@ def recurrent_kda(
     initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
     o, final = walk_tokens(_step, (q, k, g, beta), values, initial, cu_seqlens)
     return o.to(v.dtype), outgoing_state(final, state_v_first) if output_final_state else None
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kda` one token after another, for the few tokens of decoding; differentiable.
+
+    Arguments and results as `chunk_kda` has them. Unlike the oracle it does not read `cu_seqlens` on the host.
+    """
+    q, k, values, g, beta = inputs = _prepare(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
+    if cu_seqlens is None:
+        o, final = walk_tokens(_step, (q, k, g, beta), values, initial, None)
+    else:
+        o, final = _walk_packed(inputs, cu_seqlens, initial)
+    final_state = outgoing_state(final, state_v_first) if output_final_state else None
+    return outgoing_tokens(o, v, out), final_state
 
 
 def recurrent_gated_delta_rule(

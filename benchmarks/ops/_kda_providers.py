@@ -1,0 +1,163 @@
+"""The implementations of KDA prefill that are compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops import _copying, _kda
+from benchmarks.ops._decode_providers import _installed
+from benchmarks.ops._kda import Inputs, Result
+from benchmarks.ops._sequences import batch_of, has, is_packed
+from benchmarks.ops._tuning import tune_anew
+from benchmarks.registry import Provider, Setting
+
+MANY_HEADS = 64
+# Tokens of the shortest sequence that can be cut in two.
+CUTTABLE = 2048
+FLA_LIMIT = 1e-2
+
+_cula_missing = _installed("cula_cp_sm90")
+_fla_missing = _installed("fla.ops.kda")
+
+
+def _activation(problem: Setting, x: Inputs) -> dict[str, Any]:
+    """Arguments that everyone has."""
+    bounded = _kda.is_bounded(problem)
+    return {
+        "g": x.gate,
+        "beta": x.beta,
+        "A_log": x.A_log,
+        "dt_bias": x.dt_bias,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "safe_gate": bounded,
+        "lower_bound": _kda.LOWER_BOUND if bounded else None,
+    }
+
+
+def _cula_supports(problem: Setting) -> str | None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        return "cula-cp-sm90 needs compute capability 9.0"
+    return _cula_missing()
+
+
+def _choice_supports(problem: Setting) -> str | None:
+    """Both choices are timed where there is one to make."""
+    if _kda.longest(problem) < CUTTABLE:
+        return "no sequence is long enough to be cut"
+    if problem.params["feature"] or (problem.params["H"] >= MANY_HEADS and not is_packed(problem)):
+        return "only packed sequences and few heads are timed with either choice"
+    return _cula_supports(problem)
+
+
+def _workspace(problem: Setting, device: Any) -> Tensor:
+    """What one call needs between its kernels. All calls share it, as those of a model do."""
+    from cula_cp_sm90 import kda_workspace_bytes
+
+    p = problem.params
+    return _aligned(kda_workspace_bytes(batch_of(problem), p["T"], p["H"], p.get("N")), str(device))
+
+
+@functools.lru_cache(maxsize=1)
+def _aligned(size: int, device: str) -> Tensor:
+    memory = torch.empty(size + 128, dtype=torch.uint8, device=device)
+    return memory[-memory.data_ptr() % 128 :][:size]
+
+
+def _cula_call(
+    problem: Setting, x: Inputs, out: Tensor | None = None, cp: bool | str = "auto"
+) -> Callable[[], Result]:
+    from cula_cp_sm90 import chunk_kda
+
+    options = {**_activation(problem, x), "use_intracard_cp": cp, "out": out}
+    options["workspace"] = _workspace(problem, x.q.device)
+    if x.offsets is not None:
+        options |= {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
+    if x.indices is not None:
+        options |= {"state_pool": x.state, "initial_state_indices": x.indices}
+    else:
+        options |= {"initial_state": x.state, "output_final_state": True}
+    return lambda: chunk_kda(x.q, x.k, x.v, **options)
+
+
+def _cula_result(problem: Setting, x: Inputs, cp: bool | str = "auto") -> Result:
+    out = torch.full_like(x.v, float("nan"))
+    # Ones in every bit are NaN in every format.
+    _workspace(problem, x.q.device).fill_(255)
+    _, state = _cula_call(problem, x, out, cp)()
+    return out, state if x.indices is None else x.state[x.indices.long()]
+
+
+def _fla_supports(problem: Setting) -> str | None:
+    return "takes no pool indices" if has(problem, "pool") else _fla_missing()
+
+
+def _fla_call(problem: Setting, x: Inputs) -> Callable[[], Result]:
+    from fla.ops.kda import chunk_kda
+
+    options = _activation(problem, x)
+    if x.offsets is not None:
+        options |= {"cu_seqlens": x.offsets.int64, "cu_seqlens_cpu": x.offsets.host}
+    return lambda: chunk_kda(
+        x.q, x.k, x.v, initial_state=x.state, output_final_state=True, **options
+    )
+
+
+def _fla_prepare(problem: Setting) -> None:
+    from fla.modules.norm import l2norm
+    from fla.ops.common import chunk_delta_h
+    from fla.ops.gla import chunk as gla
+    from fla.ops.kda import chunk_intra, chunk_intra_token_parallel, gate, wy_fast
+
+    kernels = (
+        l2norm.l2norm_fwd_kernel,
+        gate.kda_gate_chunk_cumsum_vector_kernel,
+        chunk_intra.chunk_kda_fwd_kernel_intra_sub_chunk,
+        chunk_intra.chunk_kda_fwd_kernel_inter_solve_fused,
+        chunk_intra_token_parallel.chunk_kda_fwd_kernel_intra_token_parallel,
+        wy_fast.recompute_w_u_fwd_kda_kernel,
+        chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64,
+        gla.chunk_gla_fwd_kernel_o,
+    )
+    for kernel in kernels:
+        tune_anew(kernel)
+
+
+CULA = Provider("cula", "ours", _cula_call, _kda.moved, supports=_cula_supports)
+SERIAL = Provider(
+    "cula_serial",
+    "variant",
+    functools.partial(_cula_call, cp=False),
+    _kda.moved,
+    supports=_choice_supports,
+)
+CUT = Provider(
+    "cula_cp",
+    "variant",
+    functools.partial(_cula_call, cp=True),
+    _kda.moved,
+    supports=_choice_supports,
+)
+FLA = Provider("fla", "peer", _fla_call, _kda.moved, supports=_fla_supports, prepare=_fla_prepare)
+CEILING = _copying.ceiling(_kda.moved)
+PROVIDERS = (CULA, SERIAL, CUT, FLA, CEILING)
+
+_RESULTS = {
+    "cula": _cula_result,
+    "cula_serial": functools.partial(_cula_result, cp=False),
+    "cula_cp": functools.partial(_cula_result, cp=True),
+    "fla": lambda problem, x: _fla_call(problem, x)(),
+}
+
+
+def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+    """The provider's result on fresh inputs against the fp64 oracle; the ceiling's against its own definition."""
+    if provider.role == "ceiling":
+        return _copying.check(provider, problem, device)
+    limit = FLA_LIMIT if provider.role == "peer" else _kda.LIMIT
+    return _kda.check_kda(_RESULTS[provider.name], problem, device, limit)

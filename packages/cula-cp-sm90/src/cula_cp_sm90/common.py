@@ -1,0 +1,102 @@
+"""What the kernels share: the block that a chunk and value head occupies between them, and small device functions."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from .config import BLOCK_BYTES, CHUNK, HEAD_DIM
+
+F16, F32, I32 = cutlass.Float16, cutlass.Float32, cutlass.Int32
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": F16, "float32": F32}
+INDICES = {"int32": I32, "int64": cutlass.Int64}
+LOG2_E = math.log2(math.e)
+
+WIDE, SQUARE = CHUNK * HEAD_DIM, CHUNK * CHUNK
+# Where the parts of a block begin, in elements of 16 bits. Matrices are stored as panels of 64 columns in which row r
+# has its units of 16 bytes at unit ^ (r % 8): the 128-byte swizzle that wgmma reads.
+QG, AQK, KH, KG = 0, WIDE, WIDE + SQUARE, 2 * WIDE + SQUARE
+T_PRIME, DECAY = 3 * WIDE + SQUARE, 3 * WIDE + 2 * SQUARE
+BLOCK = BLOCK_BYTES // 2
+
+
+def swizzled(shape, major, dtype):
+    """A matrix as it lies in a block; `major` says which mode is contiguous."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if major == "k" else kinds.MN_SW128, dtype)
+    return cute.tile_to_shape(atom, shape, order=(0, 1) if major == "k" else (1, 0))
+
+
+def mma(dtype, n, b_major):
+    """wgmma m64 x n x k16 with A in registers and B in shared memory."""
+    source = warpgroup.OperandSource.RMEM
+    op = warpgroup.MmaF16BF16Op(dtype, F32, (64, n, 16), source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    zero: cutlass.Constexpr,
+):
+    """Issues acc (+)= a b^T as one committed group; the caller has fenced and will wait."""
+    atom = cute.make_mma_atom(tiled_mma.op)  # a fresh one: its flag may be set inside loops
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_operand(registers, a):
+    """Accumulator registers seen as an A operand: the order is the same."""
+    return cute.make_tensor(registers.iterator, a.layout)
+
+
+def by_token(x):
+    """[B, T, H, D] seen as (T, D, H, B), so that a tile of tokens and channels comes first."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+
+
+@cute.jit
+def exp2(x):
+    return cute.math.exp2(x, fastmath=True)
+
+
+@cute.jit
+def sigmoid(x):
+    return cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * x))
+
+
+@cute.jit
+def first_slot_of(cu_seqlens: cute.Tensor, sequence):
+    """Where the chunks of a packed sequence are kept: these ranges never meet, whatever the lengths."""
+    return I32(cu_seqlens[sequence]) // CHUNK + sequence
+
+
+@cute.jit
+def find_chunk(cu_seqlens, slot, tokens):
+    """(batch, first token, tokens from there to the end of the sequence) of a chunk slot; <= 0 tokens: it is unused."""
+    if cutlass.const_expr(cu_seqlens is None):
+        per_row = cute.ceil_div(tokens, CHUNK)
+        batch, chunk = slot // per_row, slot % per_row
+        return batch, chunk * CHUNK, tokens - chunk * CHUNK
+    else:
+        # The last sequence whose chunks begin at or before the slot, found by all lanes of a warp together.
+        lane = cute.arch.lane_idx()
+        low, high = I32(0), I32(cute.size(cu_seqlens) - 1)
+        while high - low > 1:
+            step = cute.ceil_div(high - low, 32)
+            probe = low + lane * step
+            before = cutlass.Boolean(False)
+            if probe < high:
+                before = first_slot_of(cu_seqlens, probe) <= slot
+            low = low + (I32(cute.arch.popc(cute.arch.vote_ballot_sync(before))) - 1) * step
+            high = cutlass.min(high, low + step)
+        start, end = I32(cu_seqlens[low]), I32(cu_seqlens[low + 1])
+        past = (slot - first_slot_of(cu_seqlens, low)) * CHUNK
+        return I32(0), start + past, end - start - past

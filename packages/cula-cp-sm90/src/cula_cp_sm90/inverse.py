@@ -1,0 +1,175 @@
+"""T' = (I + Akk)^-1 diag(beta) of a chunk: substitution in fp32 on 16 x 16 blocks, then Schur complements in fp16.
+
+A Neumann series would be shorter, and wrong by orders of magnitude where keys repeat. Entries of the inverse are about 1
+at most, which is why fp16 holds them, whatever the dtype of the operands is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
+
+from .common import F16, F32, T_PRIME
+from .config import CHUNK
+
+GROUP = 128  # threads that invert
+SUB = 16
+SUBS = CHUNK // SUB
+STRIDE = CHUNK + 8  # of a row of a matrix in shared memory: rows fall on different banks
+DIAG_STRIDE = SUB + 4
+BARRIER_HALF, BARRIER_GROUP, BARRIER_PAIR = 1, 2, 3
+
+
+class Inverse:
+    """Two warps substitute and form the Schur complements, four bring Akk and take T' away."""
+
+    @cute.jit
+    def invert(self, base: cute.Pointer, block, diag, acc, betas, sub, lane, row, tidx):
+        """diag, acc: products of keys as the MMA leaves them; base: 23,552 bytes of shared memory nobody else reads."""
+        base = cute.recast_ptr(base, dtype=F16)
+        sA = cute.make_tensor(base, cute.make_layout((CHUNK, CHUNK), stride=(STRIDE, 1)))
+        sInv = cute.make_tensor(base + CHUNK * STRIDE, sA.layout)
+        diagonal = cute.recast_ptr((base + 2 * CHUNK * STRIDE).align(16), dtype=F32)
+        sZ = cute.make_tensor(
+            diagonal,
+            cute.make_layout((SUB, SUB, SUBS), stride=(1, DIAG_STRIDE, SUB * DIAG_STRIDE)),
+        )
+        self.bring(sA, sZ, diag, acc, betas, sub, lane, row)
+        cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
+        if tidx < GROUP // 2:
+            self.substitute(sZ[None, None, tidx // SUB], sInv, tidx // SUB, tidx % SUB)
+            cute.arch.barrier(barrier_id=BARRIER_PAIR, number_of_threads=GROUP // 2)
+            pair = cute.arch.make_warp_uniform(tidx // 32)
+            self.complement(sA, sInv, 2 * pair + 1, 2 * pair, 1, lane)
+            cute.arch.barrier(barrier_id=BARRIER_PAIR, number_of_threads=GROUP // 2)
+            if pair == 0:
+                self.complement(sA, sInv, 2, 0, 2, lane)
+            else:
+                self.complement(sA, sInv, 3, 0, 2, lane)
+        cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
+        self.take(sInv, block, betas, tidx)
+
+    @cute.jit
+    def bring(self, sA: cute.Tensor, sZ: cute.Tensor, diag, acc, betas, sub, lane, row):
+        """Akk = beta_i k_i k_j ..., j < i."""
+        for r in cutlass.range_constexpr(2):
+            beta = betas[row + r]
+            own = cute.make_rmem_tensor(4, F32)
+            for c in cutlass.range_constexpr(4):
+                below = lane % 4 * 4 + c < lane // 4 * 2 + r
+                own[c] = beta * diag[2 * r + c // 2, c % 2] if below else F32(0.0)
+            at = cute.crd2idx((lane % 4 * 4, lane // 4 * 2 + r, sub), sZ.layout)
+            cute.autovec_copy(
+                own, cute.make_tensor((sZ.iterator + at).align(16), cute.make_layout(4))
+            )
+            for d in cutlass.range_constexpr(1, SUBS):
+                if d <= sub:
+                    for c in cutlass.range_constexpr(4):
+                        own[c] = beta * acc[2 * r + c // 2, c % 2, d - 1]
+                    rounded = cute.make_rmem_tensor(4, F16)
+                    rounded.store(own.load().to(F16))
+                    to = sA.iterator + (row + r) * STRIDE + (sub - d) * SUB + lane % 4 * 4
+                    cute.autovec_copy(rounded, cute.make_tensor(to.align(8), cute.make_layout(4)))
+
+    @cute.jit
+    def substitute(self, z: cute.Tensor, sInv: cute.Tensor, number, column):
+        """One column of the inverse of a diagonal block."""
+        x = cute.make_rmem_tensor(SUB, F32)
+        z_row = cute.make_rmem_tensor(SUB, F32)
+        for i in cutlass.range_constexpr(SUB):
+            for part in cutlass.range_constexpr(cute.ceil_div(i, 4)):
+                source = cute.make_tensor(
+                    (z.iterator + DIAG_STRIDE * i + 4 * part).align(16), cute.make_layout(4)
+                )
+                cute.autovec_copy(
+                    source, cute.make_tensor(z_row.iterator + 4 * part, cute.make_layout(4))
+                )
+            value = F32(1.0) if column == i else F32(0.0)
+            for m in cutlass.range_constexpr(i):
+                value = value - z_row[m] * x[m]
+            x[i] = value
+            sInv[number * SUB + i, number * SUB + column] = value.to(F16)
+
+    @cute.jit
+    def complement(self, sA, sInv, to, first, size: cutlass.Constexpr, lane):
+        """Blocks (to, first ..) of the inverse: -sum over m of inverse(to, m) Akk(m, ..) inverse(.., ..)."""
+        mma = cute.make_tiled_mma(
+            warp.MmaF16BF16Op(F16, F32, (SUB, 8, SUB)), permutation_mnk=(SUB, SUB, SUB)
+        )
+        a = mma.make_fragment_A(mma.partition_shape_A((SUB, SUB)))
+        b = mma.make_fragment_B(mma.partition_shape_B((SUB, SUB)))
+        left = cute.make_rmem_tensor((a.shape, size), F16)
+        for j in cutlass.range_constexpr(size):
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((SUB, SUB)), F32)
+            acc.fill(0.0)
+            for m in cutlass.range(first + size, to + 1, unroll=1):
+                self.fetch_a(mma, sInv, to, m, a, lane)
+                self.fetch_b(mma, sA, m, first + j, b, lane)
+                cute.gemm(mma, acc, a, b, acc)
+            negative = cute.make_rmem_tensor(cute.size(acc), F32)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                negative[i] = -acc[i]
+            part = cute.make_tensor(
+                left.iterator + j * cute.size(a), cute.make_layout(cute.size(a))
+            )
+            part.store(negative.load().to(F16))
+        for j in cutlass.range_constexpr(size):
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((SUB, SUB)), F32)
+            acc.fill(0.0)
+            for m in cutlass.range_constexpr(j, size):
+                own = cute.make_tensor(left.iterator + m * cute.size(a), a.layout)
+                self.fetch_b(mma, sInv, first + m, first + j, b, lane)
+                cute.gemm(mma, acc, own, b, acc)
+            rounded = cute.make_rmem_tensor(cute.size(acc), F16)
+            flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+            rounded.store(flat.load().to(F16))
+            for tile in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    target = (
+                        sInv.iterator
+                        + (to * SUB + lane // 4 + 8 * r) * STRIDE
+                        + (first + j) * SUB
+                        + 8 * tile
+                        + lane % 4 * 2
+                    )
+                    pair = cute.make_tensor(
+                        rounded.iterator + 4 * tile + 2 * r, cute.make_layout(2)
+                    )
+                    cute.autovec_copy(pair, cute.make_tensor(target.align(4), cute.make_layout(2)))
+
+    def fetch_a(self, mma, matrix, i, j, fragment, lane):
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), F16)
+        load = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
+        cute.copy(load, load.partition_S(tile(matrix, i, j)), load.retile(fragment))
+
+    def fetch_b(self, mma, matrix, i, j, fragment, lane):
+        """A row-major tile as the second operand: ldmatrix transposes."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), F16)
+        load = cute.make_tiled_copy_B(atom, mma).get_slice(lane)
+        source = tile(matrix, i, j)
+        turned = cute.make_tensor(source.iterator, cute.select(source.layout, mode=[1, 0]))
+        cute.copy(load, load.partition_S(turned), load.retile(fragment))
+
+    @cute.jit
+    def take(self, sInv: cute.Tensor, block, betas, tidx):
+        """T' goes to the block, with zeros above the diagonal blocks."""
+        held = cute.make_rmem_tensor(8, F16)
+        for i in cutlass.range_constexpr(CHUNK * CHUNK // 8 // GROUP):
+            number = tidx + GROUP * i
+            row, unit = number // 8, number % 8
+            held.fill(0.0)
+            if unit // 2 <= row // SUB:
+                source = (sInv.iterator + row * STRIDE + unit * 8).align(16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), held)
+            weighed = cute.make_rmem_tensor(8, F32)
+            for c in cutlass.range_constexpr(8):
+                weighed[c] = held[c].to(F32) * betas[unit * 8 + c]
+            rounded = cute.make_rmem_tensor(8, self.operand)
+            rounded.store(weighed.load().to(self.operand))
+            to = block.iterator + T_PRIME + row * CHUNK + (unit ^ row % 8) * 8
+            cute.autovec_copy(rounded, cute.make_tensor(to.align(16), cute.make_layout(8)))
+
+
+def tile(matrix, i, j):
+    """Block (i, j) of a matrix in shared memory."""
+    pointer = (matrix.iterator + i * SUB * STRIDE + j * SUB).align(16)
+    return cute.make_tensor(pointer, cute.make_layout((SUB, SUB), stride=(STRIDE, 1)))

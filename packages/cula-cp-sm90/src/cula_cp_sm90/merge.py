@@ -1,0 +1,160 @@
+"""The state in front of every segment of a sequence, from what each segment does to a state.
+
+A segment turns S into M S + A. `maps` holds, transposed, A [128 V, 128 K] and behind it M^T [128, 128 K] of every segment,
+but for the first of a sequence, whose A starts from the initial state, and the last, which nobody follows. So
+
+    S_1 = A_0        S_(p+1)^T = S_p^T M_p^T + A_p^T
+
+in tf32 products of three terms, which lose as little as fp32 does.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from .common import F32, I32
+from .config import HEAD_DIM, MergeConfig
+
+ROWS = 16  # of S^T per CTA
+THREADS = 256  # a warp has 16 columns
+STRIDE = HEAD_DIM + 4
+GROUPS = HEAD_DIM // ROWS
+
+
+class KdaMerge:
+    """One CTA per 16 rows of a transposed state, which stay in its shared memory."""
+
+    def __init__(self, config: MergeConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        sequences: cutlass.Int32,
+        tokens: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.merge_arguments`, which describes them; what the config does not have is None."""
+        self.kernel(maps, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
+            grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        tokens: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        heads = maps.shape[1]
+        rows, head, sequence = (
+            block % GROUPS * ROWS,
+            block // GROUPS % heads,
+            block // GROUPS // heads,
+        )
+        start, length = sequence * tokens, tokens
+        if cutlass.const_expr(self.config.index_dtype is not None):
+            start = I32(cu_seqlens[sequence])
+            length = I32(cu_seqlens[sequence + 1]) - start
+        parts = cutlass.max(cute.ceil_div(length, segment_tokens), 1)
+        segment = sequence * parts
+        if cutlass.const_expr(self.config.index_dtype is not None):
+            segment = start // segment_tokens + sequence
+        row = sequence
+        if cutlass.const_expr(self.config.indexed):
+            row = indices[sequence]
+        smem = SmemAllocator()
+        sS = smem.allocate_tensor(
+            F32, cute.make_layout((ROWS, HEAD_DIM), stride=(STRIDE, 1)), byte_alignment=16
+        )
+        if row >= 0:
+            self.begin(starts[segment, head, None, None], initial, row, head, rows, tidx)
+            if parts > 1:
+                for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
+                    at = i * THREADS + tidx
+                    v, k = at // HEAD_DIM, at % HEAD_DIM
+                    state = maps[segment, head, rows + v, k]
+                    sS[v, k] = state
+                    starts[segment + 1, head, rows + v, k] = state
+                for part in cutlass.range(1, parts - 1, unroll=1):
+                    cute.arch.sync_threads()
+                    mapped = maps[segment + part, head, None, None]
+                    acc = self.apply(sS, mapped, rows, tidx)
+                    cute.arch.sync_threads()
+                    self.keep(sS, starts[segment + part + 1, head, None, None], acc, rows, tidx)
+
+    @cute.jit
+    def begin(self, start: cute.Tensor, initial: cute.Tensor, row, head, rows, tidx):
+        for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
+            at = i * THREADS + tidx
+            v, k = rows + at // HEAD_DIM, at % HEAD_DIM
+            value = F32(0.0)
+            if cutlass.const_expr(self.config.initial_state):
+                if cutlass.const_expr(self.config.state_v_first):
+                    value = initial[row, head, v, k]
+                else:
+                    value = initial[row, head, k, v]
+            start[v, k] = value
+
+    @cute.jit
+    def apply(self, sS: cute.Tensor, mapped: cute.Tensor, rows, tidx):
+        """16 rows of S^T M^T + A^T, as the registers of two tiles of the MMA."""
+        tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
+        lane, first = tidx % 32, tidx // 32 * 16
+        acc = cute.make_rmem_tensor((4, 2), F32)
+        for tile in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    column = first + 8 * tile + lane % 4 * 2 + i
+                    acc[2 * r + i, tile] = mapped[rows + lane // 4 + 8 * r, column]
+        for step in cutlass.range(HEAD_DIM // 8, unroll=4):
+            a = cute.make_rmem_tensor((4, 2), F32)  # [registers, leading or remaining bits]
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    self.split(a, r + 2 * i, sS[lane // 4 + 8 * r, 8 * step + lane % 4 + 4 * i])
+            for tile in cutlass.range_constexpr(2):
+                b = cute.make_rmem_tensor((2, 2), F32)
+                for i in cutlass.range_constexpr(2):
+                    j = HEAD_DIM + 8 * step + lane % 4 + 4 * i
+                    self.split(b, i, mapped[j, first + 8 * tile + lane // 4])
+                c = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
+                for terms in cutlass.range_constexpr(3):
+                    left = cute.recast_tensor(a[None, terms % 2], cutlass.TFloat32)
+                    right = cute.recast_tensor(b[None, terms // 2], cutlass.TFloat32)
+                    left = cute.make_tensor(left.iterator, cute.make_layout(((2, 2), 1, 1)))
+                    right = cute.make_tensor(right.iterator, cute.make_layout((2, 1, 1)))
+                    cute.gemm(tf32, c, left, right, c)
+        return acc
+
+    @cute.jit
+    def split(self, into: cute.Tensor, i: cutlass.Constexpr, value):
+        """The bits that tf32 keeps, and what is left."""
+        bits = cute.make_rmem_tensor(1, F32)
+        bits[0] = value
+        word = cute.recast_tensor(bits, I32)
+        word[0] = word[0] & I32(-8192)
+        into[i, 0] = bits[0]
+        into[i, 1] = value - bits[0]
+
+    @cute.jit
+    def keep(self, sS: cute.Tensor, start: cute.Tensor, acc: cute.Tensor, rows, tidx):
+        lane, first = tidx % 32, tidx // 32 * 16
+        for tile in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    v, k = lane // 4 + 8 * r, first + 8 * tile + lane % 4 * 2 + i
+                    sS[v, k] = acc[2 * r + i, tile]
+                    start[rows + v, k] = acc[2 * r + i, tile]

@@ -1,0 +1,530 @@
+"""What does not need the state, for every chunk of 64 tokens and value head at once.
+
+With G the running sum of log2 decays inside the chunk, G_L the last of them, and q, k normalized if asked:
+
+    kh  = 2^G k        qg = scale 2^G q        kg = 2^(G_L - G) k        decay = 2^G_L
+    Aqk = scale (q k^T)_ij 2^(G_i - G_j), j <= i        Akk = beta_i (k k^T)_ij 2^(G_i - G_j), j < i
+    T'  = (I + Akk)^-1 diag(beta)
+
+The chunk is cut into 4 sub-blocks of 16 tokens; g is the running sum inside one, e its last value. Warp w holds
+channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and 2 x 8 neighbouring channels: with tokens
+and channels renamed, that is how mma.sync wants both operands of a product of rows with rows. So 2^g x and 2^(e - g) k
+go from registers into the products, and to memory in units of 16 bytes.
+
+    inside a sub-block   (2^(g - e/2) x) (2^(e/2 - g) k)                 tf32: the factors span 2^+-58
+    I after J            (2^g x) 2^(e of those between) (2^(e - g) k)    16 bits: every factor is <= 1
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.memory import SmemAllocator
+
+from .common import AQK, DECAY, DTYPES, F32, I32, KG, KH, LOG2_E, QG, exp2, find_chunk, sigmoid
+from .config import CHUNK, HEAD_DIM, PrepareConfig
+from .inverse import BARRIER_HALF, GROUP, Inverse
+
+THREADS = 2 * GROUP
+SUB = 16  # rows of a sub-block
+SUBS = CHUNK // SUB
+UNIT = 8  # channels of 16 bytes; a thread holds two units of a row
+# Three CTAs of 80 registers beat four of 64, which leave ptxas too little room to hide latencies.
+BLOCKS_PER_MP = 3
+NORM_EPS = 1e-6
+# A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
+FLOOR = -150.0
+# mma.sync cuts tf32 operands off, which takes 0.72 * 2^-11 of either away on average.
+TF32_CUT = 1 + 1.44 * 2.0**-11
+
+
+class KdaPrepare(Inverse):
+    """One CTA per chunk and value head.
+
+    | warps | work |
+    |---|---|
+    | all | gates, norms, kh, qg, kg; products inside a sub-block over their half of the channels |
+    | 0-3 | Aqk over all channels, and out |
+    | 4-7 | Akk over all channels, inverse, T' |
+
+    | shared memory | bytes |
+    |---|---|
+    | q, k as they come, then 2^g q, 2^g k; at last Akk and its inverse | 32,768 |
+    | 2^(e - g) k of all sub-blocks but the last | 12,288 |
+    | products inside a sub-block, for the other half | 8,192 |
+    | 2^e, norms, beta | 3,328 |
+    """
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.packed = config.index_dtype is not None
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        rate: cute.Tensor,
+        bias: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        blocks: cute.Tensor,
+        scale: cutlass.Float32,
+        lower_bound: cutlass.Float32,
+        first_slot: cutlass.Int32,
+        slots: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.prepare_arguments`, which describes them."""
+        self.kernel(
+            mQ, mK, mG, mBeta, rate, bias, cu_seqlens, blocks, scale, lower_bound, first_slot
+        ).launch(
+            grid=(mG.shape[2], slots, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=BLOCKS_PER_MP if self.config.bounded else 2,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        rate: cute.Tensor,
+        bias: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        blocks: cute.Tensor,
+        scale: cutlass.Float32,
+        lower_bound: cutlass.Float32,
+        first_slot: cutlass.Int32,
+    ):
+        head, slot, _ = cute.arch.block_idx()
+        head_k = head // (mG.shape[2] // mQ.shape[2])
+        batch, token, left = find_chunk(cu_seqlens, first_slot + slot, mQ.shape[1])
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tidx % 32
+        half, sub = warp_idx // SUBS, warp_idx % SUBS
+
+        smem = SmemAllocator()
+        x_base = smem.allocate_array(self.operand, 8 * UNIT * THREADS, byte_alignment=16)
+        b_base = smem.allocate_array(self.operand, 8 * UNIT * 32 * (SUBS - 1), byte_alignment=16)
+        sDiag = smem.allocate_tensor(F32, cute.make_layout((4, THREADS, 2)), byte_alignment=16)
+        ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
+        # [half of the channels, token, q or k]
+        norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
+        sBias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
+        betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
+        # [channel, thread, unit, token, q or k]
+        units = cute.make_layout((UNIT, THREADS, 2, 2, 2))
+        sX = cute.make_tensor(x_base, units)
+        sRaw = cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units)
+        # [channel, lane, sub-block, unit, token, half]
+        sB = cute.make_tensor(b_base, cute.make_layout((UNIT, 32, SUBS - 1, 2, 2, 2)))
+        if left > 0:
+            # First token and channel of the thread; the others are the next one and 32 further on.
+            row = sub * SUB + lane // 4 * 2
+            channel = half * (HEAD_DIM // 2) + lane % 4 * UNIT
+            # Rows past the end read the last one; their decays, keys and queries are made zero.
+            tokens = (token + cutlass.min(row, left - 1), token + cutlass.min(row + 1, left - 1))
+            inside = (
+                F32(1.0) if row < left else F32(0.0),
+                F32(1.0) if row + 1 < left else F32(0.0),
+            )
+            block = blocks[slot, head, None]
+            self.load(mQ[batch, None, head_k, None], sRaw, 0, tokens, channel, tidx)
+            self.load(mK[batch, None, head_k, None], sRaw, 1, tokens, channel, tidx)
+            g_rows = tuple(unit_of(mG[batch, t, head, None], channel, HEAD_DIM) for t in tokens)
+            g_raw = cute.make_rmem_tensor((UNIT, 2), DTYPES[self.config.gate_dtype])
+            for r in cutlass.range_constexpr(2):
+                cute.autovec_copy(unit_of(g_rows[r], 0, UNIT), g_raw[None, r])
+            if cutlass.const_expr(self.config.bias):
+                if tidx < HEAD_DIM // 4:
+                    self.fetch_bias(bias[head, None], sBias, tidx)
+            cute.arch.cp_async_commit_group()
+            self.strengths(mBeta[batch, None, head], betas, token, left, tidx)
+            speed = F32(1.0)
+            if cutlass.const_expr(self.config.rate):
+                speed = exp2(rate[head] * LOG2_E)
+            speed = speed * -LOG2_E
+            cute.arch.cp_async_wait_group(0)
+            norm = cute.make_rmem_tensor((2, 2), F32)  # [token, q or k]
+            self.normalize(sRaw, norms, norm, scale, inside, row, half, lane, tidx)
+
+            diag = cute.make_rmem_tensor((4, 2, 2), F32)  # [registers of C, tile, q or k]
+            diag.fill(0.0)
+            # Whether the lanes 4, 8 and 16 below have earlier tokens.
+            earlier = tuple(F32(1.0) if lane >= 4 << p else F32(0.0) for p in range(3))
+            for m in cutlass.range_constexpr(2):
+                g = cute.make_rmem_tensor((UNIT, 2), F32)
+                e = cute.make_rmem_tensor(UNIT, F32)
+                self.decays(
+                    g_raw, unit_of(sBias, channel + 32 * m, UNIT), g, speed, lower_bound, inside
+                )
+                if cutlass.const_expr(m == 0):
+                    for r in cutlass.range_constexpr(2):
+                        cute.autovec_copy(unit_of(g_rows[r], 32, UNIT), g_raw[None, r])
+                self.scan(g, e, earlier, lane)
+                self.products(
+                    sRaw, sX, sB, block, norm, g, e, diag, ends, m, row, channel, sub, half, lane, tidx
+                )  # fmt: skip
+            mine = self.exchange(diag, sDiag, half, tidx)
+            cute.arch.sync_threads()
+            self.store(sX, sB, block, ends, row, channel, sub, half, lane, tidx)
+            acc = cute.make_rmem_tensor(
+                (4, 2, SUBS - 1), F32
+            )  # [registers of C, tile, distance - 1]
+            acc.fill(0.0)
+            self.multiply(sX, sB, ends, acc, sub, half, lane, tidx)
+            for i in cutlass.range_constexpr(2):
+                other = sDiag[None, tidx ^ GROUP, i].load()
+                mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
+            if half == 0:
+                cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
+                self.attend(block, mine, acc, sub, lane, row)
+            else:
+                cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
+                self.invert(x_base, block, mine, acc, betas, sub, lane, row, tidx - GROUP)
+
+    # ---- inputs -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(
+        self, x: cute.Tensor, sRaw: cute.Tensor, which: cutlass.Constexpr, tokens, channel, tidx
+    ):
+        """Asks for the thread's own 4 units."""
+        copy = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
+        )
+        for r in cutlass.range_constexpr(2):
+            for m in cutlass.range_constexpr(2):
+                source = unit_of(x[tokens[r], None], channel + 32 * m, UNIT)
+                cute.copy(copy, source, sRaw[None, tidx, m, r, which])
+
+    @cute.jit
+    def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
+        if tidx < CHUNK:
+            strength = F32(0.0)
+            if tidx < left:
+                strength = mBeta[token + tidx].to(F32)
+                if cutlass.const_expr(self.config.beta_sigmoid):
+                    strength = sigmoid(strength)
+                if cutlass.const_expr(self.config.neg_eigval):
+                    strength = strength * 2.0
+            betas[tidx] = strength
+
+    @cute.jit
+    def fetch_bias(self, bias: cute.Tensor, sBias: cute.Tensor, tidx):
+        copy = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), F32, num_bits_per_copy=128
+        )
+        cute.copy(copy, unit_of(bias, 4 * tidx, 4), unit_of(sBias, 4 * tidx, 4))
+
+    @cute.jit
+    def normalize(
+        self,
+        sRaw: cute.Tensor,
+        norms: cute.Tensor,
+        norm: cute.Tensor,
+        scale,
+        inside,
+        row,
+        half,
+        lane,
+        tidx,
+    ):
+        """Factors of q and k for the thread's tokens: squares are the diagonal of the product of rows with rows."""
+        norm.fill(1.0)
+        if cutlass.const_expr(self.config.l2norm):
+            mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
+            raw = cute.make_rmem_tensor((UNIT, 2), self.dtype)
+            for which in cutlass.range_constexpr(2):
+                acc = cute.make_rmem_tensor((4, 2), F32)
+                acc.fill(0.0)
+                for m in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        cute.autovec_copy(sRaw[None, tidx, m, r, which], raw[None, r])
+                    rows_by_rows(mma, acc, raw, raw)
+                # Lane 4 n + n // 2 has the squares of tokens 2 n and 2 n + 1.
+                if lane % 4 == lane // 8:
+                    odd = lane // 4 % 2 == 1
+                    norms[half, row, which] = acc[1, 0] if odd else acc[0, 0]
+                    norms[half, row + 1, which] = acc[3, 1] if odd else acc[2, 1]
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.config.l2norm):
+            squares = cute.make_rmem_tensor((2, 2), F32)
+            for which in cutlass.range_constexpr(2):
+                pair = cute.make_tensor(
+                    (norms.iterator + 2 * row + 2 * CHUNK * which).align(16),
+                    cute.make_layout((2, 2)),
+                )
+                cute.autovec_copy(pair, squares)
+                for r in cutlass.range_constexpr(2):
+                    total = squares[0, r] + squares[1, r]
+                    norm[r, which] = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
+        for r in cutlass.range_constexpr(2):
+            norm[r, 0] = norm[r, 0] * scale * inside[r]
+            norm[r, 1] = norm[r, 1] * inside[r]
+
+    @cute.jit
+    def decays(
+        self, raw: cute.Tensor, bias: cute.Tensor, g: cute.Tensor, speed, lower_bound, inside
+    ):
+        """log2 decays of the thread's two tokens, zero for rows past the end; speed: -exp(A_log) in log2 units."""
+        shift = cute.make_rmem_tensor(UNIT, F32)
+        if cutlass.const_expr(self.config.bias):
+            cute.autovec_copy(bias, shift)
+        x = cute.make_rmem_tensor(UNIT, F32)
+        for r in cutlass.range_constexpr(2):
+            widen(raw[None, r], x)
+            for i in cutlass.range_constexpr(UNIT):
+                if cutlass.const_expr(self.config.gate == "safe"):
+                    y = x[i] * speed
+                    if cutlass.const_expr(self.config.bias):
+                        y = x[i] * speed + shift[i] * speed
+                    step = (lower_bound * LOG2_E * inside[r]) * cute.arch.rcp_approx(1.0 + exp2(y))
+                elif cutlass.const_expr(self.config.gate == "softplus"):
+                    y = x[i] * LOG2_E
+                    if cutlass.const_expr(self.config.bias):
+                        y = (x[i] + shift[i]) * LOG2_E
+                    grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
+                    rest = y if y > 0.0 else F32(0.0)
+                    step = (speed / LOG2_E * inside[r]) * (grown + rest)
+                else:
+                    step = x[i] * (LOG2_E * inside[r])
+                if cutlass.const_expr(not self.config.bounded):
+                    step = step if step > FLOOR else F32(FLOOR)
+                g[i, r] = step
+
+    @cute.jit
+    def scan(self, g: cute.Tensor, e: cute.Tensor, earlier, lane):
+        """Running sums over the 16 tokens of the sub-block, and the last of them."""
+        for i in cutlass.range_constexpr(UNIT):
+            upto = g[i, 0] + g[i, 1]
+            for p in cutlass.range_constexpr(3):
+                before = cute.arch.shuffle_sync_up(upto, 4 << p, mask_and_clamp=0)
+                upto = upto + before * earlier[p]
+            g[i, 0] = upto - g[i, 1]
+            g[i, 1] = upto
+            e[i] = cute.arch.shuffle_sync(upto, 28 + lane % 4)
+
+    # ---- operands and products --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def products(
+        self, sRaw, sX, sB, block, norm, g, e, diag, ends, m: cutlass.Constexpr, row, channel, sub,
+        half, lane, tidx,
+    ):  # fmt: skip
+        """2^g q, 2^g k and 2^(e - g) k of a unit, and their products inside the sub-block."""
+        tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
+        raw = cute.make_rmem_tensor(UNIT, self.dtype)
+        rounded = cute.make_rmem_tensor((UNIT, 2, 3), self.operand)
+        wide = cute.make_rmem_tensor((UNIT, 2, 2), F32)
+        for which in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                cute.autovec_copy(sRaw[None, tidx, m, r, which], raw)
+                widen(raw, wide[None, r, which])
+        end = cute.make_rmem_tensor(UNIT, F32)
+        for c in cutlass.range_constexpr(UNIT):
+            end[c] = exp2(e[c])
+        x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
+        x_tf32 = cute.recast_tensor(x, cutlass.TFloat32)
+        two = cute.make_rmem_tensor(2, F32)
+        for pair in cutlass.range_constexpr(UNIT // 2):
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    c = 2 * pair + i
+                    grown = exp2(g[c, r])
+                    k = wide[c, r, 1] * norm[r, 1]
+                    x[r, i, 0] = wide[c, r, 0] * norm[r, 0] * grown
+                    x[r, i, 1] = k * grown
+                    x[r, i, 2] = k * exp2(-g[c, r])
+                for which in cutlass.range_constexpr(3):
+                    for i in cutlass.range_constexpr(2):
+                        two[i] = x[r, i, which]
+                        if cutlass.const_expr(which == 2):
+                            two[i] = two[i] * end[2 * pair + i]
+                    cute.make_tensor(
+                        rounded.iterator + 2 * pair + UNIT * (r + 2 * which), cute.make_layout(2)
+                    ).store(two.load().to(self.operand))
+            for which in cutlass.range_constexpr(2):
+                a = cute.make_tensor(
+                    x_tf32.iterator + 4 * which,
+                    cute.make_layout(((2, 2), 1, 1), stride=((1, 2), 0, 0)),
+                )
+                for tile in cutlass.range_constexpr(2):
+                    b = cute.make_tensor(
+                        x_tf32.iterator + 8 + tile, cute.make_layout((2, 1, 1), stride=(2, 0, 0))
+                    )
+                    sums = cute.make_tensor(
+                        diag.iterator + 8 * which + 4 * tile, cute.make_layout(((2, 2), 1, 1))
+                    )
+                    cute.gemm(tf32, sums, a, b, sums)
+        for which in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                cute.autovec_copy(rounded[None, r, which], sX[None, tidx, m, r, which])
+        for r in cutlass.range_constexpr(2):
+            if sub < SUBS - 1:
+                cute.autovec_copy(rounded[None, r, 2], sB[None, lane, sub, m, r, half])
+            else:  # nothing decays behind the last sub-block
+                unit = unit_of_panel(block, KG, half, row, lane, m, r)
+                cute.autovec_copy(rounded[None, r, 2], unit)
+        if lane >= 28:
+            cute.autovec_copy(end, unit_of(ends[None, sub], channel + 32 * m, UNIT))
+
+    @cute.jit
+    def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, tidx):
+        """Gives the other half of the channels its products, and returns the own ones: of q in the first half."""
+        mine = cute.make_rmem_tensor((4, 2), F32)
+        given = cute.make_rmem_tensor((4, 2), F32)
+        for tile in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                q, k = diag[i, tile, 0], diag[i, tile, 1]
+                mine[i, tile] = q if half == 0 else k
+                given[i, tile] = k if half == 0 else q
+            cute.autovec_copy(given[None, tile], sDiag[None, tidx, tile])
+        return mine
+
+    @cute.jit
+    def store(self, sX, sB, block, ends, row, channel, sub, half, lane, tidx):
+        """kh, qg, kg of the thread's units, and the chunk's decay."""
+        x = cute.make_rmem_tensor(UNIT, self.operand)
+        for m in cutlass.range_constexpr(2):
+            before = cute.make_rmem_tensor(UNIT, F32)
+            behind = cute.make_rmem_tensor(UNIT, F32)
+            before.fill(1.0)
+            behind.fill(1.0)
+            for j in cutlass.range_constexpr(SUBS):
+                end = unit_of(ends[None, j], channel + 32 * m, UNIT)
+                if j < sub:
+                    for i in cutlass.range_constexpr(UNIT):
+                        before[i] = before[i] * end[i]
+                if j > sub:
+                    for i in cutlass.range_constexpr(UNIT):
+                        behind[i] = behind[i] * end[i]
+            for r in cutlass.range_constexpr(2):
+                for which in cutlass.range_constexpr(2):
+                    cute.autovec_copy(sX[None, tidx, m, r, which], x)
+                    x.store(x.load() * before.load().to(self.operand))
+                    target = KH if which else QG
+                    cute.autovec_copy(x, unit_of_panel(block, target, half, row, lane, m, r))
+                if sub < SUBS - 1:
+                    cute.autovec_copy(sB[None, lane, sub, m, r, half], x)
+                    x.store(x.load() * behind.load().to(self.operand))
+                    cute.autovec_copy(x, unit_of_panel(block, KG, half, row, lane, m, r))
+        if tidx < HEAD_DIM:
+            total = F32(1.0)
+            for j in cutlass.range_constexpr(SUBS):
+                total = total * ends[tidx, j]
+            decay = cute.make_tensor(
+                cute.recast_ptr((block.iterator + DECAY).align(16), dtype=F32),
+                cute.make_layout(HEAD_DIM),
+            )
+            decay[tidx] = total
+
+    @cute.jit
+    def multiply(self, sX, sB, ends, acc, sub, half, lane, tidx):
+        """Products of the sub-block's q (first half) or k with k of the sub-blocks before it, over all channels."""
+        mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
+        a = cute.make_rmem_tensor((UNIT, 2), self.operand)
+        b = cute.make_rmem_tensor((UNIT, 2), self.operand)
+        for side in cutlass.range_constexpr(2):
+            for m in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    cute.autovec_copy(sX[None, side * GROUP + tidx % GROUP, m, r, half], a[None, r])
+                for d in cutlass.range_constexpr(SUBS - 1):
+                    if d < sub:
+                        if cutlass.const_expr(d > 0):
+                            at = side * (HEAD_DIM // 2) + 32 * m + lane % 4 * UNIT
+                            end = cute.make_rmem_tensor(UNIT, F32)
+                            cute.autovec_copy(unit_of(ends[None, sub - d], at, UNIT), end)
+                            decay = end.load().to(self.operand)
+                            for r in cutlass.range_constexpr(2):
+                                a[None, r].store(a[None, r].load() * decay)
+                        for r in cutlass.range_constexpr(2):
+                            cute.autovec_copy(sB[None, lane, sub - 1 - d, m, r, side], b[None, r])
+                        rows_by_rows(mma, acc[None, None, d], a, b)
+
+    @cute.jit
+    def attend(self, block, diag, acc, sub, lane, row):
+        """Writes 16 rows of Aqk: zeros behind the diagonal."""
+        own = cute.make_rmem_tensor(4, F32)
+        for d in cutlass.range_constexpr(SUBS):
+            for r in cutlass.range_constexpr(2):
+                if d <= sub:
+                    if cutlass.const_expr(d == 0):
+                        for c in cutlass.range_constexpr(4):
+                            seen = lane % 4 * 4 + c <= lane // 4 * 2 + r
+                            own[c] = row_of(diag, r, c) if seen else F32(0.0)
+                    else:
+                        for c in cutlass.range_constexpr(4):
+                            own[c] = row_of(acc[None, None, d - 1], r, c)
+                    self.put4(block, AQK, own, row + r, (sub - d) * SUB + lane % 4 * 4)
+                else:
+                    own.fill(0.0)
+                    self.put4(block, AQK, own, row + r, d * SUB + lane % 4 * 4)
+
+    @cute.jit
+    def put4(self, block, offset: cutlass.Constexpr, x: cute.Tensor, row, column):
+        """Four neighbouring columns of a [64, 64] matrix of the block."""
+        rounded = cute.make_rmem_tensor(4, self.operand)
+        rounded.store(x.load().to(self.operand))
+        unit = column // UNIT
+        target = cute.make_tensor(
+            (block.iterator + offset + row * CHUNK + (unit ^ row % 8) * UNIT + column % UNIT).align(
+                8
+            ),
+            cute.make_layout(4),
+        )
+        cute.autovec_copy(rounded, target)
+
+
+def row_of(acc, r, c):
+    """Element c of 4 neighbouring columns of token r among the registers of two tiles: columns are dealt in turn."""
+    return acc[2 * r + c // 2, c % 2]
+
+
+def unit_of(row, at, size):
+    """Channels of a row of memory from `at` on, a multiple of 8."""
+    pointer = row.iterator + at
+    return cute.make_tensor(pointer.align(16), cute.make_layout(size))
+
+
+def unit_of_panel(block, offset, panel, row, lane, m, r):
+    """The thread's unit m of token r in a [64, 128] matrix of the block; row is even."""
+    first = row * 64 + (lane % 4 ^ row % 8) * UNIT
+    at = (first ^ (32 * m + UNIT * r)) + 64 * r + offset + panel * (CHUNK * 64)
+    return cute.make_tensor((block.iterator + at).align(16), cute.make_layout(UNIT))
+
+
+@cute.jit
+def rows_by_rows(mma: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+    """Adds the products of 16 rows with 16 rows over 32 channels to the registers of two tiles."""
+    for step in cutlass.range_constexpr(UNIT // 4):
+        left = cute.make_tensor(
+            a.iterator + 4 * step, cute.make_layout(((2, 2, 2), 1, 1), stride=((1, UNIT, 2), 0, 0))
+        )
+        for tile in cutlass.range_constexpr(2):
+            right = cute.make_tensor(
+                b.iterator + 4 * step + UNIT * tile,
+                cute.make_layout(((2, 2), 1, 1), stride=((1, 2), 0, 0)),
+            )
+            sums = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
+            cute.gemm(mma, sums, left, right, sums)
+
+
+@cute.jit
+def widen(narrow: cute.Tensor, wide: cute.Tensor):
+    """16 bits to fp32, two at once where they are bfloat16: their upper half is the number."""
+    if cutlass.const_expr(narrow.element_type is cutlass.BFloat16):
+        words = cute.recast_tensor(narrow, I32)
+        bits = cute.recast_tensor(wide, I32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            bits[2 * i] = words[i] << 16
+            bits[2 * i + 1] = words[i] & I32(-65536)
+    else:
+        wide.store(narrow.load().to(F32))
