@@ -28,6 +28,14 @@ def swizzled(shape, major, dtype):
     return cute.tile_to_shape(atom, shape, order=(0, 1) if major == "k" else (1, 0))
 
 
+def view(pointer, offset, size, unit=None):
+    """`size` neighbours behind a pointer, at a multiple of `unit` (of their number, unless told) elements: the pointer's
+    alignment is kept, where `align` would compute it."""
+    if not isinstance(offset, int):
+        offset = cute.assume(offset, divby=size if unit is None else unit)
+    return cute.make_tensor(pointer + offset, cute.make_layout(size))
+
+
 def mma(dtype, n, b_major):
     """wgmma m64 x n x k16 with A in registers and B in shared memory."""
     source = warpgroup.OperandSource.RMEM

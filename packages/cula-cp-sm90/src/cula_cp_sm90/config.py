@@ -12,6 +12,7 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
+MAX_GRID_Y = 65_535  # chunks that one launch of the chunk-parallel kernel takes
 # Of a chunk and value head: qg, kh, kg [64, 128], Aqk, T' [64, 64] in 16 bits, 128 decays in fp32.
 BLOCK_BYTES = 66_048
 
@@ -121,8 +122,69 @@ class Plan:
         return self.segment_tokens > 0
 
 
-def _recurrence_us(chunks: int, columns: int, wide: bool) -> float:
-    return 0.0
+# The cost model, in microseconds, fitted on an H200 (docs/kda-prefill.md). A chain is a CTA that walks through chunks one
+# after the other; one tile of v per CTA is the faster chain, two of them are the fewer bytes.
+START_US = 6.0  # of a kernel, until its first chunk is done
+CHAIN_US = {1: 1.0, 2: 1.45}  # per chunk, by tiles
+SCAN_US = 1.1
+CHUNK_HEAD_BYTES_US = (
+    96.5e3 * 1.024 / 4.05e6
+)  # what a chunk and value head moves, at the memory's pace
+SCAN_BYTES_US = 57.5e3 * 1.024 / 4.05e6
+MERGE_US, MERGE_STEP_US = 6.0, 1.5
+GAIN = 1.03  # cutting must win this much
+MAX_PARTS = 16
+
+
+def _tiles(segments: int, value_heads: int, multiprocessors: int) -> int:
+    """Tiles of v per CTA: one, as long as all of them fit on the card at once."""
+    return 1 if 2 * segments * value_heads <= multiprocessors else 2
+
+
+def _walk_us(longest: int, total: int, tiles: int, multiprocessors: int) -> float:
+    """The recurrence over `total` chunks of all heads together, of which a chain has `longest` at least."""
+    chains = multiprocessors * tiles / 2
+    pace = max(total * CHAIN_US[tiles] / chains, total * CHUNK_HEAD_BYTES_US)
+    return START_US + max(longest * CHAIN_US[tiles], pace)
+
+
+def cut_us(longest: int, total: int, parts: int, value_heads: int, multiprocessors: int) -> float:
+    """Scan, merge and recurrence, with the longest sequence in `parts`; in chunks, `total` of all sequences."""
+    length = -(-longest // parts)
+    work = total * value_heads
+    segments = -(-total // length)
+    scanned = work * (parts - 1) / parts
+    scan = START_US + max(
+        length * SCAN_US, scanned * SCAN_US / multiprocessors, scanned * SCAN_BYTES_US
+    )
+    merge = MERGE_US + MERGE_STEP_US * parts
+    tiles = _tiles(segments, value_heads, multiprocessors)
+    return scan + merge + _walk_us(length, work, tiles, multiprocessors)
+
+
+def whole_us(longest: int, total: int, value_heads: int, multiprocessors: int) -> float:
+    """The recurrence over whole sequences."""
+    sequences = -(-total // longest)
+    tiles = _tiles(sequences, value_heads, multiprocessors)
+    return _walk_us(longest, total * value_heads, tiles, multiprocessors)
+
+
+def parts_of(
+    longest: int, total: int, value_heads: int, multiprocessors: int, wanted: str | bool
+) -> int:
+    """Into how many segments the longest sequence is cut; 1: sequences stay whole. Lengths are in chunks."""
+    if wanted is False or longest < 2 * MIN_SEGMENT_CHUNKS:
+        return 1
+    most = min(MAX_PARTS, longest // MIN_SEGMENT_CHUNKS)
+    costs = {
+        parts: cut_us(longest, total, parts, value_heads, multiprocessors)
+        for parts in range(2, most + 1)
+    }
+    best = min(costs, key=lambda parts: costs[parts])
+    if wanted is True:
+        return best
+    whole = whole_us(longest, total, value_heads, multiprocessors)
+    return best if costs[best] * GAIN < whole else 1
 
 
 def plan(
@@ -134,29 +196,27 @@ def plan(
     workspace: int,
     intracard_cp: str | bool = "auto",
     longest: int | None = None,
-    segment_chunks: int | None = None,
 ) -> Plan:
-    """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens."""
+    """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
+
+    sequences: of packed input, else None. workspace: its bytes. longest: tokens of the longest sequence where it is
+    known; otherwise one sequence may hold all tokens but one of each other.
+    """
     count = batch if sequences is None else sequences
     slots = chunk_slots(batch, tokens, sequences)
-    piece_slots = min(slots, workspace // (value_heads * BLOCK_BYTES))
+    piece_slots = min(slots, workspace // (value_heads * BLOCK_BYTES), MAX_GRID_Y)
     pieces = -(-slots // piece_slots)
-    bound = tokens if sequences is None else max(tokens - sequences + 1, 1)
-    longest = bound if longest is None else longest
+    if longest is None:
+        longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
+    chunks = max(1, -(-longest // CHUNK))
+    total = max(chunks, batch * -(-tokens // CHUNK))
     parts = 1
-    if intracard_cp is not False and pieces == 1:
-        chunks = -(-longest // CHUNK)
-        at_once = max(1, -(-tokens * batch // max(longest, 1)))
-        parts = min(
-            16, multiprocessors // (2 * value_heads * at_once), chunks // MIN_SEGMENT_CHUNKS
-        )
-        if intracard_cp is True:
-            parts = max(parts, 2)
-    length = -(-longest // (parts * CHUNK)) * CHUNK if parts > 1 else 0
+    if pieces == 1:
+        parts = parts_of(chunks, total, value_heads, multiprocessors, intracard_cp)
+    length = -(-chunks // parts) * CHUNK if parts > 1 else 0
+    segments = count
     if length:
-        per_row = -(-tokens // length)
-        segments = batch * per_row if sequences is None else tokens // length + sequences
-    else:
-        segments = count
-    narrow = 2 * segments * value_heads <= multiprocessors
-    return Plan(1 if narrow else 2, length, segments, pieces, piece_slots)
+        segments = batch * -(-tokens // length) if sequences is None else tokens // length + count
+    alike = -(-total // chunks) if not length else -(-total * CHUNK // length)
+    tiles = _tiles(alike, value_heads, multiprocessors)
+    return Plan(tiles, length, segments, pieces, piece_slots)

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
-from .common import F16, F32, T_PRIME
+from .common import F16, F32, T_PRIME, view
 from .config import CHUNK
 
 GROUP = 128  # threads that invert
@@ -28,7 +28,7 @@ class Inverse:
         base = cute.recast_ptr(base, dtype=F16)
         sA = cute.make_tensor(base, cute.make_layout((CHUNK, CHUNK), stride=(STRIDE, 1)))
         sInv = cute.make_tensor(base + CHUNK * STRIDE, sA.layout)
-        diagonal = cute.recast_ptr((base + 2 * CHUNK * STRIDE).align(16), dtype=F32)
+        diagonal = cute.recast_ptr(base + 2 * CHUNK * STRIDE, dtype=F32)
         sZ = cute.make_tensor(
             diagonal,
             cute.make_layout((SUB, SUB, SUBS), stride=(1, DIAG_STRIDE, SUB * DIAG_STRIDE)),
@@ -57,18 +57,16 @@ class Inverse:
             for c in cutlass.range_constexpr(4):
                 below = lane % 4 * 4 + c < lane // 4 * 2 + r
                 own[c] = beta * diag[2 * r + c // 2, c % 2] if below else F32(0.0)
-            at = cute.crd2idx((lane % 4 * 4, lane // 4 * 2 + r, sub), sZ.layout)
-            cute.autovec_copy(
-                own, cute.make_tensor((sZ.iterator + at).align(16), cute.make_layout(4))
-            )
+            at = lane % 4 * 4 + (lane // 4 * 2 + r + sub * SUB) * DIAG_STRIDE
+            cute.autovec_copy(own, view(sZ.iterator, at, 4))
             for d in cutlass.range_constexpr(1, SUBS):
                 if d <= sub:
                     for c in cutlass.range_constexpr(4):
                         own[c] = beta * acc[2 * r + c // 2, c % 2, d - 1]
                     rounded = cute.make_rmem_tensor(4, F16)
                     rounded.store(own.load().to(F16))
-                    to = sA.iterator + (row + r) * STRIDE + (sub - d) * SUB + lane % 4 * 4
-                    cute.autovec_copy(rounded, cute.make_tensor(to.align(8), cute.make_layout(4)))
+                    at = (row + r) * STRIDE + (sub - d) * SUB + lane % 4 * 4
+                    cute.autovec_copy(rounded, view(sA.iterator, at, 4))
 
     @cute.jit
     def substitute(self, z: cute.Tensor, sInv: cute.Tensor, number, column):
@@ -77,9 +75,7 @@ class Inverse:
         z_row = cute.make_rmem_tensor(SUB, F32)
         for i in cutlass.range_constexpr(SUB):
             for part in cutlass.range_constexpr(cute.ceil_div(i, 4)):
-                source = cute.make_tensor(
-                    (z.iterator + DIAG_STRIDE * i + 4 * part).align(16), cute.make_layout(4)
-                )
+                source = view(z.iterator, DIAG_STRIDE * i + 4 * part, 4)
                 cute.autovec_copy(
                     source, cute.make_tensor(z_row.iterator + 4 * part, cute.make_layout(4))
                 )
@@ -124,9 +120,8 @@ class Inverse:
             rounded.store(flat.load().to(F16))
             for tile in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    target = (
-                        sInv.iterator
-                        + (to * SUB + lane // 4 + 8 * r) * STRIDE
+                    at = (
+                        (to * SUB + lane // 4 + 8 * r) * STRIDE
                         + (first + j) * SUB
                         + 8 * tile
                         + lane % 4 * 2
@@ -134,7 +129,7 @@ class Inverse:
                     pair = cute.make_tensor(
                         rounded.iterator + 4 * tile + 2 * r, cute.make_layout(2)
                     )
-                    cute.autovec_copy(pair, cute.make_tensor(target.align(4), cute.make_layout(2)))
+                    cute.autovec_copy(pair, view(sInv.iterator, at, 2))
 
     def fetch_a(self, mma, matrix, i, j, fragment, lane):
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), F16)
@@ -158,18 +153,17 @@ class Inverse:
             row, unit = number // 8, number % 8
             held.fill(0.0)
             if unit // 2 <= row // SUB:
-                source = (sInv.iterator + row * STRIDE + unit * 8).align(16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), held)
+                cute.autovec_copy(view(sInv.iterator, row * STRIDE + unit * 8, 8), held)
             weighed = cute.make_rmem_tensor(8, F32)
             for c in cutlass.range_constexpr(8):
                 weighed[c] = held[c].to(F32) * betas[unit * 8 + c]
             rounded = cute.make_rmem_tensor(8, self.operand)
             rounded.store(weighed.load().to(self.operand))
-            to = block.iterator + T_PRIME + row * CHUNK + (unit ^ row % 8) * 8
-            cute.autovec_copy(rounded, cute.make_tensor(to.align(16), cute.make_layout(8)))
+            at = T_PRIME + row * CHUNK + (unit ^ row % 8) * 8
+            cute.autovec_copy(rounded, view(block.iterator, at, 8))
 
 
 def tile(matrix, i, j):
     """Block (i, j) of a matrix in shared memory."""
-    pointer = (matrix.iterator + i * SUB * STRIDE + j * SUB).align(16)
+    pointer = matrix.iterator + cute.assume(i * SUB * STRIDE + j * SUB, divby=8)
     return cute.make_tensor(pointer, cute.make_layout((SUB, SUB), stride=(STRIDE, 1)))

@@ -89,10 +89,22 @@ class KdaMerge:
                     state = maps[segment, head, rows + v, k]
                     sS[v, k] = state
                     starts[segment + 1, head, rows + v, k] = state
+                # The thread's share of a map, asked for while the one before it is applied.
+                ahead = cute.make_rmem_tensor((2, 2, HEAD_DIM // 8), F32)
+                added = cute.make_rmem_tensor((4, 2), F32)
+                if parts > 2:
+                    self.fetch(maps[segment + 1, head, None, None], ahead, added, rows, tidx)
                 for part in cutlass.range(1, parts - 1, unroll=1):
+                    mapped = cute.make_rmem_tensor(ahead.shape, F32)
+                    acc = cute.make_rmem_tensor(added.shape, F32)
+                    mapped.store(ahead.load())
+                    acc.store(added.load())
+                    if part + 2 < parts:
+                        self.fetch(
+                            maps[segment + part + 1, head, None, None], ahead, added, rows, tidx
+                        )
                     cute.arch.sync_threads()
-                    mapped = maps[segment + part, head, None, None]
-                    acc = self.apply(sS, mapped, rows, tidx)
+                    self.apply(sS, mapped, acc, tidx)
                     cute.arch.sync_threads()
                     self.keep(sS, starts[segment + part + 1, head, None, None], acc, rows, tidx)
 
@@ -110,17 +122,24 @@ class KdaMerge:
             start[v, k] = value
 
     @cute.jit
-    def apply(self, sS: cute.Tensor, mapped: cute.Tensor, rows, tidx):
-        """16 rows of S^T M^T + A^T, as the registers of two tiles of the MMA."""
-        tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
+    def fetch(self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, rows, tidx):
+        """A^T as the registers of two tiles [register, tile], M^T as their second operands [register, tile, step]."""
         lane, first = tidx % 32, tidx // 32 * 16
-        acc = cute.make_rmem_tensor((4, 2), F32)
         for tile in cutlass.range_constexpr(2):
-            for r in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
                     column = first + 8 * tile + lane % 4 * 2 + i
-                    acc[2 * r + i, tile] = mapped[rows + lane // 4 + 8 * r, column]
-        for step in cutlass.range(HEAD_DIM // 8, unroll=4):
+                    added[2 * r + i, tile] = source[rows + lane // 4 + 8 * r, column]
+                for step in cutlass.range_constexpr(HEAD_DIM // 8):
+                    j = HEAD_DIM + 8 * step + lane % 4 + 4 * i
+                    mapped[i, tile, step] = source[j, first + 8 * tile + lane // 4]
+
+    @cute.jit
+    def apply(self, sS: cute.Tensor, mapped: cute.Tensor, acc: cute.Tensor, tidx):
+        """Adds 16 rows of S^T M^T."""
+        tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
+        lane = tidx % 32
+        for step in cutlass.range_constexpr(HEAD_DIM // 8):
             a = cute.make_rmem_tensor((4, 2), F32)  # [registers, leading or remaining bits]
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
@@ -128,8 +147,7 @@ class KdaMerge:
             for tile in cutlass.range_constexpr(2):
                 b = cute.make_rmem_tensor((2, 2), F32)
                 for i in cutlass.range_constexpr(2):
-                    j = HEAD_DIM + 8 * step + lane % 4 + 4 * i
-                    self.split(b, i, mapped[j, first + 8 * tile + lane // 4])
+                    self.split(b, i, mapped[i, tile, step])
                 c = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
                 for terms in cutlass.range_constexpr(3):
                     left = cute.recast_tensor(a[None, terms % 2], cutlass.TFloat32)
@@ -137,7 +155,6 @@ class KdaMerge:
                     left = cute.make_tensor(left.iterator, cute.make_layout(((2, 2), 1, 1)))
                     right = cute.make_tensor(right.iterator, cute.make_layout((2, 1, 1)))
                     cute.gemm(tf32, c, left, right, c)
-        return acc
 
     @cute.jit
     def split(self, into: cute.Tensor, i: cutlass.Constexpr, value):

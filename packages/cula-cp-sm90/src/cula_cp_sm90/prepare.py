@@ -20,13 +20,28 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from .common import AQK, DECAY, DTYPES, F32, I32, KG, KH, LOG2_E, QG, exp2, find_chunk, sigmoid
+from .common import (
+    AQK,
+    DECAY,
+    DTYPES,
+    F32,
+    I32,
+    KG,
+    KH,
+    LOG2_E,
+    QG,
+    exp2,
+    find_chunk,
+    sigmoid,
+    view,
+)
 from .config import CHUNK, HEAD_DIM, PrepareConfig
 from .inverse import BARRIER_HALF, GROUP, Inverse
 
 THREADS = 2 * GROUP
 SUB = 16  # rows of a sub-block
 SUBS = CHUNK // SUB
+HALVINGS = 4  # until a half of a sub-block is a single row
 UNIT = 8  # channels of 16 bytes; a thread holds two units of a row
 # Three CTAs of 80 registers beat four of 64, which leave ptxas too little room to hide latencies.
 BLOCKS_PER_MP = 3
@@ -48,16 +63,14 @@ class KdaPrepare(Inverse):
 
     | shared memory | bytes |
     |---|---|
-    | q, k as they come, then 2^g q, 2^g k; at last Akk and its inverse | 32,768 |
-    | 2^(e - g) k of all sub-blocks but the last | 12,288 |
+    | q, k as they come; 2^g q, 2^g k, 2^(e - g) k; at last Akk and its inverse | 49,152 |
     | products inside a sub-block, for the other half | 8,192 |
-    | 2^e, norms, beta | 3,328 |
+    | 2^e, norms, beta, dt_bias | 3,840 |
     """
 
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
-        self.packed = config.index_dtype is not None
 
     @cute.jit
     def __call__(
@@ -111,20 +124,28 @@ class KdaPrepare(Inverse):
         half, sub = warp_idx // SUBS, warp_idx % SUBS
 
         smem = SmemAllocator()
-        x_base = smem.allocate_array(self.operand, 8 * UNIT * THREADS, byte_alignment=16)
-        b_base = smem.allocate_array(self.operand, 8 * UNIT * 32 * (SUBS - 1), byte_alignment=16)
-        sDiag = smem.allocate_tensor(F32, cute.make_layout((4, THREADS, 2)), byte_alignment=16)
+        x_base = smem.allocate_array(self.operand, 12 * UNIT * THREADS, byte_alignment=16)
+        # The gates of the thread's second unit, 16 bytes a plane: [channel, thread, plane, token]; sums lie there later.
+        gate_dtype = DTYPES[self.config.gate_dtype]
+        plane = 128 // gate_dtype.width
+        planes = cute.make_layout((plane, THREADS, UNIT // plane, 2))
+        sG = smem.allocate_tensor(gate_dtype, planes, byte_alignment=16)
+        sDiag = cute.make_tensor(
+            cute.recast_ptr(sG.iterator, dtype=F32), cute.make_layout((4, THREADS, 2))
+        )
         ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
         # [half of the channels, token, q or k]
         norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
         sBias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
         betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
-        # [channel, thread, unit, token, q or k]
-        units = cute.make_layout((UNIT, THREADS, 2, 2, 2))
+        # [channel, thread, unit, token, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
+        units = cute.make_layout((UNIT, THREADS, 2, 2, 3))
         sX = cute.make_tensor(x_base, units)
         sRaw = cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units)
-        # [channel, lane, sub-block, unit, token, half]
-        sB = cute.make_tensor(b_base, cute.make_layout((UNIT, 32, SUBS - 1, 2, 2, 2)))
+        sSums = None
+        if cutlass.const_expr(not self.config.bounded):  # [float, thread, plane, unit]
+            planes = cute.make_layout((4, THREADS, UNIT // 2, 2))
+            sSums = smem.allocate_tensor(F32, planes, byte_alignment=16)
         if left > 0:
             # First token and channel of the thread; the others are the next one and 32 further on.
             row = sub * SUB + lane // 4 * 2
@@ -138,13 +159,17 @@ class KdaPrepare(Inverse):
             block = blocks[slot, head, None]
             self.load(mQ[batch, None, head_k, None], sRaw, 0, tokens, channel, tidx)
             self.load(mK[batch, None, head_k, None], sRaw, 1, tokens, channel, tidx)
-            g_rows = tuple(unit_of(mG[batch, t, head, None], channel, HEAD_DIM) for t in tokens)
-            g_raw = cute.make_rmem_tensor((UNIT, 2), DTYPES[self.config.gate_dtype])
+            g_raw = cute.make_rmem_tensor((UNIT, 2), gate_dtype)
             for r in cutlass.range_constexpr(2):
-                cute.autovec_copy(unit_of(g_rows[r], 0, UNIT), g_raw[None, r])
+                source = unit_of(mG[batch, tokens[r], head, None], channel, HEAD_DIM)
+                cute.autovec_copy(view(source.iterator, 0, UNIT), g_raw[None, r])
+                for i in cutlass.range_constexpr(UNIT // plane):
+                    later = view(source.iterator, 32 + plane * i, plane)
+                    self.ask(later, sG[None, tidx, i, r])
             if cutlass.const_expr(self.config.bias):
                 if tidx < HEAD_DIM // 4:
-                    self.fetch_bias(bias[head, None], sBias, tidx)
+                    own = view(bias[head, None].iterator, 4 * tidx, 4)
+                    self.ask(own, view(sBias.iterator, 4 * tidx, 4))
             cute.arch.cp_async_commit_group()
             self.strengths(mBeta[batch, None, head], betas, token, left, tidx)
             speed = F32(1.0)
@@ -158,28 +183,35 @@ class KdaPrepare(Inverse):
             diag = cute.make_rmem_tensor((4, 2, 2), F32)  # [registers of C, tile, q or k]
             diag.fill(0.0)
             # Whether the lanes 4, 8 and 16 below have earlier tokens.
-            earlier = tuple(F32(1.0) if lane >= 4 << p else F32(0.0) for p in range(3))
+            earlier = tuple(lane >= 4 << p for p in range(3))
+            g = cute.make_rmem_tensor((UNIT, 2), F32)  # [channel, token]
             for m in cutlass.range_constexpr(2):
-                g = cute.make_rmem_tensor((UNIT, 2), F32)
-                e = cute.make_rmem_tensor(UNIT, F32)
-                self.decays(
-                    g_raw, unit_of(sBias, channel + 32 * m, UNIT), g, speed, lower_bound, inside
-                )
-                if cutlass.const_expr(m == 0):
+                if cutlass.const_expr(m == 1):
                     for r in cutlass.range_constexpr(2):
-                        cute.autovec_copy(unit_of(g_rows[r], 32, UNIT), g_raw[None, r])
-                self.scan(g, e, earlier, lane)
-                self.products(
-                    sRaw, sX, sB, block, norm, g, e, diag, ends, m, row, channel, sub, half, lane, tidx
-                )  # fmt: skip
+                        for i in cutlass.range_constexpr(UNIT // plane):
+                            part = cute.make_tensor(
+                                g_raw.iterator + plane * i + UNIT * r, cute.make_layout(plane)
+                            )
+                            cute.autovec_copy(sG[None, tidx, i, r], part)
+                bias_unit = unit_of(sBias, channel + 32 * m, UNIT)
+                gates = (g_raw, bias_unit, speed, lower_bound, inside, earlier)
+                if cutlass.const_expr(self.config.bounded):
+                    self.products(sRaw, sX, norm, gates, g, diag, ends, m, channel, sub, lane, tidx)
+                else:
+                    for pair in cutlass.range_constexpr(UNIT // 2):
+                        self.decays(gates, g, pair)
+                    copy_sums(g, sSums[None, tidx, None, m], False)
+            if cutlass.const_expr(not self.config.bounded):
+                self.halve(sRaw, sSums, norm, g, diag, lane, tidx)
+                for m in cutlass.range_constexpr(2):
+                    copy_sums(g, sSums[None, tidx, None, m], True)
+                    self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, tidx)
             mine = self.exchange(diag, sDiag, half, tidx)
             cute.arch.sync_threads()
-            self.store(sX, sB, block, ends, row, channel, sub, half, lane, tidx)
-            acc = cute.make_rmem_tensor(
-                (4, 2, SUBS - 1), F32
-            )  # [registers of C, tile, distance - 1]
+            self.store(sX, block, ends, row, channel, sub, half, lane, tidx)
+            acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
             acc.fill(0.0)
-            self.multiply(sX, sB, ends, acc, sub, half, lane, tidx)
+            self.multiply(sX, ends, acc, sub, half, lane, tidx)
             for i in cutlass.range_constexpr(2):
                 other = sDiag[None, tidx ^ GROUP, i].load()
                 mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
@@ -197,13 +229,17 @@ class KdaPrepare(Inverse):
         self, x: cute.Tensor, sRaw: cute.Tensor, which: cutlass.Constexpr, tokens, channel, tidx
     ):
         """Asks for the thread's own 4 units."""
-        copy = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
-        )
         for r in cutlass.range_constexpr(2):
             for m in cutlass.range_constexpr(2):
                 source = unit_of(x[tokens[r], None], channel + 32 * m, UNIT)
-                cute.copy(copy, source, sRaw[None, tidx, m, r, which])
+                self.ask(source, sRaw[None, tidx, m, r, which])
+
+    @cute.jit
+    def ask(self, source: cute.Tensor, target: cute.Tensor):
+        """16 bytes, asynchronously."""
+        mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
+        copy = cute.make_copy_atom(mode, source.element_type, num_bits_per_copy=128)
+        cute.copy(copy, source, target)
 
     @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
@@ -216,13 +252,6 @@ class KdaPrepare(Inverse):
                 if cutlass.const_expr(self.config.neg_eigval):
                     strength = strength * 2.0
             betas[tidx] = strength
-
-    @cute.jit
-    def fetch_bias(self, bias: cute.Tensor, sBias: cute.Tensor, tidx):
-        copy = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), F32, num_bits_per_copy=128
-        )
-        cute.copy(copy, unit_of(bias, 4 * tidx, 4), unit_of(sBias, 4 * tidx, 4))
 
     @cute.jit
     def normalize(
@@ -258,11 +287,8 @@ class KdaPrepare(Inverse):
         if cutlass.const_expr(self.config.l2norm):
             squares = cute.make_rmem_tensor((2, 2), F32)
             for which in cutlass.range_constexpr(2):
-                pair = cute.make_tensor(
-                    (norms.iterator + 2 * row + 2 * CHUNK * which).align(16),
-                    cute.make_layout((2, 2)),
-                )
-                cute.autovec_copy(pair, squares)
+                pair = view(norms.iterator, 2 * row + 2 * CHUNK * which, 4)
+                cute.autovec_copy(pair, cute.make_tensor(squares.iterator, cute.make_layout(4)))
                 for r in cutlass.range_constexpr(2):
                     total = squares[0, r] + squares[1, r]
                     norm[r, which] = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
@@ -271,110 +297,143 @@ class KdaPrepare(Inverse):
             norm[r, 1] = norm[r, 1] * inside[r]
 
     @cute.jit
-    def decays(
-        self, raw: cute.Tensor, bias: cute.Tensor, g: cute.Tensor, speed, lower_bound, inside
-    ):
-        """log2 decays of the thread's two tokens, zero for rows past the end; speed: -exp(A_log) in log2 units."""
-        shift = cute.make_rmem_tensor(UNIT, F32)
+    def decays(self, gates, g: cute.Tensor, pair: cutlass.Constexpr):
+        """Running sums of log2 decays over the 16 tokens of the sub-block, for two channels of g.
+
+        gates: raw gates [channel, token] and dt_bias of a unit, -exp(A_log) in log2 units, lower bound, 1 or for rows
+        past the end 0, whether lanes below have earlier tokens."""
+        raw, bias, speed, lower_bound, inside, earlier = gates
+        shift = cute.make_rmem_tensor(2, F32)
         if cutlass.const_expr(self.config.bias):
-            cute.autovec_copy(bias, shift)
-        x = cute.make_rmem_tensor(UNIT, F32)
+            cute.autovec_copy(view(bias.iterator, 2 * pair, 2), shift)
+        x = cute.make_rmem_tensor((2, 2), F32)
         for r in cutlass.range_constexpr(2):
-            widen(raw[None, r], x)
-            for i in cutlass.range_constexpr(UNIT):
+            widen(
+                cute.make_tensor(raw.iterator + 2 * pair + UNIT * r, cute.make_layout(2)),
+                x[None, r],
+            )
+        for i in cutlass.range_constexpr(2):
+            steps = cute.make_rmem_tensor(2, F32)
+            for r in cutlass.range_constexpr(2):
                 if cutlass.const_expr(self.config.gate == "safe"):
-                    y = x[i] * speed
+                    y = x[i, r] * speed
                     if cutlass.const_expr(self.config.bias):
-                        y = x[i] * speed + shift[i] * speed
+                        y = x[i, r] * speed + shift[i] * speed
                     step = (lower_bound * LOG2_E * inside[r]) * cute.arch.rcp_approx(1.0 + exp2(y))
                 elif cutlass.const_expr(self.config.gate == "softplus"):
-                    y = x[i] * LOG2_E
+                    y = x[i, r] * LOG2_E
                     if cutlass.const_expr(self.config.bias):
-                        y = (x[i] + shift[i]) * LOG2_E
+                        y = (x[i, r] + shift[i]) * LOG2_E
                     grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
                     rest = y if y > 0.0 else F32(0.0)
                     step = (speed / LOG2_E * inside[r]) * (grown + rest)
                 else:
-                    step = x[i] * (LOG2_E * inside[r])
+                    step = x[i, r] * (LOG2_E * inside[r])
                 if cutlass.const_expr(not self.config.bounded):
                     step = step if step > FLOOR else F32(FLOOR)
-                g[i, r] = step
-
-    @cute.jit
-    def scan(self, g: cute.Tensor, e: cute.Tensor, earlier, lane):
-        """Running sums over the 16 tokens of the sub-block, and the last of them."""
-        for i in cutlass.range_constexpr(UNIT):
-            upto = g[i, 0] + g[i, 1]
+                steps[r] = step
+            upto = steps[0] + steps[1]
             for p in cutlass.range_constexpr(3):
                 before = cute.arch.shuffle_sync_up(upto, 4 << p, mask_and_clamp=0)
-                upto = upto + before * earlier[p]
-            g[i, 0] = upto - g[i, 1]
-            g[i, 1] = upto
-            e[i] = cute.arch.shuffle_sync(upto, 28 + lane % 4)
+                upto = upto + (before if earlier[p] else F32(0.0))
+            g[2 * pair + i, 0] = upto - steps[1]
+            g[2 * pair + i, 1] = upto
 
     # ---- operands and products --------------------------------------------------------------------------------------
 
     @cute.jit
     def products(
-        self, sRaw, sX, sB, block, norm, g, e, diag, ends, m: cutlass.Constexpr, row, channel, sub,
-        half, lane, tidx,
-    ):  # fmt: skip
-        """2^g q, 2^g k and 2^(e - g) k of a unit, and their products inside the sub-block."""
-        tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
-        raw = cute.make_rmem_tensor(UNIT, self.dtype)
+        self, sRaw, sX, norm, gates, g, diag, ends, m: cutlass.Constexpr, channel, sub, lane, tidx
+    ):
+        """2^g q, 2^g k and 2^(e - g) k of a unit, and where decays are bounded its products inside the sub-block."""
+        raw = self.own_unit(sRaw, m, tidx)
         rounded = cute.make_rmem_tensor((UNIT, 2, 3), self.operand)
-        wide = cute.make_rmem_tensor((UNIT, 2, 2), F32)
-        for which in cutlass.range_constexpr(2):
-            for r in cutlass.range_constexpr(2):
-                cute.autovec_copy(sRaw[None, tidx, m, r, which], raw)
-                widen(raw, wide[None, r, which])
-        end = cute.make_rmem_tensor(UNIT, F32)
-        for c in cutlass.range_constexpr(UNIT):
-            end[c] = exp2(e[c])
+        wide = cute.make_rmem_tensor((2, 2, 2), F32)
+        last = cute.make_rmem_tensor(2, F32)
+        end = cute.make_rmem_tensor(2, F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
-        x_tf32 = cute.recast_tensor(x, cutlass.TFloat32)
-        two = cute.make_rmem_tensor(2, F32)
         for pair in cutlass.range_constexpr(UNIT // 2):
+            if cutlass.const_expr(self.config.bounded):
+                self.decays(gates, g, pair)
+            widen_pair(raw, pair, wide)
+            for i in cutlass.range_constexpr(2):
+                last[i] = cute.arch.shuffle_sync(g[2 * pair + i, 1], 28 + lane % 4)
+                end[i] = exp2(last[i])
+            if lane >= 28:
+                at = sub * HEAD_DIM + channel + 32 * m + 2 * pair
+                cute.autovec_copy(end, view(ends.iterator, at, 2))
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     c = 2 * pair + i
                     grown = exp2(g[c, r])
-                    k = wide[c, r, 1] * norm[r, 1]
-                    x[r, i, 0] = wide[c, r, 0] * norm[r, 0] * grown
+                    k = wide[i, r, 1] * norm[r, 1]
+                    x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown
                     x[r, i, 1] = k * grown
-                    x[r, i, 2] = k * exp2(-g[c, r])
-                for which in cutlass.range_constexpr(3):
+                    if cutlass.const_expr(self.config.bounded):
+                        x[r, i, 2] = k * exp2(-g[c, r])
+                    else:
+                        x[r, i, 2] = k * exp2(last[i] - g[c, r])
+            if cutlass.const_expr(self.config.bounded):
+                rows_by_rows_tf32(diag, x)
+                for r in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
-                        two[i] = x[r, i, which]
-                        if cutlass.const_expr(which == 2):
-                            two[i] = two[i] * end[2 * pair + i]
-                    cute.make_tensor(
-                        rounded.iterator + 2 * pair + UNIT * (r + 2 * which), cute.make_layout(2)
-                    ).store(two.load().to(self.operand))
-            for which in cutlass.range_constexpr(2):
-                a = cute.make_tensor(
-                    x_tf32.iterator + 4 * which,
-                    cute.make_layout(((2, 2), 1, 1), stride=((1, 2), 0, 0)),
-                )
-                for tile in cutlass.range_constexpr(2):
-                    b = cute.make_tensor(
-                        x_tf32.iterator + 8 + tile, cute.make_layout((2, 1, 1), stride=(2, 0, 0))
-                    )
-                    sums = cute.make_tensor(
-                        diag.iterator + 8 * which + 4 * tile, cute.make_layout(((2, 2), 1, 1))
-                    )
-                    cute.gemm(tf32, sums, a, b, sums)
-        for which in cutlass.range_constexpr(2):
+                        x[r, i, 2] = x[r, i, 2] * end[i]
+            for which in cutlass.range_constexpr(3):
+                for r in cutlass.range_constexpr(2):
+                    two = cute.make_rmem_tensor(2, F32)
+                    two.store(x[r, None, which].load())
+                    where = rounded.iterator + 2 * pair + UNIT * (r + 2 * which)
+                    cute.make_tensor(where, cute.make_layout(2)).store(two.load().to(self.operand))
+        for which in cutlass.range_constexpr(3):
             for r in cutlass.range_constexpr(2):
                 cute.autovec_copy(rounded[None, r, which], sX[None, tidx, m, r, which])
-        for r in cutlass.range_constexpr(2):
-            if sub < SUBS - 1:
-                cute.autovec_copy(rounded[None, r, 2], sB[None, lane, sub, m, r, half])
-            else:  # nothing decays behind the last sub-block
-                unit = unit_of_panel(block, KG, half, row, lane, m, r)
-                cute.autovec_copy(rounded[None, r, 2], unit)
-        if lane >= 28:
-            cute.autovec_copy(end, unit_of(ends[None, sub], channel + 32 * m, UNIT))
+
+    @cute.jit
+    def own_unit(self, sRaw: cute.Tensor, m, tidx):
+        """Unit m of the thread's queries and keys: [channel, token, q or k]."""
+        raw = cute.make_rmem_tensor((UNIT, 2, 2), self.dtype)
+        for which in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                cute.autovec_copy(sRaw[None, tidx, m, r, which], raw[None, r, which])
+        return raw
+
+    @cute.jit
+    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, tidx):
+        """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in the
+        last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
+        wide = cute.make_rmem_tensor((2, 2, 2), F32)
+        x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, q, k, k]
+        for level in cutlass.range(HALVINGS + 1, unroll=1):
+            half = (SUB // 2) >> level
+            # Lanes 4 n ... have tokens 2 n and 2 n + 1.
+            inside = half > 1
+            first = lane // 4 & -half
+            source = 4 * (first + half // 2 - 1) + lane % 4 if inside else lane
+            apart_by = F32(-1.0) if half > 0 else F32(0.0)
+            sums = cute.make_rmem_tensor((4, 2, 2), F32)
+            sums.fill(0.0)
+            for m in cutlass.range(2, unroll=1):
+                raw = self.own_unit(sRaw, m, tidx)
+                copy_sums(g, sSums[None, tidx, None, m], True)
+                for pair in cutlass.range_constexpr(UNIT // 2):
+                    widen_pair(raw, pair, wide)
+                    for i in cutlass.range_constexpr(2):
+                        c = 2 * pair + i
+                        last = g[c, 1] if inside else g[c, 0]
+                        middle = cute.arch.shuffle_sync(last, source)
+                        for r in cutlass.range_constexpr(2):
+                            factor = exp2(apart_by * cute.math.absf(g[c, r] - middle))
+                            x[r, i, 0] = wide[i, r, 0] * (norm[r, 0] * factor)
+                            x[r, i, 1] = wide[i, r, 1] * (norm[r, 1] * factor)
+                            x[r, i, 2] = x[r, i, 1]
+                    rows_by_rows_tf32(sums, x)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(4):
+                    apart = (lane // 4 * 2 + r) ^ (lane % 4 * 4 + c)
+                    now = (apart < 2 * half) | (apart == 0)
+                    for which in cutlass.range_constexpr(2):
+                        at = (2 * r + c // 2, c % 2, which)
+                        diag[at] = sums[at] if now else diag[at]
 
     @cute.jit
     def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, tidx):
@@ -390,7 +449,7 @@ class KdaPrepare(Inverse):
         return mine
 
     @cute.jit
-    def store(self, sX, sB, block, ends, row, channel, sub, half, lane, tidx):
+    def store(self, sX, block, ends, row, channel, sub, half, lane, tidx):
         """kh, qg, kg of the thread's units, and the chunk's decay."""
         x = cute.make_rmem_tensor(UNIT, self.operand)
         for m in cutlass.range_constexpr(2):
@@ -407,35 +466,33 @@ class KdaPrepare(Inverse):
                     for i in cutlass.range_constexpr(UNIT):
                         behind[i] = behind[i] * end[i]
             for r in cutlass.range_constexpr(2):
-                for which in cutlass.range_constexpr(2):
+                for which in cutlass.range_constexpr(3):
                     cute.autovec_copy(sX[None, tidx, m, r, which], x)
-                    x.store(x.load() * before.load().to(self.operand))
-                    target = KH if which else QG
-                    cute.autovec_copy(x, unit_of_panel(block, target, half, row, lane, m, r))
-                if sub < SUBS - 1:
-                    cute.autovec_copy(sB[None, lane, sub, m, r, half], x)
-                    x.store(x.load() * behind.load().to(self.operand))
-                    cute.autovec_copy(x, unit_of_panel(block, KG, half, row, lane, m, r))
+                    factor = behind if which == 2 else before
+                    x.store(x.load() * factor.load().to(self.operand))
+                    unit = unit_of_panel(block, (QG, KH, KG)[which], half, row, lane, m, r)
+                    cute.autovec_copy(x, unit)
         if tidx < HEAD_DIM:
             total = F32(1.0)
             for j in cutlass.range_constexpr(SUBS):
                 total = total * ends[tidx, j]
             decay = cute.make_tensor(
-                cute.recast_ptr((block.iterator + DECAY).align(16), dtype=F32),
+                cute.recast_ptr(block.iterator + DECAY, dtype=F32),
                 cute.make_layout(HEAD_DIM),
             )
             decay[tidx] = total
 
     @cute.jit
-    def multiply(self, sX, sB, ends, acc, sub, half, lane, tidx):
+    def multiply(self, sX, ends, acc, sub, half, lane, tidx):
         """Products of the sub-block's q (first half) or k with k of the sub-blocks before it, over all channels."""
         mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
         a = cute.make_rmem_tensor((UNIT, 2), self.operand)
         b = cute.make_rmem_tensor((UNIT, 2), self.operand)
         for side in cutlass.range_constexpr(2):
+            thread = side * GROUP + tidx % GROUP  # that has the same tokens
             for m in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    cute.autovec_copy(sX[None, side * GROUP + tidx % GROUP, m, r, half], a[None, r])
+                    cute.autovec_copy(sX[None, thread, m, r, half], a[None, r])
                 for d in cutlass.range_constexpr(SUBS - 1):
                     if d < sub:
                         if cutlass.const_expr(d > 0):
@@ -446,7 +503,7 @@ class KdaPrepare(Inverse):
                             for r in cutlass.range_constexpr(2):
                                 a[None, r].store(a[None, r].load() * decay)
                         for r in cutlass.range_constexpr(2):
-                            cute.autovec_copy(sB[None, lane, sub - 1 - d, m, r, side], b[None, r])
+                            cute.autovec_copy(sX[None, thread - 32 * (d + 1), m, r, 2], b[None, r])
                         rows_by_rows(mma, acc[None, None, d], a, b)
 
     @cute.jit
@@ -474,13 +531,8 @@ class KdaPrepare(Inverse):
         rounded = cute.make_rmem_tensor(4, self.operand)
         rounded.store(x.load().to(self.operand))
         unit = column // UNIT
-        target = cute.make_tensor(
-            (block.iterator + offset + row * CHUNK + (unit ^ row % 8) * UNIT + column % UNIT).align(
-                8
-            ),
-            cute.make_layout(4),
-        )
-        cute.autovec_copy(rounded, target)
+        at = offset + row * CHUNK + (unit ^ row % 8) * UNIT + column % UNIT
+        cute.autovec_copy(rounded, view(block.iterator, at, 4))
 
 
 def row_of(acc, r, c):
@@ -488,17 +540,33 @@ def row_of(acc, r, c):
     return acc[2 * r + c // 2, c % 2]
 
 
+@cute.jit
+def rows_by_rows_tf32(sums: cute.Tensor, x: cute.Tensor):
+    """Adds the products of the first two operands [token, channel] with the third, over 8 channels."""
+    tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
+    operands = cute.recast_tensor(x, cutlass.TFloat32)
+    for which in cutlass.range_constexpr(2):
+        left = cute.make_tensor(operands.iterator + 4 * which, cute.make_layout(((2, 2), 1, 1)))
+        for tile in cutlass.range_constexpr(2):
+            right = cute.make_tensor(
+                operands.iterator + 8 + tile, cute.make_layout((2, 1, 1), stride=(2, 0, 0))
+            )
+            acc = cute.make_tensor(
+                sums.iterator + 8 * which + 4 * tile, cute.make_layout(((2, 2), 1, 1))
+            )
+            cute.gemm(tf32, acc, left, right, acc)
+
+
 def unit_of(row, at, size):
     """Channels of a row of memory from `at` on, a multiple of 8."""
-    pointer = row.iterator + at
-    return cute.make_tensor(pointer.align(16), cute.make_layout(size))
+    return view(row.iterator, at, size, UNIT)
 
 
 def unit_of_panel(block, offset, panel, row, lane, m, r):
     """The thread's unit m of token r in a [64, 128] matrix of the block; row is even."""
     first = row * 64 + (lane % 4 ^ row % 8) * UNIT
     at = (first ^ (32 * m + UNIT * r)) + 64 * r + offset + panel * (CHUNK * 64)
-    return cute.make_tensor((block.iterator + at).align(16), cute.make_layout(UNIT))
+    return view(block.iterator, at, UNIT)
 
 
 @cute.jit
@@ -515,6 +583,26 @@ def rows_by_rows(mma: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
             )
             sums = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
             cute.gemm(mma, sums, left, right, sums)
+
+
+@cute.jit
+def copy_sums(g: cute.Tensor, planes: cute.Tensor, back: cutlass.Constexpr):
+    """The running sums of a unit to the thread's place in shared memory, or back."""
+    for i in cutlass.range_constexpr(cute.size(g) // 4):
+        part = cute.make_tensor(g.iterator + 4 * i, cute.make_layout(4))
+        if cutlass.const_expr(back):
+            cute.autovec_copy(planes[None, i], part)
+        else:
+            cute.autovec_copy(part, planes[None, i])
+
+
+@cute.jit
+def widen_pair(raw: cute.Tensor, pair: cutlass.Constexpr, wide: cute.Tensor):
+    """Two channels [channel, token, q or k] of a unit in fp32."""
+    for which in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(2):
+            where = raw.iterator + 2 * pair + UNIT * (r + 2 * which)
+            widen(cute.make_tensor(where, cute.make_layout(2)), wide[None, r, which])
 
 
 @cute.jit

@@ -1,0 +1,459 @@
+"""Whole calls of the compiled kernels on the CPU, under every schedule, with race detection."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cutlass.cute.runtime import make_fake_stream
+from kda_emulated import (
+    ONE_KEY_BOUND,
+    SPLIT_AND_WHOLE,
+    Call,
+    Outcome,
+    alone,
+    assert_right,
+    assert_same,
+    forced,
+    loose_strides,
+    make_call,
+    poisoned,
+    poisoned_memory,
+    same,
+    views,
+)
+from kda_inputs import BOUNDED_KINDS, KINDS
+from torch import Tensor
+
+from cula_cp_sm90 import launch
+from cula_cp_sm90.config import (
+    ACTIVATION_DTYPES,
+    BLOCK_BYTES,
+    OPERAND_DTYPES,
+    MergeConfig,
+    PrepareConfig,
+    RecurrenceConfig,
+    chunk_slots,
+    plan,
+)
+from cula_emulator import mutation
+
+pytestmark = pytest.mark.emulated(detect_races=True)
+
+FACTORS = {
+    # (gate, kind of decays)
+    "gate": (("safe", "typical"), ("log", "typical"), ("softplus", "resets")),
+    # Dtypes of g and beta, and what beta is.
+    "beta": (
+        ("float32", "float32", "plain"),
+        ("bfloat16", "float16", "doubled"),
+        ("float16", "bfloat16", "sigmoid"),
+    ),
+    # (initial, final)
+    "states": ((None, None), ("dense", "separate"), ("indexed", "in place")),
+    "constants": (True, False),  # dt_bias, and an A_log where it may be missing
+    "packed": (False, True),
+    "dtype": ACTIVATION_DTYPES,
+    "operand": OPERAND_DTYPES,
+    "l2norm": (True, False),
+    "v_first": (False, True),
+    "segment_chunks": (0, 1),
+    "tiles": (1, 2),
+    "multiprocessors": (132, 2),  # with few of them one CTA has several items
+    "views": (False, True),
+    "heads": ((1, 2), (2, 2)),
+    "index_dtype": ("int32", "int64"),
+}
+# For every case which of the values it has.
+ARRAY = (
+    "000011100000001",
+    "011001011001000",
+    "022000000111110",
+    "101000110111110",
+    "112011100010001",
+    "120011011100110",
+    "202101011100100",
+    "210010011011111",
+    "221110100000001",
+    "010100101111011",
+)
+CASES = [
+    {name: values[int(level)] for (name, values), level in zip(FACTORS.items(), row)}
+    for row in ARRAY
+]
+LENGTHS = (70, 0, 1, 64, 130)
+
+
+def label(case: dict) -> str:
+    kind = f"{'packed' if case['packed'] else 'dense'}{'-split' * case['segment_chunks']}"
+    gate = f"{case['beta'][0]}-{case['gate'][0]}"
+    return f"{case['dtype']}-{gate}-{case['operand']}-{kind}-{case['tiles']}-{case['states'][0]}"
+
+
+@pytest.fixture
+def run(emulated, monkeypatch) -> Callable[..., Outcome]:
+    """run(call, ...) launches a call as `launch.run` does on a GPU, with guards around and NaN in all it may write.
+
+    as_views: inputs are views of larger tensors full of NaN, outputs and states have gaps. tiles, segment_chunks: in
+    place of the planner's choice; its own with intracard_cp. slots: chunks that the workspace holds, None for all.
+    changes: of emulator Options; with `mutated`, a config, of that kernel alone. run.configs: those of the last call.
+    """
+
+    def compiled(config):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This static loop has")
+            return emulated(
+                *launch.kernel(config), make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config
+            )  # fmt: skip
+
+    def run(
+        call: Call,
+        *,
+        as_views: bool = False,
+        tiles: int | None = None,
+        segment_chunks: int = 0,
+        intracard_cp: bool | None = None,
+        slots: int | None = None,
+        multiprocessors: int = 132,
+        index_dtype: str = "int32",
+        mutated: object = None,
+        **changes,
+    ) -> Outcome:
+        run.configs = []
+
+        def kernel_for(config):
+            run.configs.append(config)
+            others = {"detect_races": False} if mutated else changes
+            return partial(compiled(config), **(changes if config == mutated else others))
+
+        def turned(tensor: Tensor | None) -> Tensor | None:
+            return tensor.mT if call.v_first and tensor is not None else tensor
+
+        batch, tokens, heads_v = call.given["v"].shape[:3]
+
+        def states(count: int) -> Tensor:
+            shape = (count, heads_v, 128, 128)
+            stride = loose_strides(shape, 4 * as_views, dense=2)
+            return emulated.empty(shape, torch.float32, stride=stride)
+
+        given = views(call.given) if as_views else call.given
+        stride = loose_strides(call.given["v"].shape, 8 * as_views)
+        out = emulated.empty(call.given["v"].shape, call.given["v"].dtype, stride=stride)
+        used = [row for row in call.rows if row >= 0]
+        initial = final = before = None
+        if call.initial is not None:
+            initial = states(len(call.initial))
+            turned(initial)[used] = call.initial[used]
+            before = initial.clone()
+        if call.final:
+            final = initial if call.final == "in place" else states(len(call.lengths))
+        count = len(call.lengths) if call.packed else None
+        held = chunk_slots(batch, tokens, count) if slots is None else slots
+        workspace = emulated.empty((held * heads_v * BLOCK_BYTES,), torch.uint8)
+        planner = plan if intracard_cp is not None else forced(tiles, segment_chunks)
+        monkeypatch.setattr(launch, "plan", planner)
+        with poisoned_memory():
+            launch.run(
+                *(given[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")), initial,
+                None if call.slots is None else torch.tensor(call.slots, dtype=torch.int32), final,
+                call.cu_seqlens(getattr(torch, index_dtype)) if call.packed else None, out, workspace,
+                bounded=call.bounded, state_v_first=call.v_first, operand=call.operand,
+                intracard_cp=bool(intracard_cp), longest=max(call.lengths), multiprocessors=multiprocessors,
+                kernel_for=kernel_for, **call.options,
+            )  # fmt: skip
+        kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
+        if call.final == "in place":
+            kept[used] = False
+            final = torch.stack([initial[max(row, 0)] for row in call.rows])
+        elif final is not None and call.padding:
+            assert not final[list(call.padding)].any(), "final state of a padding sequence"
+        if initial is not None:
+            assert same(initial[kept], before[kept]), "a state that is not the call's to change"
+        return Outcome(out, turned(final))
+
+    run.compiled = compiled
+    return run
+
+
+_settled: dict[object, Outcome] = {}
+
+
+@pytest.fixture
+def right(request, assert_within) -> Callable[..., None]:
+    """The result is right, and under all schedules that run this test the same, bit for bit."""
+
+    def check(call: Call, outcome: Outcome, bound: float | None = None) -> None:
+        assert_right(call, outcome, assert_within, bound)
+        first = _settled.setdefault((request.node.originalname, id(call)), outcome)
+        assert_same(first, outcome)
+
+    return check
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_numbers(run, right, case):
+    (gate, kind), (gate_dtype, beta_dtype, strength) = case["gate"], case["beta"]
+    (initial, final), lengths = case["states"], LENGTHS if case["packed"] else (130, 130)
+    slots = None
+    if initial == "indexed":
+        # Rows that are not the sequences' own numbers; one sequence is padding.
+        padding = {2: 0, 5: 3}[len(lengths)]
+        slots = tuple(-3 if n == padding else len(lengths) + 1 - n for n in range(len(lengths)))
+    names = ("heads", "dtype", "l2norm", "operand", "v_first", "packed")
+    call = make_call(
+        lengths, kind=kind, gate=gate, gate_dtype=gate_dtype, beta_dtype=beta_dtype, strength=strength,
+        rate=case["constants"] or gate == "softplus", bias=case["constants"], initial=bool(initial),
+        final=final, slots=slots, **{name: case[name] for name in names},
+    )  # fmt: skip
+    outcome = run(
+        poisoned(call, *call.padding),
+        as_views=case["views"],
+        **{name: case[name] for name in ("segment_chunks", "tiles", "multiprocessors", "index_dtype")},
+    )
+    right(call, outcome)
+
+
+def test_the_cases_cover_every_pair():
+    assert all(len(row) == len(FACTORS) for row in ARRAY)
+    for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
+        met = {(case[name], case[other]) for case in CASES}
+        missing = set(itertools.product(values, others)) - met
+        # Log decays have no constants.
+        log = {pair for pair in missing if "constants" in (name, other) and pair[0][0] == "log"}
+        assert missing == log, (name, other)
+
+
+# Calls that the following tests share, with the kernels of some case where possible.
+DENSE = {
+    "gate_dtype": "float16", "beta_dtype": "bfloat16", "strength": "sigmoid", "final": "in place",
+}  # fmt: skip
+PACKED = DENSE | {"packed": True, "v_first": True}
+ROWS = (3, 0, 6, 1, 4)
+
+
+def dense(tokens: int, batch: int = 1, heads: tuple[int, int] = (1, 2), **more) -> Call:
+    fields = DENSE | {"slots": tuple(range(batch, 0, -1))} | more
+    return make_call((tokens,) * batch, heads, **fields)
+
+
+def packed(lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, int] = (1, 2), **more) -> Call:
+    fields = PACKED | {"slots": tuple(range(len(lengths)))[::-1]} | more
+    return make_call(lengths, heads, **fields)
+
+
+@pytest.mark.parametrize("batch, tokens", [(1, 1), (2, 63), (2, 64), (1, 65), (1, 128), (1, 330)])
+def test_lengths(run, right, batch, tokens):
+    call = dense(tokens, batch)
+    right(call, run(call))
+
+
+MANY = tuple({3: 2, 31: 1, 32: 65, 40: 1, 68: 3}.get(n, 0) for n in range(70))
+
+
+@pytest.mark.parametrize(
+    "lengths, heads",
+    [((5,), (1, 2)), ((0, 7, 0), (1, 2)), ((64, 64, 128), (2, 2)), (MANY, (1, 1))],
+    ids=["one", "empty", "full", "many"],
+)
+def test_packed_lengths(run, right, lengths, heads):
+    """Sequences without a token pass their state on."""
+    call = packed(lengths, heads)
+    outcome = run(call, tiles=1, multiprocessors=2)
+    right(call, outcome)
+    for n, length in enumerate(lengths):
+        if length == 0:
+            assert same(outcome.states[n], call.initial[call.rows[n]])
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("kind", BOUNDED_KINDS)
+def test_kinds_of_decays_and_keys(run, right, kind):
+    call = dense(200, kind=kind)
+    right(call, run(call), ONE_KEY_BOUND if kind == "one_key" else None)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("kind", KINDS)
+def test_decays_of_any_size(run, right, kind):
+    """The kernel that needs no bound serves every kind."""
+    call = dense(200, kind=kind, gate="log", bounded=False)
+    right(call, run(call), ONE_KEY_BOUND if kind == "one_key" else None)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("final", [None, "separate"])
+def test_a_pool_that_is_only_read(run, right, final):
+    call = packed(slots=(3, -1, 6, 1, -7), final=final)
+    right(call, run(poisoned(call, *call.padding), tiles=1))
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("segment_chunks", [0, 1])
+def test_other_sequences_change_nothing(run, segment_chunks):
+    """Whatever the tokens of a packed sequence hold, the results of the others are the same bit for bit."""
+    call = packed(slots=ROWS)
+    clean = run(call, tiles=2, segment_chunks=segment_chunks)
+    for bad in (0, 2, 3, 4):
+        outcome = run(poisoned(call, bad), tiles=2, segment_chunks=segment_chunks)
+        for n in set(range(5)) - {bad}:
+            assert_same_sequence(call, clean, n, call, outcome, n)
+
+
+@pytest.mark.emulated(seeds=1)
+def test_other_rows_of_a_batch_change_nothing(run):
+    call = dense(100, 3)
+    clean, outcome = run(call), run(poisoned(call, 1))
+    for n in (0, 2):
+        assert_same_sequence(call, clean, n, call, outcome, n)
+
+
+@pytest.mark.emulated(seeds=1)
+def test_a_packed_sequence_is_the_sequence_alone(run):
+    """Bit for bit, packed or in a batch of its own."""
+    call = packed(slots=ROWS, v_first=False)
+    together = run(call, tiles=1)
+    for n, length in enumerate(LENGTHS):
+        for packed_too in (True, False):
+            if length:
+                single = alone(call, n, packed_too)
+                assert_same_sequence(call, together, n, single, run(single, tiles=1), 0)
+
+
+def assert_same_sequence(call, first, n, other_call, second, m) -> None:
+    assert same(call.tokens(first.out, n), other_call.tokens(second.out, m))
+    assert same(first.states[n], second.states[m])
+
+
+@pytest.mark.emulated(seeds=1)
+def test_ctas_and_tiles_in_any_number(run):
+    """One CTA that does everything, several side by side, one per item of work: the same bits."""
+    call = packed(slots=ROWS)
+    first = run(call, tiles=1)
+    for tiles, multiprocessors, resident in ((1, 1, 1), (2, 1, 1), (1, 5, 3), (2, 4, 2)):
+        options = {"multiprocessors": multiprocessors, "concurrent_ctas": resident}
+        assert_same(first, run(call, tiles=tiles, **options))
+
+
+# ---- pieces and segments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("call", [dense(200, 2), packed(slots=(3, -1, 6, 1, 4))], ids=["dense", "packed"])
+def test_pieces_change_nothing(run, call, slots):
+    """A workspace for few chunks: the same bits, wherever the final states go."""
+    whole = run(call, tiles=1)
+    for final in ("in place", "separate", None):
+        part = run(replace(call, final=final), slots=slots, tiles=1)
+        assert same(whole.out, part.out)
+        if final:
+            live = [n for n in range(len(call.lengths)) if n not in call.padding]
+            assert same(whole.states[live], part.states[live])
+
+
+@pytest.mark.emulated(seeds=1)
+def test_pieces_from_nothing(run, right):
+    call = dense(200, 2, slots=None, initial=False, final="separate")
+    right(call, run(call, slots=3, tiles=1))
+
+
+@pytest.mark.parametrize("slots", [(2, 1), (-1, 3)], ids=str)
+def test_segments(run, right, slots):
+    """Three whole segments of two chunks and the rest, of one sequence or two, on few CTAs."""
+    call = dense(394, 2, (1, 1), slots=slots)
+    outcome = run(poisoned(call, *call.padding), tiles=2, segment_chunks=2, multiprocessors=3)
+    right(call, outcome)
+    assert_near(call, outcome, run(call, tiles=2))
+
+
+@pytest.mark.parametrize(
+    "lengths, slots",
+    [((394, 0, 70), (4, 0, 1)), ((1, 130, 200), (0, -1, 2)), ((130, 0, 300), (-1, -1, 3))],
+    ids=str,
+)
+def test_packed_segments(run, right, lengths, slots):
+    """Long sequences in segments, short ones whole, some skipped."""
+    call = packed(lengths, (1, 1), slots=slots)
+    outcome = run(poisoned(call, *call.padding), tiles=2, segment_chunks=1, multiprocessors=3)
+    right(call, outcome)
+    assert_near(call, outcome, run(poisoned(call, *call.padding), tiles=2))
+
+
+def assert_near(call: Call, first: Outcome, second: Outcome) -> None:
+    live = [n for n in range(len(call.lengths)) if n not in call.padding]
+    for one, other in ((first.out, second.out), (first.states[live], second.states[live])):
+        assert (one.double() - other).norm() <= SPLIT_AND_WHOLE * other.double().norm()
+
+
+@pytest.mark.emulated(seeds=1)
+def test_segments_of_the_planner(run, right):
+    call = dense(394, heads=(1, 1))
+    outcome = run(call, intracard_cp=True, multiprocessors=8)
+    assert any(isinstance(config, MergeConfig) for config in run.configs)
+    right(call, outcome)
+
+
+# ---- which waits matter ----------------------------------------------------------------------------------------------
+
+SCHEDULES = mutation.SCHEDULES[:3]
+
+
+def opcodes(mutants) -> Counter:
+    """Instructions without operands and conditions, but with the numbers of barriers and groups."""
+    return Counter(re.match(r"(?:@\S+ )?(\S+(?: \d+)?)", m.text)[1] for m in mutants)
+
+
+@pytest.fixture
+def mutate(run) -> Callable[..., mutation.Report]:
+    """mutate(call, kernel, options) skips every wait of the kernel that `kernel` picks among the configs of a call."""
+
+    def make(call: Call, kernel: Callable[[object], bool], **options) -> mutation.Report:
+        expected = run(call, **options)
+        (config,) = {config for config in run.configs if kernel(config)}
+
+        def check(changes) -> None:
+            outcome = run(call, mutated=config, **options, **vars(changes))
+            assert torch.isfinite(outcome.out).all(), "not finite"
+            assert_same(outcome, expected)
+
+        return mutation.run(check, run.compiled(config), schedules=SCHEDULES)
+
+    return make
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_the_chunks_matters(mutate):
+    report = mutate(dense(100, heads=(1, 1)), lambda config: isinstance(config, PrepareConfig))
+    assert not report.unnoticed and not report.not_reached, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_the_chain_matters(mutate):
+    """One CTA with more items and chunks than there are slots for."""
+    call = dense(330, 2, (1, 1))
+    options = {"tiles": 1, "multiprocessors": 1}
+    report = mutate(call, lambda config: isinstance(config, RecurrenceConfig), **options)
+    assert not report.unnoticed and not report.not_reached, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_a_scan_matters(mutate):
+    call = dense(330, 1, (1, 1))
+    options = {"tiles": 2, "multiprocessors": 1, "segment_chunks": 2}
+    report = mutate(call, lambda config: getattr(config, "scan", False), **options)
+    assert not report.unnoticed and not report.not_reached, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_barrier_of_the_merge_matters(mutate):
+    call = dense(330, 1, (1, 1))
+    options = {"tiles": 2, "segment_chunks": 1}
+    report = mutate(call, lambda config: isinstance(config, MergeConfig), **options)
+    assert len(report.noticed) == len(report.mutants) > 0, str(report)
