@@ -163,7 +163,9 @@ def assert_right(call: Call, actual: Outcome, assert_within, bound: float | None
     for n in call.padding:
         assert not call.tokens(actual.out, n).any(), "outputs of a padding sequence"
     for head in range(actual.out.shape[2]):
-        pair = (torch.cat([call.tokens(x.out, n)[:, head] for n in live]) for x in (actual, expected))
+        pair = (
+            torch.cat([call.tokens(x.out, n)[:, head] for n in live]) for x in (actual, expected)
+        )
         assert_within(*pair, bound)
         if call.final:
             assert_within(*(x.states[live, head] for x in (actual, expected)), bound)
@@ -204,7 +206,9 @@ def forced(tiles: int | None, segment_chunks: int) -> Callable[..., Plan]:
         length = segment_chunks * CHUNK
         segments = batch if sequences is None else sequences
         if length:
-            segments = batch * -(-tokens // length) if sequences is None else tokens // length + sequences
+            segments = (
+                batch * -(-tokens // length) if sequences is None else tokens // length + sequences
+            )
         return replace(made, tiles=tiles or made.tiles, segment_tokens=length, segments=segments)
 
     return make

@@ -215,7 +215,10 @@ def test_numbers(run, right, case):
     outcome = run(
         poisoned(call, *call.padding),
         as_views=case["views"],
-        **{name: case[name] for name in ("segment_chunks", "tiles", "multiprocessors", "index_dtype")},
+        **{
+            name: case[name]
+            for name in ("segment_chunks", "tiles", "multiprocessors", "index_dtype")
+        },
     )
     right(call, outcome)
 
@@ -275,7 +278,7 @@ def test_packed_lengths(run, right, lengths, heads):
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("kind", BOUNDED_KINDS)
 def test_kinds_of_decays_and_keys(run, right, kind):
-    call = dense(200, kind=kind)
+    call = dense(200, heads=(1, 1), kind=kind)
     right(call, run(call), ONE_KEY_BOUND if kind == "one_key" else None)
 
 
@@ -283,7 +286,7 @@ def test_kinds_of_decays_and_keys(run, right, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_decays_of_any_size(run, right, kind):
     """The kernel that needs no bound serves every kind."""
-    call = dense(200, kind=kind, gate="log", bounded=False)
+    call = dense(200, heads=(1, 1), kind=kind, gate="log", bounded=False)
     right(call, run(call), ONE_KEY_BOUND if kind == "one_key" else None)
 
 
@@ -298,11 +301,11 @@ def test_a_pool_that_is_only_read(run, right, final):
 @pytest.mark.parametrize("segment_chunks", [0, 1])
 def test_other_sequences_change_nothing(run, segment_chunks):
     """Whatever the tokens of a packed sequence hold, the results of the others are the same bit for bit."""
-    call = packed(slots=ROWS)
+    call = packed(heads=(1, 1), slots=ROWS)
     clean = run(call, tiles=2, segment_chunks=segment_chunks)
-    for bad in (0, 2, 3, 4):
-        outcome = run(poisoned(call, bad), tiles=2, segment_chunks=segment_chunks)
-        for n in set(range(5)) - {bad}:
+    for bad in ({0, 3}, {2, 4}):
+        outcome = run(poisoned(call, *bad), tiles=2, segment_chunks=segment_chunks)
+        for n in set(range(5)) - bad:
             assert_same_sequence(call, clean, n, call, outcome, n)
 
 
@@ -317,7 +320,7 @@ def test_other_rows_of_a_batch_change_nothing(run):
 @pytest.mark.emulated(seeds=1)
 def test_a_packed_sequence_is_the_sequence_alone(run):
     """Bit for bit, packed or in a batch of its own."""
-    call = packed(slots=ROWS, v_first=False)
+    call = packed(heads=(1, 1), slots=ROWS, v_first=False)
     together = run(call, tiles=1)
     for n, length in enumerate(LENGTHS):
         for packed_too in (True, False):
@@ -344,23 +347,27 @@ def test_ctas_and_tiles_in_any_number(run):
 # ---- pieces and segments ---------------------------------------------------------------------------------------------
 
 
+PIECES = {
+    "dense": (dense(200, 2, (1, 1)), 3),
+    "packed": (packed(heads=(1, 1), slots=(3, -1, 6, 1, 4)), 1),
+}
+
+
 @pytest.mark.emulated(seeds=1)
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("call", [dense(200, 2), packed(slots=(3, -1, 6, 1, 4))], ids=["dense", "packed"])
+@pytest.mark.parametrize("call, slots", PIECES.values(), ids=PIECES)
 def test_pieces_change_nothing(run, call, slots):
     """A workspace for few chunks: the same bits, wherever the final states go."""
     whole = run(call, tiles=1)
     for final in ("in place", "separate", None):
-        part = run(replace(call, final=final), slots=slots, tiles=1)
-        assert same(whole.out, part.out)
-        if final:
-            live = [n for n in range(len(call.lengths)) if n not in call.padding]
-            assert same(whole.states[live], part.states[live])
+        pieces = run(replace(call, final=final), slots=slots, tiles=1)
+        assert same(whole.out, pieces.out)
+        live = [n for n in range(len(call.lengths)) if n not in call.padding]
+        assert final is None or same(whole.states[live], pieces.states[live])
 
 
 @pytest.mark.emulated(seeds=1)
 def test_pieces_from_nothing(run, right):
-    call = dense(200, 2, slots=None, initial=False, final="separate")
+    call = dense(200, 2, (1, 1), slots=None, initial=False, final="separate")
     right(call, run(call, slots=3, tiles=1))
 
 
@@ -368,11 +375,10 @@ def test_pieces_from_nothing(run, right):
 def test_segments(run, right, slots):
     """Three whole segments of two chunks and the rest, of one sequence or two, on few CTAs."""
     call = dense(394, 2, (1, 1), slots=slots)
-    outcome = run(poisoned(call, *call.padding), tiles=2, segment_chunks=2, multiprocessors=3)
-    right(call, outcome)
-    assert_near(call, outcome, run(call, tiles=2))
+    right(call, run(poisoned(call, *call.padding), tiles=2, segment_chunks=2, multiprocessors=3))
 
 
+@pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize(
     "lengths, slots",
     [((394, 0, 70), (4, 0, 1)), ((1, 130, 200), (0, -1, 2)), ((130, 0, 300), (-1, -1, 3))],
@@ -381,21 +387,20 @@ def test_segments(run, right, slots):
 def test_packed_segments(run, right, lengths, slots):
     """Long sequences in segments, short ones whole, some skipped."""
     call = packed(lengths, (1, 1), slots=slots)
-    outcome = run(poisoned(call, *call.padding), tiles=2, segment_chunks=1, multiprocessors=3)
-    right(call, outcome)
-    assert_near(call, outcome, run(poisoned(call, *call.padding), tiles=2))
+    right(call, run(poisoned(call, *call.padding), tiles=2, segment_chunks=2, multiprocessors=3))
 
 
-def assert_near(call: Call, first: Outcome, second: Outcome) -> None:
-    live = [n for n in range(len(call.lengths)) if n not in call.padding]
-    for one, other in ((first.out, second.out), (first.states[live], second.states[live])):
-        assert (one.double() - other).norm() <= SPLIT_AND_WHOLE * other.double().norm()
+@pytest.mark.emulated(schedules="immediate")
+def test_segments_change_little(run, relative_rmse):
+    call = dense(394, heads=(1, 1), kind="moderate")
+    for one, other in zip(run(call, tiles=2), run(call, tiles=2, segment_chunks=2)):
+        assert relative_rmse(other, one) <= SPLIT_AND_WHOLE
 
 
-@pytest.mark.emulated(seeds=1)
+@pytest.mark.emulated(schedules="immediate", detect_races=False)
 def test_segments_of_the_planner(run, right):
-    call = dense(394, heads=(1, 1))
-    outcome = run(call, intracard_cp=True, multiprocessors=8)
+    call = dense(2048, heads=(1, 1))
+    outcome = run(call, intracard_cp=True)
     assert any(isinstance(config, MergeConfig) for config in run.configs)
     right(call, outcome)
 
@@ -412,48 +417,62 @@ def opcodes(mutants) -> Counter:
 
 @pytest.fixture
 def mutate(run) -> Callable[..., mutation.Report]:
-    """mutate(call, kernel, options) skips every wait of the kernel that `kernel` picks among the configs of a call."""
+    """mutate(wanted, (call, options), ...) skips every wait of the kernel whose config is `wanted`, in all calls."""
 
-    def make(call: Call, kernel: Callable[[object], bool], **options) -> mutation.Report:
-        expected = run(call, **options)
-        (config,) = {config for config in run.configs if kernel(config)}
+    def make(wanted: Callable[[object], bool], *calls: tuple[Call, dict]) -> mutation.Report:
+        expected, configs = [], set()
+        for call, options in calls:
+            expected.append(run(call, **options))
+            configs |= {config for config in run.configs if wanted(config)}
+        (config,) = configs
 
         def check(changes) -> None:
-            outcome = run(call, mutated=config, **options, **vars(changes))
-            assert torch.isfinite(outcome.out).all(), "not finite"
-            assert_same(outcome, expected)
+            for (call, options), before in zip(calls, expected):
+                outcome = run(call, mutated=config, **options, **vars(changes))
+                assert torch.isfinite(outcome.out).all(), "not finite"
+                assert_same(outcome, before)
 
-        return mutation.run(check, run.compiled(config), schedules=SCHEDULES)
+        report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
+        assert report.noticed and not report.not_reached, str(report)
+        return report
 
     return make
 
 
 @pytest.mark.emulated(schedules="immediate")
 def test_every_wait_of_the_chunks_matters(mutate):
-    report = mutate(dense(100, heads=(1, 1)), lambda config: isinstance(config, PrepareConfig))
-    assert not report.unnoticed and not report.not_reached, str(report)
+    report = mutate(
+        lambda config: isinstance(config, PrepareConfig), (dense(100, heads=(1, 1)), {})
+    )
+    assert not report.unnoticed, str(report)
 
 
 @pytest.mark.emulated(schedules="immediate")
 def test_every_wait_of_the_chain_matters(mutate):
-    """One CTA with more items and chunks than there are slots for."""
-    call = dense(330, 2, (1, 1))
-    options = {"tiles": 1, "multiprocessors": 1}
-    report = mutate(call, lambda config: isinstance(config, RecurrenceConfig), **options)
-    assert not report.unnoticed and not report.not_reached, str(report)
+    """One CTA with more items and chunks than there are slots for; then with items of one chunk."""
+    few = {"tiles": 1, "multiprocessors": 1}
+    calls = [(dense(tokens, batch, (1, 1)), few) for tokens, batch in ((330, 1), (64, 4))]
+    report = mutate(lambda config: isinstance(config, RecurrenceConfig), *calls)
+    # Products with kg and Aqk are two groups that one wait waits for. The emulator keeps memory longer than its CTA, so
+    # nobody need wait for the last store.
+    expected = Counter({"wgmma.commit_group.sync.aligned": 1, "cp.async.bulk.wait_group 0": 1})
+    assert opcodes(report.unnoticed) == expected, str(report)
 
 
 @pytest.mark.emulated(schedules="immediate")
 def test_every_wait_of_a_scan_matters(mutate):
-    call = dense(330, 1, (1, 1))
-    options = {"tiles": 2, "multiprocessors": 1, "segment_chunks": 2}
-    report = mutate(call, lambda config: getattr(config, "scan", False), **options)
-    assert not report.unnoticed and not report.not_reached, str(report)
+    """As above, of whole segments and maps."""
+    few = {"tiles": 2, "multiprocessors": 1}
+    calls = [(dense(330, heads=(1, 1)), few | {"segment_chunks": chunks}) for chunks in (1, 2)]
+    report = mutate(lambda config: getattr(config, "scan", False), *calls)
+    assert not report.unnoticed, str(report)
 
 
 @pytest.mark.emulated(schedules="immediate")
 def test_every_barrier_of_the_merge_matters(mutate):
-    call = dense(330, 1, (1, 1))
+    """Four segments have two maps between them."""
     options = {"tiles": 2, "segment_chunks": 1}
-    report = mutate(call, lambda config: isinstance(config, MergeConfig), **options)
-    assert len(report.noticed) == len(report.mutants) > 0, str(report)
+    report = mutate(
+        lambda config: isinstance(config, MergeConfig), (dense(200, heads=(1, 1)), options)
+    )
+    assert not report.unnoticed, str(report)

@@ -29,8 +29,8 @@ def swizzled(shape, major, dtype):
 
 
 def view(pointer, offset, size, unit=None):
-    """`size` neighbours behind a pointer, at a multiple of `unit` (of their number, unless told) elements: the pointer's
-    alignment is kept, where `align` would compute it."""
+    """`size` neighbours behind a pointer, at a multiple of `unit` elements (of their number, unless told): the
+    pointer's alignment is kept, where `align` would compute it."""
     if not isinstance(offset, int):
         offset = cute.assume(offset, divby=size if unit is None else unit)
     return cute.make_tensor(pointer + offset, cute.make_layout(size))

@@ -122,51 +122,55 @@ class Plan:
         return self.segment_tokens > 0
 
 
-# The cost model, in microseconds, fitted on an H200 (docs/kda-prefill.md). A chain is a CTA that walks through chunks one
-# after the other; one tile of v per CTA is the faster chain, two of them are the fewer bytes.
+# The cost model, in microseconds, fitted on an H200 (docs/kda-prefill.md). A chain is a CTA that walks through chunks
+# one after the other; alone it takes CHAIN_US a chunk, and all of them together share the memory's pace.
 START_US = 6.0  # of a kernel, until its first chunk is done
-CHAIN_US = {1: 1.0, 2: 1.45}  # per chunk, by tiles
-SCAN_US = 1.1
-CHUNK_HEAD_BYTES_US = (
-    96.5e3 * 1.024 / 4.05e6
-)  # what a chunk and value head moves, at the memory's pace
-SCAN_BYTES_US = 57.5e3 * 1.024 / 4.05e6
-MERGE_US, MERGE_STEP_US = 6.0, 1.5
+CHAIN_US = {1: 0.95, 2: 1.6}  # by tiles of v
+BLOCK_US = 0.0227  # a chunk and value head, at the memory's pace
+SCAN_CHAIN_US, SCAN_BLOCK_US = 1.1, 0.0115
+MERGE_US, MERGE_STEP_US = 5.0, 1.5
 GAIN = 1.03  # cutting must win this much
 MAX_PARTS = 16
 
 
-def _tiles(segments: int, value_heads: int, multiprocessors: int) -> int:
+def _pace_us(chain: float, memory: float) -> float:
+    """What a chunk takes where a chain and the memory hinder each other: more than the slower of both."""
+    return (chain**2.5 + memory**2.5) ** 0.4
+
+
+def _tiles(sequences: int, value_heads: int, multiprocessors: int) -> int:
     """Tiles of v per CTA: one, as long as all of them fit on the card at once."""
-    return 1 if 2 * segments * value_heads <= multiprocessors else 2
+    return 1 if 2 * sequences * value_heads <= multiprocessors else 2
 
 
-def _walk_us(longest: int, total: int, tiles: int, multiprocessors: int) -> float:
-    """The recurrence over `total` chunks of all heads together, of which a chain has `longest` at least."""
-    chains = multiprocessors * tiles / 2
-    pace = max(total * CHAIN_US[tiles] / chains, total * CHUNK_HEAD_BYTES_US)
-    return START_US + max(longest * CHAIN_US[tiles], pace)
+def _walk_us(length: int, segments: int, value_heads: int, multiprocessors: int) -> float:
+    """The recurrence over segments of `length` chunks."""
+    tiles = _tiles(segments, value_heads, multiprocessors)
+    at_once = min(segments * value_heads, multiprocessors * tiles // 2)
+    pace = _pace_us(CHAIN_US[tiles], BLOCK_US * at_once)
+    return START_US + length * pace * max(1.0, segments * value_heads / at_once)
+
+
+def _scan_us(length: int, segments: int, value_heads: int, multiprocessors: int) -> float:
+    """The scan: two CTAs a segment and head, one for the first segment, none for the last."""
+    ctas = value_heads * max(1, 2 * segments - 3)
+    at_once = min(ctas, multiprocessors)
+    pace = _pace_us(SCAN_CHAIN_US, SCAN_BLOCK_US * at_once / 2)
+    return START_US + length * pace * -(-ctas // multiprocessors)
 
 
 def cut_us(longest: int, total: int, parts: int, value_heads: int, multiprocessors: int) -> float:
     """Scan, merge and recurrence, with the longest sequence in `parts`; in chunks, `total` of all sequences."""
     length = -(-longest // parts)
-    work = total * value_heads
     segments = -(-total // length)
-    scanned = work * (parts - 1) / parts
-    scan = START_US + max(
-        length * SCAN_US, scanned * SCAN_US / multiprocessors, scanned * SCAN_BYTES_US
-    )
-    merge = MERGE_US + MERGE_STEP_US * parts
-    tiles = _tiles(segments, value_heads, multiprocessors)
-    return scan + merge + _walk_us(length, work, tiles, multiprocessors)
+    merge = MERGE_US + MERGE_STEP_US * (parts - 2)
+    scan = _scan_us(length, segments, value_heads, multiprocessors)
+    return scan + merge + _walk_us(length, segments, value_heads, multiprocessors)
 
 
 def whole_us(longest: int, total: int, value_heads: int, multiprocessors: int) -> float:
     """The recurrence over whole sequences."""
-    sequences = -(-total // longest)
-    tiles = _tiles(sequences, value_heads, multiprocessors)
-    return _walk_us(longest, total * value_heads, tiles, multiprocessors)
+    return _walk_us(longest, -(-total // longest), value_heads, multiprocessors)
 
 
 def parts_of(

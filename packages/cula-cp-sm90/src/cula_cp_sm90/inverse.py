@@ -1,7 +1,7 @@
 """T' = (I + Akk)^-1 diag(beta) of a chunk: substitution in fp32 on 16 x 16 blocks, then Schur complements in fp16.
 
-A Neumann series would be shorter, and wrong by orders of magnitude where keys repeat. Entries of the inverse are about 1
-at most, which is why fp16 holds them, whatever the dtype of the operands is.
+A Neumann series would be shorter, and wrong by orders of magnitude where keys repeat. Entries of the inverse are about
+1 at most, which is why fp16 holds them, whatever the dtype of the operands is.
 """
 
 import cutlass

@@ -66,8 +66,8 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices [N], final like
-    initial, maps [segments, HV, 256, 128] and starts [segments, HV, 128, 128] of fp32, segment table, counter [1], tokens of
-    a segment, first slot of the blocks, number of CTAs."""
+    initial, maps [segments, HV, 256, 128] and starts [segments, HV, 128, 128] of fp32, segment table, counter [1],
+    tokens of a segment, first slot of the blocks, number of CTAs."""
     batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
 
     def rows():
@@ -96,8 +96,8 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
 
 
 def merge_arguments(config: MergeConfig) -> tuple:
-    """maps, starts, initial, indices as `recurrence_arguments` has them, cu_seqlens [N + 1], number of sequences, tokens
-    of a dense one, tokens of a segment."""
+    """maps, starts, initial, indices as `recurrence_arguments` has them, cu_seqlens [N + 1], number of sequences,
+    tokens of a dense one, tokens of a segment."""
     heads_v = cute.sym_int()
     return (
         _states(heads_v, 2 * HEAD_DIM),
@@ -210,8 +210,8 @@ def run(
     """Launches one call on torch's current stream.
 
     Arguments are those of the public function, checked. A final state that is the initial one is updated in place, at
-    the rows that state_indices name. kernel_for turns a config into what is called, and multiprocessors is their number,
-    for tests without a GPU.
+    the rows that state_indices name. kernel_for turns a config into what is called, and multiprocessors is their
+    number, for tests without a GPU.
     """
     batch, tokens, heads_v = v.shape[:3]
     packed = cu_seqlens is not None

@@ -7,9 +7,8 @@ With G the running sum of log2 decays inside the chunk, G_L the last of them, an
     T'  = (I + Akk)^-1 diag(beta)
 
 The chunk is cut into 4 sub-blocks of 16 tokens; g is the running sum inside one, e its last value. Warp w holds
-channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and 2 x 8 neighbouring channels: with tokens
-and channels renamed, that is how mma.sync wants both operands of a product of rows with rows. So 2^g x and 2^(e - g) k
-go from registers into the products, and to memory in units of 16 bytes.
+channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and 2 units of 8 channels (`fragments`): so
+2^g x and 2^(e - g) k go from registers into the products, and to memory 16 bytes at a time.
 
     inside a sub-block   (2^(g - e/2) x) (2^(e/2 - g) k)                 tf32: the factors span 2^+-58
     I after J            (2^g x) 2^(e of those between) (2^(e - g) k)    16 bits: every factor is <= 1
@@ -17,42 +16,35 @@ go from registers into the products, and to memory in units of 16 bytes.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .common import (
-    AQK,
-    DECAY,
-    DTYPES,
-    F32,
-    I32,
-    KG,
-    KH,
-    LOG2_E,
-    QG,
-    exp2,
-    find_chunk,
-    sigmoid,
-    view,
-)
+from .common import AQK, DECAY, DTYPES, F32, KG, KH, LOG2_E, QG, exp2, find_chunk, view
 from .config import CHUNK, HEAD_DIM, PrepareConfig
+from .fragments import (
+    UNIT,
+    copy_sums,
+    row_of,
+    rows_by_rows,
+    rows_by_rows_tf32,
+    unit_of,
+    unit_of_panel,
+    widen_pair,
+)
 from .inverse import BARRIER_HALF, GROUP, Inverse
+from .tokens import Tokens
 
 THREADS = 2 * GROUP
 SUB = 16  # rows of a sub-block
 SUBS = CHUNK // SUB
 HALVINGS = 4  # until a half of a sub-block is a single row
-UNIT = 8  # channels of 16 bytes; a thread holds two units of a row
 # Three CTAs of 80 registers beat four of 64, which leave ptxas too little room to hide latencies.
 BLOCKS_PER_MP = 3
-NORM_EPS = 1e-6
-# A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
-FLOOR = -150.0
 # mma.sync cuts tf32 operands off, which takes 0.72 * 2^-11 of either away on average.
 TF32_CUT = 1 + 1.44 * 2.0**-11
 
 
-class KdaPrepare(Inverse):
+class KdaPrepare(Tokens, Inverse):
     """One CTA per chunk and value head.
 
     | warps | work |
@@ -125,7 +117,7 @@ class KdaPrepare(Inverse):
 
         smem = SmemAllocator()
         x_base = smem.allocate_array(self.operand, 12 * UNIT * THREADS, byte_alignment=16)
-        # The gates of the thread's second unit, 16 bytes a plane: [channel, thread, plane, token]; sums lie there later.
+        # The gates of the thread's second unit, by 16 bytes: [channel, thread, plane, token]; sums lie there later.
         gate_dtype = DTYPES[self.config.gate_dtype]
         plane = 128 // gate_dtype.width
         planes = cute.make_layout((plane, THREADS, UNIT // plane, 2))
@@ -222,123 +214,6 @@ class KdaPrepare(Inverse):
                 cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
                 self.invert(x_base, block, mine, acc, betas, sub, lane, row, tidx - GROUP)
 
-    # ---- inputs -----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def load(
-        self, x: cute.Tensor, sRaw: cute.Tensor, which: cutlass.Constexpr, tokens, channel, tidx
-    ):
-        """Asks for the thread's own 4 units."""
-        for r in cutlass.range_constexpr(2):
-            for m in cutlass.range_constexpr(2):
-                source = unit_of(x[tokens[r], None], channel + 32 * m, UNIT)
-                self.ask(source, sRaw[None, tidx, m, r, which])
-
-    @cute.jit
-    def ask(self, source: cute.Tensor, target: cute.Tensor):
-        """16 bytes, asynchronously."""
-        mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
-        copy = cute.make_copy_atom(mode, source.element_type, num_bits_per_copy=128)
-        cute.copy(copy, source, target)
-
-    @cute.jit
-    def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
-        if tidx < CHUNK:
-            strength = F32(0.0)
-            if tidx < left:
-                strength = mBeta[token + tidx].to(F32)
-                if cutlass.const_expr(self.config.beta_sigmoid):
-                    strength = sigmoid(strength)
-                if cutlass.const_expr(self.config.neg_eigval):
-                    strength = strength * 2.0
-            betas[tidx] = strength
-
-    @cute.jit
-    def normalize(
-        self,
-        sRaw: cute.Tensor,
-        norms: cute.Tensor,
-        norm: cute.Tensor,
-        scale,
-        inside,
-        row,
-        half,
-        lane,
-        tidx,
-    ):
-        """Factors of q and k for the thread's tokens: squares are the diagonal of the product of rows with rows."""
-        norm.fill(1.0)
-        if cutlass.const_expr(self.config.l2norm):
-            mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
-            raw = cute.make_rmem_tensor((UNIT, 2), self.dtype)
-            for which in cutlass.range_constexpr(2):
-                acc = cute.make_rmem_tensor((4, 2), F32)
-                acc.fill(0.0)
-                for m in cutlass.range_constexpr(2):
-                    for r in cutlass.range_constexpr(2):
-                        cute.autovec_copy(sRaw[None, tidx, m, r, which], raw[None, r])
-                    rows_by_rows(mma, acc, raw, raw)
-                # Lane 4 n + n // 2 has the squares of tokens 2 n and 2 n + 1.
-                if lane % 4 == lane // 8:
-                    odd = lane // 4 % 2 == 1
-                    norms[half, row, which] = acc[1, 0] if odd else acc[0, 0]
-                    norms[half, row + 1, which] = acc[3, 1] if odd else acc[2, 1]
-        cute.arch.sync_threads()
-        if cutlass.const_expr(self.config.l2norm):
-            squares = cute.make_rmem_tensor((2, 2), F32)
-            for which in cutlass.range_constexpr(2):
-                pair = view(norms.iterator, 2 * row + 2 * CHUNK * which, 4)
-                cute.autovec_copy(pair, cute.make_tensor(squares.iterator, cute.make_layout(4)))
-                for r in cutlass.range_constexpr(2):
-                    total = squares[0, r] + squares[1, r]
-                    norm[r, which] = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
-        for r in cutlass.range_constexpr(2):
-            norm[r, 0] = norm[r, 0] * scale * inside[r]
-            norm[r, 1] = norm[r, 1] * inside[r]
-
-    @cute.jit
-    def decays(self, gates, g: cute.Tensor, pair: cutlass.Constexpr):
-        """Running sums of log2 decays over the 16 tokens of the sub-block, for two channels of g.
-
-        gates: raw gates [channel, token] and dt_bias of a unit, -exp(A_log) in log2 units, lower bound, 1 or for rows
-        past the end 0, whether lanes below have earlier tokens."""
-        raw, bias, speed, lower_bound, inside, earlier = gates
-        shift = cute.make_rmem_tensor(2, F32)
-        if cutlass.const_expr(self.config.bias):
-            cute.autovec_copy(view(bias.iterator, 2 * pair, 2), shift)
-        x = cute.make_rmem_tensor((2, 2), F32)
-        for r in cutlass.range_constexpr(2):
-            widen(
-                cute.make_tensor(raw.iterator + 2 * pair + UNIT * r, cute.make_layout(2)),
-                x[None, r],
-            )
-        for i in cutlass.range_constexpr(2):
-            steps = cute.make_rmem_tensor(2, F32)
-            for r in cutlass.range_constexpr(2):
-                if cutlass.const_expr(self.config.gate == "safe"):
-                    y = x[i, r] * speed
-                    if cutlass.const_expr(self.config.bias):
-                        y = x[i, r] * speed + shift[i] * speed
-                    step = (lower_bound * LOG2_E * inside[r]) * cute.arch.rcp_approx(1.0 + exp2(y))
-                elif cutlass.const_expr(self.config.gate == "softplus"):
-                    y = x[i, r] * LOG2_E
-                    if cutlass.const_expr(self.config.bias):
-                        y = (x[i, r] + shift[i]) * LOG2_E
-                    grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
-                    rest = y if y > 0.0 else F32(0.0)
-                    step = (speed / LOG2_E * inside[r]) * (grown + rest)
-                else:
-                    step = x[i, r] * (LOG2_E * inside[r])
-                if cutlass.const_expr(not self.config.bounded):
-                    step = step if step > FLOOR else F32(FLOOR)
-                steps[r] = step
-            upto = steps[0] + steps[1]
-            for p in cutlass.range_constexpr(3):
-                before = cute.arch.shuffle_sync_up(upto, 4 << p, mask_and_clamp=0)
-                upto = upto + (before if earlier[p] else F32(0.0))
-            g[2 * pair + i, 0] = upto - steps[1]
-            g[2 * pair + i, 1] = upto
-
     # ---- operands and products --------------------------------------------------------------------------------------
 
     @cute.jit
@@ -399,8 +274,8 @@ class KdaPrepare(Inverse):
 
     @cute.jit
     def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, tidx):
-        """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in the
-        last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
+        """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in
+        the last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
         wide = cute.make_rmem_tensor((2, 2, 2), F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, q, k, k]
         for level in cutlass.range(HALVINGS + 1, unroll=1):
@@ -533,86 +408,3 @@ class KdaPrepare(Inverse):
         unit = column // UNIT
         at = offset + row * CHUNK + (unit ^ row % 8) * UNIT + column % UNIT
         cute.autovec_copy(rounded, view(block.iterator, at, 4))
-
-
-def row_of(acc, r, c):
-    """Element c of 4 neighbouring columns of token r among the registers of two tiles: columns are dealt in turn."""
-    return acc[2 * r + c // 2, c % 2]
-
-
-@cute.jit
-def rows_by_rows_tf32(sums: cute.Tensor, x: cute.Tensor):
-    """Adds the products of the first two operands [token, channel] with the third, over 8 channels."""
-    tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
-    operands = cute.recast_tensor(x, cutlass.TFloat32)
-    for which in cutlass.range_constexpr(2):
-        left = cute.make_tensor(operands.iterator + 4 * which, cute.make_layout(((2, 2), 1, 1)))
-        for tile in cutlass.range_constexpr(2):
-            right = cute.make_tensor(
-                operands.iterator + 8 + tile, cute.make_layout((2, 1, 1), stride=(2, 0, 0))
-            )
-            acc = cute.make_tensor(
-                sums.iterator + 8 * which + 4 * tile, cute.make_layout(((2, 2), 1, 1))
-            )
-            cute.gemm(tf32, acc, left, right, acc)
-
-
-def unit_of(row, at, size):
-    """Channels of a row of memory from `at` on, a multiple of 8."""
-    return view(row.iterator, at, size, UNIT)
-
-
-def unit_of_panel(block, offset, panel, row, lane, m, r):
-    """The thread's unit m of token r in a [64, 128] matrix of the block; row is even."""
-    first = row * 64 + (lane % 4 ^ row % 8) * UNIT
-    at = (first ^ (32 * m + UNIT * r)) + 64 * r + offset + panel * (CHUNK * 64)
-    return view(block.iterator, at, UNIT)
-
-
-@cute.jit
-def rows_by_rows(mma: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-    """Adds the products of 16 rows with 16 rows over 32 channels to the registers of two tiles."""
-    for step in cutlass.range_constexpr(UNIT // 4):
-        left = cute.make_tensor(
-            a.iterator + 4 * step, cute.make_layout(((2, 2, 2), 1, 1), stride=((1, UNIT, 2), 0, 0))
-        )
-        for tile in cutlass.range_constexpr(2):
-            right = cute.make_tensor(
-                b.iterator + 4 * step + UNIT * tile,
-                cute.make_layout(((2, 2), 1, 1), stride=((1, 2), 0, 0)),
-            )
-            sums = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
-            cute.gemm(mma, sums, left, right, sums)
-
-
-@cute.jit
-def copy_sums(g: cute.Tensor, planes: cute.Tensor, back: cutlass.Constexpr):
-    """The running sums of a unit to the thread's place in shared memory, or back."""
-    for i in cutlass.range_constexpr(cute.size(g) // 4):
-        part = cute.make_tensor(g.iterator + 4 * i, cute.make_layout(4))
-        if cutlass.const_expr(back):
-            cute.autovec_copy(planes[None, i], part)
-        else:
-            cute.autovec_copy(part, planes[None, i])
-
-
-@cute.jit
-def widen_pair(raw: cute.Tensor, pair: cutlass.Constexpr, wide: cute.Tensor):
-    """Two channels [channel, token, q or k] of a unit in fp32."""
-    for which in cutlass.range_constexpr(2):
-        for r in cutlass.range_constexpr(2):
-            where = raw.iterator + 2 * pair + UNIT * (r + 2 * which)
-            widen(cute.make_tensor(where, cute.make_layout(2)), wide[None, r, which])
-
-
-@cute.jit
-def widen(narrow: cute.Tensor, wide: cute.Tensor):
-    """16 bits to fp32, two at once where they are bfloat16: their upper half is the number."""
-    if cutlass.const_expr(narrow.element_type is cutlass.BFloat16):
-        words = cute.recast_tensor(narrow, I32)
-        bits = cute.recast_tensor(wide, I32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            bits[2 * i] = words[i] << 16
-            bits[2 * i + 1] = words[i] & I32(-65536)
-    else:
-        wide.store(narrow.load().to(F32))

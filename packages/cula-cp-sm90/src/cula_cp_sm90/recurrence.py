@@ -7,13 +7,12 @@ With the state S [K, V] before a chunk, and what `prepare` has written of it:
 The state is transposed, S^T [64 V x 128 K] in fp32, and every product takes its first operand from registers, so that
 neither it nor x and u ever touch shared memory:
 
-    x^T = v^T - S^T kh^T        o^T = S^T qg^T        u^T = x^T T'^T        S^T <- S^T decay + u^T kg        o^T += u^T Aqk^T
+    x^T = v^T - S^T kh^T        o^T = S^T qg^T        u^T = x^T T'^T
+    S^T <- S^T decay + u^T kg   o^T += u^T Aqk^T
 
 A scan walks through a segment on a state of K + V columns, of which the first V start from zero and the last K from the
 identity, with v = 0: they end as what the segment adds to a state, and as the matrix M that it applies to one.
 """
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -40,35 +39,13 @@ from .common import (
     swizzled,
 )
 from .config import CHUNK, HEAD_DIM, V_TILE, RecurrenceConfig
+from .items import ITEM_WORDS, SLOTS, V_TILES, Items
 
 GROUP = 128  # threads of a warpgroup
-SLOTS = 2  # of outputs and items
-V_TILES = HEAD_DIM // V_TILE
-ITEM_WORDS = 12  # of an item: whole 16-byte units
 BARRIER_TILE = 1
 
 
-class Item(NamedTuple):
-    """What the loading warp tells the others about an item of work; not valid: there is no more.
-
-    token, batch, length: the tokens to walk through. sequence, row: whose they are, and its state's row, negative for a
-    padding slot. segment: its number where sequences are cut; first, last: whether it begins or ends a sequence.
-    """
-
-    valid: cutlass.Int32
-    token: cutlass.Int32
-    batch: cutlass.Int32
-    length: cutlass.Int32
-    sequence: cutlass.Int32
-    row: cutlass.Int32
-    segment: cutlass.Int32
-    first: cutlass.Int32
-    last: cutlass.Int32
-    head: cutlass.Int32
-    tile: cutlass.Int32
-
-
-class KdaRecurrence:
+class KdaRecurrence(Items):
     """Persistent CTAs over items of work: (segment or sequence, value head, tiles of V).
 
     | thread role | warps | work |
@@ -111,7 +88,7 @@ class KdaRecurrence:
         ctas: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.recurrence_arguments`, which describes them; what the config does not have is None."""
+        """The arguments of `launch.recurrence_arguments`; what the config does not have is None."""
         tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
@@ -187,164 +164,6 @@ class KdaRecurrence:
                 ring, items, base, o_base, item_words, tma_o, mO, out, initial, final, maps, starts,
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
-
-    # ---- items of work ----------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def load(
-        self,
-        ring,
-        items,
-        base: cute.Pointer,
-        item_words: cute.Pointer,
-        blocks: cute.Tensor,
-        tma_v,
-        mV: cute.Tensor,
-        indices: cute.Tensor,
-        segments: cute.Tensor,
-        counter: cute.Tensor,
-        segment_tokens: cutlass.Int32,
-        first_slot: cutlass.Int32,
-        heads_v: cutlass.Int32,
-        tokens: cutlass.Int32,
-        batch: cutlass.Int32,
-    ):
-        """Hands out items and loads their chunks, ahead of everybody."""
-        block, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
-        size = BLOCK - self.begin
-        sBlock = cute.make_tensor(
-            base, cute.make_layout((size, self.stages), stride=(1, self.stage))
-        )
-        per_head = self.columns // self.tiles
-        columns = heads_v * per_head
-        parts = cute.ceil_div(tokens, segment_tokens)
-        if cutlass.const_expr(self.config.packed):
-            count = segments[0, 0] * columns
-        else:
-            count = batch * parts * columns
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-        words = cute.make_tensor(item_words, cute.make_layout((ITEM_WORDS, SLOTS)))
-        number = block
-        if cutlass.const_expr(self.config.packed):
-            number = self.draw(counter, lane)
-        while number < count:
-            column = number % columns
-            head, tile = column // per_head, column % per_head * self.tiles
-            described = self.describe(segments, number // columns, segment_tokens, parts, tokens)
-            token, in_batch, length, sequence, segment, part, parts_here, slot = described
-            row = sequence
-            if cutlass.const_expr(self.config.indexed):
-                row = indices[sequence]
-            # Of the chunks those whose blocks are there.
-            chunks = cute.ceil_div(length, CHUNK)
-            skipped = cutlass.min(cutlass.max(first_slot - slot, 0), chunks)
-            until = cutlass.min(cutlass.max(first_slot + blocks.shape[0] - slot, 0), chunks)
-            token = token + skipped * CHUNK
-            length = cutlass.min(length, until * CHUNK) - skipped * CHUNK
-            chunks = until - skipped
-            slot = slot + skipped - first_slot
-            wanted = cutlass.Boolean(True)
-            if cutlass.const_expr(self.config.scan):
-                # The last segment's map is not needed; the first one starts from the initial state.
-                wanted = (part + 1 < parts_here) & (row >= 0) & ((part > 0) | (tile < V_TILES))
-            if wanted:
-                items.producer_acquire(item_at)
-                if lane == 0:
-                    values = Item(
-                        1, token, in_batch, length, sequence, row, segment, part == 0, part + 1 == parts_here, head,
-                        tile,
-                    )  # fmt: skip
-                    for i in cutlass.range_constexpr(len(values)):
-                        words[i, item_at.index] = I32(values[i])
-                    items.producer_commit(item_at)
-                item_at.advance()
-                if row < 0:
-                    chunks = 0
-                for c in cutlass.range(chunks, unroll=1):
-                    ring.producer_acquire(at)
-                    full = ring.producer_get_barrier(at)
-                    source = cute.domain_offset((self.begin,), blocks[slot + c, head, None])
-                    source = cute.make_tensor(source.iterator.align(128), cute.make_layout(size))
-                    with cute.arch.elect_one():
-                        cute.copy(bulk, source, sBlock[None, at.index], mbar_ptr=full)
-                    for i in cutlass.range_constexpr(self.tiles):
-                        sV = self.staged(
-                            base, self.v_at + i * SQUARE, (CHUNK, V_TILE), "k", self.dtype
-                        )
-                        self.fetch(
-                            tma_v, mV, token + c * CHUNK, head, in_batch, (tile + i) % V_TILES,
-                            sV[None, None, at.index], full,
-                        )  # fmt: skip
-                    at.advance()
-            if cutlass.const_expr(self.config.packed):
-                number = self.draw(counter, lane)
-            else:
-                number = number + ctas
-        items.producer_acquire(item_at)
-        if lane == 0:
-            words[0, item_at.index] = I32(0)
-            items.producer_commit(item_at)
-
-    @cute.jit
-    def describe(
-        self,
-        segments: cute.Tensor,
-        number: cutlass.Int32,
-        segment_tokens: cutlass.Int32,
-        parts: cutlass.Int32,
-        tokens: cutlass.Int32,
-    ):
-        """(first token, batch, length, sequence, segment, part, parts, slot of the first chunk) of an item."""
-        if cutlass.const_expr(self.config.packed):
-            row = segments[1 + number, None]
-            token, length, sequence, part = row[0], row[1], row[2], row[4]
-            start = token - part * segment_tokens
-            slot = start // CHUNK + sequence + part * segment_tokens // CHUNK
-            segment = start // segment_tokens + sequence + part
-            return token, I32(0), length, sequence, segment, part, row[5], slot
-        else:
-            sequence, part = number // parts, number % parts
-            token = part * segment_tokens
-            length = cutlass.min(segment_tokens, tokens - token)
-            slot = sequence * cute.ceil_div(tokens, CHUNK) + token // CHUNK
-            return token, sequence, length, sequence, number, part, parts, slot
-
-    @cute.jit
-    def draw(self, counter: cute.Tensor, lane: cutlass.Int32):
-        """The number of the next item in the order of the segment table."""
-        number = I32(0)
-        if lane == 0:
-            number = cute.arch.atomic_add(counter.iterator.llvm_ptr, I32(1))
-        return cute.arch.shuffle_sync(number, 0)
-
-    @cute.jit
-    def fetch(
-        self, tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier
-    ):
-        """Loads 64 tokens from `first` on; tokens past the end of the tensor arrive as zeros."""
-        rows = cute.domain_offset((first, 0), whole[None, None, head, batch])
-        source = cute.local_tile(rows, (CHUNK, V_TILE), (0, column))
-        s, g = cpasync.tma_partition(
-            tma,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(source, 0, 2),
-        )
-        cute.copy(tma, g, s, tma_bar_ptr=barrier)
-
-    @cute.jit
-    def receive(self, items, at, item_words: cute.Pointer):
-        """The next item, as the loading warp described it."""
-        items.consumer_wait(at)
-        words = cute.make_tensor(item_words, cute.make_layout((ITEM_WORDS, SLOTS)))
-        item = Item(*(words[i, at.index] for i in range(len(Item._fields))))
-        items.consumer_release(at)
-        return item
 
     # ---- the chain --------------------------------------------------------------------------------------------------
 
