@@ -19,8 +19,9 @@ from cula_cp_sm90 import reference
 from cula_cp_sm90.config import CHUNK, Plan, plan
 
 # Relative RMSE of outputs and states by what the tensor cores are given.
-BOUNDS = {"float16": 3e-3, "bfloat16": 6e-3}
-ONE_KEY_BOUND = 5e-3
+BOUNDS = {"float16": 3e-3, "bfloat16": 5e-3}
+# Where keys are alike errors of T' add up: 3.2e-3 was seen with correlated ones.
+KIND_BOUNDS = {"correlated_weak": 3.5e-3, "one_key": 5e-3}
 SPLIT_AND_WHOLE = 1.5e-3  # how far a call with segments may be from the same without
 # Whether beta is a logit, and whether its sigmoid is doubled.
 STRENGTHS = {"plain": (False, False), "sigmoid": (True, False), "doubled": (True, True)}

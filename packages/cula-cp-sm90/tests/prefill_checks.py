@@ -175,7 +175,9 @@ def check(
 
     errors: dict[str, float] = {}
     for way in ways:
-        there = moved(x | {"initial_state": stored(initial, v_first).clone()}, device)
+        there = x | {"initial_state": stored(initial, v_first).clone(), "indices": indices}
+        there = moved(there, device)
+        rows = there.pop("indices")
         if gaps:
             there |= {name: spaced(there[name]) for name in ("q", "k", "v", "g")}
         before = there["initial_state"].clone()
@@ -184,8 +186,8 @@ def check(
         out, workspace = wide[..., :width], nan_workspace(there, chunks)
         with fresh_memory_is_nan():
             got, final = attend(
-                there, gate, kind, state=state, indices=moved({"": indices}, device)[""], out=out,
-                workspace=workspace, state_v_first=v_first, **options, **way,
+                there, gate, kind, state=state, indices=rows, out=out, workspace=workspace, state_v_first=v_first,
+                **options, **way,
             )  # fmt: skip
         assert got is out
         behind = workspace.as_strided((GUARD,), (1,), workspace.storage_offset() + len(workspace))

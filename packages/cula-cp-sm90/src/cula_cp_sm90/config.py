@@ -179,7 +179,9 @@ def parts_of(
     """Into how many segments the longest sequence is cut; 1: sequences stay whole. Lengths are in chunks."""
     if wanted is False or longest < 2 * MIN_SEGMENT_CHUNKS:
         return 1
-    most = min(MAX_PARTS, longest // MIN_SEGMENT_CHUNKS)
+    # More segments than run at once gain nothing.
+    at_once = multiprocessors // (2 * value_heads * -(-total // longest))
+    most = min(MAX_PARTS, longest // MIN_SEGMENT_CHUNKS, max(2, at_once))
     costs = {
         parts: cut_us(longest, total, parts, value_heads, multiprocessors)
         for parts in range(2, most + 1)
