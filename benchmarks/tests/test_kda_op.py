@@ -480,3 +480,14 @@ def test_measured_results_hold_the_settings_beside_fla():
         rows = results.load(path)["rows"]
         ours = {r["setting"] for r in rows if r["role"] == "ours" and r.get("ratio_fla")}
         assert ours >= {s.name for s in ALL if not s.params["feature"]}
+
+
+def test_auto_is_never_far_behind_the_better_of_on_and_off():
+    for path in results.RESULTS.glob("*/kda_prefill.json"):
+        times: dict[str, dict[str, float]] = {}
+        for row in results.load(path)["rows"]:
+            times.setdefault(row["setting"], {})[row["provider"]] = row["median_us"]
+        both = {name: t for name, t in times.items() if {"cula_serial", "cula_cp"} <= t.keys()}
+        assert len(both) >= 32
+        for name, t in both.items():
+            assert t["cula"] <= 1.03 * min(t["cula_serial"], t["cula_cp"]), name
