@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -148,13 +147,13 @@ def poisoned(call: Call, *sequences: int) -> Call:
     return replace(call, given=call.given | changed)
 
 
-def alone(call: Call, n: int, packed: bool) -> Call:
-    """One sequence of a call, alone, with the same state in the same row."""
+def alone(call: Call, n: int) -> Call:
+    """One sequence of a packed call, alone, with the same state in the same row."""
     names = ("q", "k", "v", "g", "beta")
     parts = {name: call.tokens(call.given[name], n)[None] for name in names}
     return replace(
-        call, given=call.given | parts, lengths=call.lengths[n : n + 1], packed=packed, slots=(call.rows[n],)
-    )  # fmt: skip
+        call, given=call.given | parts, lengths=(call.lengths[n],), slots=(call.rows[n],)
+    )
 
 
 def assert_right(call: Call, actual: Outcome, assert_within, bound: float | None = None) -> None:
@@ -265,36 +264,3 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
-
-def covering_cases(factors: dict[str, tuple], possible: Callable[[dict], bool]) -> list[dict]:
-    """Few cases in which every possible pair of two factors' values meets."""
-    generator = random.Random(0)
-
-    def draw(fixed: dict) -> dict | None:
-        for _ in range(300):
-            case = {name: generator.choice(values) for name, values in factors.items()} | fixed
-            if possible(case):
-                return case
-        return None
-
-    def pairs(case: dict) -> set[tuple]:
-        return set(itertools.combinations([(name, case[name]) for name in factors], 2))
-
-    missing: dict[tuple, None] = {}
-    for first, second in itertools.combinations(factors, 2):
-        for values in itertools.product(factors[first], factors[second]):
-            if draw({first: values[0], second: values[1]}):
-                missing[(first, values[0]), (second, values[1])] = None
-    cases = []
-    while missing:
-        fixed = dict(next(iter(missing)))
-        drawn = [case for case in (draw(fixed) for _ in range(400)) if case]
-        best = max(drawn, key=lambda case: sum(pair in missing for pair in pairs(case)))
-        for pair in pairs(best):
-            missing.pop(pair, None)
-        cases.append(best)
-    return cases

@@ -273,6 +273,7 @@ class KdaRecurrence(Items):
                 if cutlass.const_expr(not scan):
                     issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
                 warpgroup.wait_group(0)
+                cute.arch.sync_warp()  # one lane gives back what all have read
                 ring.consumer_release(at)
                 at.advance()
                 if cutlass.const_expr(not scan):
