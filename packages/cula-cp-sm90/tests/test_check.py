@@ -228,7 +228,7 @@ WRONG = [
     values("allow_neg_eigval", ValueError, "use_beta_sigmoid_in_kernel=True with it",
            "use_beta_sigmoid_in_kernel=False", use_beta_sigmoid_in_kernel=False),
     value("return_intermediate_states", True, NotImplementedError, "False", "True; this kernel keeps no states"),
-    value("cp_context", object(), NotImplementedError, "None", "object; sequences are not split over several GPUs"),
+    value("cp_context", 1, NotImplementedError, "None", "int; sequences are not split over several GPUs"),
     change("cu_seqlens of float32", "cu_seqlens", Tensor.float, TypeError, "int32 or int64", "float32", PACKED),
     change("cu_seqlens of 2 dimensions", "cu_seqlens", lambda c: c[None], ValueError, "[N + 1]", "[1, 4]", PACKED),
     change("cu_seqlens of nothing", "cu_seqlens", lambda c: c[:0], ValueError, "[N + 1]", "[0]", PACKED),

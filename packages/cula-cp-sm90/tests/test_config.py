@@ -30,7 +30,7 @@ def test_long_sequences_of_few_heads_are_cut(tokens, heads, parts):
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens"), itertools.product((1, 4, 16, 64), (2048, 5000, 65536))
+    ("heads", "tokens"), list(itertools.product((1, 4, 16, 64), (2048, 5000, 65536)))
 )
 def test_segments_are_whole_chunks_and_long_enough(heads, tokens):
     spread = planned(tokens, heads, wanted=True)
