@@ -584,6 +584,7 @@ def test_hopper_prefill_never_falls_back(
         kda.kda_prefill_hopper(*arguments)
 
     monkeypatch.setattr(_registry, "FIRST_PARTY", ())
+    monkeypatch.setattr(_registry, "entry_points", lambda group: ())
     with monkeypatch.context() as patch:
         patch.setattr(_registry, "_arch_of", lambda device: "sm90")
         none = "^no kernel serves kda.prefill.chunk_kda on sm90: no kernel package for it is installed$"
