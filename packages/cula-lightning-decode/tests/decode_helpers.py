@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -53,35 +49,3 @@ def exact(inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
 def possible(case: dict) -> bool:
     """Whether a case with "mode" (one of MODES) and "state_dtype" is one that some kernel serves."""
     return case["state_dtype"] == "bfloat16" or not case["mode"][1]
-
-
-def covering_cases(factors: dict[str, tuple], possible: Callable[[dict], bool]) -> list[dict]:
-    """Few cases that together hold every pair of two factors' values that some possible case holds."""
-    rng = random.Random(0)
-
-    def draw(fixed: dict) -> dict | None:
-        """A random possible case with these values."""
-        for _ in range(200):
-            case = {n: fixed.get(n, rng.choice(values)) for n, values in factors.items()}
-            if possible(case):
-                return case
-        return None
-
-    missing = {}
-    for (name, values), (other, others) in itertools.combinations(factors.items(), 2):
-        for pair in itertools.product([(name, v) for v in values], [(other, v) for v in others]):
-            if draw(dict(pair)):
-                missing[pair] = None
-    cases = []
-    while missing:
-        fixed = dict(next(iter(missing)))
-        tries = [draw(fixed) for _ in range(40)]
-
-        def gain(case: dict) -> int:
-            return sum(pair in missing for pair in itertools.combinations(case.items(), 2))
-
-        best = max((case for case in tries if case), key=gain)
-        for pair in itertools.combinations(best.items(), 2):
-            missing.pop(pair, None)
-        cases.append(best)
-    return cases

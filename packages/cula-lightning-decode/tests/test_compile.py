@@ -10,9 +10,10 @@ from pathlib import Path
 import cutlass.cute as cute
 import pytest
 from cutlass.base_dsl.compiler import DumpDir
-from decode_helpers import MODES, covering_cases, possible
+from decode_helpers import MODES, possible
 
 from cula_emulator import resources
+from cula_emulator.covering import covering_cases
 from cula_lightning_decode import launch
 from cula_lightning_decode.config import STATE_DTYPES, Config, Problem, candidates, select
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
-from decode_helpers import MODES, clone, covering_cases, exact, keys, possible, rows, same
+from decode_helpers import MODES, clone, exact, keys, possible, rows, same
 from torch import Tensor
 
 from cula_emulator import mutation
+from cula_emulator.covering import covering_cases
 from cula_lightning_decode import launch, reference
 from cula_lightning_decode.config import STATE_DTYPES, Problem, select, supports_overlap
 from cula_lightning_decode.decode import LightningDecode

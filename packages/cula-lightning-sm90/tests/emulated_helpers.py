@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -350,36 +349,3 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
-
-def covering_cases(factors: dict[str, tuple], possible: Callable[[dict], bool]) -> list[dict]:
-    """Few cases in which every possible pair of two factors' values meets."""
-    generator = random.Random(0)
-
-    def draw(fixed: dict) -> dict | None:
-        for _ in range(300):
-            case = {name: generator.choice(values) for name, values in factors.items()} | fixed
-            if possible(case):
-                return case
-        return None
-
-    def pairs(case: dict) -> set[tuple]:
-        return set(itertools.combinations([(name, case[name]) for name in factors], 2))
-
-    missing: dict[tuple, None] = {}
-    for first, second in itertools.combinations(factors, 2):
-        for values in itertools.product(factors[first], factors[second]):
-            if draw({first: values[0], second: values[1]}):
-                missing[(first, values[0]), (second, values[1])] = None
-    cases = []
-    while missing:
-        fixed = dict(next(iter(missing)))
-        drawn = [case for case in (draw(fixed) for _ in range(400)) if case]
-        best = max(drawn, key=lambda case: sum(pair in missing for pair in pairs(case)))
-        for pair in pairs(best):
-            missing.pop(pair, None)
-        cases.append(best)
-    return cases

@@ -12,9 +12,9 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
-from emulated_helpers import covering_cases
 
 from cula_emulator import resources
+from cula_emulator.covering import covering_cases
 from cula_lightning_sm90 import launch
 from cula_lightning_sm90.config import (
     ACTIVATION_DTYPES,

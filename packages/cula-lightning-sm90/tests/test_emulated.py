@@ -15,7 +15,6 @@ from emulated_helpers import (
     Outcome,
     alone,
     assert_right,
-    covering_cases,
     fused,
     loose_strides,
     make_call,
@@ -29,6 +28,7 @@ from gpu_oracle import in_rows
 from torch import Tensor
 
 from cula_emulator import mutation
+from cula_emulator.covering import covering_cases
 from cula_lightning_sm90 import launch
 from cula_lightning_sm90.common import PAIR_SLOTS
 from cula_lightning_sm90.config import Config
