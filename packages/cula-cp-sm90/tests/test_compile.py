@@ -1,82 +1,180 @@
-"""Every kind of kernel cross-compiles without a GPU, and the machine code is what it is meant to be."""
+"""Every kind of config cross-compiles without a GPU, and the machine code is what it is meant to be."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
+from dataclasses import fields
 
 import pytest
 from cutlass.cute.runtime import make_fake_stream
 
 from cula_cp_sm90 import launch
-from cula_cp_sm90.config import MergeConfig, PrepareConfig, RecurrenceConfig
+from cula_cp_sm90.config import (
+    ACTIVATION_DTYPES,
+    GATE_DTYPES,
+    GATES,
+    OPERAND_DTYPES,
+    MergeConfig,
+    PrepareConfig,
+    RecurrenceConfig,
+)
 from cula_emulator import resources
+from cula_emulator.covering import covering_cases
 
-PREPARE = PrepareConfig("bfloat16", "bfloat16", "bfloat16")
-PREPARES = [
-    PREPARE,
-    replace(
-        PREPARE, gate_dtype="float32", beta_dtype="float32", beta_sigmoid=True, neg_eigval=True
-    ),
-    replace(PREPARE, dtype="float16", gate_dtype="float16", index_dtype="int32", rate=False),
-    replace(PREPARE, operand="bfloat16", l2norm=False, index_dtype="int64", bias=False),
-    replace(PREPARE, gate="log", gate_dtype="float32", rate=False, bias=False),
-    replace(PREPARE, gate="softplus", bounded=False),
-    replace(PREPARE, gate="log", gate_dtype="float32", rate=False, bias=False, bounded=False),
-]
-WALK = RecurrenceConfig("bfloat16")
-WALKS = [
-    replace(config, tiles=tiles, operand=operand)
-    for tiles, operand in ((1, "float16"), (2, "float16"), (2, "bfloat16"))
-    for config in (
-        WALK,
-        replace(
-            WALK, dtype="float16", packed=True, initial_state=True, indexed=True, in_place=True
-        ),
-        replace(WALK, split=True, packed=True, state_v_first=True),
+BOTH = (False, True)
+SHARED_BYTES = 233_472  # of a multiprocessor
+SYSTEM_BYTES = 1024  # of shared memory, per CTA
+PREPARE_CTAS = {True: 3, False: 2}  # per multiprocessor, by `bounded`
+
+PREPARE = {
+    "dtype": ACTIVATION_DTYPES,
+    "gate_dtype": GATE_DTYPES,
+    "beta_dtype": GATE_DTYPES,
+    "operand": OPERAND_DTYPES,
+    "gate": GATES,
+    "bounded": BOTH,
+    "l2norm": BOTH,
+    "beta_sigmoid": BOTH,
+    "neg_eigval": BOTH,
+    "rate": BOTH,
+    "bias": BOTH,
+    "index_dtype": (None, "int32", "int64"),
+}
+RECURRENCE = {
+    "dtype": ACTIVATION_DTYPES,
+    "operand": OPERAND_DTYPES,
+    # (tiles, split, scan)
+    "work": ((1, False, False), (2, False, False), (1, True, False), (2, True, False), (2, True, True)),
+    "packed": BOTH,
+    "state_v_first": BOTH,
+    "initial_state": BOTH,
+    "final_state": BOTH,
+    "indexed": BOTH,
+    "in_place": BOTH,
+}  # fmt: skip
+MERGE = {
+    "state_v_first": BOTH,
+    "initial_state": BOTH,
+    "indexed": BOTH,
+    "index_dtype": (None, "int32", "int64"),
+}
+
+
+def prepare_is_possible(case: dict) -> bool:
+    log, softplus = case["gate"] == "log", case["gate"] == "softplus"
+    return (
+        not (log and (case["rate"] or case["bias"]))
+        and not (softplus and (case["bounded"] or not case["rate"]))
+        and (case["beta_sigmoid"] or not case["neg_eigval"])
     )
-]
-SCANS = [
-    replace(WALK, split=True, scan=True, tiles=2, final_state=False, initial_state=initial, packed=packed)
-    for initial, packed in ((False, False), (True, True))
+
+
+def recurrence_is_possible(case: dict) -> bool:
+    scan, initial, final = case["work"][2], case["initial_state"], case["final_state"]
+    in_place = case["in_place"]
+    return not (
+        case["indexed"] and not initial or in_place and not (initial and final) or scan and final
+    )
+
+
+def merge_is_possible(case: dict) -> bool:
+    return case["initial_state"] or not case["indexed"]
+
+
+def recurrence(case: dict) -> RecurrenceConfig:
+    tiles, split, scan = case["work"]
+    others = {name: value for name, value in case.items() if name != "work"}
+    return RecurrenceConfig(tiles=tiles, split=split, scan=scan, **others)
+
+
+# Covering sets, and in front of them what asks most of registers and shared memory.
+PREPARE_CONFIGS = [
+    *(
+        PrepareConfig(
+            dtype, "float32", "float32", gate=gate, bounded=gate == "safe", beta_sigmoid=True,
+            neg_eigval=True, index_dtype="int64",
+        )
+        for dtype in ACTIVATION_DTYPES for gate in ("safe", "softplus")
+    ),
+    *(PrepareConfig(**case) for case in covering_cases(PREPARE, prepare_is_possible)),
 ]  # fmt: skip
-SM_SHARED_MEMORY, RESERVED = 233_472, 1024
-# 80 registers are a tight fit: some combinations of dtypes and flags spill a little (docs/kda-prefill.md).
-SOME_SPILLS = 64
+RECURRENCE_CONFIGS = [
+    *(
+        RecurrenceConfig(
+            "bfloat16", "float16", tiles, split, scan, True, False, True, not scan, True, not scan
+        )
+        for tiles, split, scan in RECURRENCE["work"]
+    ),
+    *(recurrence(case) for case in covering_cases(RECURRENCE, recurrence_is_possible)),
+]
+MERGE_CONFIGS = [MergeConfig(**case) for case in covering_cases(MERGE, merge_is_possible)]
 
 
-def compiled(config):
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return resources.compile(*launch.kernel(config), stream, arch="sm_90a").kernel
+def label(config: object) -> str:
+    """The values that are not flags, and the names of the flags that are set."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    words = [name if value is True else str(value) for name, value in values.items() if value]
+    return "-".join(words) or "plain"
 
 
-@pytest.mark.parametrize("config", PREPARES, ids=str)
-def test_as_many_prepare_as_are_meant_to(config):
-    kernel = compiled(config)
-    if config in (PREPARE, PREPARES[1]) or not config.bounded:
-        resources.check(kernel)
-    assert max(kernel.spill_stores, kernel.spill_loads) <= SOME_SPILLS
-    assert kernel.count("HMMA") > 0
+def build(config: launch.Config) -> resources.KernelResources:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This static loop has")
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        report = resources.compile(*launch.kernel(config), stream, arch=launch.ARCH)
+    return report.kernel
+
+
+def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:
+    """So many at once on a multiprocessor."""
+    registers = -(-kernel.registers // 8) * 8 * kernel.threads[0]
+    assert ctas * registers <= resources.REGISTERS_PER_SM, kernel.registers
+    shared = kernel.shared_bytes + kernel.dynamic_shared_bytes
+    assert ctas * (shared + SYSTEM_BYTES) <= SHARED_BYTES, shared
+
+
+@pytest.mark.parametrize("config", PREPARE_CONFIGS, ids=label)
+def test_prepare(config):
+    kernel = build(config)
+    resources.check(kernel, expect=("HMMA", "LDSM"))
+    assert kernel.threads == (256, 1, 1)
+    assert_ctas_fit(kernel, PREPARE_CTAS[config.bounded])
+    # Rows come and go in units of 16 bytes: a thread's 4 of q and of k at once, half of its gates, 12 units of results.
     assert kernel.count("LDGSTS.128") >= 8
-    ctas = 3 if config.bounded else 2
-    assert kernel.registers * 256 * ctas <= 65_536
-    assert ctas * (kernel.dynamic_shared_bytes + RESERVED) <= SM_SHARED_MEMORY
+    assert kernel.count("LDG.128") == (4 if config.gate_dtype == "float32" else 2)
+    assert kernel.count("STG.128") >= 12
 
 
-@pytest.mark.parametrize("config", WALKS + SCANS, ids=str)
-def test_nothing_waits_for_wgmma_but_what_is_written(config):
-    """The compiler waits, or serialises everything, where an accumulator is touched in the wrong place."""
-    kernel = compiled(config)
-    resources.check(kernel)
-    assert kernel.count("WARPGROUP.DEPBAR") == 3
-    # K blocks of 16: two products over 128 channels (one in a scan), three over 64 tokens (two).
-    assert kernel.count("HGMMA") == (8 + 4 + 4 if config.scan else 2 * 8 + 3 * 4)
-    assert kernel.count("UBLKCP") == 1
-    assert kernel.count("UTMALDG") == config.tiles
+@pytest.mark.parametrize("config", RECURRENCE_CONFIGS, ids=label)
+def test_recurrence(config):
+    kernel = build(config)
+    expected = ["HGMMA", "UBLKCP", "LDSM"]
+    expected += [] if config.scan else ["UTMASTG", "STSM"]
+    expected += ["USETMAXREG"] if config.tiles > 1 else []
+    resources.check(kernel, expect=expected)
+    assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)
+    assert kernel.threads == (config.threads, 1, 1)
+    assert_ctas_fit(kernel, 1)
+
+    # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
+    products = {"x": 8, "u": 4, "state": 4} | ({} if config.scan else {"inter": 8, "intra": 4})
+    assert kernel.count("HGMMA") == sum(products.values())
+    assert kernel.count("UTMALDG") == config.tiles and kernel.count("UBLKCP") == 1
     assert kernel.count("UTMASTG") == (0 if config.scan else 2)  # in the loop and after it
+    # One wait per place where results are used: the compiler adds some where it does not trust the code. It repeats the
+    # fence in front of a scan's products where the state may come from the caller.
+    assert kernel.count("WARPGROUP.DEPBAR") == 3
+    if not (config.scan and config.initial_state):
+        assert kernel.count("WARPGROUP.ARRIVE") == 3 and not kernel.warnings
 
 
-@pytest.mark.parametrize("index_dtype", [None, "int32", "int64"])
-def test_the_merge_uses_tensor_cores(index_dtype):
-    kernel = compiled(MergeConfig(True, True, index_dtype is not None, index_dtype))
-    resources.check(kernel)
-    assert kernel.count("HMMA") == 3 * 16
+@pytest.mark.parametrize("config", MERGE_CONFIGS, ids=label)
+def test_merge(config):
+    kernel = build(config)
+    resources.check(kernel, expect=("HMMA",))
+    assert_ctas_fit(kernel, 1)
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+def test_segment_table(index_dtype):
+    resources.check(build(launch.TableConfig(index_dtype)))

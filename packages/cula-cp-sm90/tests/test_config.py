@@ -68,10 +68,10 @@ def test_a_small_workspace_means_pieces(chunks):
 
 
 def test_one_launch_takes_no_more_chunks_than_a_grid_has():
-    tokens = (config.MAX_GRID_Y + 10) * CHUNK
+    tokens = (config.MAX_GRID_Z + 10) * CHUNK
     spread = planned(tokens, 1)
     assert spread.pieces == 2
-    assert spread.piece_slots <= config.MAX_GRID_Y
+    assert spread.piece_slots <= config.MAX_GRID_Z
 
 
 @pytest.mark.parametrize(

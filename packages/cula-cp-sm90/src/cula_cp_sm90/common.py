@@ -87,11 +87,12 @@ def first_slot_of(cu_seqlens: cute.Tensor, sequence):
 
 
 @cute.jit
-def find_chunk(cu_seqlens, slot, tokens):
-    """(batch, first token, tokens from there to the end of the sequence) of a chunk slot; <= 0 tokens: it is unused."""
+def find_chunk(cu_seqlens, per_row, slot, tokens):
+    """(batch, first token, tokens from there to the end of the sequence) of a chunk slot; <= 0 tokens: it is unused.
+
+    A dense batch has no cu_seqlens, but `per_row` chunks in every row."""
     if cutlass.const_expr(cu_seqlens is None):
-        per_row = cute.ceil_div(tokens, CHUNK)
-        batch, chunk = slot // per_row, slot % per_row
+        batch, chunk = divmod(slot, per_row)
         return batch, chunk * CHUNK, tokens - chunk * CHUNK
     else:
         # The last sequence whose chunks begin at or before the slot, found by all lanes of a warp together.

@@ -12,7 +12,7 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
-MAX_GRID_Y = 65_535  # chunks that one launch of the chunk-parallel kernel takes
+MAX_GRID_Z = 65_535  # chunks that one launch of the chunk-parallel kernel takes
 # Of a chunk and value head: qg, kh, kg [64, 128], Aqk, T' [64, 64] in 16 bits, 128 decays in fp32.
 BLOCK_BYTES = 66_048
 
@@ -179,8 +179,8 @@ def parts_of(
     """Into how many segments the longest sequence is cut; 1: sequences stay whole. Lengths are in chunks."""
     if wanted is False or longest < 2 * MIN_SEGMENT_CHUNKS:
         return 1
-    # More segments than run at once gain nothing.
-    at_once = multiprocessors // (2 * value_heads * -(-total // longest))
+    # More segments than there are CTAs at once gain nothing.
+    at_once = multiprocessors * longest // (value_heads * total)
     most = min(MAX_PARTS, longest // MIN_SEGMENT_CHUNKS, max(2, at_once))
     costs = {
         parts: cut_us(longest, total, parts, value_heads, multiprocessors)
@@ -210,7 +210,7 @@ def plan(
     """
     count = batch if sequences is None else sequences
     slots = chunk_slots(batch, tokens, sequences)
-    piece_slots = min(slots, workspace // (value_heads * BLOCK_BYTES), MAX_GRID_Y)
+    piece_slots = min(slots, workspace // (value_heads * BLOCK_BYTES), MAX_GRID_Z)
     pieces = -(-slots // piece_slots)
     if longest is None:
         longest = tokens if sequences is None else max(tokens - sequences + 1, 1)

@@ -2,7 +2,8 @@
 
 The lane 4 n + t of a warp has tokens 2 n and 2 n + 1 of a sub-block, and of 32 channels the unit t. As a first operand
 the tokens are rows n and n + 8, as a second one column n of two tiles; which channels an instruction takes is of no
-account, as long as it is the same ones on both sides.
+account, as long as it is the same ones on both sides. In shared memory the units of a warp are so placed that
+a lane's own 16 bytes and ldmatrix of the 8 lanes with one unit fall on all banks.
 """
 
 import cutlass
@@ -49,20 +50,41 @@ def unit_of_panel(block, offset, panel, row, lane, m, r):
     return view(block.iterator, at, UNIT)
 
 
+def place_of(lane):
+    """Where a lane's units lie among those of its warp."""
+    unit, pair = lane % 4, lane // 4
+    return 8 * unit + (pair ^ 2 * unit)
+
+
+def fetch_first(units: cute.Tensor, places, m, step, lane, x: cute.Tensor):
+    """Of units of 16 bits [channel, place, unit, token] 16 channels for one tile of 16 rows: x is
+    [2 channels, token, half of the channels]. places: where those of the wanted warp begin."""
+    _fetch(units, places, m, 2 * step + lane // 16, lane // 8 % 2, lane, x)
+
+
+def fetch_second(units: cute.Tensor, places, m, step, lane, x: cute.Tensor):
+    """The same for two tiles of 8 columns: x is [2 channels, half of the channels, token]."""
+    _fetch(units, places, m, 2 * step + lane // 8 % 2, lane // 16, lane, x)
+
+
+@cute.jit
+def _fetch(units, places, m, unit, token, lane, x):
+    """Lane 8 i + n brings row n of the i-th of four matrices."""
+    copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), units.element_type)
+    at = units.layout((0, places + place_of(lane % 8 * 4 + unit), m, token))
+    source = view(units.iterator, at, UNIT)
+    flat = cute.make_layout((UNIT, 1))
+    cute.copy(copy, cute.make_tensor(source.iterator, flat), cute.make_tensor(x.iterator, flat))
+
+
 @cute.jit
 def rows_by_rows(mma: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-    """Adds the products of 16 rows with 16 rows over 32 channels to the registers of two tiles."""
-    for step in cutlass.range_constexpr(UNIT // 4):
-        left = cute.make_tensor(
-            a.iterator + 4 * step, cute.make_layout(((2, 2, 2), 1, 1), stride=((1, UNIT, 2), 0, 0))
-        )
-        for tile in cutlass.range_constexpr(2):
-            right = cute.make_tensor(
-                b.iterator + 4 * step + UNIT * tile,
-                cute.make_layout(((2, 2), 1, 1), stride=((1, 2), 0, 0)),
-            )
-            sums = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
-            cute.gemm(mma, sums, left, right, sums)
+    """Adds the products of 16 rows with 16 rows over 16 channels to the registers of two tiles."""
+    left = cute.make_tensor(a.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
+    for tile in cutlass.range_constexpr(2):
+        right = cute.make_tensor(b.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
+        sums = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))
+        cute.gemm(mma, sums, left, right, sums)
 
 
 @cute.jit
@@ -78,10 +100,10 @@ def copy_sums(g: cute.Tensor, planes: cute.Tensor, back: cutlass.Constexpr):
 
 @cute.jit
 def widen_pair(raw: cute.Tensor, pair: cutlass.Constexpr, wide: cute.Tensor):
-    """Two channels [channel, token, q or k] of a unit in fp32."""
+    """Two channels [channel, token, q or k] in fp32."""
     for which in cutlass.range_constexpr(2):
         for r in cutlass.range_constexpr(2):
-            where = raw.iterator + 2 * pair + UNIT * (r + 2 * which)
+            where = raw.iterator + 2 * pair + cute.size(raw, mode=[0]) * (r + 2 * which)
             widen(cute.make_tensor(where, cute.make_layout(2)), wide[None, r, which])
 
 
@@ -95,4 +117,5 @@ def widen(narrow: cute.Tensor, wide: cute.Tensor):
             bits[2 * i] = words[i] << 16
             bits[2 * i + 1] = words[i] & I32(-65536)
     else:
-        wide.store(narrow.load().to(F32))
+        for i in cutlass.range_constexpr(cute.size(narrow)):
+            wide[i] = narrow[i].to(F32)

@@ -12,11 +12,11 @@ from .common import F16, F32, T_PRIME, view
 from .config import CHUNK
 
 GROUP = 128  # threads that invert
-SUB = 16
+SUB = 16  # rows of a sub-block
 SUBS = CHUNK // SUB
 STRIDE = CHUNK + 8  # of a row of a matrix in shared memory: rows fall on different banks
 DIAG_STRIDE = SUB + 4
-BARRIER_HALF, BARRIER_GROUP, BARRIER_PAIR = 1, 2, 3
+BARRIER_HALF, BARRIER_GROUP = 1, 2
 
 
 class Inverse:
@@ -34,19 +34,21 @@ class Inverse:
             cute.make_layout((SUB, SUB, SUBS), stride=(1, DIAG_STRIDE, SUB * DIAG_STRIDE)),
         )
         self.bring(sA, sZ, diag, acc, betas, sub, lane, row)
-        cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
-        if tidx < GROUP // 2:
+        self.meet()
+        pair = cute.arch.make_warp_uniform(tidx // 32)
+        if pair < 2:
             self.substitute(sZ[None, None, tidx // SUB], sInv, tidx // SUB, tidx % SUB)
-            cute.arch.barrier(barrier_id=BARRIER_PAIR, number_of_threads=GROUP // 2)
-            pair = cute.arch.make_warp_uniform(tidx // 32)
+        self.meet()
+        if pair < 2:
             self.complement(sA, sInv, 2 * pair + 1, 2 * pair, 1, lane)
-            cute.arch.barrier(barrier_id=BARRIER_PAIR, number_of_threads=GROUP // 2)
-            if pair == 0:
-                self.complement(sA, sInv, 2, 0, 2, lane)
-            else:
-                self.complement(sA, sInv, 3, 0, 2, lane)
-        cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
+        self.meet()
+        if pair < 2:
+            self.complement(sA, sInv, pair + 2, 0, 2, lane)
+        self.meet()
         self.take(sInv, block, betas, tidx)
+
+    def meet(self):
+        cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
 
     @cute.jit
     def bring(self, sA: cute.Tensor, sZ: cute.Tensor, diag, acc, betas, sub, lane, row):
@@ -146,21 +148,23 @@ class Inverse:
 
     @cute.jit
     def take(self, sInv: cute.Tensor, block, betas, tidx):
-        """T' goes to the block, with zeros above the diagonal blocks."""
+        """T' goes to the block, with zeros above the diagonal blocks. A thread has one unit of every 16th row."""
+        row, unit = tidx // 8, tidx % 8
+        beta = cute.make_rmem_tensor(8, F32)
+        cute.autovec_copy(view(betas.iterator, unit * 8, 8), beta)
+        source = view(sInv.iterator, row * STRIDE + unit * 8, 8)
+        target = view(block.iterator, T_PRIME + row * CHUNK + (unit ^ row % 8) * 8, 8)
         held = cute.make_rmem_tensor(8, F16)
-        for i in cutlass.range_constexpr(CHUNK * CHUNK // 8 // GROUP):
-            number = tidx + GROUP * i
-            row, unit = number // 8, number % 8
+        weighed = cute.make_rmem_tensor(8, F32)
+        rounded = cute.make_rmem_tensor(8, self.operand)
+        for i in cutlass.range_constexpr(SUBS):
             held.fill(0.0)
-            if unit // 2 <= row // SUB:
-                cute.autovec_copy(view(sInv.iterator, row * STRIDE + unit * 8, 8), held)
-            weighed = cute.make_rmem_tensor(8, F32)
+            if unit // 2 <= i:
+                cute.autovec_copy(view(source.iterator, i * SUB * STRIDE, 8), held)
             for c in cutlass.range_constexpr(8):
-                weighed[c] = held[c].to(F32) * betas[unit * 8 + c]
-            rounded = cute.make_rmem_tensor(8, self.operand)
+                weighed[c] = held[c].to(F32) * beta[c]
             rounded.store(weighed.load().to(self.operand))
-            at = T_PRIME + row * CHUNK + (unit ^ row % 8) * 8
-            cute.autovec_copy(rounded, view(block.iterator, at, 8))
+            cute.autovec_copy(rounded, view(target.iterator, i * SUB * CHUNK, 8))
 
 
 def tile(matrix, i, j):

@@ -8,9 +8,9 @@ With G the running sum of log2 decays inside the chunk, G_L the last of them, an
 
 The chunk is cut into 4 sub-blocks of 16 tokens; g is the running sum inside one, e its last value. Warp w holds
 channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and 2 units of 8 channels (`fragments`): so
-2^g x and 2^(e - g) k go from registers into the products, and to memory 16 bytes at a time.
+2^g x and 2^-g k go from registers into the products, and results to memory 16 bytes at a time.
 
-    inside a sub-block   (2^(g - e/2) x) (2^(e/2 - g) k)                 tf32: the factors span 2^+-58
+    inside a sub-block   (2^g x) (2^-g k)                                tf32: the factors span 2^+-115
     I after J            (2^g x) 2^(e of those between) (2^(e - g) k)    16 bits: every factor is <= 1
 """
 
@@ -24,6 +24,9 @@ from .config import CHUNK, HEAD_DIM, PrepareConfig
 from .fragments import (
     UNIT,
     copy_sums,
+    fetch_first,
+    fetch_second,
+    place_of,
     row_of,
     rows_by_rows,
     rows_by_rows_tf32,
@@ -31,12 +34,12 @@ from .fragments import (
     unit_of_panel,
     widen_pair,
 )
-from .inverse import BARRIER_HALF, GROUP, Inverse
+from .inverse import BARRIER_HALF, GROUP, SUB, SUBS, Inverse
 from .tokens import Tokens
 
 THREADS = 2 * GROUP
-SUB = 16  # rows of a sub-block
-SUBS = CHUNK // SUB
+HALF = UNIT // 2
+LANE_OF_UNIT = 0x031F  # of a shuffle: the two lowest bits of the lane's number stay
 HALVINGS = 4  # until a half of a sub-block is a single row
 # Three CTAs of 80 registers beat four of 64, which leave ptxas too little room to hide latencies.
 BLOCKS_PER_MP = 3
@@ -57,7 +60,7 @@ class KdaPrepare(Tokens, Inverse):
     |---|---|
     | q, k as they come; 2^g q, 2^g k, 2^(e - g) k; at last Akk and its inverse | 49,152 |
     | products inside a sub-block, for the other half | 8,192 |
-    | 2^e, norms, beta, dt_bias | 3,840 |
+    | 2^e and products of them, norms, beta, dt_bias | 5,888 |
     """
 
     def __init__(self, config: PrepareConfig):
@@ -82,10 +85,24 @@ class KdaPrepare(Tokens, Inverse):
         stream,
     ):
         """The arguments of `launch.prepare_arguments`, which describes them."""
+        per_row = None
+        if cutlass.const_expr(cu_seqlens is None):
+            per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
         self.kernel(
-            mQ, mK, mG, mBeta, rate, bias, cu_seqlens, blocks, scale, lower_bound, first_slot
+            mQ,
+            mK,
+            mG,
+            mBeta,
+            rate,
+            bias,
+            cu_seqlens,
+            per_row,
+            blocks,
+            scale,
+            lower_bound,
+            first_slot,
         ).launch(
-            grid=(mG.shape[2], slots, 1),
+            grid=(mG.shape[2] // mQ.shape[2], mQ.shape[2], slots),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=BLOCKS_PER_MP if self.config.bounded else 2,
             preferred_smem_carveout=100,
@@ -102,17 +119,19 @@ class KdaPrepare(Tokens, Inverse):
         rate: cute.Tensor,
         bias: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        per_row: cute.FastDivmodDivisorV2,
         blocks: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
         first_slot: cutlass.Int32,
     ):
-        head, slot, _ = cute.arch.block_idx()
-        head_k = head // (mG.shape[2] // mQ.shape[2])
-        batch, token, left = find_chunk(cu_seqlens, first_slot + slot, mQ.shape[1])
+        member, head_k, slot = cute.arch.block_idx()
+        head = head_k * cute.arch.grid_dim()[0] + member
+        batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
+        place = tidx - lane + place_of(lane)  # of the thread's units
         half, sub = warp_idx // SUBS, warp_idx % SUBS
 
         smem = SmemAllocator()
@@ -126,11 +145,15 @@ class KdaPrepare(Tokens, Inverse):
             cute.recast_ptr(sG.iterator, dtype=F32), cute.make_layout((4, THREADS, 2))
         )
         ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
+        # [channel, sub-block, before or behind it]
+        spans = smem.allocate_tensor(
+            self.operand, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
+        )
         # [half of the channels, token, q or k]
         norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
         sBias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
         betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
-        # [channel, thread, unit, token, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
+        # [channel, place, unit, token, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
         units = cute.make_layout((UNIT, THREADS, 2, 2, 3))
         sX = cute.make_tensor(x_base, units)
         sRaw = cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units)
@@ -143,25 +166,30 @@ class KdaPrepare(Tokens, Inverse):
             row = sub * SUB + lane // 4 * 2
             channel = half * (HEAD_DIM // 2) + lane % 4 * UNIT
             # Rows past the end read the last one; their decays, keys and queries are made zero.
-            tokens = (token + cutlass.min(row, left - 1), token + cutlass.min(row + 1, left - 1))
+            first = token + cutlass.min(row, left - 1)
+            apart = cutlass.Int32(row + 1 < left)
             inside = (
                 F32(1.0) if row < left else F32(0.0),
                 F32(1.0) if row + 1 < left else F32(0.0),
             )
-            block = blocks[slot, head, None]
-            self.load(mQ[batch, None, head_k, None], sRaw, 0, tokens, channel, tidx)
-            self.load(mK[batch, None, head_k, None], sRaw, 1, tokens, channel, tidx)
+            for which, x in enumerate((mQ, mK)):
+                rows = self.rows(x[batch, None, head_k, None], first, apart)
+                self.load(rows, sRaw, which, channel, place)
+            rows = self.rows(mG[batch, None, head, None], first, apart)
             g_raw = cute.make_rmem_tensor((UNIT, 2), gate_dtype)
             for r in cutlass.range_constexpr(2):
-                source = unit_of(mG[batch, tokens[r], head, None], channel, HEAD_DIM)
+                source = unit_of(rows[r], channel, HEAD_DIM)
                 cute.autovec_copy(view(source.iterator, 0, UNIT), g_raw[None, r])
                 for i in cutlass.range_constexpr(UNIT // plane):
                     later = view(source.iterator, 32 + plane * i, plane)
-                    self.ask(later, sG[None, tidx, i, r])
+                    self.ask(later, sG[None, place, i, r])
             if cutlass.const_expr(self.config.bias):
                 if tidx < HEAD_DIM // 4:
                     own = view(bias[head, None].iterator, 4 * tidx, 4)
                     self.ask(own, view(sBias.iterator, 4 * tidx, 4))
+            elif cutlass.const_expr(self.config.gate != "log"):
+                if tidx < HEAD_DIM:
+                    sBias[tidx] = F32(0.0)
             cute.arch.cp_async_commit_group()
             self.strengths(mBeta[batch, None, head], betas, token, left, tidx)
             speed = F32(1.0)
@@ -184,29 +212,34 @@ class KdaPrepare(Tokens, Inverse):
                             part = cute.make_tensor(
                                 g_raw.iterator + plane * i + UNIT * r, cute.make_layout(plane)
                             )
-                            cute.autovec_copy(sG[None, tidx, i, r], part)
+                            cute.autovec_copy(sG[None, place, i, r], part)
                 bias_unit = unit_of(sBias, channel + 32 * m, UNIT)
                 gates = (g_raw, bias_unit, speed, lower_bound, inside, earlier)
                 if cutlass.const_expr(self.config.bounded):
-                    self.products(sRaw, sX, norm, gates, g, diag, ends, m, channel, sub, lane, tidx)
+                    self.products(
+                        sRaw, sX, norm, gates, g, diag, ends, m, channel, sub, lane, place
+                    )
                 else:
                     for pair in cutlass.range_constexpr(UNIT // 2):
-                        self.decays(gates, g, pair)
-                    copy_sums(g, sSums[None, tidx, None, m], False)
+                        self.decays(gates, g, 2 * pair)
+                    copy_sums(g, sSums[None, place, None, m], False)
             if cutlass.const_expr(not self.config.bounded):
-                self.halve(sRaw, sSums, norm, g, diag, lane, tidx)
+                self.halve(sRaw, sSums, norm, g, diag, lane, place)
                 for m in cutlass.range_constexpr(2):
-                    copy_sums(g, sSums[None, tidx, None, m], True)
-                    self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, tidx)
-            mine = self.exchange(diag, sDiag, half, tidx)
+                    copy_sums(g, sSums[None, place, None, m], True)
+                    self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, place)
+            mine = self.exchange(diag, sDiag, half, place)
+            block = blocks[slot, head, None]
             cute.arch.sync_threads()
-            self.store(sX, block, ends, row, channel, sub, half, lane, tidx)
+            self.span(ends, spans, block, tidx)
+            for i in cutlass.range_constexpr(2):
+                other = sDiag[None, place ^ GROUP, i].load()
+                mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
             acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
             acc.fill(0.0)
-            self.multiply(sX, ends, acc, sub, half, lane, tidx)
-            for i in cutlass.range_constexpr(2):
-                other = sDiag[None, tidx ^ GROUP, i].load()
-                mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
+            self.multiply(sX, ends, acc, sub, half, lane)
+            cute.arch.sync_threads()
+            self.store(sX, block, spans, row, channel, sub, half, lane, place)
             if half == 0:
                 cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
                 self.attend(block, mine, acc, sub, lane, row)
@@ -218,62 +251,74 @@ class KdaPrepare(Tokens, Inverse):
 
     @cute.jit
     def products(
-        self, sRaw, sX, norm, gates, g, diag, ends, m: cutlass.Constexpr, channel, sub, lane, tidx
+        self, sRaw, sX, norm, gates, g, diag, ends, m: cutlass.Constexpr, channel, sub, lane, place
     ):
         """2^g q, 2^g k and 2^(e - g) k of a unit, and where decays are bounded its products inside the sub-block."""
-        raw = self.own_unit(sRaw, m, tidx)
-        rounded = cute.make_rmem_tensor((UNIT, 2, 3), self.operand)
         wide = cute.make_rmem_tensor((2, 2, 2), F32)
         last = cute.make_rmem_tensor(2, F32)
         end = cute.make_rmem_tensor(2, F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
-        for pair in cutlass.range_constexpr(UNIT // 2):
-            if cutlass.const_expr(self.config.bounded):
-                self.decays(gates, g, pair)
-            widen_pair(raw, pair, wide)
-            for i in cutlass.range_constexpr(2):
-                last[i] = cute.arch.shuffle_sync(g[2 * pair + i, 1], 28 + lane % 4)
-                end[i] = exp2(last[i])
-            if lane >= 28:
-                at = sub * HEAD_DIM + channel + 32 * m + 2 * pair
-                cute.autovec_copy(end, view(ends.iterator, at, 2))
-            for r in cutlass.range_constexpr(2):
+        # Half a unit at a time: whole ones would be faster to load and to store, and do not fit into 80 registers.
+        for part in cutlass.range_constexpr(2):
+            raw = self.own_channels(sRaw, m, HALF * part, HALF, place)
+            rounded = cute.make_rmem_tensor((HALF, 2, 3), self.operand)
+            for pair in cutlass.range_constexpr(HALF // 2):
+                first = HALF * part + 2 * pair
+                if cutlass.const_expr(self.config.bounded):
+                    self.decays(gates, g, first)
+                widen_pair(raw, pair, wide)
                 for i in cutlass.range_constexpr(2):
-                    c = 2 * pair + i
-                    grown = exp2(g[c, r])
-                    k = wide[i, r, 1] * norm[r, 1]
-                    x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown
-                    x[r, i, 1] = k * grown
-                    if cutlass.const_expr(self.config.bounded):
-                        x[r, i, 2] = k * exp2(-g[c, r])
-                    else:
-                        x[r, i, 2] = k * exp2(last[i] - g[c, r])
-            if cutlass.const_expr(self.config.bounded):
-                rows_by_rows_tf32(diag, x)
+                    last[i] = cute.arch.shuffle_sync(
+                        g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
+                    )
+                    end[i] = exp2(last[i])
+                if lane >= 28:
+                    at = sub * HEAD_DIM + channel + 32 * m + first
+                    cute.autovec_copy(end, view(ends.iterator, at, 2))
                 for r in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
-                        x[r, i, 2] = x[r, i, 2] * end[i]
+                        c = first + i
+                        grown = exp2(g[c, r])
+                        k = wide[i, r, 1] * norm[r, 1]
+                        x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown
+                        x[r, i, 1] = k * grown
+                        if cutlass.const_expr(self.config.bounded):
+                            x[r, i, 2] = k * exp2(-g[c, r])
+                        else:
+                            x[r, i, 2] = k * exp2(last[i] - g[c, r])
+                if cutlass.const_expr(self.config.bounded):
+                    rows_by_rows_tf32(diag, x)
+                    for r in cutlass.range_constexpr(2):
+                        for i in cutlass.range_constexpr(2):
+                            x[r, i, 2] = x[r, i, 2] * end[i]
+                for which in cutlass.range_constexpr(3):
+                    for r in cutlass.range_constexpr(2):
+                        two = cute.make_rmem_tensor(2, F32)
+                        two.store(x[r, None, which].load())
+                        where = rounded.iterator + 2 * pair + HALF * (r + 2 * which)
+                        here = cute.make_tensor(where, cute.make_layout(2))
+                        here.store(two.load().to(self.operand))
             for which in cutlass.range_constexpr(3):
                 for r in cutlass.range_constexpr(2):
-                    two = cute.make_rmem_tensor(2, F32)
-                    two.store(x[r, None, which].load())
-                    where = rounded.iterator + 2 * pair + UNIT * (r + 2 * which)
-                    cute.make_tensor(where, cute.make_layout(2)).store(two.load().to(self.operand))
-        for which in cutlass.range_constexpr(3):
-            for r in cutlass.range_constexpr(2):
-                cute.autovec_copy(rounded[None, r, which], sX[None, tidx, m, r, which])
+                    unit = sX[None, place, m, r, which]
+                    cute.autovec_copy(
+                        rounded[None, r, which], view(unit.iterator, HALF * part, HALF)
+                    )
 
     @cute.jit
-    def own_unit(self, sRaw: cute.Tensor, m, tidx):
-        """Unit m of the thread's queries and keys: [channel, token, q or k]."""
-        raw = cute.make_rmem_tensor((UNIT, 2, 2), self.dtype)
+    def own_channels(
+        self, sRaw: cute.Tensor, m, first: cutlass.Constexpr, size: cutlass.Constexpr, place
+    ):
+        """Of unit m of the thread's queries and keys: [channel, token, q or k]."""
+        raw = cute.make_rmem_tensor((size, 2, 2), self.dtype)
         for which in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
-                cute.autovec_copy(sRaw[None, tidx, m, r, which], raw[None, r, which])
+                source = view(sRaw[None, place, m, r, which].iterator, first, size)
+                cute.autovec_copy(source, raw[None, r, which])
         return raw
 
     @cute.jit
-    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, tidx):
+    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, place):
         """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in
         the last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
         wide = cute.make_rmem_tensor((2, 2, 2), F32)
@@ -288,8 +333,8 @@ class KdaPrepare(Tokens, Inverse):
             sums = cute.make_rmem_tensor((4, 2, 2), F32)
             sums.fill(0.0)
             for m in cutlass.range(2, unroll=1):
-                raw = self.own_unit(sRaw, m, tidx)
-                copy_sums(g, sSums[None, tidx, None, m], True)
+                raw = self.own_channels(sRaw, m, 0, UNIT, place)
+                copy_sums(g, sSums[None, place, None, m], True)
                 for pair in cutlass.range_constexpr(UNIT // 2):
                     widen_pair(raw, pair, wide)
                     for i in cutlass.range_constexpr(2):
@@ -311,7 +356,7 @@ class KdaPrepare(Tokens, Inverse):
                         diag[at] = sums[at] if now else diag[at]
 
     @cute.jit
-    def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, tidx):
+    def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, place):
         """Gives the other half of the channels its products, and returns the own ones: of q in the first half."""
         mine = cute.make_rmem_tensor((4, 2), F32)
         given = cute.make_rmem_tensor((4, 2), F32)
@@ -320,91 +365,86 @@ class KdaPrepare(Tokens, Inverse):
                 q, k = diag[i, tile, 0], diag[i, tile, 1]
                 mine[i, tile] = q if half == 0 else k
                 given[i, tile] = k if half == 0 else q
-            cute.autovec_copy(given[None, tile], sDiag[None, tidx, tile])
+            cute.autovec_copy(given[None, tile], sDiag[None, place, tile])
         return mine
 
     @cute.jit
-    def store(self, sX, block, ends, row, channel, sub, half, lane, tidx):
-        """kh, qg, kg of the thread's units, and the chunk's decay."""
-        x = cute.make_rmem_tensor(UNIT, self.operand)
-        for m in cutlass.range_constexpr(2):
-            before = cute.make_rmem_tensor(UNIT, F32)
-            behind = cute.make_rmem_tensor(UNIT, F32)
-            before.fill(1.0)
-            behind.fill(1.0)
-            for j in cutlass.range_constexpr(SUBS):
-                end = unit_of(ends[None, j], channel + 32 * m, UNIT)
-                if j < sub:
-                    for i in cutlass.range_constexpr(UNIT):
-                        before[i] = before[i] * end[i]
-                if j > sub:
-                    for i in cutlass.range_constexpr(UNIT):
-                        behind[i] = behind[i] * end[i]
-            for r in cutlass.range_constexpr(2):
-                for which in cutlass.range_constexpr(3):
-                    cute.autovec_copy(sX[None, tidx, m, r, which], x)
-                    factor = behind if which == 2 else before
-                    x.store(x.load() * factor.load().to(self.operand))
-                    unit = unit_of_panel(block, (QG, KH, KG)[which], half, row, lane, m, r)
-                    cute.autovec_copy(x, unit)
+    def span(self, ends, spans, block, tidx):
+        """Decays from the chunk's begin to each sub-block and from behind it to the end, and of the whole chunk."""
         if tidx < HEAD_DIM:
-            total = F32(1.0)
+            before, behind = F32(1.0), F32(1.0)
             for j in cutlass.range_constexpr(SUBS):
-                total = total * ends[tidx, j]
+                spans[tidx, j, 0] = before.to(self.operand)
+                before = before * ends[tidx, j]
+                spans[tidx, SUBS - 1 - j, 1] = behind.to(self.operand)
+                behind = behind * ends[tidx, SUBS - 1 - j]
             decay = cute.make_tensor(
                 cute.recast_ptr(block.iterator + DECAY, dtype=F32),
                 cute.make_layout(HEAD_DIM),
             )
-            decay[tidx] = total
+            decay[tidx] = before
 
     @cute.jit
-    def multiply(self, sX, ends, acc, sub, half, lane, tidx):
+    def store(self, sX, block, spans, row, channel, sub, half, lane, place):
+        """kh, qg, kg of the thread's units."""
+        x = cute.make_rmem_tensor(UNIT, self.operand)
+        factor = cute.make_rmem_tensor((UNIT, 2), self.operand)
+        for m in cutlass.range_constexpr(2):
+            for end in cutlass.range_constexpr(2):
+                span = unit_of(spans[None, sub, end], channel + 32 * m, UNIT)
+                cute.autovec_copy(span, factor[None, end])
+            for r in cutlass.range_constexpr(2):
+                for which in cutlass.range_constexpr(3):
+                    cute.autovec_copy(sX[None, place, m, r, which], x)
+                    x.store(x.load() * factor[None, which // 2].load())
+                    unit = unit_of_panel(block, (QG, KH, KG)[which], half, row, lane, m, r)
+                    cute.autovec_copy(x, unit)
+
+    @cute.jit
+    def multiply(self, sX, ends, acc, sub, half, lane):
         """Products of the sub-block's q (first half) or k with k of the sub-blocks before it, over all channels."""
         mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
-        a = cute.make_rmem_tensor((UNIT, 2), self.operand)
-        b = cute.make_rmem_tensor((UNIT, 2), self.operand)
+        a = cute.make_rmem_tensor((2, 2, 2, 2), self.operand)
+        b = cute.make_rmem_tensor((2, 2, 2), self.operand)
+        left = sX[None, None, None, None, half]
+        right = sX[None, None, None, None, 2]
         for side in cutlass.range_constexpr(2):
-            thread = side * GROUP + tidx % GROUP  # that has the same tokens
+            places = side * GROUP + sub * 32
             for m in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    cute.autovec_copy(sX[None, thread, m, r, half], a[None, r])
+                for step in cutlass.range_constexpr(2):
+                    fetch_first(left, places, m, step, lane, a[None, None, None, step])
                 for d in cutlass.range_constexpr(SUBS - 1):
                     if d < sub:
-                        if cutlass.const_expr(d > 0):
-                            at = side * (HEAD_DIM // 2) + 32 * m + lane % 4 * UNIT
-                            end = cute.make_rmem_tensor(UNIT, F32)
-                            cute.autovec_copy(unit_of(ends[None, sub - d], at, UNIT), end)
-                            decay = end.load().to(self.operand)
-                            for r in cutlass.range_constexpr(2):
-                                a[None, r].store(a[None, r].load() * decay)
-                        for r in cutlass.range_constexpr(2):
-                            cute.autovec_copy(sX[None, thread - 32 * (d + 1), m, r, 2], b[None, r])
-                        rows_by_rows(mma, acc[None, None, d], a, b)
+                        for step in cutlass.range_constexpr(2):
+                            if cutlass.const_expr(d > 0):
+                                for i in cutlass.range_constexpr(2):
+                                    at = 32 * m + UNIT * (2 * step + i) + lane % 4 * 2
+                                    end = view(
+                                        ends[None, sub - d].iterator, side * (HEAD_DIM // 2) + at, 2
+                                    )
+                                    decay = end.load().to(self.operand)
+                                    for r in cutlass.range_constexpr(2):
+                                        own = a[None, r, i, step]
+                                        own.store(own.load() * decay)
+                            fetch_second(right, places - 32 * (d + 1), m, step, lane, b)
+                            rows_by_rows(mma, acc[None, None, d], a[None, None, None, step], b)
 
     @cute.jit
     def attend(self, block, diag, acc, sub, lane, row):
         """Writes 16 rows of Aqk: zeros behind the diagonal."""
         own = cute.make_rmem_tensor(4, F32)
-        for d in cutlass.range_constexpr(SUBS):
-            for r in cutlass.range_constexpr(2):
-                if d <= sub:
-                    if cutlass.const_expr(d == 0):
-                        for c in cutlass.range_constexpr(4):
-                            seen = lane % 4 * 4 + c <= lane // 4 * 2 + r
-                            own[c] = row_of(diag, r, c) if seen else F32(0.0)
-                    else:
-                        for c in cutlass.range_constexpr(4):
-                            own[c] = row_of(acc[None, None, d - 1], r, c)
-                    self.put4(block, AQK, own, row + r, (sub - d) * SUB + lane % 4 * 4)
-                else:
-                    own.fill(0.0)
-                    self.put4(block, AQK, own, row + r, d * SUB + lane % 4 * 4)
-
-    @cute.jit
-    def put4(self, block, offset: cutlass.Constexpr, x: cute.Tensor, row, column):
-        """Four neighbouring columns of a [64, 64] matrix of the block."""
         rounded = cute.make_rmem_tensor(4, self.operand)
-        rounded.store(x.load().to(self.operand))
-        unit = column // UNIT
-        at = offset + row * CHUNK + (unit ^ row % 8) * UNIT + column % UNIT
-        cute.autovec_copy(rounded, view(block.iterator, at, 4))
+        for r in cutlass.range_constexpr(2):
+            # The swizzle of a row splits: pairs of units go with the lane, units of a pair with the token's parity.
+            begin = (row + r) * CHUNK + (lane % 4 // 2 ^ r) * UNIT + lane % 2 * 4
+            begin = view(block.iterator, AQK + begin, 4).iterator
+            for d in cutlass.range_constexpr(SUBS):
+                for c in cutlass.range_constexpr(4):
+                    if cutlass.const_expr(d == 0):
+                        seen = lane % 4 * 4 + c <= lane // 4 * 2 + r
+                        own[c] = row_of(diag, r, c) if seen else F32(0.0)
+                    else:  # zero where there is no earlier sub-block: it stands for a later one then
+                        own[c] = row_of(acc[None, None, d - 1], r, c)
+                rounded.store(own.load().to(self.operand))
+                other = sub - d if d <= sub else cutlass.Int32(d)
+                cute.autovec_copy(rounded, view(begin, (other ^ lane // 4 % 4) * SUB, 4))

@@ -135,7 +135,7 @@ class KdaRecurrence(Items):
             barrier_storage=barriers,
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(thread),
-            consumer_group=pipeline.CooperativeGroup(thread, 4 * self.tiles),
+            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
             tx_count=self.config.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
@@ -273,8 +273,8 @@ class KdaRecurrence(Items):
                 if cutlass.const_expr(not scan):
                     issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
                 warpgroup.wait_group(0)
-                cute.arch.sync_warp()  # one lane gives back what all have read
-                ring.consumer_release(at)
+                # By every thread, for what it has read itself; the pipeline's own release is one lane's for its warp.
+                cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
                 at.advance()
                 if cutlass.const_expr(not scan):
                     self.keep(store_o, o, tOsO[None, None, None, turn % SLOTS])

@@ -6,7 +6,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from .common import F32, LOG2_E, exp2, sigmoid, view
 from .config import CHUNK
-from .fragments import UNIT, rows_by_rows, unit_of, widen
+from .fragments import UNIT, fetch_first, fetch_second, rows_by_rows, unit_of, widen
 
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
@@ -17,14 +17,20 @@ class Tokens:
     """Reads and transforms the inputs; part of `KdaPrepare`."""
 
     @cute.jit
-    def load(
-        self, x: cute.Tensor, sRaw: cute.Tensor, which: cutlass.Constexpr, tokens, channel, tidx
-    ):
+    def rows(self, x: cute.Tensor, token, apart):
+        """The rows of the thread's two tokens, which are 0 or 1 apart."""
+        first = x[token, None]
+        step = cutlass.Int64(apart) * x.stride[0]
+        step = cute.assume(step, divby=128 // x.element_type.width)
+        return first, cute.make_tensor(first.iterator + step, first.layout)
+
+    @cute.jit
+    def load(self, rows, sRaw: cute.Tensor, which: cutlass.Constexpr, channel, place):
         """Asks for the thread's own 4 units."""
         for r in cutlass.range_constexpr(2):
             for m in cutlass.range_constexpr(2):
-                source = unit_of(x[tokens[r], None], channel + 32 * m, UNIT)
-                self.ask(source, sRaw[None, tidx, m, r, which])
+                source = unit_of(rows[r], channel + 32 * m, UNIT)
+                self.ask(source, sRaw[None, place, m, r, which])
 
     @cute.jit
     def ask(self, source: cute.Tensor, target: cute.Tensor):
@@ -62,14 +68,18 @@ class Tokens:
         norm.fill(1.0)
         if cutlass.const_expr(self.config.l2norm):
             mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
-            raw = cute.make_rmem_tensor((UNIT, 2), self.dtype)
+            cute.arch.sync_warp()
+            a = cute.make_rmem_tensor((2, 2, 2), self.dtype)
+            b = cute.make_rmem_tensor((2, 2, 2), self.dtype)
             for which in cutlass.range_constexpr(2):
                 acc = cute.make_rmem_tensor((4, 2), F32)
                 acc.fill(0.0)
+                units = sRaw[None, None, None, None, which]
                 for m in cutlass.range_constexpr(2):
-                    for r in cutlass.range_constexpr(2):
-                        cute.autovec_copy(sRaw[None, tidx, m, r, which], raw[None, r])
-                    rows_by_rows(mma, acc, raw, raw)
+                    for step in cutlass.range_constexpr(2):
+                        fetch_first(units, tidx - lane, m, step, lane, a)
+                        fetch_second(units, tidx - lane, m, step, lane, b)
+                        rows_by_rows(mma, acc, a, b)
                 # Lane 4 n + n // 2 has the squares of tokens 2 n and 2 n + 1.
                 if lane % 4 == lane // 8:
                     odd = lane // 4 % 2 == 1
@@ -89,44 +99,44 @@ class Tokens:
             norm[r, 1] = norm[r, 1] * inside[r]
 
     @cute.jit
-    def decays(self, gates, g: cute.Tensor, pair: cutlass.Constexpr):
-        """Running sums of log2 decays over the 16 tokens of the sub-block, for two channels of g.
+    def decays(self, gates, g: cute.Tensor, first: cutlass.Constexpr):
+        """Running sums of log2 decays over the 16 tokens of the sub-block, for channels `first` and
+        `first` + 1 of g.
 
         gates: raw gates [channel, token] and dt_bias of a unit, -exp(A_log) in log2 units, lower bound, 1 or for rows
         past the end 0, whether lanes below have earlier tokens."""
         raw, bias, speed, lower_bound, inside, earlier = gates
+        if cutlass.const_expr(self.config.gate == "log"):
+            # Or the compiler starts on all pairs at once, and runs out of registers.
+            cute.arch.sync_warp()
         shift = cute.make_rmem_tensor(2, F32)
-        if cutlass.const_expr(self.config.bias):
-            cute.autovec_copy(view(bias.iterator, 2 * pair, 2), shift)
+        if cutlass.const_expr(self.config.gate != "log"):
+            cute.autovec_copy(view(bias.iterator, first, 2), shift)
         x = cute.make_rmem_tensor((2, 2), F32)
         for r in cutlass.range_constexpr(2):
             widen(
-                cute.make_tensor(raw.iterator + 2 * pair + UNIT * r, cute.make_layout(2)),
+                cute.make_tensor(raw.iterator + first + UNIT * r, cute.make_layout(2)),
                 x[None, r],
             )
         for i in cutlass.range_constexpr(2):
             steps = cute.make_rmem_tensor(2, F32)
             for r in cutlass.range_constexpr(2):
                 if cutlass.const_expr(self.config.gate == "safe"):
-                    y = x[i, r] * speed
-                    if cutlass.const_expr(self.config.bias):
-                        y = x[i, r] * speed + shift[i] * speed
+                    y = x[i, r] * speed + shift[i] * speed
                     step = (lower_bound * LOG2_E * inside[r]) * cute.arch.rcp_approx(1.0 + exp2(y))
                 elif cutlass.const_expr(self.config.gate == "softplus"):
-                    y = x[i, r] * LOG2_E
-                    if cutlass.const_expr(self.config.bias):
-                        y = (x[i, r] + shift[i]) * LOG2_E
+                    y = (x[i, r] + shift[i]) * LOG2_E
                     grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
                     rest = y if y > 0.0 else F32(0.0)
                     step = (speed / LOG2_E * inside[r]) * (grown + rest)
                 else:
-                    step = x[i, r] * (LOG2_E * inside[r])
+                    step = x[i, r] * LOG2_E if inside[r] > 0.0 else F32(0.0)
                 if cutlass.const_expr(not self.config.bounded):
                     step = step if step > FLOOR else F32(FLOOR)
                 steps[r] = step
             upto = steps[0] + steps[1]
             for p in cutlass.range_constexpr(3):
                 before = cute.arch.shuffle_sync_up(upto, 4 << p, mask_and_clamp=0)
-                upto = upto + (before if earlier[p] else F32(0.0))
-            g[2 * pair + i, 0] = upto - steps[1]
-            g[2 * pair + i, 1] = upto
+                upto = upto + before if earlier[p] else upto
+            g[first + i, 0] = upto - steps[1]
+            g[first + i, 1] = upto
