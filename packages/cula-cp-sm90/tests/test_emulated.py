@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import warnings
@@ -186,7 +187,7 @@ def run(emulated, monkeypatch) -> Callable[..., Outcome]:
     return run
 
 
-_settled: dict[object, Outcome] = {}
+_settled: dict[tuple[str, Call], Outcome] = {}
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def right(request, assert_within) -> Callable[..., None]:
 
     def check(call: Call, outcome: Outcome, bound: float | None = None) -> None:
         assert_right(call, outcome, assert_within, bound)
-        first = _settled.setdefault((request.node.originalname, id(call)), outcome)
+        first = _settled.setdefault((request.node.originalname, call), outcome)
         assert_same(first, outcome)
 
     return check
@@ -274,6 +275,7 @@ def test_packed_lengths(run, right, lengths, heads):
             assert same(outcome.states[n], call.initial[call.rows[n]])
 
 
+@functools.cache
 def from_zero(call: Call) -> Call:
     """With states of zeros, behind which errors cannot hide as they do behind large ones."""
     return replace(call, initial=torch.zeros_like(call.initial))
