@@ -1,6 +1,6 @@
 """Measures an op beside its peers and the physical floor.
 
-    python benchmarks/run.py OP [--against fla] [--json [PATH]] [--settings PATTERN ...] [--quick]
+    python benchmarks/run.py OP [--against fla] [--json [PATH] [--join]] [--settings PATTERN ...] [--quick]
 
 Exit codes: 0 measured, 1 a result was wrong, 2 wrong arguments or no GPU.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         const=DEFAULT_PATH,
         metavar="PATH",
         help="write the result, without PATH to benchmarks/results/<gpu>/<op>.json",
+    )
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="keep what the file has of other settings, measured at the same commit",
     )
     return parser.parse_args(argv)
 
@@ -100,6 +105,9 @@ def _measure(
     with torch.inference_mode():
         origin = {**provenance(), "clocks_before": read_smi()}
         card = gpu_slug(origin["gpu"])
+        path = results.result_path(op.name, card)
+        if args.json not in (None, DEFAULT_PATH):
+            path = Path(args.json)
         try:
             with gpu.place_of(op) as place:
                 run = Run(
@@ -113,26 +121,38 @@ def _measure(
                     methods=args.methods,
                     release=torch.cuda.empty_cache,
                 )
+                where = place.describe()
+                whole = _joiner(op, path, args)
+                whole(run.result(origin, where))  # complains before anything is measured
                 run.measure(progress.progress(settings))
                 origin["clocks_after"] = read_smi()
         except CheckFailed as error:
             return _fail(error, code=1)
-        except gpu.PlaceError as error:
+        except (gpu.PlaceError, results.Mismatch) as error:
             return _fail(error)
-    _publish(run.result(origin, place.describe()), card, args)
+    result = run.result(origin, where)
+    _print(result)
+    if args.json is not None:
+        results.save(whole(result), path)
+        print(f"wrote {path}")
     return 0
 
 
-def _publish(result: dict[str, Any], gpu: str, args: argparse.Namespace) -> None:
+def _joiner(op: Op, path: Path, args: argparse.Namespace) -> Callable[[dict], dict]:
+    """With --join what adds the settings of the file that is there; `results.Mismatch` says why it cannot."""
+    if not (args.join and path.exists()):
+        return lambda result: result
+    earlier = results.load(path)
+    order = [setting.name for setting in op.settings(args.quick)]
+    return lambda result: results.joined(earlier, result, order)
+
+
+def _print(result: dict[str, Any]) -> None:
     for method in dict.fromkeys(row["method"] for row in result["rows"]):
         print(f"\n{result['title']}: {method}\n{report.as_text(report.table(result, method))}")
     for reason in dict.fromkeys(f"{s['provider']}: {s['reason']}" for s in result["skipped"]):
         print(f"skipped {reason}")
     print(report.origin(result))
-    if args.json is not None:
-        path = results.result_path(args.op, gpu) if args.json == DEFAULT_PATH else Path(args.json)
-        results.save(result, path)
-        print(f"wrote {path}")
 
 
 def _fail(reason: object, code: int = 2) -> int:

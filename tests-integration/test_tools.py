@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 from pathlib import Path
 
 import pytest
@@ -118,23 +118,42 @@ def test_gpu_probe_without_a_driver_finds_nothing(monkeypatch: pytest.MonkeyPatc
     assert gpu.capabilities() == []
 
 
-def test_sanitizer_runs_every_tool_and_tells(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands = []
+@pytest.fixture
+def compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that prints the tool and what the problems get to know, and finds something with racecheck."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text('#!/bin/sh\necho "$1 $6 $7"; echo said >&2; [ "$1" != --tool=racecheck ]\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, int("--tool=racecheck" in command))
 
-    monkeypatch.setattr(sanitizer.subprocess, "run", run)
+@pytest.mark.usefixtures("compute_sanitizer")
+def test_sanitizer_runs_every_tool_and_tells(capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitizer.main(["liteattention-sm89"]) == 1
+    every = [
+        f"{tool}: {line}" for tool in sanitizer.TOOLS for line in (f"--tool={tool} 0 1", "said")
+    ]
+    assert capsys.readouterr().out.splitlines() == every
     assert sanitizer.main(["liteattention-sm89", "memcheck", "initcheck"]) == 0
-    tools = [command[1].removeprefix("--tool=") for command in commands]
-    assert tools == [*sanitizer.TOOLS, "memcheck", "initcheck"]
-    problems = root / "packages/liteattention-sm89/tests/sanitizer.py"
-    assert all(Path(command[-1]) == problems for command in commands) and problems.is_file()
-    for wrong in (["liteattention-sm89", "racechek"], ["liteattention"], []):
+
+
+@pytest.mark.usefixtures("compute_sanitizer")
+def test_sanitizer_deals_out_the_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitizer.main(["liteattention-sm89", "memcheck", "initcheck", "--jobs", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shares = {
+        f"{tool} {first + 1}/3: --tool={tool} {first} 3"
+        for tool in ("memcheck", "initcheck")
+        for first in range(3)
+    }
+    assert {line for line in lines if "said" not in line} == shares and len(lines) == 12
+
+
+def test_sanitizer_knows_its_arguments(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = sanitizer.command(root / "packages/liteattention-sm89", "memcheck", 0, 1)[-3]
+    assert Path(problems).is_file()
+    jobs = ["liteattention-sm89", "--jobs", "0"]
+    for wrong in (jobs, ["liteattention-sm89", "racechek"], ["liteattention"], []):
         with pytest.raises(SystemExit):
             sanitizer.main(wrong)
     assert "racechek: expected one of memcheck" in capsys.readouterr().err

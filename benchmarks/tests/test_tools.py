@@ -202,16 +202,6 @@ def test_run_without_a_gpu_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: benchmarks need a CUDA device, and torch sees none\n"
 
 
-def test_publishing_prints_a_table_per_method_and_writes_the_file(toy_result, tmp_path, capsys):
-    out = tmp_path / "toy.json"
-    run._publish(toy_result, "toy-100", run.parse(["lightning_decode", "--json", str(out)]))
-    printed = capsys.readouterr().out
-    assert out.exists() and f"wrote {out}" in printed
-    for method in ("graph", "eager-host", "eager-event"):
-        assert f"Toy: {method}" in printed
-    assert "skipped other: too small" in printed
-
-
 @pytest.fixture
 def toy_card(monkeypatch, toy, backend):
     """`run.py toy` on the fake device."""
@@ -233,7 +223,39 @@ def test_run_measures_from_command_line_to_file(toy_card, tmp_path, capsys):
     assert {row["provider"] for row in result["rows"]} == {"ours", "other", "limit"}
     assert {row["method"] for row in result["rows"]} == {"graph", "eager-host", "eager-event"}
     assert {"clocks_before", "clocks_after"} <= set(result["provenance"])
-    assert "Toy: graph" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(f"Toy: {method}" in printed for method in ("graph", "eager-host", "eager-event"))
+    assert f"wrote {path}" in printed
+
+
+def test_run_names_what_was_skipped(toy_card, capsys):
+    assert run.main(["toy"]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped other: too small" in printed and "wrote" not in printed
+
+
+def test_run_joins_settings_of_one_measurement(toy_card, tmp_path):
+    whole, path = tmp_path / "whole.json", tmp_path / "toy.json"
+    assert run.main(["toy", "--json", str(whole)]) == 0
+    for name in ("large", "small", "large"):
+        line = ["toy", "--settings", name, "--json", str(path), "--join"]
+        assert run.main(line) == 0
+    joined, expected = results.load(path), results.load(whole)
+    for field in ("rows", "checks", "skipped"):
+        assert joined[field] == expected[field], field
+    assert run.main(["toy", "--settings", "large", "--json", str(path)]) == 0
+    assert {row["setting"] for row in results.load(path)["rows"]} == {"large"}
+
+
+def test_run_joins_nothing_else(toy_card, monkeypatch, tmp_path, capsys, backend):
+    path = tmp_path / "toy.json"
+    assert run.main(["toy", "--settings", "small", "--json", str(path)]) == 0
+    before, calls = path.read_text(), len(backend.log)
+    origin = run.provenance() | {"commit": "another"}
+    monkeypatch.setattr(run, "provenance", lambda: origin)
+    assert run.main(["toy", "--settings", "large", "--json", str(path), "--join"]) == 2
+    assert "commit: the results to join have" in capsys.readouterr().err
+    assert path.read_text() == before and len(backend.log) == calls
 
 
 def test_run_writes_nothing_when_a_check_fails(toy_card, monkeypatch, tmp_path, capsys):

@@ -84,10 +84,10 @@ def run(problem: Problem, seed: int, device: str) -> dict[str, float]:
     return check(x, problem.gate, problem.kind, device=device, **problem.options)
 
 
-def run_here(device: str = "cuda") -> int:
-    """Every problem in this process; returns how many are wrong."""
+def run_here(first: int = 0, step: int = 1, device: str = "cuda") -> int:
+    """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
     wrong = 0
-    for seed, problem in enumerate(PROBLEMS):
+    for seed, problem in list(enumerate(PROBLEMS))[first::step]:
         try:
             errors = run(problem, seed, device)
             result = "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
@@ -104,4 +104,4 @@ def report(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(int(run_here() > 0))
+    sys.exit(int(run_here(*map(int, sys.argv[1:])) > 0))

@@ -75,15 +75,15 @@ def check_backward(call: Backward) -> None:
         assert_gradients(tuple(t.cpu() for t in found), p)
 
 
-def run_here() -> int:
-    """Every problem in this process; returns how many are wrong."""
+def run_here(first: int = 0, step: int = 1) -> int:
+    """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
     wrong = 0
     for name, check, calls in (
         ("forward", check_forward, FORWARD),
         ("8-bit scores", check_int8, INT8),
         ("backward", check_backward, BACKWARD),
     ):
-        for call in calls:
+        for call in calls[first::step]:
             result = "right"
             try:
                 check(call)
@@ -100,4 +100,4 @@ def report(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(int(run_here() > 0))
+    sys.exit(int(run_here(*map(int, sys.argv[1:])) > 0))
