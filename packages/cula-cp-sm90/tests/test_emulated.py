@@ -23,10 +23,8 @@ from kda_emulated import (
     assert_right,
     assert_same,
     forced,
-    loose_strides,
     make_call,
     poisoned,
-    poisoned_memory,
     same,
     views,
 )
@@ -45,6 +43,7 @@ from cula_cp_sm90.config import (
     plan,
 )
 from cula_emulator import mutation
+from cula_emulator.memory import loose_strides, poisoned_memory
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

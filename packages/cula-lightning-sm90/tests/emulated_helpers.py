@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -325,27 +323,3 @@ def fused(call: Call) -> dict[str, Tensor]:
         gates = torch.full((batch, heads_v + 1, tokens + 3), math.nan, dtype=call.g.dtype)
         views["g"] = gates[:, 1:, 2 : 2 + tokens].transpose(1, 2).copy_(call.g)
     return views
-
-
-def loose_strides(shape: tuple[int, ...], gap: int, dense: int = 1) -> tuple[int, ...]:
-    """Strides with `gap` elements after every slice of a dimension but the last `dense` ones."""
-    strides, step = [], 1
-    for dim, size in enumerate(reversed(shape)):
-        strides.insert(0, step)
-        step = step * size + (gap if dim + 1 >= dense else 0)
-    return tuple(strides)
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Fresh tensors are full of NaN, integers of their maximum: workspaces too must be written before they are read."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -16,11 +16,9 @@ from emulated_helpers import (
     alone,
     assert_right,
     fused,
-    loose_strides,
     make_call,
     piece,
     poisoned,
-    poisoned_memory,
     relative_error,
     same,
 )
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
+from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90 import launch
 from cula_lightning_sm90.common import PAIR_SLOTS
 from cula_lightning_sm90.config import Config
