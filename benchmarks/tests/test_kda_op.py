@@ -13,7 +13,7 @@ import torch
 from benchmarks import plot, registry, results
 from benchmarks.harness import Timing, buffer_sets
 from benchmarks.measure import Run
-from benchmarks.ops import _kda, _kda_providers, _sequences, kda_prefill
+from benchmarks.ops import _kda, _kda_providers, _sequences, kda_prefill, kda_prefill_parts
 from benchmarks.ops._kda import FEATURES, setting
 from benchmarks.ops._kda_providers import CEILING, CULA, CUT, FLA, SERIAL
 from benchmarks.registry import CheckFailed
@@ -491,3 +491,44 @@ def test_auto_is_never_far_behind_the_better_of_on_and_off():
         assert len(both) >= 32
         for name, t in both.items():
             assert t["cula"] <= 1.03 * min(t["cula_serial"], t["cula_cp"]), name
+
+
+# ---- numbers of segments ---------------------------------------------------------------------------------------------
+
+
+def test_parts_are_those_that_the_planner_may_take():
+    from cula_cp_sm90 import config
+
+    problem = problem_of(5 * 1024, heads=1)
+    variants = {p.name: p for p in kda_prefill_parts.OP.providers if p.role == "variant"}
+    served = {name for name, p in variants.items() if p.supports(problem) is None}
+    assert served == {f"parts_{n}" for n in range(1, 6)}
+    shape = (1, 5 * 1024, 1, None, 132, 1 << 30)
+    chosen = config.plan(*shape)
+    for name in served:
+        with kda_prefill_parts._cut(kda_prefill_parts.VARIANTS[name]):
+            assert name == f"parts_{config.plan(*shape).segments}"
+    assert config.plan(*shape) == chosen
+
+
+def test_every_number_of_parts_is_checked_and_timed(small, monkeypatch):
+    seen = []
+
+    def chunk_kda(q, k, v, **options):
+        from cula_cp_sm90 import config
+
+        seen.append(config.parts_of(0, 0, 0, 0, "auto"))
+        return v, None
+
+    monkeypatch.setattr("cula_cp_sm90.chunk_kda", chunk_kda)
+    problem = problem_of(40)
+    monkeypatch.setitem(
+        _kda_providers._RESULTS, "cula", lambda p, x: (chunk_kda(x.q, x.k, x.v), naive(p, x))[1]
+    )
+    x = _kda.make_inputs(problem, "cpu", 0)
+    for provider in kda_prefill_parts.OP.providers:
+        if provider.role == "variant":
+            provider.bind(problem, x)()
+            assert kda_prefill_parts.check(provider, problem, "cpu")["output"] < _kda.LIMIT
+    assert seen == [n for n in kda_prefill_parts.PARTS for _ in range(2)]
+    assert kda_prefill_parts.check(CEILING, problem, "cpu") == {}

@@ -1,0 +1,80 @@
+"""Long KDA prefill with the longest sequence cut into every sensible number of segments, beside cula's own choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from benchmarks.ops import _kda, _kda_providers, kda_prefill
+from benchmarks.ops._kda import Inputs, Result, setting
+from benchmarks.ops._kda_providers import CEILING, CULA
+from benchmarks.registry import Provider, Setting
+
+PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+
+
+def _cut(parts: int) -> AbstractContextManager[Any]:
+    """Within it calls that may cut sequences cut the longest one into so many segments."""
+    return mock.patch("cula_cp_sm90.config.parts_of", lambda *shape: parts)
+
+
+def _call(parts: int, problem: Setting, x: Inputs) -> Callable[[], Result]:
+    call = CULA.bind(problem, x)
+
+    def cut() -> Result:
+        with _cut(parts):
+            return call()
+
+    return cut
+
+
+def _supports(parts: int, problem: Setting) -> str | None:
+    from cula_cp_sm90.config import CHUNK, MIN_SEGMENT_CHUNKS
+
+    if parts > 1 and _kda.longest(problem) < parts * MIN_SEGMENT_CHUNKS * CHUNK:
+        return f"segments have at least {MIN_SEGMENT_CHUNKS} chunks"
+    return CULA.supports(problem)
+
+
+def _variant(name: str, parts: int) -> Provider:
+    return Provider(
+        name,
+        "variant",
+        lambda problem, x: _call(parts, problem, x),
+        _kda.moved,
+        supports=lambda problem: _supports(parts, problem),
+    )
+
+
+VARIANTS = {f"parts_{parts}": parts for parts in PARTS}
+
+
+def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+    """Variants against the fp64 oracle, like everyone else."""
+    if provider.role != "variant":
+        return _kda_providers.check(provider, problem, device)
+    with _cut(VARIANTS[provider.name]):
+        return _kda_providers.check(CULA, problem, device)
+
+
+def settings(quick: bool) -> list[Setting]:
+    """The long settings of kda_prefill."""
+    return [setting(16384, heads=8)] if quick else kda_prefill.few_heads()
+
+
+OP = dataclasses.replace(
+    kda_prefill.OP,
+    name="kda_prefill_parts",
+    title="KDA prefill in segments, K=V=128",
+    settings=settings,
+    providers=(CULA, *(_variant(*item) for item in VARIANTS.items()), CEILING),
+    check=check,
+    notes=(
+        "parts_n: the longest sequence is cut into n segments, others into segments of that length; with 1 none is. "
+        "cula chooses from shapes alone.",
+        *kda_prefill.NOTES[:2],
+    ),
+)
