@@ -21,7 +21,7 @@ MAX_ERROR = 3e-3
 MAX_BFLOAT16_ERROR, MAX_ONE_KEY_ERROR = 5e-3, 5e-3
 # No single row of an output or a state may be this many times worse than all together are allowed to be.
 ROW_FACTOR = 3
-CHUNK_BYTES = 66_048  # of a workspace, per value head
+CHUNK_BYTES = 59_904  # of a workspace, per value head
 GUARD = 4096  # bytes behind a workspace
 
 _OF_REFERENCE = {

@@ -298,16 +298,16 @@ WRONG = [
     change("workspace every other", "workspace", lambda w: torch.cat((w, w))[::2], ValueError, "contiguous elements",
            "(2,)"),
     change("workspace a byte too small", "workspace", lambda w: w[: 2 * BLOCK_BYTES - 1], ValueError,
-           "at least 132096 bytes, one chunk of 64 tokens of every value head", "132095"),
+           "at least 119808 bytes, one chunk of 64 tokens of every value head", "119807"),
     change("workspace at an odd address", "workspace", lambda w: torch.cat((w, w))[64:], ValueError,
            "a multiple of 128 bytes", "64 bytes past it", devices=CUDA),
     several("workspace too small to cut", lengthened(2048) | {
-        "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty(2 * 32 * 2 * 66048 - 1)},
-            ValueError, "workspace", "at least 8454144 bytes with use_intracard_cp=True", "8454143", DENSE),
+        "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty(2 * 32 * 2 * 59904 - 1)},
+            ValueError, "workspace", "at least 7667712 bytes with use_intracard_cp=True", "7667711", DENSE),
     several("workspace too small to cut packed sequences", lengthened(2048) | {
         "cu_seqlens": on_device([0, 0, 0, 2048]), "cu_seqlens_cpu": on_cpu([0, 0, 0, 2048]),
-        "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty((32 + 3) * 2 * 66048 - 1)},
-            ValueError, "workspace", "at least 4623360 bytes with use_intracard_cp=True", "4623359", PACKED),
+        "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty((32 + 3) * 2 * 59904 - 1)},
+            ValueError, "workspace", "at least 4193280 bytes with use_intracard_cp=True", "4193279", PACKED),
     *(change(f"{name} requires a gradient", name, lambda x: x.clone().requires_grad_(), ValueError,
              "no gradient (no backward; cula.kda.chunk_kda has one with flash-linear-attention)", "requires_grad=True",
              modes)
@@ -508,16 +508,16 @@ def test_gradients_are_no_matter_under_no_grad(mode):
 @pytest.mark.parametrize(
     "sizes, expected",
     [
-        ((1, 1, 1), 66_048),
-        ((1, 64, 3), 3 * 66_048),
-        ((2, 65, 1), 4 * 66_048),
-        ((1, 64, 2, 5), 12 * 66_048),
-        ((0, 5, 3), 3 * 66_048),
-        ((1, 0, 3, 0), 3 * 66_048),
+        ((1, 1, 1), 59_904),
+        ((1, 64, 3), 3 * 59_904),
+        ((2, 65, 1), 4 * 59_904),
+        ((1, 64, 2, 5), 12 * 59_904),
+        ((0, 5, 3), 3 * 59_904),
+        ((1, 0, 3, 0), 3 * 59_904),
     ],
 )
 def test_the_size_of_a_workspace(sizes, expected):
-    """66,048 bytes per chunk and value head, where packed sequences may fill T // 64 + N chunks; one at least."""
+    """59,904 bytes per chunk and value head, where packed sequences may fill T // 64 + N chunks; one at least."""
     assert kda_workspace_bytes(*sizes) == expected
 
 

@@ -85,7 +85,7 @@ def test_the_workspace_is_a_block_per_chunk_and_head():
     assert workspace_bytes(2, 100, 3) == 2 * 2 * 3 * BLOCK_BYTES
     # Packed: any lengths that make up the tokens have at most T // 64 + N chunks.
     assert workspace_bytes(1, 200, 1, sequences=5) == (3 + 5) * BLOCK_BYTES
-    assert BLOCK_BYTES == 2 * (3 * 64 * 128 + 2 * 64 * 64) + 4 * 128
+    assert BLOCK_BYTES == 2 * (3 * 64 * 128 + 2 * (64 * 64 - 6 * 16 * 16)) + 4 * 128
 
 
 def test_more_parts_shorten_the_chain_and_lengthen_the_merge():

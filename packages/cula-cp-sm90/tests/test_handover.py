@@ -49,7 +49,7 @@ def kernel_inputs(**more: Any) -> dict[str, Any]:
 
 def test_a_plain_call_hands_its_tensors_over(launched):
     a = kernel_inputs(initial=True)
-    workspace = torch.empty(4 * 66_048, dtype=torch.uint8)
+    workspace = torch.empty(4 * 59_904, dtype=torch.uint8)
     o, final = chunk_kda(
         **a, use_gate_in_kernel=True, lower_bound=-4, use_qk_l2norm_in_kernel=True,
         use_beta_sigmoid_in_kernel=True, output_final_state=True, workspace=workspace,

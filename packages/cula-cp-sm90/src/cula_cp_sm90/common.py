@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from .config import BLOCK_BYTES, CHUNK, HEAD_DIM
+from .config import CHUNK, HEAD_DIM, SUB, TRIANGLE
 
 F16, F32, I32 = cutlass.Float16, cutlass.Float32, cutlass.Int32
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": F16, "float32": F32}
@@ -14,18 +14,42 @@ INDICES = {"int32": I32, "int64": cutlass.Int64}
 LOG2_E = math.log2(math.e)
 
 WIDE, SQUARE = CHUNK * HEAD_DIM, CHUNK * CHUNK
-# Where the parts of a block begin, in elements of 16 bits. Matrices are stored as panels of 64 columns in which row r
-# has its units of 16 bytes at unit ^ (r % 8): the 128-byte swizzle that wgmma reads.
-QG, AQK, KH, KG = 0, WIDE, WIDE + SQUARE, 2 * WIDE + SQUARE
-T_PRIME, DECAY = 3 * WIDE + SQUARE, 3 * WIDE + 2 * SQUARE
-BLOCK = BLOCK_BYTES // 2
+# Where the parts of a block begin, in elements of 16 bits. Wide matrices are panels of 64 columns in which row r has
+# its units of 16 bytes at unit ^ (r % 8): the 128-byte swizzle that wgmma reads. T' and Aqk are panels of 16 columns
+# with the 32-byte swizzle, unit ^ (r / 4 % 2); panel p begins at the diagonal, with row 16 p.
+QG, KH, KG, DECAY = 0, WIDE, 2 * WIDE, 3 * WIDE
+T_PRIME = DECAY + 2 * HEAD_DIM
+AQK = T_PRIME + TRIANGLE
+BLOCK = AQK + TRIANGLE
+PANEL = CHUNK * SUB
+# Their whole panels in shared memory.
+STAGED_AQK = T_PRIME + SQUARE
+STAGED_BLOCK = STAGED_AQK + SQUARE
+
+
+def runs(begin, end):
+    """What a stage holds of a block, from `begin` to `end` there: (where in the block, where in the stage, elements).
+    Between them are the rows that panels do not have."""
+    found = [(begin, begin, T_PRIME - begin)]
+    source, target = T_PRIME, T_PRIME
+    while source < end:
+        missing = (target - T_PRIME) // PANEL * SUB % CHUNK * SUB
+        size = PANEL - missing
+        if missing:
+            found.append((source, target + missing, size))
+        else:
+            at, there, before = found.pop()
+            found.append((at, there, before + size))
+        source, target = source + size, target + PANEL
+    return found
 
 
 def swizzled(shape, major, dtype):
-    """A matrix as it lies in a block; `major` says which mode is contiguous."""
+    """A matrix as it lies in shared memory. `major`: which mode is contiguous, "k" or "mn", or "panels" of 16 in k."""
     kinds = warpgroup.SmemLayoutAtomKind
-    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if major == "k" else kinds.MN_SW128, dtype)
-    return cute.tile_to_shape(atom, shape, order=(0, 1) if major == "k" else (1, 0))
+    kind = {"k": kinds.K_SW128, "mn": kinds.MN_SW128, "panels": kinds.K_SW32}[major]
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, shape, order=(1, 0) if major == "mn" else (0, 1))
 
 
 def view(pointer, offset, size, unit=None):

@@ -13,8 +13,11 @@ OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
 MAX_GRID_Z = 65_535  # chunks that one launch of the chunk-parallel kernel takes
-# Of a chunk and value head: qg, kh, kg [64, 128], Aqk, T' [64, 64] in 16 bits, 128 decays in fp32.
-BLOCK_BYTES = 66_048
+SUB = 16  # rows of a sub-block of a chunk
+# Elements of Aqk and T' [64, 64] without the sub-blocks above the diagonal, which are zero.
+TRIANGLE = CHUNK * (CHUNK + SUB) // 2
+# Of a chunk and value head: qg, kh, kg [64, 128], Aqk, T' in 16 bits, 128 decays in fp32.
+BLOCK_BYTES = 2 * (3 * CHUNK * HEAD_DIM + 2 * TRIANGLE) + 4 * HEAD_DIM
 
 
 def dtype_name(dtype: object) -> str:
@@ -80,7 +83,7 @@ class RecurrenceConfig:
     @property
     def stage_bytes(self) -> int:
         """What is loaded for one chunk: a block, for a scan without qg and Aqk, and v of every tile."""
-        block = BLOCK_BYTES - (CHUNK * (HEAD_DIM + CHUNK) * 2 if self.scan else 0)
+        block = BLOCK_BYTES - (2 * (CHUNK * HEAD_DIM + TRIANGLE) if self.scan else 0)
         return block + 2 * CHUNK * V_TILE * self.tiles
 
     @property

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
 from .common import F32, I32, view
-from .config import CHUNK
+from .config import CHUNK, SUB
 
 UNIT = 8  # channels of 16 bytes; a thread holds two units of a row
 
@@ -48,6 +48,14 @@ def unit_of_panel(block, offset, panel, row, lane, m, r):
     first = row * 64 + (lane % 4 ^ row % 8) * UNIT
     at = (first ^ (32 * m + UNIT * r)) + 64 * r + offset + panel * (CHUNK * 64)
     return view(block.iterator, at, UNIT)
+
+
+def unit_of_triangle(row, column):
+    """Where 8 columns from `column` on of a row of T' or Aqk begin; the row is not above the panel."""
+    panel, unit = column // SUB, column % SUB // UNIT
+    # Panels before have 64, 48, ... rows, and this one begins with row 16 panel.
+    above = SUB * SUB // 2 * panel * (2 * CHUNK // SUB - 1 - panel)
+    return above + row * SUB + (unit ^ row // 4 % 2) * UNIT
 
 
 def place_of(lane):

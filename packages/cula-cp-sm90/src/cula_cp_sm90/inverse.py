@@ -9,10 +9,10 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
 from .common import F16, F32, T_PRIME, view
-from .config import CHUNK
+from .config import CHUNK, SUB
+from .fragments import UNIT, unit_of_triangle
 
 GROUP = 128  # threads that invert
-SUB = 16  # rows of a sub-block
 SUBS = CHUNK // SUB
 STRIDE = CHUNK + 8  # of a row of a matrix in shared memory: rows fall on different banks
 DIAG_STRIDE = SUB + 4
@@ -148,23 +148,24 @@ class Inverse:
 
     @cute.jit
     def take(self, sInv: cute.Tensor, block, betas, tidx):
-        """T' goes to the block, with zeros above the diagonal blocks. A thread has one unit of every 16th row."""
-        row, unit = tidx // 8, tidx % 8
-        beta = cute.make_rmem_tensor(8, F32)
-        cute.autovec_copy(view(betas.iterator, unit * 8, 8), beta)
-        source = view(sInv.iterator, row * STRIDE + unit * 8, 8)
-        target = view(block.iterator, T_PRIME + row * CHUNK + (unit ^ row % 8) * 8, 8)
-        held = cute.make_rmem_tensor(8, F16)
-        weighed = cute.make_rmem_tensor(8, F32)
-        rounded = cute.make_rmem_tensor(8, self.operand)
+        """T' goes to the block. A thread has one unit of every 16th row, from the diagonal on."""
+        row, column = tidx // UNIT, tidx % UNIT * UNIT
+        beta = cute.make_rmem_tensor(UNIT, F32)
+        cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
+        source = view(sInv.iterator, row * STRIDE + column, UNIT)
+        target = view(block.iterator, T_PRIME + unit_of_triangle(row, column), UNIT)
+        held = cute.make_rmem_tensor((UNIT, SUBS), F16)
         for i in cutlass.range_constexpr(SUBS):
-            held.fill(0.0)
-            if unit // 2 <= i:
-                cute.autovec_copy(view(source.iterator, i * SUB * STRIDE, 8), held)
-            for c in cutlass.range_constexpr(8):
-                weighed[c] = held[c].to(F32) * beta[c]
-            rounded.store(weighed.load().to(self.operand))
-            cute.autovec_copy(rounded, view(target.iterator, i * SUB * CHUNK, 8))
+            if column // SUB <= i:
+                cute.autovec_copy(view(source.iterator, i * SUB * STRIDE, UNIT), held[None, i])
+        weighed = cute.make_rmem_tensor(UNIT, F32)
+        rounded = cute.make_rmem_tensor(UNIT, self.operand)
+        for i in cutlass.range_constexpr(SUBS):
+            if column // SUB <= i:
+                for c in cutlass.range_constexpr(UNIT):
+                    weighed[c] = held[c, i].to(F32) * beta[c]
+                rounded.store(weighed.load().to(self.operand))
+                cute.autovec_copy(rounded, view(target.iterator, i * SUB * SUB, UNIT))
 
 
 def tile(matrix, i, j):

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .common import BLOCK, I32, SQUARE
+from .common import I32, SQUARE, runs, view
 from .config import CHUNK, HEAD_DIM, V_TILE
 
 SLOTS = 2  # of outputs and items
@@ -62,10 +62,6 @@ class Items:
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
-        size = BLOCK - self.begin
-        sBlock = cute.make_tensor(
-            base, cute.make_layout((size, self.stages), stride=(1, self.stage))
-        )
         per_head = self.columns // self.tiles
         columns = heads_v * per_head
         parts = cute.ceil_div(tokens, segment_tokens)
@@ -115,10 +111,8 @@ class Items:
                 for c in cutlass.range(chunks, unroll=1):
                     ring.producer_acquire(at)
                     full = ring.producer_get_barrier(at)
-                    source = cute.domain_offset((self.begin,), blocks[slot + c, head, None])
-                    source = cute.make_tensor(source.iterator.align(128), cute.make_layout(size))
                     with cute.arch.elect_one():
-                        cute.copy(bulk, source, sBlock[None, at.index], mbar_ptr=full)
+                        self.fetch_block(bulk, blocks[slot + c, head, None], base, at.index, full)
                     for i in cutlass.range_constexpr(self.tiles):
                         sV = self.staged(
                             base, self.v_at + i * SQUARE, (CHUNK, V_TILE), "k", self.dtype
@@ -168,6 +162,15 @@ class Items:
         if lane == 0:
             number = cute.arch.atomic_add(counter.iterator.llvm_ptr, I32(1))
         return cute.arch.shuffle_sync(number, 0)
+
+    @cute.jit
+    def fetch_block(self, bulk, block: cute.Tensor, base: cute.Pointer, stage, barrier):
+        """Loads what the recurrence takes of a block."""
+        pointer = block.iterator.align(128)
+        for source, target, size in runs(self.begin, self.end):
+            at = stage * self.stage + target - self.begin
+            shared = view(base, at, size, unit=128)
+            cute.copy(bulk, view(pointer, source, size), shared, mbar_ptr=barrier)
 
     @cute.jit
     def fetch(

@@ -182,7 +182,7 @@ def chunk_kda(
             `use_qk_l2norm_in_kernel`, else bfloat16. No effect on the CPU.
         workspace: `[bytes]` uint8 on the device of q, contiguous, at an address that is a multiple of 128: memory
             between the kernels, with nothing of worth before and after. `kda_workspace_bytes` says how much a call in
-            one piece needs; with less, but a chunk of 64 tokens of every value head (66,048 HV bytes), it goes piece by
+            one piece needs; with less, but a chunk of 64 tokens of every value head (59,904 HV bytes), it goes piece by
             piece. None: allocated.
 
     Returns:

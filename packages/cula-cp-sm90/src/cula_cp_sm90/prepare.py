@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from .common import AQK, DECAY, DTYPES, F32, KG, KH, LOG2_E, QG, exp2, find_chunk, view
-from .config import CHUNK, HEAD_DIM, PrepareConfig
+from .config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
     UNIT,
     copy_sums,
@@ -32,9 +32,10 @@ from .fragments import (
     rows_by_rows_tf32,
     unit_of,
     unit_of_panel,
+    unit_of_triangle,
     widen_pair,
 )
-from .inverse import BARRIER_HALF, GROUP, SUB, SUBS, Inverse
+from .inverse import BARRIER_HALF, GROUP, SUBS, Inverse
 from .tokens import Tokens
 
 THREADS = 2 * GROUP
@@ -431,20 +432,20 @@ class KdaPrepare(Tokens, Inverse):
 
     @cute.jit
     def attend(self, block, diag, acc, sub, lane, row):
-        """Writes 16 rows of Aqk: zeros behind the diagonal."""
+        """Writes 16 rows of Aqk, from the diagonal on."""
         own = cute.make_rmem_tensor(4, F32)
         rounded = cute.make_rmem_tensor(4, self.operand)
-        for r in cutlass.range_constexpr(2):
-            # The swizzle of a row splits: pairs of units go with the lane, units of a pair with the token's parity.
-            begin = (row + r) * CHUNK + (lane % 4 // 2 ^ r) * UNIT + lane % 2 * 4
-            begin = view(block.iterator, AQK + begin, 4).iterator
-            for d in cutlass.range_constexpr(SUBS):
-                for c in cutlass.range_constexpr(4):
-                    if cutlass.const_expr(d == 0):
-                        seen = lane % 4 * 4 + c <= lane // 4 * 2 + r
-                        own[c] = row_of(diag, r, c) if seen else F32(0.0)
-                    else:  # zero where there is no earlier sub-block: it stands for a later one then
-                        own[c] = row_of(acc[None, None, d - 1], r, c)
-                rounded.store(own.load().to(self.operand))
-                other = sub - d if d <= sub else cutlass.Int32(d)
-                cute.autovec_copy(rounded, view(begin, (other ^ lane // 4 % 4) * SUB, 4))
+        column = lane % 4 * 4
+        for d in cutlass.range_constexpr(SUBS):
+            if d <= sub:
+                unit = unit_of_triangle(row, (sub - d) * SUB + column // UNIT * UNIT)
+                target = view(block.iterator, AQK + unit + column % UNIT, 4)
+                for r in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(4):
+                        if cutlass.const_expr(d == 0):
+                            seen = column + c <= lane // 4 * 2 + r
+                            own[c] = row_of(diag, r, c) if seen else F32(0.0)
+                        else:
+                            own[c] = row_of(acc[None, None, d - 1], r, c)
+                    rounded.store(own.load().to(self.operand))
+                    cute.autovec_copy(rounded, view(target.iterator, r * SUB, 4))

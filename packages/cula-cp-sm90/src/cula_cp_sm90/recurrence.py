@@ -31,12 +31,15 @@ from .common import (
     KH,
     QG,
     SQUARE,
+    STAGED_AQK,
+    STAGED_BLOCK,
     T_PRIME,
     as_operand,
     by_token,
     issue,
     mma,
     swizzled,
+    view,
 )
 from .config import CHUNK, HEAD_DIM, V_TILE, RecurrenceConfig
 from .items import ITEM_WORDS, SLOTS, V_TILES, Items
@@ -63,9 +66,10 @@ class KdaRecurrence(Items):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.tiles, self.stages = config.tiles, config.stages
-        # Elements: where a stage's part of a block begins in it, and v behind that.
-        self.begin = KH if config.scan else 0
-        self.v_at = (BLOCK - self.begin + 511) // 512 * 512
+        # Elements: which part of a block a stage has, and where v is behind it.
+        self.begin, self.end = (KH, AQK) if config.scan else (QG, BLOCK)
+        self.squares = (STAGED_AQK if config.scan else STAGED_BLOCK) - T_PRIME
+        self.v_at = (T_PRIME + self.squares - self.begin + 511) // 512 * 512
         self.stage = self.v_at + self.tiles * SQUARE
         # Tiles of a head: of a scan also those of M.
         self.columns = V_TILES * (2 if config.scan else 1)
@@ -148,6 +152,7 @@ class KdaRecurrence(Items):
             defer_sync=True,
         )
         cute.arch.mbarrier_init_fence()
+        self.clear(base, tidx)
         cute.arch.sync_threads()
         if warp_idx >= 4 * self.tiles:
             if cutlass.const_expr(self.tiles > 1):
@@ -192,7 +197,7 @@ class KdaRecurrence(Items):
         mma_s = mma(self.operand, HEAD_DIM, OperandMajorMode.MN)
         part_x, part_s = mma_x.get_slice(tidx), mma_s.get_slice(tidx)
         kh = self.second(mma_x, part_x, base, KH, (CHUNK, HEAD_DIM), "k")
-        tt = self.second(mma_x, part_x, base, T_PRIME, (CHUNK, CHUNK), "k")
+        tt = self.second(mma_x, part_x, base, T_PRIME, (CHUNK, CHUNK), "panels")
         kg = self.second(mma_s, part_s, base, KG, (HEAD_DIM, CHUNK), "mn")
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_x
@@ -207,7 +212,7 @@ class KdaRecurrence(Items):
         decays = part_s.partition_C(decays)[(None, 0, None), 0, 0, None]
         if cutlass.const_expr(not scan):
             qg = self.second(mma_x, part_x, base, QG, (CHUNK, HEAD_DIM), "k")
-            aqk = self.second(mma_x, part_x, base, AQK, (CHUNK, CHUNK), "k")
+            aqk = self.second(mma_x, part_x, base, STAGED_AQK, (CHUNK, CHUNK), "panels")
             store_o = cute.make_tiled_copy_C(
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_x
             ).get_slice(tidx)
@@ -294,6 +299,17 @@ class KdaRecurrence(Items):
             if tidx < 32:
                 cute.arch.cp_async_bulk_wait_group(0)
 
+    @cute.jit
+    def clear(self, base: cute.Pointer, tidx):
+        """Zeros where T' and Aqk will be: nothing overwrites those above the diagonal."""
+        zeros = cute.make_rmem_tensor(8, self.operand)
+        zeros.fill(0.0)
+        for stage in cutlass.range_constexpr(self.stages):
+            first = stage * self.stage + T_PRIME - self.begin
+            for unit in cutlass.range(tidx, self.squares // 8, self.config.threads, unroll=1):
+                cute.autovec_copy(zeros, view(base, first + 8 * unit, 8))
+        cute.arch.fence_view_async_shared()
+
     def second(self, tiled_mma, part, base, offset, shape, major):
         """A matrix of the block as the second operand of a product, of every stage."""
         return tiled_mma.make_fragment_B(
@@ -303,7 +319,8 @@ class KdaRecurrence(Items):
     def staged(self, base, offset, shape, major, dtype):
         """A matrix of every stage, as [rows, columns, stage]."""
         layout = swizzled(shape, major, dtype)
-        pointer = cute.recast_ptr((base + offset).align(1024), layout.inner, dtype=dtype)
+        atom = 256 if major == "panels" else 1024
+        pointer = cute.recast_ptr((base + offset).align(atom), layout.inner, dtype=dtype)
         stages = cute.make_layout(self.stages, stride=self.stage)
         return cute.make_tensor(pointer, cute.append(layout.outer, stages))
 
