@@ -108,6 +108,7 @@ class KdaPrepare(Tokens, Inverse):
             min_blocks_per_mp=BLOCKS_PER_MP if self.config.bounded else 2,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=self.config.index_dtype is not None,
         )
 
     @cute.kernel
@@ -126,6 +127,7 @@ class KdaPrepare(Tokens, Inverse):
         lower_bound: cutlass.Float32,
         first_slot: cutlass.Int32,
     ):
+        cute.arch.griddepcontrol_launch_dependents()
         member, head_k, slot = cute.arch.block_idx()
         head = head_k * cute.arch.grid_dim()[0] + member
         batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
@@ -247,6 +249,9 @@ class KdaPrepare(Tokens, Inverse):
             else:
                 cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
                 self.invert(x_base, block, mine, acc, betas, sub, lane, row, tidx - GROUP)
+        if cutlass.const_expr(self.config.index_dtype is not None):
+            # Whoever waits for this kernel waits for the segment table too.
+            cute.arch.griddepcontrol_wait()
 
     # ---- operands and products --------------------------------------------------------------------------------------
 
