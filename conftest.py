@@ -85,15 +85,10 @@ def assert_close() -> Callable[..., float]:
 @pytest.fixture
 def nan_poison() -> Iterator[None]:
     """Fills every uninitialised tensor (`torch.empty` and its relatives) with NaN, integers with their maximum."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    # torch fills fresh memory only in deterministic mode; warn_only keeps every algorithm available.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    from cula_emulator.memory import poisoned_memory
+
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture(scope="session")

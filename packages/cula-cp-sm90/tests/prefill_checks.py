@@ -6,15 +6,14 @@ errors = check(x, kind="mixed", state="pool", device="cuda")
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 from kda_inputs import flags, int32, spaced
 from torch import Tensor
 
 from cula_cp_sm90 import chunk_kda, kda_workspace_bytes, reference
+from cula_emulator.memory import poisoned_memory
 
 MAX_ERROR = 3e-3
 # Operands in bfloat16, whatever the keys; keys that never change.
@@ -59,21 +58,6 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, bound: float = MAX
         worst = (rows / (size + size.square().mean().sqrt())).max().item()
         assert worst <= ROW_FACTOR * bound, f"{name}: a row is off by {worst:.3e}"
     return error
-
-
-@contextlib.contextmanager
-def fresh_memory_is_nan() -> Iterator[None]:
-    """Fills what torch allocates uninitialised with NaN (integers: their maximum, which are the bits of a NaN)."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def moved(x: dict, device: torch.device | str | None) -> dict:
@@ -184,7 +168,7 @@ def check(
         *outer, width = there["v"].shape
         wide = there["v"].new_full((*outer, width + (8 if gaps else 0)), math.nan)
         out, workspace = wide[..., :width], nan_workspace(there, chunks)
-        with fresh_memory_is_nan():
+        with poisoned_memory():
             got, final = attend(
                 there, gate, kind, state=state, indices=rows, out=out, workspace=workspace, state_v_first=v_first,
                 **options, **way,

@@ -15,15 +15,14 @@ A_i the running sum of a inside it and S the state before it,
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cula_emulator.memory import poisoned_memory
 from cula_lightning_sm90 import chunk_simple_gla, lightning_attn_fwd, lightning_attn_fwd_varlen
 
 MAX_OUTPUT_ERROR, MAX_STATE_ERROR, MAX_EXACT_STATE_ERROR = 5e-3, 3e-3, 2e-5
@@ -326,21 +325,6 @@ def _assert_close(
     return error
 
 
-@contextlib.contextmanager
-def fresh_memory_is_nan() -> Iterator[None]:
-    """Fills what torch allocates uninitialised, outputs and workspaces alike, with NaN (integers: their maximum)."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
 def stored(state: Tensor, v_first: bool) -> Tensor:
     """[.., K, V] laid out as a call with this flag takes it; the same again turns it back."""
     return state.mT.contiguous() if v_first else state
@@ -426,7 +410,7 @@ def check(
         initial = pool
         options["indices"] = torch.tensor(slots, dtype=torch.int32, device=out.device)
     before = initial.clone()
-    with fresh_memory_is_nan():
+    with poisoned_memory():
         got, final = attend(
             there, state=state, v_first=v_first, initial=initial, scale=scale, out=out, **options
         )

@@ -1,4 +1,4 @@
-"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs this package and torch, no pytest.
+"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs torch, this package and cula-emulator.
 
 Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer.
 racecheck reports races of tables that a warp hands over by one arriving thread, which it does not follow;
