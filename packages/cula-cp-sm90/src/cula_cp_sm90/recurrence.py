@@ -154,6 +154,10 @@ class KdaRecurrence(Items):
             defer_sync=True,
         )
         cute.arch.mbarrier_init_fence()
+        if warp_idx == 0:
+            cpasync.prefetch_descriptor(tma_v)
+            if cutlass.const_expr(not self.config.scan):
+                cpasync.prefetch_descriptor(tma_o)
         self.clear(base, tidx)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for blocks, the segment table and merged states
