@@ -128,8 +128,11 @@ class KdaPrepare(Tokens, Inverse):
         first_slot: cutlass.Int32,
     ):
         cute.arch.griddepcontrol_launch_dependents()
-        member, head_k, slot = cute.arch.block_idx()
-        head = head_k * cute.arch.grid_dim()[0] + member
+        member, head_k, number = cute.arch.block_idx()
+        group, _, slots = cute.arch.grid_dim()
+        head = head_k * group + member
+        # The last chunk first: what is written last is still in the L2 when the recurrence begins.
+        slot = slots - 1 - number
         batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
