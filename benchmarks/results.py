@@ -141,30 +141,33 @@ class Mismatch(ValueError):
 OF_THE_RUN = ("date", "clocks_before", "clocks_after")
 
 
+def refuse_another(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> None:
+    """Mismatch unless both measured the same op in the same way at the same commit on the same kind of machine."""
+    one, other = (
+        {k: v for k, v in result["provenance"].items() if k not in OF_THE_RUN}
+        | {k: result[k] for k in ("schema", "op", "place", "method", "notes")}
+        for result in (earlier, later)
+    )
+    for name in other:
+        if one.get(name) != other[name]:
+            raise Mismatch(
+                f"{name}: the results to join have {one.get(name)!r} and {other[name]!r}"
+            )
+
+
 def joined(
     earlier: Mapping[str, Any], later: Mapping[str, Any], order: Iterable[str]
 ) -> dict[str, Any]:
-    """The later result with the settings of an earlier one that it lacks, in the order of setting names given.
-
-    Mismatch unless both measured the same op in the same way at the same commit on the same kind of machine.
-    """
-
-    def same(result: Mapping[str, Any]) -> dict[str, Any]:
-        origin = {k: v for k, v in result["provenance"].items() if k not in OF_THE_RUN}
-        return origin | {k: result[k] for k in ("schema", "op", "place", "method", "notes")}
-
-    one, other = same(earlier), same(later)
-    if different := [name for name in other if one.get(name) != other[name]]:
-        name = different[0]
-        raise Mismatch(f"{name}: the results to join have {one.get(name)!r} and {other[name]!r}")
+    """The later result with the settings of an earlier one that it lacks, in the order of setting names given."""
+    refuse_another(earlier, later)
     number = {name: n for n, name in enumerate(order)}
+    measured = {entry["setting"] for field in ("skipped", "rows") for entry in later[field]}
     result = dict(later)
     for field in ("checks", "skipped", "rows"):
-        measured = {entry["setting"] for part in ("skipped", "rows") for entry in later[part]}
         entries = [e for e in earlier[field] if e["setting"] not in measured] + later[field]
         result[field] = sorted(entries, key=lambda e: number[e["setting"]])
-    clocks = {"clocks_before": earlier["provenance"]["clocks_before"]}
-    result["provenance"] = later["provenance"] | clocks
+    before = earlier["provenance"]["clocks_before"]
+    result["provenance"] = {**later["provenance"], "clocks_before": before}
     return result
 
 

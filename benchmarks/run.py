@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="keep what the file has of other settings, measured at the same commit",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.join and args.json is None:
+        parser.error("--join: expected --json too")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +111,7 @@ def _measure(
         path = results.result_path(op.name, card)
         if args.json not in (None, DEFAULT_PATH):
             path = Path(args.json)
+        earlier = results.load(path) if args.join and path.exists() else None
         try:
             with gpu.place_of(op) as place:
                 run = Run(
@@ -121,30 +125,23 @@ def _measure(
                     methods=args.methods,
                     release=torch.cuda.empty_cache,
                 )
-                where = place.describe()
-                whole = _joiner(op, path, args)
-                whole(run.result(origin, where))  # complains before anything is measured
+                if earlier:
+                    results.refuse_another(earlier, run.result(origin, place.describe()))
                 run.measure(progress.progress(settings))
                 origin["clocks_after"] = read_smi()
         except CheckFailed as error:
             return _fail(error, code=1)
         except (gpu.PlaceError, results.Mismatch) as error:
             return _fail(error)
-    result = run.result(origin, where)
+    result = run.result(origin, place.describe())
     _print(result)
+    if earlier:
+        order = [setting.name for setting in op.settings(args.quick)]
+        result = results.joined(earlier, result, order)
     if args.json is not None:
-        results.save(whole(result), path)
+        results.save(result, path)
         print(f"wrote {path}")
     return 0
-
-
-def _joiner(op: Op, path: Path, args: argparse.Namespace) -> Callable[[dict], dict]:
-    """With --join what adds the settings of the file that is there; `results.Mismatch` says why it cannot."""
-    if not (args.join and path.exists()):
-        return lambda result: result
-    earlier = results.load(path)
-    order = [setting.name for setting in op.settings(args.quick)]
-    return lambda result: results.joined(earlier, result, order)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -150,8 +150,9 @@ def test_sanitizer_deals_out_the_problems(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_sanitizer_knows_its_arguments(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    problems = sanitizer.command(root / "packages/liteattention-sm89", "memcheck", 0, 1)[-3]
-    assert Path(problems).is_file()
+    package = root / "packages/liteattention-sm89"
+    problems = Path(sanitizer.command(package, "memcheck", 0, 1)[-3])
+    assert problems == package / "tests/sanitizer.py" and problems.is_file()
     jobs = ["liteattention-sm89", "--jobs", "0"]
     for wrong in (jobs, ["liteattention-sm89", "racechek"], ["liteattention"], []):
         with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -43,9 +44,9 @@ def _variant(name: str, parts: int) -> Provider:
     return Provider(
         name,
         "variant",
-        lambda problem, x: _call(parts, problem, x),
+        functools.partial(_call, parts),
         _kda.moved,
-        supports=lambda problem: _supports(parts, problem),
+        supports=functools.partial(_supports, parts),
     )
 
 

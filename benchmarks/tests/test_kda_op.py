@@ -520,11 +520,13 @@ def test_every_number_of_parts_is_checked_and_timed(small, monkeypatch):
         seen.append(config.parts_of(0, 0, 0, 0, "auto"))
         return v, None
 
+    def result(problem, x):
+        chunk_kda(x.q, x.k, x.v)
+        return naive(problem, x)
+
     monkeypatch.setattr("cula_cp_sm90.chunk_kda", chunk_kda)
+    monkeypatch.setitem(_kda_providers._RESULTS, "cula", result)
     problem = problem_of(40)
-    monkeypatch.setitem(
-        _kda_providers._RESULTS, "cula", lambda p, x: (chunk_kda(x.q, x.k, x.v), naive(p, x))[1]
-    )
     x = _kda.make_inputs(problem, "cpu", 0)
     for provider in kda_prefill_parts.OP.providers:
         if provider.role == "variant":

@@ -247,6 +247,13 @@ def test_run_joins_settings_of_one_measurement(toy_card, tmp_path):
     assert {row["setting"] for row in results.load(path)["rows"]} == {"large"}
 
 
+def test_run_joins_only_what_it_writes(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run.main(["lightning_decode", "--join"])
+    assert stop.value.code == 2
+    assert "--join: expected --json too" in capsys.readouterr().err
+
+
 def test_run_joins_nothing_else(toy_card, monkeypatch, tmp_path, capsys, backend):
     path = tmp_path / "toy.json"
     assert run.main(["toy", "--settings", "small", "--json", str(path)]) == 0

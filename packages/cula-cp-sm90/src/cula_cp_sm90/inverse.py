@@ -149,7 +149,8 @@ class Inverse:
     @cute.jit
     def take(self, sInv: cute.Tensor, block, betas, tidx):
         """T' goes to the block. A thread has one unit of every 16th row, from the diagonal on."""
-        row, column = tidx // UNIT, tidx % UNIT * UNIT
+        units = CHUNK // UNIT  # of a row
+        row, column = tidx // units, tidx % units * UNIT
         beta = cute.make_rmem_tensor(UNIT, F32)
         cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
         source = view(sInv.iterator, row * STRIDE + column, UNIT)

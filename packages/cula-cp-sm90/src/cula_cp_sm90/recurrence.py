@@ -58,7 +58,7 @@ class KdaRecurrence(Items):
 
     | shared memory | bytes | slots |
     |---|---|---|
-    | block (in a scan without qg and Aqk), v [64, 64] per tile | config.stage_bytes | config.stages |
+    | block with all of T' and Aqk (in a scan without qg and Aqk), v [64, 64] per tile | 2 stage | config.stages |
     | o [64, 64] per tile | 8192 tiles | 2 |
     """
 
