@@ -133,11 +133,6 @@ def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:
     assert ctas * (shared + SYSTEM_BYTES) <= SHARED_BYTES, shared
 
 
-def assert_overlap(kernel: resources.KernelResources, waits: bool, signals: bool) -> None:
-    """All but the first kernel of a call wait for the one before, all but the last say that the next may start."""
-    assert (kernel.count("ACQBULK"), kernel.count("PREEXIT")) == (waits, signals)
-
-
 @pytest.mark.parametrize("config", PREPARE_CONFIGS, ids=label)
 def test_prepare(config):
     kernel = build(config)
@@ -148,7 +143,6 @@ def test_prepare(config):
     assert kernel.count("LDGSTS.128") >= 8
     assert kernel.count("LDG.128") == (4 if config.gate_dtype == "float32" else 2)
     assert kernel.count("STG.128") >= 12
-    assert_overlap(kernel, waits=config.index_dtype is not None, signals=True)
 
 
 @pytest.mark.parametrize("config", RECURRENCE_CONFIGS, ids=label)
@@ -161,7 +155,6 @@ def test_recurrence(config):
     assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)
     assert kernel.threads == (config.threads, 1, 1)
     assert_ctas_fit(kernel, 1)
-    assert_overlap(kernel, waits=True, signals=config.scan)
 
     # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
     products = {"x": 8, "u": 4, "state": 4} | ({} if config.scan else {"inter": 8, "intra": 4})
@@ -182,11 +175,8 @@ def test_merge(config):
     kernel = build(config)
     resources.check(kernel, expect=("HMMA",))
     assert_ctas_fit(kernel, 1)
-    assert_overlap(kernel, waits=True, signals=True)
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_segment_table(index_dtype):
-    kernel = build(launch.TableConfig(index_dtype))
-    resources.check(kernel)
-    assert_overlap(kernel, waits=False, signals=True)
+    resources.check(build(launch.TableConfig(index_dtype)))

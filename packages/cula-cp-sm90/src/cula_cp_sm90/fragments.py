@@ -60,8 +60,7 @@ def unit_of_triangle(row, column):
 
 def place_of(lane):
     """Where a lane's units lie among those of its warp."""
-    unit, pair = lane % 4, lane // 4
-    return 8 * unit + (pair ^ 2 * unit)
+    return lane ^ lane // 8
 
 
 def fetch_first(units: cute.Tensor, places, m, step, lane, x: cute.Tensor):

@@ -14,25 +14,36 @@ from .fragments import UNIT, unit_of_triangle
 
 GROUP = 128  # threads that invert
 SUBS = CHUNK // SUB
-STRIDE = CHUNK + 8  # of a row of a matrix in shared memory: rows fall on different banks
+# Of a row of a matrix in shared memory: rows fall on different banks.
+STRIDE = CHUNK + 8
+AKK_STRIDE = CHUNK - SUB + 8
 DIAG_STRIDE = SUB + 4
-BARRIER_HALF, BARRIER_GROUP = 1, 2
+AKK = (CHUNK - SUB) * AKK_STRIDE
+INVERSE_BYTES = 2 * (AKK + CHUNK * STRIDE) + 4 * CHUNK * DIAG_STRIDE
+BARRIER_HALF, BARRIER_SPAN, BARRIER_GROUP = 1, 2, 3
 
 
 class Inverse:
-    """Two warps substitute and form the Schur complements, four bring Akk and take T' away."""
+    """Two warps substitute and form the Schur complements, four bring Akk and all take T' away."""
+
+    def matrices(self, base: cute.Pointer):
+        """Of INVERSE_BYTES of shared memory: Akk from row 16 on without its diagonal blocks, its inverse, and Akk's
+        diagonal blocks."""
+        base = cute.recast_ptr(base, dtype=F16)
+        below = cute.make_layout((CHUNK - SUB, CHUNK - SUB), stride=(AKK_STRIDE, 1))
+        whole = cute.make_layout((CHUNK, CHUNK), stride=(STRIDE, 1))
+        blocks = cute.make_layout((SUB, SUB, SUBS), stride=(1, DIAG_STRIDE, SUB * DIAG_STRIDE))
+        diagonal = cute.recast_ptr(base + AKK + CHUNK * STRIDE, dtype=F32)
+        return (
+            cute.make_tensor(base, below),
+            cute.make_tensor(base + AKK, whole),
+            cute.make_tensor(diagonal, blocks),
+        )
 
     @cute.jit
-    def invert(self, base: cute.Pointer, block, diag, acc, betas, sub, lane, row, tidx):
-        """diag, acc: products of keys as the MMA leaves them; base: 23,552 bytes of shared memory nobody else reads."""
-        base = cute.recast_ptr(base, dtype=F16)
-        sA = cute.make_tensor(base, cute.make_layout((CHUNK, CHUNK), stride=(STRIDE, 1)))
-        sInv = cute.make_tensor(base + CHUNK * STRIDE, sA.layout)
-        diagonal = cute.recast_ptr(base + 2 * CHUNK * STRIDE, dtype=F32)
-        sZ = cute.make_tensor(
-            diagonal,
-            cute.make_layout((SUB, SUB, SUBS), stride=(1, DIAG_STRIDE, SUB * DIAG_STRIDE)),
-        )
+    def invert(self, base: cute.Pointer, diag, acc, betas, sub, lane, row, tidx):
+        """diag, acc: products of keys as the MMA leaves them; base: memory for `matrices` that nobody else reads."""
+        sA, sInv, sZ = self.matrices(base)
         self.bring(sA, sZ, diag, acc, betas, sub, lane, row)
         self.meet()
         pair = cute.arch.make_warp_uniform(tidx // 32)
@@ -44,8 +55,6 @@ class Inverse:
         self.meet()
         if pair < 2:
             self.complement(sA, sInv, pair + 2, 0, 2, lane)
-        self.meet()
-        self.take(sInv, block, betas, tidx)
 
     def meet(self):
         cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
@@ -67,7 +76,7 @@ class Inverse:
                         own[c] = beta * acc[2 * r + c // 2, c % 2, d - 1]
                     rounded = cute.make_rmem_tensor(4, F16)
                     rounded.store(own.load().to(F16))
-                    at = (row + r) * STRIDE + (sub - d) * SUB + lane % 4 * 4
+                    at = (row + r - SUB) * AKK_STRIDE + (sub - d) * SUB + lane % 4 * 4
                     cute.autovec_copy(rounded, view(sA.iterator, at, 4))
 
     @cute.jit
@@ -85,7 +94,8 @@ class Inverse:
             for m in cutlass.range_constexpr(i):
                 value = value - z_row[m] * x[m]
             x[i] = value
-            sInv[number * SUB + i, number * SUB + column] = value.to(F16)
+        for i in cutlass.range_constexpr(SUB):
+            sInv[number * SUB + i, number * SUB + column] = x[i].to(F16)
 
     @cute.jit
     def complement(self, sA, sInv, to, first, size: cutlass.Constexpr, lane):
@@ -101,7 +111,7 @@ class Inverse:
             acc.fill(0.0)
             for m in cutlass.range(first + size, to + 1, unroll=1):
                 self.fetch_a(mma, sInv, to, m, a, lane)
-                self.fetch_b(mma, sA, m, first + j, b, lane)
+                self.fetch_b(mma, sA, m - 1, first + j, b, lane)
                 cute.gemm(mma, acc, a, b, acc)
             negative = cute.make_rmem_tensor(cute.size(acc), F32)
             for i in cutlass.range_constexpr(cute.size(acc)):
@@ -147,29 +157,30 @@ class Inverse:
         cute.copy(load, load.partition_S(turned), load.retile(fragment))
 
     @cute.jit
-    def take(self, sInv: cute.Tensor, block, betas, tidx):
-        """T' goes to the block. A thread has one unit of every 16th row, from the diagonal on."""
+    def take(self, base: cute.Pointer, block, betas, tidx):
+        """T' goes to the block. A thread of all has one unit of a row and of the 32nd behind it, from the diagonal on."""
         units = CHUNK // UNIT  # of a row
         row, column = tidx // units, tidx % units * UNIT
+        apart = 2 * GROUP // units
         beta = cute.make_rmem_tensor(UNIT, F32)
         cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
+        _, sInv, _ = self.matrices(base)
         source = view(sInv.iterator, row * STRIDE + column, UNIT)
-        target = view(block.iterator, T_PRIME + unit_of_triangle(row, column), UNIT)
-        held = cute.make_rmem_tensor((UNIT, SUBS), F16)
-        for i in cutlass.range_constexpr(SUBS):
-            if column // SUB <= i:
-                cute.autovec_copy(view(source.iterator, i * SUB * STRIDE, UNIT), held[None, i])
+        held = cute.make_rmem_tensor(UNIT, F16)
         weighed = cute.make_rmem_tensor(UNIT, F32)
         rounded = cute.make_rmem_tensor(UNIT, self.operand)
-        for i in cutlass.range_constexpr(SUBS):
-            if column // SUB <= i:
+        for i in cutlass.range_constexpr(CHUNK // apart):
+            if column // SUB <= (row + apart * i) // SUB:
+                cute.autovec_copy(view(source.iterator, apart * i * STRIDE, UNIT), held)
                 for c in cutlass.range_constexpr(UNIT):
-                    weighed[c] = held[c, i].to(F32) * beta[c]
+                    weighed[c] = held[c].to(F32) * beta[c]
                 rounded.store(weighed.load().to(self.operand))
-                cute.autovec_copy(rounded, view(target.iterator, i * SUB * SUB, UNIT))
+                unit = T_PRIME + unit_of_triangle(row + apart * i, column)
+                cute.autovec_copy(rounded, view(block.iterator, unit, UNIT))
 
 
 def tile(matrix, i, j):
     """Block (i, j) of a matrix in shared memory."""
-    pointer = matrix.iterator + cute.assume(i * SUB * STRIDE + j * SUB, divby=8)
-    return cute.make_tensor(pointer, cute.make_layout((SUB, SUB), stride=(STRIDE, 1)))
+    stride = matrix.stride[0]
+    pointer = matrix.iterator + cute.assume(i * SUB * stride + j * SUB, divby=8)
+    return cute.make_tensor(pointer, cute.make_layout((SUB, SUB), stride=(stride, 1)))

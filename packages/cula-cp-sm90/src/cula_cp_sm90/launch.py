@@ -252,14 +252,12 @@ def run(
     for piece in range(spread.pieces):
         first = piece * spread.piece_slots
         held = min(spread.piece_slots, slots - first)
-        # The first kernel waits for everything before it, the others only for those of this call; the last one signals
-        # to nobody.
+        prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks, scale, lower_bound, first, held)
         if packed:
             segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
             counters = q.new_empty(2, dtype=torch.int32)
             table = kernel_for(TableConfig(index_dtype))
             table(cu_seqlens, segments, counters, segment_tokens, min(tokens, segment_tokens))
-        prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks, scale, lower_bound, first, held)
         if spread.split:
             maps = q.new_empty(
                 (spread.segments, heads_v, 2 * HEAD_DIM, HEAD_DIM), dtype=torch.float32

@@ -43,10 +43,7 @@ class KdaMerge:
     ):
         """The arguments of `launch.merge_arguments`, which describes them; what the config does not have is None."""
         self.kernel(maps, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
-            grid=(sequences * maps.shape[1] * GROUPS, 1, 1),
-            block=(THREADS, 1, 1),
-            stream=stream,
-            use_pdl=True,
+            grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -60,7 +57,6 @@ class KdaMerge:
         tokens: cutlass.Int32,
         segment_tokens: cutlass.Int32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         heads = maps.shape[1]
@@ -84,7 +80,6 @@ class KdaMerge:
         # [row, column, leading or remaining bits]
         halves = cute.make_layout((ROWS, HEAD_DIM, 2), stride=(STRIDE, 1, ROWS * STRIDE))
         sS = smem.allocate_tensor(F32, halves, byte_alignment=16)
-        cute.arch.griddepcontrol_wait()  # for the maps
         if row >= 0:
             self.begin(starts[segment, head, None, None], initial, row, head, rows, tidx)
             if parts > 1:

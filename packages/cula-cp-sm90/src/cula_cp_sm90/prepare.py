@@ -35,7 +35,7 @@ from .fragments import (
     unit_of_triangle,
     widen_pair,
 )
-from .inverse import BARRIER_HALF, GROUP, SUBS, Inverse
+from .inverse import BARRIER_HALF, BARRIER_SPAN, GROUP, INVERSE_BYTES, SUBS, Inverse
 from .tokens import Tokens
 
 THREADS = 2 * GROUP
@@ -53,14 +53,15 @@ class KdaPrepare(Tokens, Inverse):
 
     | warps | work |
     |---|---|
-    | all | gates, norms, kh, qg, kg; products inside a sub-block over their half of the channels |
-    | 0-3 | Aqk over all channels, and out |
-    | 4-7 | Akk over all channels, inverse, T' |
+    | all | gates and norms; products inside a sub-block over their half of the channels |
+    | 0-3 | Aqk over all channels; results but T' |
+    | 4-7 | Akk over all channels; inverse |
+    | all | T' |
 
     | shared memory | bytes |
     |---|---|
-    | q, k as they come; 2^g q, 2^g k, 2^(e - g) k; at last Akk and its inverse | 49,152 |
-    | products inside a sub-block, for the other half | 8,192 |
+    | q, k as they come; 2^g q, 2^g k, 2^(e - g) k | 49,152 |
+    | half of the gates; products inside a sub-block, for the other half; Akk and its inverse | 19,712 |
     | 2^e and products of them, norms, beta, dt_bias | 5,888 |
     """
 
@@ -108,7 +109,6 @@ class KdaPrepare(Tokens, Inverse):
             min_blocks_per_mp=BLOCKS_PER_MP if self.config.bounded else 2,
             preferred_smem_carveout=100,
             stream=stream,
-            use_pdl=self.config.index_dtype is not None,
         )
 
     @cute.kernel
@@ -127,7 +127,6 @@ class KdaPrepare(Tokens, Inverse):
         lower_bound: cutlass.Float32,
         first_slot: cutlass.Int32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
         member, head_k, number = cute.arch.block_idx()
         group, _, slots = cute.arch.grid_dim()
         head = head_k * group + member
@@ -142,14 +141,14 @@ class KdaPrepare(Tokens, Inverse):
 
         smem = SmemAllocator()
         x_base = smem.allocate_array(self.operand, 12 * UNIT * THREADS, byte_alignment=16)
-        # The gates of the thread's second unit, by 16 bytes: [channel, thread, plane, token]; sums lie there later.
+        # The gates of the thread's second unit, by 16 bytes: [channel, thread, plane, token]. Later products for the
+        # other half of the channels, and at last what the inverse needs.
         gate_dtype = DTYPES[self.config.gate_dtype]
         plane = 128 // gate_dtype.width
         planes = cute.make_layout((plane, THREADS, UNIT // plane, 2))
-        sG = smem.allocate_tensor(gate_dtype, planes, byte_alignment=16)
-        sDiag = cute.make_tensor(
-            cute.recast_ptr(sG.iterator, dtype=F32), cute.make_layout((4, THREADS, 2))
-        )
+        shared = smem.allocate_array(F32, INVERSE_BYTES // 4, byte_alignment=16)
+        sG = cute.make_tensor(cute.recast_ptr(shared, dtype=gate_dtype), planes)
+        sDiag = cute.make_tensor(shared, cute.make_layout((4, THREADS, 2)))
         ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
         # [channel, sub-block, before or behind it]
         spans = smem.allocate_tensor(
@@ -237,24 +236,24 @@ class KdaPrepare(Tokens, Inverse):
             mine = self.exchange(diag, sDiag, half, place)
             block = blocks[slot, head, None]
             cute.arch.sync_threads()
-            self.span(ends, spans, block, tidx)
             for i in cutlass.range_constexpr(2):
                 other = sDiag[None, place ^ GROUP, i].load()
                 mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
+            if half == 0:
+                cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
+                self.span(ends, spans, block, tidx)
             acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
             acc.fill(0.0)
             self.multiply(sX, ends, acc, sub, half, lane)
-            cute.arch.sync_threads()
-            self.store(sX, block, spans, row, channel, sub, half, lane, place)
             if half == 0:
-                cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
                 self.attend(block, mine, acc, sub, lane, row)
+                cute.arch.barrier(barrier_id=BARRIER_SPAN, number_of_threads=GROUP)
+                self.store(sX, block, spans, row, channel, sub, lane, place)
             else:
                 cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
-                self.invert(x_base, block, mine, acc, betas, sub, lane, row, tidx - GROUP)
-        if cutlass.const_expr(self.config.index_dtype is not None):
-            # Whoever waits for this kernel waits for the segment table too.
-            cute.arch.griddepcontrol_wait()
+                self.invert(shared, mine, acc, betas, sub, lane, row, tidx - GROUP)
+            cute.arch.sync_threads()
+            self.take(shared, block, betas, tidx)
 
     # ---- operands and products --------------------------------------------------------------------------------------
 
@@ -394,20 +393,22 @@ class KdaPrepare(Tokens, Inverse):
             decay[tidx] = before
 
     @cute.jit
-    def store(self, sX, block, spans, row, channel, sub, half, lane, place):
-        """kh, qg, kg of the thread's units."""
+    def store(self, sX, block, spans, row, channel, sub, lane, place):
+        """kh, qg, kg of the thread's units, and of those of the other half of the channels."""
         x = cute.make_rmem_tensor(UNIT, self.operand)
         factor = cute.make_rmem_tensor((UNIT, 2), self.operand)
-        for m in cutlass.range_constexpr(2):
-            for end in cutlass.range_constexpr(2):
-                span = unit_of(spans[None, sub, end], channel + 32 * m, UNIT)
-                cute.autovec_copy(span, factor[None, end])
-            for r in cutlass.range_constexpr(2):
-                for which in cutlass.range_constexpr(3):
-                    cute.autovec_copy(sX[None, place, m, r, which], x)
-                    x.store(x.load() * factor[None, which // 2].load())
-                    unit = unit_of_panel(block, (QG, KH, KG)[which], half, row, lane, m, r)
-                    cute.autovec_copy(x, unit)
+        for side in cutlass.range_constexpr(2):
+            for m in cutlass.range_constexpr(2):
+                at = channel + 64 * side + 32 * m
+                for end in cutlass.range_constexpr(2):
+                    span = unit_of(spans[None, sub, end], at, UNIT)
+                    cute.autovec_copy(span, factor[None, end])
+                for r in cutlass.range_constexpr(2):
+                    for which in cutlass.range_constexpr(3):
+                        cute.autovec_copy(sX[None, place + GROUP * side, m, r, which], x)
+                        x.store(x.load() * factor[None, which // 2].load())
+                        unit = unit_of_panel(block, (QG, KH, KG)[which], side, row, lane, m, r)
+                        cute.autovec_copy(x, unit)
 
     @cute.jit
     def multiply(self, sX, ends, acc, sub, half, lane):

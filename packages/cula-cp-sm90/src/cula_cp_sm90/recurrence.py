@@ -101,7 +101,7 @@ class KdaRecurrence(Items):
             blocks, tma_v, mV, tma_o, mO, out, initial, indices, final, maps, starts, segments, counter, segment_tokens,
             first_slot,
         ).launch(
-            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
 
     @cute.kernel
@@ -123,8 +123,6 @@ class KdaRecurrence(Items):
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
     ):
-        if cutlass.const_expr(self.config.scan):
-            cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
@@ -154,13 +152,8 @@ class KdaRecurrence(Items):
             defer_sync=True,
         )
         cute.arch.mbarrier_init_fence()
-        if warp_idx == 0:
-            cpasync.prefetch_descriptor(tma_v)
-            if cutlass.const_expr(not self.config.scan):
-                cpasync.prefetch_descriptor(tma_o)
         self.clear(base, tidx)
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()  # for blocks, the segment table and merged states
         if warp_idx >= 4 * self.tiles:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_decrease(24)
