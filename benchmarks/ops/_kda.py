@@ -234,6 +234,10 @@ def _chunk(
     return output * q.shape[-1] ** -0.5, kept + fed
 
 
+# What the oracle said of the last setting: providers are checked one after the other, on the same inputs.
+_expected: dict[tuple[str, str], Result] = {}
+
+
 def check_kda(
     run: Callable[[Setting, Inputs], Result],
     problem: Setting,
@@ -247,7 +251,12 @@ def check_kda(
     """
     x = make_inputs(problem, device, seed=20_231)
     heads = checked_heads(problem.params["H"])
-    (output, state), spare = oracle(problem, x, heads), SpareRows(x.state, x.indices)
+    known = (problem.name, str(device))
+    if known not in _expected:
+        _expected.clear()
+        _expected[known] = oracle(problem, x, heads)
+    output, state = _expected[known]
+    spare = SpareRows(x.state, x.indices)
     o, final = run(problem, x)
     refuse_not_finite(problem, output=o, final_state=final)
     spare.refuse_changed(problem)

@@ -2,8 +2,11 @@
 
 The lane 4 n + t of a warp has tokens 2 n and 2 n + 1 of a sub-block, and of 32 channels the unit t. As a first operand
 the tokens are rows n and n + 8, as a second one column n of two tiles; which channels an instruction takes is of no
-account, as long as it is the same ones on both sides. In shared memory the units of a warp are so placed that
-a lane's own 16 bytes and ldmatrix of the 8 lanes with one unit fall on all banks.
+account, as long as it is the same ones on both sides.
+
+In shared memory a warp has a line of 8 units for each of its 16 tokens. They are swapped in a line so that ldmatrix and
+a lane's own 16 bytes fall on all banks; global memory is read and written by whole lines, in 8 lanes, a lane taking the
+same unit of every fourth token (`place_in_line`).
 """
 
 import cutlass
@@ -14,6 +17,8 @@ from .common import F32, I32, view
 from .config import CHUNK, SUB
 
 UNIT = 8  # channels of 16 bytes; a thread holds two units of a row
+LINE = 8  # units
+LINES = 16  # of a warp
 
 
 def row_of(acc, r, c):
@@ -43,10 +48,10 @@ def unit_of(row, at, size):
     return view(row.iterator, at, size, UNIT)
 
 
-def unit_of_panel(block, offset, panel, row, lane, m, r):
-    """The thread's unit m of token r in a [64, 128] matrix of the block; row is even."""
-    first = row * 64 + (lane % 4 ^ row % 8) * UNIT
-    at = (first ^ (32 * m + UNIT * r)) + 64 * r + offset + panel * (CHUNK * 64)
+def unit_of_panel(block, offset, panel, sub, lane, j):
+    """The j-th unit that a lane takes of a line, in the block: `panel` of 64 channels of a [64, 128] matrix."""
+    first = (sub * SUB + lane // LINE) * 64 + (lane % LINE ^ lane // LINE) * UNIT
+    at = (first ^ 4 * UNIT * (j % 2)) + 4 * 64 * j + offset + panel * (CHUNK * 64)
     return view(block.iterator, at, UNIT)
 
 
@@ -58,28 +63,34 @@ def unit_of_triangle(row, column):
     return above + row * SUB + (unit ^ row // 4 % 2) * UNIT
 
 
-def place_of(lane):
-    """Where a lane's units lie among those of its warp."""
-    return lane ^ lane // 8
+def place_of(pair, unit):
+    """Where unit 0 ... 7 of the even one of two tokens lies among those of a warp. That of the odd one is a line
+    further on, and unit u ^ x at place ^ x."""
+    return 2 * LINE * pair + (unit ^ pair % 2 * 4 ^ pair // 2)
 
 
-def fetch_first(units: cute.Tensor, places, m, step, lane, x: cute.Tensor):
-    """Of units of 16 bits [channel, place, unit, token] 16 channels for one tile of 16 rows: x is
-    [2 channels, token, half of the channels]. places: where those of the wanted warp begin."""
-    _fetch(units, places, m, 2 * step + lane // 16, lane // 8 % 2, lane, x)
+def place_in_line(lane, j):
+    """Where the j-th of four units lies that a lane takes of lines: unit lane % 8 of token lane // 8 + 4 j."""
+    return ((lane ^ lane // 16 * 4) ^ j) + 4 * LINE * j
 
 
-def fetch_second(units: cute.Tensor, places, m, step, lane, x: cute.Tensor):
+def fetch_first(units: cute.Tensor, first, m, step, lane, x: cute.Tensor):
+    """Of units of 16 bits [channel, place] 16 channels for one tile of 16 rows: x is
+    [2 channels, token, half of the channels]. first: where those of the wanted warp begin."""
+    _fetch(units, first, lane // 16, 4 * m + 2 * step, lane // 8 % 2, lane, x)
+
+
+def fetch_second(units: cute.Tensor, first, m, step, lane, x: cute.Tensor):
     """The same for two tiles of 8 columns: x is [2 channels, half of the channels, token]."""
-    _fetch(units, places, m, 2 * step + lane // 8 % 2, lane // 16, lane, x)
+    _fetch(units, first, lane // 8 % 2, 4 * m + 2 * step, lane // 16, lane, x)
 
 
 @cute.jit
-def _fetch(units, places, m, unit, token, lane, x):
-    """Lane 8 i + n brings row n of the i-th of four matrices."""
+def _fetch(units, first, half, unit, token, lane, x):
+    """Lane 8 i + n brings row n of the i-th of four matrices, from the unit's first or second neighbour."""
     copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), units.element_type)
-    at = units.layout((0, places + place_of(lane % 8 * 4 + unit), m, token))
-    source = view(units.iterator, at, UNIT)
+    at = (first + LINE * token + place_of(lane % 8, half)) ^ unit
+    source = view(units.iterator, at * UNIT, UNIT)
     flat = cute.make_layout((UNIT, 1))
     cute.copy(copy, cute.make_tensor(source.iterator, flat), cute.make_tensor(x.iterator, flat))
 

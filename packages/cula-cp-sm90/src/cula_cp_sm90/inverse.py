@@ -158,7 +158,7 @@ class Inverse:
 
     @cute.jit
     def take(self, base: cute.Pointer, block, betas, tidx):
-        """T' goes to the block. A thread of all has one unit of a row and of the 32nd behind it, from the diagonal on."""
+        """T' goes to the block. Of 256 threads each has a unit of two rows, from the diagonal on."""
         units = CHUNK // UNIT  # of a row
         row, column = tidx // units, tidx % units * UNIT
         apart = 2 * GROUP // units

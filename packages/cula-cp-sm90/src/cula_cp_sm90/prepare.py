@@ -22,10 +22,13 @@ from cutlass.memory import SmemAllocator
 from .common import AQK, DECAY, DTYPES, F32, KG, KH, LOG2_E, QG, exp2, find_chunk, view
 from .config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
+    LINE,
+    LINES,
     UNIT,
     copy_sums,
     fetch_first,
     fetch_second,
+    place_in_line,
     place_of,
     row_of,
     rows_by_rows,
@@ -39,6 +42,7 @@ from .inverse import BARRIER_HALF, BARRIER_SPAN, GROUP, INVERSE_BYTES, SUBS, Inv
 from .tokens import Tokens
 
 THREADS = 2 * GROUP
+PLACES = THREADS // 32 * LINES * LINE  # of units, in shared memory
 HALF = UNIT // 2
 LANE_OF_UNIT = 0x031F  # of a shuffle: the two lowest bits of the lane's number stay
 HALVINGS = 4  # until a half of a sub-block is a single row
@@ -61,7 +65,7 @@ class KdaPrepare(Tokens, Inverse):
     | shared memory | bytes |
     |---|---|
     | q, k as they come; 2^g q, 2^g k, 2^(e - g) k | 49,152 |
-    | half of the gates; products inside a sub-block, for the other half; Akk and its inverse | 19,712 |
+    | gates, half of them if fp32; products inside a sub-block, for the other half; Akk and its inverse | 19,712 |
     | 2^e and products of them, norms, beta, dt_bias | 5,888 |
     """
 
@@ -136,19 +140,25 @@ class KdaPrepare(Tokens, Inverse):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
-        place = tidx - lane + place_of(lane)  # of the thread's units
         half, sub = warp_idx // SUBS, warp_idx % SUBS
+        lines = warp_idx * (LINES * LINE)  # where those of the warp begin
+        place = lines + place_of(lane // 4, lane % 4)  # of the thread's first unit
 
         smem = SmemAllocator()
-        x_base = smem.allocate_array(self.operand, 12 * UNIT * THREADS, byte_alignment=16)
-        # The gates of the thread's second unit, by 16 bytes: [channel, thread, plane, token]. Later products for the
-        # other half of the channels, and at last what the inverse needs.
+        x_base = smem.allocate_array(self.operand, 3 * UNIT * PLACES, byte_alignment=128)
+        # Gates by 16 bytes [channel, place], of fp32 those of the second 32 channels. Later products for the other half
+        # of the channels, and at last what the inverse needs.
         gate_dtype = DTYPES[self.config.gate_dtype]
         plane = 128 // gate_dtype.width
-        planes = cute.make_layout((plane, THREADS, UNIT // plane, 2))
-        shared = smem.allocate_array(F32, INVERSE_BYTES // 4, byte_alignment=16)
-        sG = cute.make_tensor(cute.recast_ptr(shared, dtype=gate_dtype), planes)
-        sDiag = cute.make_tensor(shared, cute.make_layout((4, THREADS, 2)))
+        shared = smem.allocate_array(F32, INVERSE_BYTES // 4, byte_alignment=128)
+        sG = cute.make_tensor(
+            cute.recast_ptr(shared, dtype=gate_dtype), cute.make_layout((plane, PLACES))
+        )
+        # [register, thread, tile]; a warp has them where its own gates were.
+        exchanged = cute.make_layout(
+            (4, (32, THREADS // 32), 2), stride=(1, (4, 4 * LINES * LINE), 128)
+        )
+        sDiag = cute.make_tensor(shared, exchanged)
         ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
         # [channel, sub-block, before or behind it]
         spans = smem.allocate_tensor(
@@ -158,8 +168,8 @@ class KdaPrepare(Tokens, Inverse):
         norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
         sBias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
         betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
-        # [channel, place, unit, token, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
-        units = cute.make_layout((UNIT, THREADS, 2, 2, 3))
+        # [channel, place, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
+        units = cute.make_layout((UNIT, PLACES, 3))
         sX = cute.make_tensor(x_base, units)
         sRaw = cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units)
         sSums = None
@@ -171,23 +181,23 @@ class KdaPrepare(Tokens, Inverse):
             row = sub * SUB + lane // 4 * 2
             channel = half * (HEAD_DIM // 2) + lane % 4 * UNIT
             # Rows past the end read the last one; their decays, keys and queries are made zero.
-            first = token + cutlass.min(row, left - 1)
-            apart = cutlass.Int32(row + 1 < left)
             inside = (
                 F32(1.0) if row < left else F32(0.0),
                 F32(1.0) if row + 1 < left else F32(0.0),
             )
-            for which, x in enumerate((mQ, mK)):
-                rows = self.rows(x[batch, None, head_k, None], first, apart)
-                self.load(rows, sRaw, which, channel, place)
-            rows = self.rows(mG[batch, None, head, None], first, apart)
+            asked = sub * SUB + lane // LINE
+            rows = [token + cutlass.min(asked + 4 * j, left - 1) for j in range(4)]
+            wanted = half * (HEAD_DIM // 2) + lane % LINE * UNIT
+            self.load(mQ[batch, None, head_k, None], sRaw[None, None, 0], rows, wanted, lines, lane)
+            self.load(mK[batch, None, head_k, None], sRaw[None, None, 1], rows, wanted, lines, lane)
+            gate = mG[batch, None, head, None]
             g_raw = cute.make_rmem_tensor((UNIT, 2), gate_dtype)
-            for r in cutlass.range_constexpr(2):
-                source = unit_of(rows[r], channel, HEAD_DIM)
-                cute.autovec_copy(view(source.iterator, 0, UNIT), g_raw[None, r])
-                for i in cutlass.range_constexpr(UNIT // plane):
-                    later = view(source.iterator, 32 + plane * i, plane)
-                    self.ask(later, sG[None, place, i, r])
+            if cutlass.const_expr(plane < UNIT):
+                for r in cutlass.range_constexpr(2):
+                    source = gate[token + cutlass.min(row + r, left - 1), None]
+                    cute.autovec_copy(unit_of(source, channel, UNIT), g_raw[None, r])
+                wanted = half * (HEAD_DIM // 2) + 32 + lane % LINE * plane
+            self.load(gate, sG, rows, wanted, lines, lane)
             if cutlass.const_expr(self.config.bias):
                 if tidx < HEAD_DIM // 4:
                     own = view(bias[head, None].iterator, 4 * tidx, 4)
@@ -211,13 +221,16 @@ class KdaPrepare(Tokens, Inverse):
             earlier = tuple(lane >= 4 << p for p in range(3))
             g = cute.make_rmem_tensor((UNIT, 2), F32)  # [channel, token]
             for m in cutlass.range_constexpr(2):
-                if cutlass.const_expr(m == 1):
+                if cutlass.const_expr(m == 1 or plane == UNIT):
+                    at = place ^ 4 * m
+                    if cutlass.const_expr(plane < UNIT):
+                        at = lines + place_of(lane // 4, lane % 4 * 2)
                     for r in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(UNIT // plane):
                             part = cute.make_tensor(
                                 g_raw.iterator + plane * i + UNIT * r, cute.make_layout(plane)
                             )
-                            cute.autovec_copy(sG[None, place, i, r], part)
+                            cute.autovec_copy(sG[None, (at ^ i) + LINE * r], part)
                 bias_unit = unit_of(sBias, channel + 32 * m, UNIT)
                 gates = (g_raw, bias_unit, speed, lower_bound, inside, earlier)
                 if cutlass.const_expr(self.config.bounded):
@@ -227,17 +240,17 @@ class KdaPrepare(Tokens, Inverse):
                 else:
                     for pair in cutlass.range_constexpr(UNIT // 2):
                         self.decays(gates, g, 2 * pair)
-                    copy_sums(g, sSums[None, place, None, m], False)
+                    copy_sums(g, sSums[None, tidx, None, m], False)
             if cutlass.const_expr(not self.config.bounded):
-                self.halve(sRaw, sSums, norm, g, diag, lane, place)
+                self.halve(sRaw, sSums, norm, g, diag, lane, place, tidx)
                 for m in cutlass.range_constexpr(2):
-                    copy_sums(g, sSums[None, place, None, m], True)
+                    copy_sums(g, sSums[None, tidx, None, m], True)
                     self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, place)
-            mine = self.exchange(diag, sDiag, half, place)
+            mine = self.exchange(diag, sDiag, half, tidx)
             block = blocks[slot, head, None]
             cute.arch.sync_threads()
             for i in cutlass.range_constexpr(2):
-                other = sDiag[None, place ^ GROUP, i].load()
+                other = sDiag[None, tidx ^ GROUP, i].load()
                 mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
             if half == 0:
                 cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
@@ -248,7 +261,7 @@ class KdaPrepare(Tokens, Inverse):
             if half == 0:
                 self.attend(block, mine, acc, sub, lane, row)
                 cute.arch.barrier(barrier_id=BARRIER_SPAN, number_of_threads=GROUP)
-                self.store(sX, block, spans, row, channel, sub, lane, place)
+                self.store(sX, block, spans, sub, lane)
             else:
                 cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
                 self.invert(shared, mine, acc, betas, sub, lane, row, tidx - GROUP)
@@ -308,7 +321,7 @@ class KdaPrepare(Tokens, Inverse):
                         here.store(two.load().to(self.operand))
             for which in cutlass.range_constexpr(3):
                 for r in cutlass.range_constexpr(2):
-                    unit = sX[None, place, m, r, which]
+                    unit = sX[None, (place ^ 4 * m) + LINE * r, which]
                     cute.autovec_copy(
                         rounded[None, r, which], view(unit.iterator, HALF * part, HALF)
                     )
@@ -321,12 +334,13 @@ class KdaPrepare(Tokens, Inverse):
         raw = cute.make_rmem_tensor((size, 2, 2), self.dtype)
         for which in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
-                source = view(sRaw[None, place, m, r, which].iterator, first, size)
+                unit = sRaw[None, (place ^ 4 * m) + LINE * r, which]
+                source = view(unit.iterator, first, size)
                 cute.autovec_copy(source, raw[None, r, which])
         return raw
 
     @cute.jit
-    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, place):
+    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, place, tidx):
         """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in
         the last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
         wide = cute.make_rmem_tensor((2, 2, 2), F32)
@@ -342,7 +356,7 @@ class KdaPrepare(Tokens, Inverse):
             sums.fill(0.0)
             for m in cutlass.range(2, unroll=1):
                 raw = self.own_channels(sRaw, m, 0, UNIT, place)
-                copy_sums(g, sSums[None, place, None, m], True)
+                copy_sums(g, sSums[None, tidx, None, m], True)
                 for pair in cutlass.range_constexpr(UNIT // 2):
                     widen_pair(raw, pair, wide)
                     for i in cutlass.range_constexpr(2):
@@ -364,16 +378,17 @@ class KdaPrepare(Tokens, Inverse):
                         diag[at] = sums[at] if now else diag[at]
 
     @cute.jit
-    def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, place):
+    def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, tidx):
         """Gives the other half of the channels its products, and returns the own ones: of q in the first half."""
         mine = cute.make_rmem_tensor((4, 2), F32)
         given = cute.make_rmem_tensor((4, 2), F32)
+        cute.arch.sync_warp()  # gates of other lanes lie there
         for tile in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(4):
                 q, k = diag[i, tile, 0], diag[i, tile, 1]
                 mine[i, tile] = q if half == 0 else k
                 given[i, tile] = k if half == 0 else q
-            cute.autovec_copy(given[None, tile], sDiag[None, place, tile])
+            cute.autovec_copy(given[None, tile], sDiag[None, tidx, tile])
         return mine
 
     @cute.jit
@@ -393,22 +408,23 @@ class KdaPrepare(Tokens, Inverse):
             decay[tidx] = before
 
     @cute.jit
-    def store(self, sX, block, spans, row, channel, sub, lane, place):
-        """kh, qg, kg of the thread's units, and of those of the other half of the channels."""
+    def store(self, sX, block, spans, sub, lane):
+        """kh, qg, kg of the sub-block, by lines."""
         x = cute.make_rmem_tensor(UNIT, self.operand)
         factor = cute.make_rmem_tensor((UNIT, 2), self.operand)
         for side in cutlass.range_constexpr(2):
-            for m in cutlass.range_constexpr(2):
-                at = channel + 64 * side + 32 * m
-                for end in cutlass.range_constexpr(2):
-                    span = unit_of(spans[None, sub, end], at, UNIT)
-                    cute.autovec_copy(span, factor[None, end])
-                for r in cutlass.range_constexpr(2):
-                    for which in cutlass.range_constexpr(3):
-                        cute.autovec_copy(sX[None, place + GROUP * side, m, r, which], x)
-                        x.store(x.load() * factor[None, which // 2].load())
-                        unit = unit_of_panel(block, (QG, KH, KG)[which], side, row, lane, m, r)
-                        cute.autovec_copy(x, unit)
+            for end in cutlass.range_constexpr(2):
+                span = unit_of(
+                    spans[None, sub, end], side * (HEAD_DIM // 2) + lane % LINE * UNIT, UNIT
+                )
+                cute.autovec_copy(span, factor[None, end])
+            lines = (side * SUBS + sub) * (LINES * LINE)
+            for j in cutlass.range_constexpr(4):
+                for which in cutlass.range_constexpr(3):
+                    cute.autovec_copy(sX[None, lines + place_in_line(lane, j), which], x)
+                    x.store(x.load() * factor[None, which // 2].load())
+                    unit = unit_of_panel(block, (QG, KH, KG)[which], side, sub, lane, j)
+                    cute.autovec_copy(x, unit)
 
     @cute.jit
     def multiply(self, sX, ends, acc, sub, half, lane):
@@ -416,13 +432,13 @@ class KdaPrepare(Tokens, Inverse):
         mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
         a = cute.make_rmem_tensor((2, 2, 2, 2), self.operand)
         b = cute.make_rmem_tensor((2, 2, 2), self.operand)
-        left = sX[None, None, None, None, half]
-        right = sX[None, None, None, None, 2]
+        left = sX[None, None, half]
+        right = sX[None, None, 2]
         for side in cutlass.range_constexpr(2):
-            places = side * GROUP + sub * 32
+            lines = (side * SUBS + sub) * (LINES * LINE)
             for m in cutlass.range_constexpr(2):
                 for step in cutlass.range_constexpr(2):
-                    fetch_first(left, places, m, step, lane, a[None, None, None, step])
+                    fetch_first(left, lines, m, step, lane, a[None, None, None, step])
                 for d in cutlass.range_constexpr(SUBS - 1):
                     if d < sub:
                         for step in cutlass.range_constexpr(2):
@@ -436,7 +452,8 @@ class KdaPrepare(Tokens, Inverse):
                                     for r in cutlass.range_constexpr(2):
                                         own = a[None, r, i, step]
                                         own.store(own.load() * decay)
-                            fetch_second(right, places - 32 * (d + 1), m, step, lane, b)
+                            before = lines - LINES * LINE * (d + 1)
+                            fetch_second(right, before, m, step, lane, b)
                             rows_by_rows(mma, acc[None, None, d], a[None, None, None, step], b)
 
     @cute.jit

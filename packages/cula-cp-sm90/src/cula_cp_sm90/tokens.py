@@ -6,7 +6,16 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from .common import F32, LOG2_E, exp2, sigmoid, view
 from .config import CHUNK
-from .fragments import UNIT, fetch_first, fetch_second, rows_by_rows, unit_of, widen
+from .fragments import (
+    LINE,
+    LINES,
+    UNIT,
+    fetch_first,
+    fetch_second,
+    place_in_line,
+    rows_by_rows,
+    widen,
+)
 
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
@@ -17,20 +26,11 @@ class Tokens:
     """Reads and transforms the inputs; part of `KdaPrepare`."""
 
     @cute.jit
-    def rows(self, x: cute.Tensor, token, apart):
-        """The rows of the thread's two tokens, which are 0 or 1 apart."""
-        first = x[token, None]
-        step = cutlass.Int64(apart) * x.stride[0]
-        step = cute.assume(step, divby=128 // x.element_type.width)
-        return first, cute.make_tensor(first.iterator + step, first.layout)
-
-    @cute.jit
-    def load(self, rows, sRaw: cute.Tensor, which: cutlass.Constexpr, channel, place):
-        """Asks for the thread's own 4 units."""
-        for r in cutlass.range_constexpr(2):
-            for m in cutlass.range_constexpr(2):
-                source = unit_of(rows[r], channel + 32 * m, UNIT)
-                self.ask(source, sRaw[None, place, m, r, which])
+    def load(self, x: cute.Tensor, units: cute.Tensor, rows, channel, first, lane):
+        """Asks for 16 bytes of each of four rows from this channel on, for the lines [channel, place] of the warp."""
+        for j in cutlass.range_constexpr(4):
+            source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
+            self.ask(source, units[None, first + place_in_line(lane, j)])
 
     @cute.jit
     def ask(self, source: cute.Tensor, target: cute.Tensor):
@@ -74,11 +74,12 @@ class Tokens:
             for which in cutlass.range_constexpr(2):
                 acc = cute.make_rmem_tensor((4, 2), F32)
                 acc.fill(0.0)
-                units = sRaw[None, None, None, None, which]
+                units = sRaw[None, None, which]
+                first = (tidx - lane) // 32 * (LINES * LINE)
                 for m in cutlass.range_constexpr(2):
                     for step in cutlass.range_constexpr(2):
-                        fetch_first(units, tidx - lane, m, step, lane, a)
-                        fetch_second(units, tidx - lane, m, step, lane, b)
+                        fetch_first(units, first, m, step, lane, a)
+                        fetch_second(units, first, m, step, lane, b)
                         rows_by_rows(mma, acc, a, b)
                 # Lane 4 n + n // 2 has the squares of tokens 2 n and 2 n + 1.
                 if lane % 4 == lane // 8:
