@@ -279,9 +279,11 @@ class KdaPrepare(Tokens, Inverse):
         last = cute.make_rmem_tensor(2, F32)
         end = cute.make_rmem_tensor(2, F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
+        both = self.own_channels(sRaw, m, 0, UNIT, place)
         # Half a unit at a time: whole ones would be faster to load and to store, and do not fit into 80 registers.
         for part in cutlass.range_constexpr(2):
-            raw = self.own_channels(sRaw, m, HALF * part, HALF, place)
+            halves = cute.make_layout((HALF, 2, 2), stride=(1, UNIT, 2 * UNIT))
+            raw = cute.make_tensor(both.iterator + HALF * part, halves)
             rounded = cute.make_rmem_tensor((HALF, 2, 3), self.operand)
             for pair in cutlass.range_constexpr(HALF // 2):
                 first = HALF * part + 2 * pair

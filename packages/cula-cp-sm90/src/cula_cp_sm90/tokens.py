@@ -11,7 +11,6 @@ from .fragments import (
     LINES,
     UNIT,
     fetch_first,
-    fetch_second,
     place_in_line,
     rows_by_rows,
     widen,
@@ -79,7 +78,9 @@ class Tokens:
                 for m in cutlass.range_constexpr(2):
                     for step in cutlass.range_constexpr(2):
                         fetch_first(units, first, m, step, lane, a)
-                        fetch_second(units, first, m, step, lane, b)
+                        for i in cutlass.range_constexpr(2):
+                            for r in cutlass.range_constexpr(2):
+                                b[None, i, r].store(a[None, r, i].load())
                         rows_by_rows(mma, acc, a, b)
                 # Lane 4 n + n // 2 has the squares of tokens 2 n and 2 n + 1.
                 if lane % 4 == lane // 8:
