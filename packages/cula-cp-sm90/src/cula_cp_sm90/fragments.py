@@ -121,7 +121,7 @@ def widen_pair(raw: cute.Tensor, pair: cutlass.Constexpr, wide: cute.Tensor):
     """Two channels [channel, token, q or k] in fp32."""
     for which in cutlass.range_constexpr(2):
         for r in cutlass.range_constexpr(2):
-            where = raw.iterator + 2 * pair + raw.stride[1] * (r + 2 * which)
+            where = raw.iterator + 2 * pair + UNIT * (r + 2 * which)
             widen(cute.make_tensor(where, cute.make_layout(2)), wide[None, r, which])
 
 

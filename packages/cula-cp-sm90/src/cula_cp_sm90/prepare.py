@@ -279,17 +279,15 @@ class KdaPrepare(Tokens, Inverse):
         last = cute.make_rmem_tensor(2, F32)
         end = cute.make_rmem_tensor(2, F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
-        both = self.own_channels(sRaw, m, 0, UNIT, place)
-        # Half a unit at a time: whole ones would be faster to load and to store, and do not fit into 80 registers.
+        raw = self.own_unit(sRaw, m, place)
+        # Half a unit at a time: whole ones would be faster to store, and do not fit into 80 registers.
         for part in cutlass.range_constexpr(2):
-            halves = cute.make_layout((HALF, 2, 2), stride=(1, UNIT, 2 * UNIT))
-            raw = cute.make_tensor(both.iterator + HALF * part, halves)
             rounded = cute.make_rmem_tensor((HALF, 2, 3), self.operand)
             for pair in cutlass.range_constexpr(HALF // 2):
                 first = HALF * part + 2 * pair
                 if cutlass.const_expr(self.config.bounded):
                     self.decays(gates, g, first)
-                widen_pair(raw, pair, wide)
+                widen_pair(raw, first // 2, wide)
                 for i in cutlass.range_constexpr(2):
                     last[i] = cute.arch.shuffle_sync(
                         g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
@@ -329,16 +327,13 @@ class KdaPrepare(Tokens, Inverse):
                     )
 
     @cute.jit
-    def own_channels(
-        self, sRaw: cute.Tensor, m, first: cutlass.Constexpr, size: cutlass.Constexpr, place
-    ):
-        """Of unit m of the thread's queries and keys: [channel, token, q or k]."""
-        raw = cute.make_rmem_tensor((size, 2, 2), self.dtype)
+    def own_unit(self, sRaw: cute.Tensor, m, place):
+        """Unit m of the thread's queries and keys: [channel, token, q or k]."""
+        raw = cute.make_rmem_tensor((UNIT, 2, 2), self.dtype)
         for which in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
                 unit = sRaw[None, (place ^ 4 * m) + LINE * r, which]
-                source = view(unit.iterator, first, size)
-                cute.autovec_copy(source, raw[None, r, which])
+                cute.autovec_copy(unit, raw[None, r, which])
         return raw
 
     @cute.jit
@@ -357,7 +352,7 @@ class KdaPrepare(Tokens, Inverse):
             sums = cute.make_rmem_tensor((4, 2, 2), F32)
             sums.fill(0.0)
             for m in cutlass.range(2, unroll=1):
-                raw = self.own_channels(sRaw, m, 0, UNIT, place)
+                raw = self.own_unit(sRaw, m, place)
                 copy_sums(g, sSums[None, tidx, None, m], True)
                 for pair in cutlass.range_constexpr(UNIT // 2):
                     widen_pair(raw, pair, wide)
