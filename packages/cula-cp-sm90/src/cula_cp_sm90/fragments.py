@@ -18,7 +18,8 @@ from .config import CHUNK, SUB
 
 UNIT = 8  # channels of 16 bytes; a thread holds two units of a row
 LINE = 8  # units
-LINES = 16  # of a warp
+OF_WARP = SUB * LINE  # units, in a line for each token
+ROUNDS = OF_WARP // 32  # in which its lanes take them
 
 
 def row_of(acc, r, c):
@@ -67,6 +68,11 @@ def place_of(pair, unit):
     """Where unit 0 ... 7 of the even one of two tokens lies among those of a warp. That of the odd one is a line
     further on, and unit u ^ x at place ^ x."""
     return 2 * LINE * pair + (unit ^ pair % 2 * 4 ^ pair // 2)
+
+
+def place_of_unit(place, m, r):
+    """Where the thread's unit m of token r lies: place is that of its first one."""
+    return (place ^ 4 * m) + LINE * r
 
 
 def place_in_line(lane, j):

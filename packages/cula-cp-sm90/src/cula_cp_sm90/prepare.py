@@ -23,13 +23,15 @@ from .common import AQK, DECAY, DTYPES, F32, KG, KH, LOG2_E, QG, exp2, find_chun
 from .config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
     LINE,
-    LINES,
+    OF_WARP,
+    ROUNDS,
     UNIT,
     copy_sums,
     fetch_first,
     fetch_second,
     place_in_line,
     place_of,
+    place_of_unit,
     row_of,
     rows_by_rows,
     rows_by_rows_tf32,
@@ -42,7 +44,7 @@ from .inverse import BARRIER_HALF, BARRIER_SPAN, GROUP, INVERSE_BYTES, SUBS, Inv
 from .tokens import Tokens
 
 THREADS = 2 * GROUP
-PLACES = THREADS // 32 * LINES * LINE  # of units, in shared memory
+PLACES = THREADS // 32 * OF_WARP  # of units, in shared memory
 HALF = UNIT // 2
 LANE_OF_UNIT = 0x031F  # of a shuffle: the two lowest bits of the lane's number stay
 HALVINGS = 4  # until a half of a sub-block is a single row
@@ -141,7 +143,7 @@ class KdaPrepare(Tokens, Inverse):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
         half, sub = warp_idx // SUBS, warp_idx % SUBS
-        lines = warp_idx * (LINES * LINE)  # where those of the warp begin
+        lines = warp_idx * OF_WARP  # where those of the warp begin
         place = lines + place_of(lane // 4, lane % 4)  # of the thread's first unit
 
         smem = SmemAllocator()
@@ -155,9 +157,7 @@ class KdaPrepare(Tokens, Inverse):
             cute.recast_ptr(shared, dtype=gate_dtype), cute.make_layout((plane, PLACES))
         )
         # [register, thread, tile]; a warp has them where its own gates were.
-        exchanged = cute.make_layout(
-            (4, (32, THREADS // 32), 2), stride=(1, (4, 4 * LINES * LINE), 128)
-        )
+        exchanged = cute.make_layout((4, (32, THREADS // 32), 2), stride=(1, (4, 4 * OF_WARP), 128))
         sDiag = cute.make_tensor(shared, exchanged)
         ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
         # [channel, sub-block, before or behind it]
@@ -186,7 +186,7 @@ class KdaPrepare(Tokens, Inverse):
                 F32(1.0) if row + 1 < left else F32(0.0),
             )
             asked = sub * SUB + lane // LINE
-            rows = [token + cutlass.min(asked + 4 * j, left - 1) for j in range(4)]
+            rows = [token + cutlass.min(asked + 4 * j, left - 1) for j in range(ROUNDS)]
             wanted = half * (HEAD_DIM // 2) + lane % LINE * UNIT
             self.load(mQ[batch, None, head_k, None], sRaw[None, None, 0], rows, wanted, lines, lane)
             self.load(mK[batch, None, head_k, None], sRaw[None, None, 1], rows, wanted, lines, lane)
@@ -222,7 +222,7 @@ class KdaPrepare(Tokens, Inverse):
             g = cute.make_rmem_tensor((UNIT, 2), F32)  # [channel, token]
             for m in cutlass.range_constexpr(2):
                 if cutlass.const_expr(m == 1 or plane == UNIT):
-                    at = place ^ 4 * m
+                    at = place_of_unit(place, m, 0)
                     if cutlass.const_expr(plane < UNIT):
                         at = lines + place_of(lane // 4, lane % 4 * 2)
                     for r in cutlass.range_constexpr(2):
@@ -321,7 +321,7 @@ class KdaPrepare(Tokens, Inverse):
                         here.store(two.load().to(self.operand))
             for which in cutlass.range_constexpr(3):
                 for r in cutlass.range_constexpr(2):
-                    unit = sX[None, (place ^ 4 * m) + LINE * r, which]
+                    unit = sX[None, place_of_unit(place, m, r), which]
                     cute.autovec_copy(
                         rounded[None, r, which], view(unit.iterator, HALF * part, HALF)
                     )
@@ -332,7 +332,7 @@ class KdaPrepare(Tokens, Inverse):
         raw = cute.make_rmem_tensor((UNIT, 2, 2), self.dtype)
         for which in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
-                unit = sRaw[None, (place ^ 4 * m) + LINE * r, which]
+                unit = sRaw[None, place_of_unit(place, m, r), which]
                 cute.autovec_copy(unit, raw[None, r, which])
         return raw
 
@@ -415,8 +415,8 @@ class KdaPrepare(Tokens, Inverse):
                     spans[None, sub, end], side * (HEAD_DIM // 2) + lane % LINE * UNIT, UNIT
                 )
                 cute.autovec_copy(span, factor[None, end])
-            lines = (side * SUBS + sub) * (LINES * LINE)
-            for j in cutlass.range_constexpr(4):
+            lines = (side * SUBS + sub) * OF_WARP
+            for j in cutlass.range_constexpr(ROUNDS):
                 for which in cutlass.range_constexpr(3):
                     cute.autovec_copy(sX[None, lines + place_in_line(lane, j), which], x)
                     x.store(x.load() * factor[None, which // 2].load())
@@ -432,7 +432,7 @@ class KdaPrepare(Tokens, Inverse):
         left = sX[None, None, half]
         right = sX[None, None, 2]
         for side in cutlass.range_constexpr(2):
-            lines = (side * SUBS + sub) * (LINES * LINE)
+            lines = (side * SUBS + sub) * OF_WARP
             for m in cutlass.range_constexpr(2):
                 for step in cutlass.range_constexpr(2):
                     fetch_first(left, lines, m, step, lane, a[None, None, None, step])
@@ -449,7 +449,7 @@ class KdaPrepare(Tokens, Inverse):
                                     for r in cutlass.range_constexpr(2):
                                         own = a[None, r, i, step]
                                         own.store(own.load() * decay)
-                            before = lines - LINES * LINE * (d + 1)
+                            before = lines - OF_WARP * (d + 1)
                             fetch_second(right, before, m, step, lane, b)
                             rows_by_rows(mma, acc[None, None, d], a[None, None, None, step], b)
 

@@ -6,15 +6,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from .common import F32, LOG2_E, exp2, sigmoid, view
 from .config import CHUNK
-from .fragments import (
-    LINE,
-    LINES,
-    UNIT,
-    fetch_first,
-    place_in_line,
-    rows_by_rows,
-    widen,
-)
+from .fragments import OF_WARP, ROUNDS, UNIT, fetch_first, place_in_line, rows_by_rows, widen
 
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
@@ -26,8 +18,8 @@ class Tokens:
 
     @cute.jit
     def load(self, x: cute.Tensor, units: cute.Tensor, rows, channel, first, lane):
-        """Asks for 16 bytes of each of four rows from this channel on, for the lines [channel, place] of the warp."""
-        for j in cutlass.range_constexpr(4):
+        """Asks for 16 bytes of each of the rows from this channel on, for the lines [channel, place] of the warp."""
+        for j in cutlass.range_constexpr(ROUNDS):
             source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
             self.ask(source, units[None, first + place_in_line(lane, j)])
 
@@ -74,10 +66,11 @@ class Tokens:
                 acc = cute.make_rmem_tensor((4, 2), F32)
                 acc.fill(0.0)
                 units = sRaw[None, None, which]
-                first = (tidx - lane) // 32 * (LINES * LINE)
+                lines = (tidx - lane) // 32 * OF_WARP
                 for m in cutlass.range_constexpr(2):
                     for step in cutlass.range_constexpr(2):
-                        fetch_first(units, first, m, step, lane, a)
+                        fetch_first(units, lines, m, step, lane, a)
+                        # The same registers as a second operand, in its order.
                         for i in cutlass.range_constexpr(2):
                             for r in cutlass.range_constexpr(2):
                                 b[None, i, r].store(a[None, r, i].load())
