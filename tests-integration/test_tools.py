@@ -153,8 +153,8 @@ def test_sanitizer_knows_its_arguments(root: Path, capsys: pytest.CaptureFixture
     package = root / "packages/liteattention-sm89"
     problems = Path(sanitizer.command(package, "memcheck", 0, 1)[-3])
     assert problems == package / "tests/sanitizer.py" and problems.is_file()
-    jobs = ["liteattention-sm89", "--jobs", "0"]
-    for wrong in (jobs, ["liteattention-sm89", "racechek"], ["liteattention"], []):
+    jobs = [["liteattention-sm89", "--jobs", number] for number in ("0", "11")]
+    for wrong in (*jobs, ["liteattention-sm89", "racechek"], ["liteattention"], []):
         with pytest.raises(SystemExit):
             sanitizer.main(wrong)
     assert "racechek: expected one of memcheck" in capsys.readouterr().err
