@@ -26,6 +26,7 @@ PACKAGES = {
     "cula-lightning-decode": ("sm89", "sm90", "sm100"),
     "cula-lightning-sm90": ("sm90",),
     "cula-cp-sm90": ("sm90",),
+    "cula-kda-sm100": ("sm100",),
     "liteattention-sm89": ("sm89",),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)

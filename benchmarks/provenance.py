@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "cula-lightning-decode": "cula_lightning_decode",
     "cula-lightning-sm90": "cula_lightning_sm90",
     "cula-cp-sm90": "cula_cp_sm90",
+    "cula-kda-sm100": "cula_kda_sm100",
     "liteattention-sm89": "liteattention_sm89",
 }
 SMI_FIELDS = {

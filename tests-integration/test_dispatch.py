@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula
 import noxfile
-from cula._registry import OPS
+from cula import _registry
+from cula._registry import FACTS, OPS
 
 SPECS = {name: import_module(f"{noxfile._import_name(name)}._spec") for name in noxfile.PACKAGES}
 FUNCTIONS = [(name, function) for name, spec in SPECS.items() for function in OPS[spec.OP]]
@@ -154,6 +158,61 @@ def test_package_refuses_what_cula_refuses(
     assert raised[0] is raised[1]
 
 
+KDA = [name for name, spec in SPECS.items() if spec.OP == "kda.prefill"]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Tensor]]:
+    """Makes torch claim a GPU of a compute capability; returns a tensor on it that has no memory."""
+    with FakeTensorMode():
+        tensor = torch.empty(1, 100, 2, 128, dtype=torch.bfloat16, device="cuda:0")
+
+    def claim(*capability: int) -> Tensor:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        _registry._arch_of.cache_clear()
+        _registry.refresh()
+        return tensor
+
+    yield claim
+    _registry._arch_of.cache_clear()
+    _registry.refresh()
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "package"),
+    [
+        ((9, 0), "sm90", "cula-cp-sm90"),
+        ((10, 0), "sm100", "cula-kda-sm100"),
+        ((10, 3), "sm103", "cula-kda-sm100"),
+    ],
+)
+def test_kda_goes_to_the_package_for_the_gpu(
+    card: Callable[[int, int], Tensor], capability: tuple[int, int], arch: str, package: str
+) -> None:
+    device = card(*capability).device
+    told = cula.explain("chunk_kda", dtype=torch.bfloat16, head_dim_k=128, head_dim_v=128)
+    assert (told.arch, told.chosen) == (arch, package)
+    (other,) = [row for row in told.rows if row.name in KDA and row.name != package]
+    assert str(other.reason).endswith(f"the device here is {arch}")
+    facts = (torch.bfloat16, 128, 128, False, None, *[None] * len(FACTS["chunk_kda"]))
+    assert _registry.resolve("chunk_kda", "auto", device, *facts) is SPECS[package].load(
+        "chunk_kda"
+    )
+    assert SPECS[package].supports(requires_grad=True) == "no backward"
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((10, 0), "sm100"), ((10, 3), "sm103")])
+def test_the_hopper_function_refuses_blackwell(
+    card: Callable[[int, int], Tensor], capability: tuple[int, int], arch: str
+) -> None:
+    x = card(*capability)
+    refusal = rf"^kda_prefill_hopper needs tensors on a Hopper GPU \(sm90\), got {arch}$"
+    with pytest.raises(RuntimeError, match=refusal):
+        cula.kda.kda_prefill_hopper(x, x, x, x, x)
+
+
 def kda_arguments(**changes: Any) -> dict[str, Any]:
     """Everything that KDA prefill can be asked for at once, in fp64; the same at every call."""
     generator = torch.Generator().manual_seed(7)
@@ -185,12 +244,15 @@ NO_GATE = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_b
     ],
     ids=["safe", "softplus", "log", "log without the norm"],
 )
-def test_kda_of_the_package_and_of_cula_agree_on_a_cpu(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("package", KDA)
+def test_kda_of_the_package_and_of_cula_agree_on_a_cpu(
+    package: str, changes: dict[str, Any]
+) -> None:
     arguments = kda_arguments(**changes)
     if not arguments["use_qk_l2norm_in_kernel"]:
         arguments["k"] = arguments["k"] / arguments["k"].norm(dim=-1, keepdim=True)
     ours = cula.kda.chunk_kda(**arguments, impl="reference")
-    theirs = SPECS["cula-cp-sm90"].load("chunk_kda")(**arguments)
+    theirs = SPECS[package].load("chunk_kda")(**arguments)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-9)
 
@@ -229,9 +291,12 @@ def test_kda_of_the_package_and_of_cula_agree_on_a_cpu(changes: dict[str, Any]) 
         ("out", {"out": torch.zeros(1, 150, 4, 8)}),
     ],
 )  # fmt: skip
-def test_the_kda_package_refuses_what_cula_refuses(blamed: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("package", KDA)
+def test_the_kda_package_refuses_what_cula_refuses(
+    package: str, blamed: str, changes: dict[str, Any]
+) -> None:
     raised = []
-    for run in (cula.kda.chunk_kda, SPECS["cula-cp-sm90"].load("chunk_kda")):
+    for run in (cula.kda.chunk_kda, SPECS[package].load("chunk_kda")):
         with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
             run(**kda_arguments(**changes))
         raised.append(caught.type)

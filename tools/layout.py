@@ -11,7 +11,7 @@ KERNEL_LANGUAGES = frozenset({"cutlass", "triton"})
 HOST_ROOMS = frozenset({"__init__", "ops", "check", "config", "reference", "_spec"})
 # Rooms that only some packages have.
 HOST_ROOMS |= {"masks", "state", "module", "calibration", "images", "thresholds", "functional"}
-HOST_ROOMS |= {"autograd", "mass", "quality", "replay", "diffusers"}
+HOST_ROOMS |= {"arch", "autograd", "mass", "quality", "replay", "diffusers"}
 # Distributions under packages/ that serve tests; everything else there is a kernel package.
 DEVELOPMENT_TOOLS = ("cula-emulator",)
 

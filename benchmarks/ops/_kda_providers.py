@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ MANY_HEADS = 64
 CUTTABLE = 2048
 FLA_LIMIT = 1e-2
 
-_cula_missing = _installed("cula_cp_sm90")
+# Our package for each compute capability, by import name. A CPU takes the reference, which is the same in all.
+PACKAGES = {(9, 0): "cula_cp_sm90", (10, 0): "cula_kda_sm100", (10, 3): "cula_kda_sm100"}
+_MISSING = {name: _installed(name) for name in PACKAGES.values()}
 _fla_missing = _installed("fla.ops.kda")
 
 
@@ -40,10 +43,18 @@ def _activation(problem: Setting, x: Inputs) -> dict[str, Any]:
     }
 
 
+def package() -> str | None:
+    """Import name of the package whose kernels this machine's GPU runs; None if there is none for it."""
+    on_gpu = torch.cuda.is_available()
+    return PACKAGES.get(torch.cuda.get_device_capability() if on_gpu else (9, 0))
+
+
 def _cula_supports(problem: Setting) -> str | None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        return "cula-cp-sm90 needs compute capability 9.0"
-    return _cula_missing()
+    name = package()
+    if name is None:
+        known = ", ".join(f"{major}.{minor}" for major, minor in PACKAGES)
+        return f"our kernels need a compute capability of {known}"
+    return _MISSING[name]()
 
 
 def _choice_supports(problem: Setting) -> str | None:
@@ -57,10 +68,11 @@ def _choice_supports(problem: Setting) -> str | None:
 
 def _workspace(problem: Setting, device: Any) -> Tensor:
     """What one call needs between its kernels. All calls share it, as those of a model do."""
-    from cula_cp_sm90 import kda_workspace_bytes
-
     p = problem.params
-    return _aligned(kda_workspace_bytes(batch_of(problem), p["T"], p["H"], p.get("N")), str(device))
+    size = import_module(package()).kda_workspace_bytes(
+        batch_of(problem), p["T"], p["H"], p.get("N")
+    )
+    return _aligned(size, str(device))
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,8 +84,7 @@ def _aligned(size: int, device: str) -> Tensor:
 def _cula_call(
     problem: Setting, x: Inputs, out: Tensor | None = None, cp: bool | str = "auto"
 ) -> Callable[[], Result]:
-    from cula_cp_sm90 import chunk_kda
-
+    chunk_kda = import_module(package()).chunk_kda
     options = {**_activation(problem, x), "use_intracard_cp": cp, "out": out}
     options["workspace"] = _workspace(problem, x.q.device)
     if x.offsets is not None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 def _cut(parts: int) -> AbstractContextManager[Any]:
     """Within it calls that may cut sequences cut the longest one into so many segments."""
-    return mock.patch("cula_cp_sm90.config.parts_of", lambda *shape: parts)
+    return mock.patch(f"{_kda_providers.package()}.config.parts_of", lambda *shape: parts)
 
 
 def _call(parts: int, problem: Setting, x: Inputs) -> Callable[[], Result]:
@@ -33,11 +34,12 @@ def _call(parts: int, problem: Setting, x: Inputs) -> Callable[[], Result]:
 
 
 def _supports(parts: int, problem: Setting) -> str | None:
-    from cula_cp_sm90.config import CHUNK, MIN_SEGMENT_CHUNKS
-
-    if parts > 1 and _kda.longest(problem) < parts * MIN_SEGMENT_CHUNKS * CHUNK:
-        return f"segments have at least {MIN_SEGMENT_CHUNKS} chunks"
-    return CULA.supports(problem)
+    if refused := CULA.supports(problem):
+        return refused
+    config = import_module(f"{_kda_providers.package()}.config")
+    if parts > 1 and _kda.longest(problem) < parts * config.MIN_SEGMENT_CHUNKS * config.CHUNK:
+        return f"segments have at least {config.MIN_SEGMENT_CHUNKS} chunks"
+    return None
 
 
 def _variant(name: str, parts: int) -> Provider:

@@ -6,6 +6,7 @@ import sys
 import types
 from collections import Counter
 from fnmatch import fnmatchcase
+from importlib import import_module
 
 import pytest
 import torch
@@ -299,17 +300,29 @@ def test_both_choices_are_timed_where_there_is_one():
         assert "few heads" in provider.supports(BY_NAME["B1-T4096-H64+gva"])
 
 
-def test_cula_says_which_gpu_it_needs(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
-    for provider in (CULA, SERIAL, CUT):
+@pytest.fixture
+def card(monkeypatch):
+    """Makes torch claim a GPU of a compute capability."""
+
+    def claim(*capability):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+
+    return claim
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
+def test_cula_says_which_gpu_it_needs(card, capability):
+    card(*capability)
+    parts = [p for p in kda_prefill_parts.OP.providers if p.role == "variant"]
+    for provider in (CULA, SERIAL, CUT, *parts):
         assert provider.supports(setting(4096, heads=8)) == (
-            "cula-cp-sm90 needs compute capability 9.0"
+            "our kernels need a compute capability of 9.0, 10.0, 10.3"
         )
 
 
-@pytest.fixture
-def ours(monkeypatch):
+@pytest.fixture(params=["cula_cp_sm90"])
+def ours(monkeypatch, request):
     """A module named as ours that notes what it is called with."""
     calls = []
 
@@ -317,13 +330,37 @@ def ours(monkeypatch):
         calls.append(options)
         return v, None
 
-    made = types.ModuleType("cula_cp_sm90")
+    made = types.ModuleType(request.param)
     made.chunk_kda = chunk_kda
     made.kda_workspace_bytes = lambda batch, tokens, heads, sequences=None: (
         1000 * batch + tokens + heads + (sequences or 0)
     )
-    monkeypatch.setitem(sys.modules, "cula_cp_sm90", made)
+    monkeypatch.setitem(sys.modules, request.param, made)
     return calls
+
+
+@pytest.mark.parametrize("ours", ["cula_kda_sm100"], indirect=True)
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_blackwell_is_served_by_its_own_package(small, card, ours, monkeypatch, capability):
+    """Every way to a call: binding, the result that is checked, the workspace; and nothing else of ours."""
+    monkeypatch.setitem(sys.modules, "cula_cp_sm90", None)
+    problem = problem_of()
+    x = _kda.make_inputs(problem, "cpu", 0)
+    card(*capability)
+    for provider in (CULA, SERIAL, CUT):
+        assert provider.supports(setting(4096, heads=8)) is None
+        provider.bind(problem, x)()
+        _kda_providers._RESULTS[provider.name](problem, x)
+    assert [c["use_intracard_cp"] for c in ours] == ["auto"] * 2 + [False] * 2 + [True] * 2
+    assert {c["workspace"].shape for c in ours} == {(1000 + 100 + 4,)}
+
+
+def test_a_package_that_is_missing_says_so(card, monkeypatch):
+    card(10, 0)
+    monkeypatch.setitem(_kda_providers._MISSING, "cula_kda_sm100", lambda: "not installed")
+    assert CULA.supports(problem_of()) == "not installed"
+    card(9, 0)
+    assert CULA.supports(problem_of()) is None
 
 
 def test_cula_is_called_with_its_own_conventions(small, ours):
@@ -440,7 +477,7 @@ def test_every_kernel_of_fla_is_tuned_anew_for_every_setting(peer):
 def measured(small, peer, ours, backend, toy_result, monkeypatch):
     """The op from settings to a result on the fake device, where cula takes 10, FLA 25 and the copy 8 us."""
     costs = {"cula": 10.0, "cula_serial": 12.0, "cula_cp": 11.0, "fla": 25.0, "copy_ceiling": 8.0}
-    monkeypatch.setattr(_kda_providers, "_cula_missing", lambda: None)
+    monkeypatch.setitem(_kda_providers._MISSING, "cula_cp_sm90", lambda: None)
     monkeypatch.setattr(_kda_providers, "_fla_missing", lambda: None)
     monkeypatch.setattr(_kda_providers, "CUTTABLE", 32)
     monkeypatch.setattr(_kda_providers, "MANY_HEADS", 4)
@@ -496,9 +533,10 @@ def test_auto_is_never_far_behind_the_better_of_on_and_off():
 # ---- numbers of segments ---------------------------------------------------------------------------------------------
 
 
-def test_parts_are_those_that_the_planner_may_take():
-    from cula_cp_sm90 import config
-
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_parts_are_those_that_the_planner_may_take(card, capability):
+    card(*capability)
+    config = import_module(f"{_kda_providers.package()}.config")
     problem = problem_of(5 * 1024, heads=1)
     variants = {p.name: p for p in kda_prefill_parts.OP.providers if p.role == "variant"}
     served = {name for name, p in variants.items() if p.supports(problem) is None}

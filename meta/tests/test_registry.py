@@ -516,3 +516,22 @@ def test_reference_refuses_what_it_does_not_do() -> None:
 def test_arch_of_a_device() -> None:
     assert _registry.arch_of(CPU) == "cpu"
     assert _registry.arch_of(torch.device("meta")) == "meta"
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 9), "sm89"),
+        ((9, 0), "sm90"),
+        ((10, 0), "sm100"),
+        ((10, 3), "sm103"),
+        ((12, 0), "sm120"),
+    ],
+)
+def test_arch_of_a_gpu(
+    capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    # Past the cache, which must not keep a card that is not there.
+    assert _registry._arch_of.__wrapped__(torch.device("cuda", 0)) == arch

@@ -1,4 +1,4 @@
-"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs torch, this package and cula-emulator.
+"""Tiny problems of every mode for compute-sanitizer, on a GPU; needs torch, this package and cula-emulator.
 
 Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer.
 Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs under the tool.

@@ -121,7 +121,7 @@ def build(config: launch.Config) -> resources.KernelResources:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This static loop has")
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        report = resources.compile(*launch.kernel(config), stream, arch=launch.ARCH)
+        report = resources.compile(*launch.kernel(config), stream, arch="sm_90a")
     return report.kernel
 
 
@@ -154,7 +154,7 @@ def test_recurrence(config):
     expected += ["USETMAXREG"] if config.tiles > 1 else []
     resources.check(kernel, expect=expected)
     assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)
-    assert kernel.threads == (config.threads, 1, 1)
+    assert kernel.threads == ({1: 160, 2: 384}[config.tiles], 1, 1)
     assert_ctas_fit(kernel, 1)
 
     # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.

@@ -38,7 +38,7 @@ def launched(monkeypatch) -> list[dict]:
         reference.prefill(*tensors[:-1], **known)
 
     monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda q: type(q) is Tensor)
-    monkeypatch.setattr(ops, "_require_hopper", lambda device: None)
+    monkeypatch.setattr(ops, "_require_target", lambda device: None)
     monkeypatch.setattr(ops, "_launch", lambda: run)
     return calls
 
@@ -260,7 +260,7 @@ def test_other_gpus_are_refused_before_anything(monkeypatch, capability):
         chunk_kda(torch.zeros(1), None, None, None, None)
 
 
-def test_hopper_is_asked_once(monkeypatch):
+def test_a_gpu_is_asked_once(monkeypatch):
     asked: list[torch.device] = []
 
     def capability(device: torch.device) -> tuple[int, int]:
@@ -269,7 +269,7 @@ def test_hopper_is_asked_once(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     device = torch.device("cuda", 93)
-    ops._require_hopper(device)
-    ops._require_hopper(device)
-    ops._require_hopper.cache_clear()
+    ops._require_target(device)
+    ops._require_target(device)
+    ops._require_target.cache_clear()
     assert asked == [device]

@@ -1,4 +1,4 @@
-"""The kernels on a Hopper GPU, through the public function. Most tests share the kernels of a few sets of options."""
+"""The kernels on a GPU, through the public function. Most tests share the kernels of a few sets of options."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from prefill_checks import (
 from torch import Tensor
 
 from cula_cp_sm90 import chunk_kda, launch
+from cula_cp_sm90.arch import TARGETS
 
 pytestmark = pytest.mark.gpu
 
@@ -40,12 +41,14 @@ each_way = pytest.mark.parametrize("way", [SERIAL, CUT], ids=["serial", "cut"])
 
 
 @pytest.fixture
-def hopper() -> torch.device:
-    """The GPU; any other machine fails the test in one line."""
+def gpu() -> torch.device:
+    """The GPU; one that the package has no kernels for fails the test in one line."""
     if not torch.cuda.is_available():
-        pytest.fail("needs a Hopper GPU; -m 'not gpu' leaves such tests out", pytrace=False)
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.fail(f"needs a Hopper GPU, not {torch.cuda.get_device_name()}", pytrace=False)
+        pytest.fail("needs a CUDA GPU; -m 'not gpu' leaves such tests out", pytrace=False)
+    if torch.cuda.get_device_capability() not in TARGETS:
+        known = " or ".join(f"{major}.{minor}" for major, minor in TARGETS)
+        name = torch.cuda.get_device_name()
+        pytest.fail(f"needs a GPU of compute capability {known}, not {name}", pytrace=False)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -80,8 +83,8 @@ def spread(seed: int, sequences: int, tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", BOUNDED_KINDS)
-def test_kinds(hopper, kind):
-    x = make(hopper, 1, 4000, 2, 4, kind)
+def test_kinds(gpu, kind):
+    x = make(gpu, 1, 4000, 2, 4, kind)
     if kind == "one_key":  # all that it does would vanish in the initial state
         x["initial_state"].zero_()
     bound = MAX_ONE_KEY_ERROR if kind == "one_key" else MAX_ERROR
@@ -90,8 +93,8 @@ def test_kinds(hopper, kind):
 
 @pytest.mark.parametrize("kind", ["resets", "mixed", "near_zero", "strong"])
 @pytest.mark.parametrize("gate", ["log", "softplus"])
-def test_decays_of_any_size(hopper, gate, kind):
-    x = make(hopper, 1, 3300, 2, 4, kind, gate=gate)
+def test_decays_of_any_size(gpu, gate, kind):
+    x = make(gpu, 1, 3300, 2, 4, kind, gate=gate)
     check(x, gate, kind, safe_gate=False, **CUT)
 
 
@@ -130,11 +133,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("sizes, gate, given, options", CASES.values(), ids=list(CASES))
-def test_options(hopper, sizes, gate, given, options):
+def test_options(gpu, sizes, gate, given, options):
     given = {"kind": "moderate"} | given
     for seed, size in enumerate(sizes):
         batch, tokens = size if isinstance(size, tuple) else (size, 0)
-        x = make(hopper, batch, tokens, gate=gate, seed=seed, **given)
+        x = make(gpu, batch, tokens, gate=gate, seed=seed, **given)
         check(x, gate, given["kind"], **options)
 
 
@@ -146,9 +149,9 @@ def test_options(hopper, sizes, gate, given, options):
     ],
     ids=str,
 )  # fmt: skip
-def test_sizes(hopper, size):
+def test_sizes(gpu, size):
     """The numbers of segments and V tiles that the shapes ask for."""
-    check(make(hopper, *size))
+    check(make(gpu, *size))
 
 
 @pytest.mark.parametrize(
@@ -159,37 +162,37 @@ def test_sizes(hopper, size):
     ],
     ids=lambda x: f"{len(x)}-{sum(x)}",
 )  # fmt: skip
-def test_packed(hopper, lengths):
-    check(make(hopper, lengths, 0, 1, 4), state="pool")
+def test_packed(gpu, lengths):
+    check(make(gpu, lengths, 0, 1, 4), state="pool")
 
 
 @pytest.mark.parametrize("kind", ["moderate", "correlated_weak"])
 @pytest.mark.parametrize("lengths", [LONG, [1] * 20 + [4000], [2048], [0, 3100, 3100]])
-def test_packed_and_cut(hopper, lengths, kind):
-    x = make(hopper, lengths, 0, 1, 2, kind)
+def test_packed_and_cut(gpu, lengths, kind):
+    x = make(gpu, lengths, 0, 1, 2, kind)
     copied = {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}
     check(x, kind=kind, state="pool", ways=(SERIAL, CUT, CUT | copied))
 
 
 @pytest.mark.parametrize("kind", ["moderate", "near_zero"])
-def test_large_values(hopper, kind):
+def test_large_values(gpu, kind):
     """Up to about 1e4, with operands in fp16."""
-    x = make(hopper, 1, 500, 2, 4, kind)
+    x = make(gpu, 1, 500, 2, 4, kind)
     x["v"].mul_(2000)
     x["initial_state"].mul_(2000)
     check(x, kind=kind)
 
 
-def test_packed_views_and_offsets_of_64_bits(hopper):
-    x = make(hopper, RAGGED)
+def test_packed_views_and_offsets_of_64_bits(gpu):
+    x = make(gpu, RAGGED)
     twin = fused(x, 8, 8) | {"cu_seqlens": x["cu_seqlens"].long()}
     assert all(map(same, attend(twin), attend(x)))
 
 
 @pytest.mark.parametrize("kind", ["near_zero", "typical", "correlated_weak"])
-def test_segments_lose_no_precision(hopper, kind):
+def test_segments_lose_no_precision(gpu, kind):
     """Against the same call uncut: 1.5e-3 between the two, and at most a tenth more of error."""
-    x = make(hopper, 1, 8192, 2, 2, kind)
+    x = make(gpu, 1, 8192, 2, 2, kind)
     wanted = recurrence(x, kind=kind)
     serial, cut = (attend(x, kind=kind, **way) for way in (SERIAL, CUT))
     for name, expected, one, other in zip(("output", "state"), wanted, serial, cut):
@@ -222,13 +225,13 @@ def fused(x: dict, offset: int, gap: int, far: int = 0) -> dict:
 
 @each_way
 @pytest.mark.parametrize("offset, gap", [(0, 8), (8, 0), (3, 0)])
-def test_activations_may_be_any_view(hopper, way, offset, gap):
+def test_activations_may_be_any_view(gpu, way, offset, gap):
     """Aligned or not, the same bits as dense tensors; nothing is written beside the output."""
-    x = make(hopper, 2, 3100 if way is CUT else 200)
+    x = make(gpu, 2, 3100 if way is CUT else 200)
     expected = attend(x, **way)
     batch, tokens, heads_v, width = x["v"].shape
     shape = (batch, heads_v, tokens + 4, width + offset + gap)
-    storage = torch.full(shape, 7.0, dtype=x["v"].dtype, device=hopper)
+    storage = torch.full(shape, 7.0, dtype=x["v"].dtype, device=gpu)
     out = storage[:, :, 2:-2, offset : offset + width].transpose(1, 2)
     twin = fused(x, offset, gap)
     twin["beta"] = x["beta"].mT.contiguous().mT
@@ -238,29 +241,29 @@ def test_activations_may_be_any_view(hopper, way, offset, gap):
     assert (storage == 7.0).all()
 
 
-def test_pools_may_have_gaps_or_be_transposed(hopper):
-    x = make(hopper, [100, 64, 1])
+def test_pools_may_have_gaps_or_be_transposed(gpu):
+    x = make(gpu, [100, 64, 1])
     expected, states = attend(x)
-    gaps = torch.full((9, 7, *states.shape[2:]), 7.0, device=hopper)
-    indices, pool = slots(hopper, 3, 0, 1), gaps[1::2, 2:6]
+    gaps = torch.full((9, 7, *states.shape[2:]), 7.0, device=gpu)
+    indices, pool = slots(gpu, 3, 0, 1), gaps[1::2, 2:6]
     pool[indices] = x["initial_state"]
     out, final = attend(x | {"initial_state": pool}, state="pool", indices=indices)
     assert final is pool and same(out, expected) and same(pool[indices], states)
     assert (gaps[::2] == 7).all() and (gaps[:, :2] == 7).all() and (gaps[:, 6:] == 7).all()
 
     pool = turned(x["initial_state"])
-    out, final = attend(x | {"initial_state": pool}, state="pool", indices=slots(hopper, 0, 1, 2))
+    out, final = attend(x | {"initial_state": pool}, state="pool", indices=slots(gpu, 0, 1, 2))
     assert final is pool and same(out, expected) and same(pool, states)
 
 
 @pytest.mark.parametrize("rows", [[2, -1, -3, 0, -1], [-1, -2, -3, -4, -5]], ids=str)
 @each_way
-def test_padding_slots(hopper, rows, way):
+def test_padding_slots(gpu, rows, way):
     """Nothing of a padding slot is read or written, not even NaN."""
-    x = make(hopper, [100, 3200, 0, 3100, 7], 0, 1, 2)
+    x = make(gpu, [100, 3200, 0, 3100, 7], 0, 1, 2)
     used = [row for row in rows if row >= 0]
     unused = [row for row in range(4) if row not in used]
-    pool = torch.full((4, *x["initial_state"].shape[1:]), math.nan, device=hopper)
+    pool = torch.full((4, *x["initial_state"].shape[1:]), math.nan, device=gpu)
     pool[used] = 1.0
     before = pool.clone()
     padding = [slice(*x["cu_seqlens"].tolist()[n : n + 2]) for n, row in enumerate(rows) if row < 0]
@@ -268,7 +271,7 @@ def test_padding_slots(hopper, rows, way):
         for name in ACTIVATIONS:
             x[name][:, tokens] = math.nan
     out = torch.full_like(x["v"], math.nan)
-    options = way | {"state": "pool", "indices": slots(hopper, *rows), "out": out}
+    options = way | {"state": "pool", "indices": slots(gpu, *rows), "out": out}
     attend(x | {"initial_state": pool}, **options)
     assert torch.isfinite(out).all() and not any(out[:, tokens].any() for tokens in padding)
     assert same(pool[unused], before[unused]) and torch.isfinite(pool[used]).all()
@@ -276,9 +279,9 @@ def test_padding_slots(hopper, rows, way):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @each_way
-def test_neighbours_are_not_seen(hopper, way, bad):
+def test_neighbours_are_not_seen(gpu, way, bad):
     """Every second sequence is broken in all it has; the others have the bits that they have between sound ones."""
-    x = make(hopper, [100, 1, 37, 64, 3300, 130, 5, 1, 300, 70], 0, 1, 2)
+    x = make(gpu, [100, 1, 37, 64, 3300, 130, 5, 1, 300, 70], 0, 1, 2)
     sound = attend(x, **way)
     bounds = x["cu_seqlens"].tolist()
     for n in range(1, 10, 2):
@@ -292,8 +295,8 @@ def test_neighbours_are_not_seen(hopper, way, bad):
         assert torch.isfinite(out[:, tokens]).all() and same(out[:, tokens], sound[0][:, tokens])
 
 
-def test_other_rows_heads_and_later_chunks_are_not_seen(hopper):
-    x = make(hopper, 3, 200)
+def test_other_rows_heads_and_later_chunks_are_not_seen(gpu):
+    x = make(gpu, 3, 200)
     sound, states = attend(x)
     for name in ("q", "k", "v", "g", "initial_state"):
         x[name][1] = math.nan
@@ -311,11 +314,11 @@ def test_other_rows_heads_and_later_chunks_are_not_seen(hopper):
     [(2, "both"), (2, "none"), (RAGGED, "pool"), (RAGGED, "read"), (RAGGED, "both")],
     ids=["dense", "no_states", "packed_pool", "packed_read", "packed"],
 )
-def test_a_small_workspace_has_the_bits_of_one_piece(hopper, size, state, chunks):
-    x = make(hopper, size, 700)
+def test_a_small_workspace_has_the_bits_of_one_piece(gpu, size, state, chunks):
+    x = make(gpu, size, 700)
     check(x, state=state, chunks=chunks)
     pooled = state in ("pool", "read")
-    indices = slots(hopper, *reversed(range(len(RAGGED)))) if pooled else None
+    indices = slots(gpu, *reversed(range(len(RAGGED)))) if pooled else None
     results = []
     for room in (None, chunks):
         given = x | {"initial_state": x["initial_state"].clone()}
@@ -324,9 +327,9 @@ def test_a_small_workspace_has_the_bits_of_one_piece(hopper, size, state, chunks
     assert all(one is other or same(one, other) for one, other in zip(*results))
 
 
-def test_calls_one_after_another_have_the_bits_of_one(hopper):
+def test_calls_one_after_another_have_the_bits_of_one(gpu):
     """Where they are cut at chunks."""
-    x = make(hopper, 2, 1500)
+    x = make(gpu, 2, 1500)
     whole = attend(x, **SERIAL)
     for ends in ([64, 128, 1024, 1500], [*range(192, 1500, 192), 1500]):
         outs, state = [], x["initial_state"]
@@ -372,9 +375,9 @@ def repeated(x: dict, gate: str = "safe", **options) -> tuple[Callable[[], None]
     ],
     ids=["one_tile", "two_tiles", "any_decay", "pool", "cut", "pool_cut"],
 )
-def test_ten_thousand_runs_are_bit_identical(hopper, size, options):
+def test_ten_thousand_runs_are_bit_identical(gpu, size, options):
     gate = options.get("gate", "safe")
-    x = make(hopper, *size, "resets" if gate == "log" else "moderate", gate=gate)
+    x = make(gpu, *size, "resets" if gate == "log" else "moderate", gate=gate)
     step, wrong = repeated(x, **options)
     step()
     assert wrong.item() == 0
@@ -395,16 +398,16 @@ def test_ten_thousand_runs_are_bit_identical(hopper, size, options):
     "way, chunks", [(SERIAL, None), (CUT, None), (SERIAL, 7)], ids=["serial", "cut", "pieces"]
 )
 @pytest.mark.parametrize("state", ["both", "pool"])
-def test_graph_replay_sees_new_contents(hopper, way, chunks, state):
+def test_graph_replay_sees_new_contents(gpu, way, chunks, state):
     """Captured after one call; replayed with other lengths, inputs and slots, on one stream and then on another."""
     packings = [[4000, 0, 0, 0, 0], [100, 1, 0, 563, 3336], [0, 0, 0, 0, 4000], [800] * 5]
-    x = make(hopper, packings[0], 0, 1, 2)
+    x = make(gpu, packings[0], 0, 1, 2)
     options = way | {"state": state, "out": torch.empty_like(x["v"])}
     if chunks is not None:
         options["workspace"] = nan_workspace(x, chunks)
     if state == "pool":
-        x["initial_state"] = torch.zeros(8, 2, 128, 128, device=hopper)
-        options["indices"] = slots(hopper, *range(5))
+        x["initial_state"] = torch.zeros(8, 2, 128, 128, device=gpu)
+        options["indices"] = slots(gpu, *range(5))
     attend(x, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -412,12 +415,12 @@ def test_graph_replay_sees_new_contents(hopper, way, chunks, state):
 
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for seed, packing in enumerate(packings + packings[::-1]):
-        fresh = make(hopper, packing, 0, 1, 2, seed=seed)
+        fresh = make(gpu, packing, 0, 1, 2, seed=seed)
         if state == "pool":
             fresh["initial_state"] = torch.randn_like(x["initial_state"])
             rows = torch.randperm(8)[:5].tolist()
             rows[seed % 5] = -1
-            options["indices"].copy_(slots(hopper, *rows))
+            options["indices"].copy_(slots(gpu, *rows))
         for name, value in fresh.items():
             x[name].copy_(value)
         twin = options | {"out": torch.full_like(x["v"], math.nan)}
@@ -431,13 +434,13 @@ def test_graph_replay_sees_new_contents(hopper, way, chunks, state):
         assert same(options["out"], expected[0]) and same(final, expected[1])
 
 
-def test_streams_side_by_side(hopper):
+def test_streams_side_by_side(gpu):
     """Different problems at once, each with a workspace of its own."""
     problems = [
-        (make(hopper, 1, 4000, 1, 2, seed=1), CUT),
-        (make(hopper, spread(5, 20, 4000), 0, 1, 2, seed=2), SERIAL),
-        (make(hopper, 1, 2500, 1, 3, seed=3), SERIAL),
-        (make(hopper, LONG, 0, 1, 2, seed=4), CUT | {"state": "pool"}),
+        (make(gpu, 1, 4000, 1, 2, seed=1), CUT),
+        (make(gpu, spread(5, 20, 4000), 0, 1, 2, seed=2), SERIAL),
+        (make(gpu, 1, 2500, 1, 3, seed=3), SERIAL),
+        (make(gpu, LONG, 0, 1, 2, seed=4), CUT | {"state": "pool"}),
     ]
     runs = [repeated(x, **options) for x, options in problems]
     torch.cuda.synchronize()
@@ -451,9 +454,9 @@ def test_streams_side_by_side(hopper):
 
 
 @each_way
-def test_calls_run_on_the_current_stream_and_do_not_wait(hopper, way):
+def test_calls_run_on_the_current_stream_and_do_not_wait(gpu, way):
     """The input arrives on a side stream after a long wait: the call is back before, its kernels start after it."""
-    x = make(hopper, 1, 3100)
+    x = make(gpu, 1, 3100)
     expected = attend(x, **way)
     late = x | {name: torch.zeros_like(x[name]) for name in ACTIVATIONS}
     torch.cuda.synchronize()
@@ -480,14 +483,14 @@ def test_calls_run_on_the_current_stream_and_do_not_wait(hopper, way):
     ],
     ids=["serial", "pieces", "cut", "pool", "pool_pieces", "packed_cut"],
 )
-def test_calls_neither_synchronise_nor_allocate(hopper, size, options, chunks):
+def test_calls_neither_synchronise_nor_allocate(gpu, size, options, chunks):
     """Nothing but the final states, what a segment does and starts from where sequences are cut, and a table of
     segments where they are packed."""
-    x = make(hopper, *size, 1, 2)
+    x = make(gpu, *size, 1, 2)
     states, pool = x["initial_state"], options.get("state") == "pool"
     options = options | {"out": torch.empty_like(x["v"]), "workspace": nan_workspace(x, chunks)}
     if pool:
-        options["indices"] = slots(hopper, *range(len(states)))
+        options["indices"] = slots(gpu, *range(len(states)))
     attend(x, **options)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -512,17 +515,17 @@ def test_calls_neither_synchronise_nor_allocate(hopper, size, options, chunks):
 # ---- large addresses, compilers -------------------------------------------------------------------------------------
 
 
-def test_activations_and_workspaces_beyond_two_billion_elements(hopper):
+def test_activations_and_workspaces_beyond_two_billion_elements(gpu):
     """These gates forget all that lies 128 tokens back, so windows of 192 tokens tell their last 64."""
     tokens, heads = 140_000, 64
     shape = (2, tokens, heads, 128)
-    x = {name: torch.randn(shape, dtype=BF16, device=hopper) for name in ("q", "k", "v")}
-    x |= {"g": torch.randn(shape, device=hopper), "beta": torch.rand(shape[:3], device=hopper)}
+    x = {name: torch.randn(shape, dtype=BF16, device=gpu) for name in ("q", "k", "v")}
+    x |= {"g": torch.randn(shape, device=gpu), "beta": torch.rand(shape[:3], device=gpu)}
     x |= {
-        "A_log": torch.zeros(heads, device=hopper),
-        "dt_bias": torch.ones(shape[2:], device=hopper),
+        "A_log": torch.zeros(heads, device=gpu),
+        "dt_bias": torch.ones(shape[2:], device=gpu),
     }
-    x |= {"initial_state": torch.zeros(2, heads, 128, 128, device=hopper), "cu_seqlens": None}
+    x |= {"initial_state": torch.zeros(2, heads, 128, 128, device=gpu), "cu_seqlens": None}
     out, workspace = torch.full_like(x["v"], math.nan), nan_workspace(x)
     assert out.numel() > 2**31 and workspace.numel() > 2**32
     _, final = attend(x, out=out, workspace=workspace)
@@ -537,19 +540,19 @@ def test_activations_and_workspaces_beyond_two_billion_elements(hopper):
     assert torch.isfinite(out.view(2, -1).sum(1, dtype=torch.float32)).all()
 
 
-def test_strides_and_pools_beyond_two_billion_elements(hopper):
-    x = make(hopper, 2, 200, 1, 2)
+def test_strides_and_pools_beyond_two_billion_elements(gpu):
+    x = make(gpu, 2, 200, 1, 2)
     expected, states = attend(x)
-    storage = torch.full((2**31 + 200 * 256 + 8,), math.nan, dtype=BF16, device=hopper)
+    storage = torch.full((2**31 + 200 * 256 + 8,), math.nan, dtype=BF16, device=gpu)
     out = storage.as_strided(x["v"].shape, (2**31 + 8, 256, 128, 1))
     got = attend(fused(x, 0, 8, far=2**31 + 16), out=out)
     assert same(got[0], expected) and same(got[1], states)
     assert storage[200 * 256 : 2**31].isnan().all()
     del storage, out, got
 
-    rows = torch.zeros(3 * 2**30 + 2**15, device=hopper)
+    rows = torch.zeros(3 * 2**30 + 2**15, device=gpu)
     pool = rows.as_strided((4, 2, 128, 128), (2**30, 2**14, 128, 1))
-    indices = slots(hopper, 3, 1)
+    indices = slots(gpu, 3, 1)
     pool[indices] = x["initial_state"]
     out, _ = attend(x | {"initial_state": pool}, state="pool", indices=indices)
     assert same(out, expected) and same(pool[indices], states)
@@ -564,7 +567,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_torch_compile_sees_one_graph(hopper, fresh_compiler):
+def test_torch_compile_sees_one_graph(gpu, fresh_compiler):
     """A dense and a packed call in one graph, at two sizes."""
 
     def step(q, k, v, g, beta, A_log, dt_bias, state, pool, rows, cu_seqlens):
@@ -579,20 +582,20 @@ def test_torch_compile_sees_one_graph(hopper, fresh_compiler):
 
     compiled = torch.compile(step, fullgraph=True)
     for tokens in (200, 333):
-        x = make(hopper, 1, tokens, seed=tokens)
+        x = make(gpu, 1, tokens, seed=tokens)
         del x["cu_seqlens"]
-        pools = [torch.ones(5, 4, 128, 128, device=hopper) for _ in range(2)]
-        rows, cu_seqlens = slots(hopper, 3, -1, 0), slots(hopper, 0, 70, 71, tokens)
+        pools = [torch.ones(5, 4, 128, 128, device=gpu) for _ in range(2)]
+        rows, cu_seqlens = slots(gpu, 3, -1, 0), slots(gpu, 0, 70, 71, tokens)
         expected = step(*x.values(), pools[0], rows, cu_seqlens)
         got = compiled(*x.values(), pools[1], rows, cu_seqlens)
         assert all(map(same, got, expected)) and same(*pools)
 
 
-def test_one_compile_serves_all_sizes(hopper):
-    attend(make(hopper, 1, 100, 1, 1), **SERIAL)
+def test_one_compile_serves_all_sizes(gpu):
+    attend(make(gpu, 1, 100, 1, 1), **SERIAL)
     compiled = launch.compile.cache_info().misses
     for i in range(40):
         heads = 1 + i % 3
-        x = make(hopper, 1 + i % 5, 1 + 37 * i, heads, heads * (1 + i % 2), seed=i)
+        x = make(gpu, 1 + i % 5, 1 + 37 * i, heads, heads * (1 + i % 2), seed=i)
         attend(x, scale=1 / (1 + i), **SERIAL)
     assert launch.compile.cache_info().misses == compiled

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 
+from .arch import ARCHS as ARCHS
+from .arch import NAME as NAME
 from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIM, dtype_name
 
-NAME = "cula-cp-sm90"
 OP = "kda.prefill"
-ARCHS = ("sm90",)
 PRIORITY = 10
 
 # What the kernel does not read is converted before.
@@ -51,6 +52,4 @@ def supports(
 
 def load(function: str) -> Callable:
     """A public function of the package by name."""
-    import cula_cp_sm90
-
-    return getattr(cula_cp_sm90, function)
+    return getattr(import_module(__package__), function)

@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from .config import CHUNK, HEAD_DIM, SUB, TRIANGLE
 
@@ -15,8 +15,8 @@ LOG2_E = math.log2(math.e)
 
 WIDE, SQUARE = CHUNK * HEAD_DIM, CHUNK * CHUNK
 # Where the parts of a block begin, in elements of 16 bits. Wide matrices are panels of 64 columns in which row r has
-# its units of 16 bytes at unit ^ (r % 8): the 128-byte swizzle that wgmma reads. T' and Aqk are panels of 16 columns
-# with the 32-byte swizzle, unit ^ (r / 4 % 2); panel p begins at the diagonal, with row 16 p.
+# its units of 16 bytes at unit ^ (r % 8): the 128-byte swizzle that tensor cores read. T' and Aqk are panels of 16
+# columns with the 32-byte swizzle, unit ^ (r / 4 % 2); panel p begins at the diagonal, with row 16 p.
 QG, KH, KG, DECAY = 0, WIDE, 2 * WIDE, 3 * WIDE
 T_PRIME = DECAY + 2 * HEAD_DIM
 AQK = T_PRIME + TRIANGLE
@@ -58,35 +58,6 @@ def view(pointer, offset, size, unit=None):
     if not isinstance(offset, int):
         offset = cute.assume(offset, divby=size if unit is None else unit)
     return cute.make_tensor(pointer + offset, cute.make_layout(size))
-
-
-def mma(dtype, n, b_major):
-    """wgmma m64 x n x k16 with A in registers and B in shared memory."""
-    source = warpgroup.OperandSource.RMEM
-    op = warpgroup.MmaF16BF16Op(dtype, F32, (64, n, 16), source, OperandMajorMode.K, b_major)
-    return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
-
-
-@cute.jit
-def issue(
-    tiled_mma: cute.TiledMma,
-    acc: cute.Tensor,
-    a: cute.Tensor,
-    b: cute.Tensor,
-    zero: cutlass.Constexpr,
-):
-    """Issues acc (+)= a b^T as one committed group; the caller has fenced and will wait."""
-    atom = cute.make_mma_atom(tiled_mma.op)  # a fresh one: its flag may be set inside loops
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-def as_operand(registers, a):
-    """Accumulator registers seen as an A operand: the order is the same."""
-    return cute.make_tensor(registers.iterator, a.layout)
 
 
 def by_token(x):

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .arch import (
+    BLOCK_US,
+    CHAIN_US,
+    MERGE_STEP_US,
+    MERGE_US,
+    SCAN_BLOCK_US,
+    SCAN_CHAIN_US,
+    SCAN_STAGES,
+    STAGES,
+    START_US,
+    V_TILE,
+)
+
 CHUNK = 64
 HEAD_DIM = 128
-V_TILE = 64
+V_TILES = HEAD_DIM // V_TILE
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
@@ -62,10 +75,10 @@ class PrepareConfig:
 class RecurrenceConfig:
     """Static facts of the kernel that walks through the chunks.
 
-    dtype: of v and the outputs. operand: of the blocks. tiles: of 64 columns of v per CTA, each with a warpgroup of its
-    own. split: sequences are cut into segments, which start from states that were merged before. scan: only what a
-    segment does to the state is wanted, as a map: what it adds, and the matrix that it applies. The others say which
-    states there are, as the public function has them.
+    dtype: of v and the outputs. operand: of the blocks. tiles: of V_TILE columns of v per CTA. split: sequences are cut
+    into segments, which start from states that were merged before. scan: only what a segment does to the state is
+    wanted, as a map: what it adds, and the matrix that it applies. The others say which states there are, as the public
+    function has them.
     """
 
     dtype: str
@@ -88,12 +101,7 @@ class RecurrenceConfig:
 
     @property
     def stages(self) -> int:
-        return 3 if self.scan else 2
-
-    @property
-    def threads(self) -> int:
-        """A warpgroup per tile and a warp that loads; registers move between whole warpgroups only."""
-        return 128 * self.tiles + (32 if self.tiles == 1 else 128)
+        return SCAN_STAGES if self.scan else STAGES
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,9 @@ class MergeConfig:
 class Plan:
     """How a call is spread out.
 
-    tiles: of 64 columns of v per CTA of the recurrence. segment_tokens: length of a segment, a multiple of 64; 0 when
-    sequences stay whole. segments: how many there may be in all. piece_slots: chunks that the workspace holds at once.
+    tiles: of V_TILE columns of v per CTA of the recurrence. segment_tokens: length of a segment, a multiple of 64; 0
+    when sequences stay whole. segments: how many there may be in all. piece_slots: chunks that the workspace holds at
+    once.
     """
 
     tiles: int
@@ -125,13 +134,6 @@ class Plan:
         return self.segment_tokens > 0
 
 
-# The cost model, in microseconds, fitted on an H200 (docs/kda-prefill.md). A chain is a CTA that walks through chunks
-# one after the other; alone it takes CHAIN_US a chunk, and all of them together share the memory's pace.
-START_US = 6.0  # of a kernel, until its first chunk is done
-CHAIN_US = {1: 0.95, 2: 1.6}  # by tiles of v
-BLOCK_US = 0.0227  # a chunk and value head, at the memory's pace
-SCAN_CHAIN_US, SCAN_BLOCK_US = 1.1, 0.0115
-MERGE_US, MERGE_STEP_US = 5.0, 1.5
 GAIN = 1.03  # cutting must win this much
 MAX_PARTS = 16
 
@@ -143,13 +145,13 @@ def _pace_us(chain: float, memory: float) -> float:
 
 def _tiles(sequences: int, value_heads: int, multiprocessors: int) -> int:
     """Tiles of v per CTA: one, as long as all of them fit on the card at once."""
-    return 1 if 2 * sequences * value_heads <= multiprocessors else 2
+    return 1 if V_TILES * sequences * value_heads <= multiprocessors else V_TILES
 
 
 def _walk_us(length: int, segments: int, value_heads: int, multiprocessors: int) -> float:
     """The recurrence over segments of `length` chunks."""
     tiles = _tiles(segments, value_heads, multiprocessors)
-    at_once = min(segments * value_heads, multiprocessors * tiles // 2)
+    at_once = min(segments * value_heads, multiprocessors * tiles // V_TILES)
     pace = _pace_us(CHAIN_US[tiles], BLOCK_US * at_once)
     return START_US + length * pace * max(1.0, segments * value_heads / at_once)
 

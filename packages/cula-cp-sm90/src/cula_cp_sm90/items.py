@@ -7,11 +7,22 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .common import I32, SQUARE, runs, view
-from .config import CHUNK, HEAD_DIM, V_TILE
+from .common import (
+    AQK,
+    BLOCK,
+    I32,
+    KH,
+    QG,
+    STAGED_AQK,
+    STAGED_BLOCK,
+    T_PRIME,
+    runs,
+    swizzled,
+    view,
+)
+from .config import CHUNK, V_TILE, V_TILES, RecurrenceConfig
 
 SLOTS = 2  # of outputs and items
-V_TILES = HEAD_DIM // V_TILE
 ITEM_WORDS = 12  # of an item: whole 16-byte units
 
 
@@ -36,7 +47,43 @@ class Item(NamedTuple):
 
 
 class Items:
-    """Part of `KdaRecurrence`, whose stages it fills."""
+    """Part of `KdaRecurrence`: how its stages are divided up, and what fills them."""
+
+    def divide(self, config: RecurrenceConfig):
+        """Elements of 16 bits: which part of a block a stage has, and where v is behind it."""
+        self.stages = config.stages
+        self.begin, self.end = (KH, AQK) if config.scan else (QG, BLOCK)
+        self.squares = (STAGED_AQK if config.scan else STAGED_BLOCK) - T_PRIME
+        self.v_at = (T_PRIME + self.squares - self.begin + 511) // 512 * 512
+        self.stage = self.v_at + self.tiles * CHUNK * V_TILE
+        # Tiles of a head: of a scan also those of M.
+        self.columns = V_TILES * (2 if config.scan else 1)
+
+    @cute.jit
+    def clear(self, base: cute.Pointer, tidx):
+        """Zeros where T' and Aqk will be: nothing overwrites those above the diagonal."""
+        zeros = cute.make_rmem_tensor(8, self.operand)
+        zeros.fill(0.0)
+        for stage in cutlass.range_constexpr(self.stages):
+            first = stage * self.stage + T_PRIME - self.begin
+            for unit in cutlass.range(tidx, self.squares // 8, self.threads, unroll=1):
+                cute.autovec_copy(zeros, view(base, first + 8 * unit, 8))
+        cute.arch.fence_view_async_shared()
+
+    def staged(self, base, offset, shape, major, dtype):
+        """A matrix of every stage, as [rows, columns, stage]."""
+        layout = swizzled(shape, major, dtype)
+        atom = 256 if major == "panels" else 1024
+        pointer = cute.recast_ptr((base + offset).align(atom), layout.inner, dtype=dtype)
+        stages = cute.make_layout(self.stages, stride=self.stage)
+        return cute.make_tensor(pointer, cute.append(layout.outer, stages))
+
+    def slots(self, base, shape, major):
+        """A matrix of every slot, as [rows, columns, slot]."""
+        layout = swizzled(shape, major, self.dtype)
+        pointer = cute.recast_ptr(base.align(1024), layout.inner, dtype=self.dtype)
+        slots = cute.make_layout(SLOTS, stride=shape[0] * shape[1])
+        return cute.make_tensor(pointer, cute.append(layout.outer, slots))
 
     @cute.jit
     def load(
@@ -115,7 +162,7 @@ class Items:
                         self.fetch_block(bulk, blocks[slot + c, head, None], base, at.index, full)
                     for i in cutlass.range_constexpr(self.tiles):
                         sV = self.staged(
-                            base, self.v_at + i * SQUARE, (CHUNK, V_TILE), "k", self.dtype
+                            base, self.v_at + i * CHUNK * V_TILE, (CHUNK, V_TILE), "k", self.dtype
                         )
                         self.fetch(
                             tma_v, mV, token + c * CHUNK, head, in_batch, (tile + i) % V_TILES,

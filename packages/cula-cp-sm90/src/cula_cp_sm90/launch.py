@@ -13,10 +13,12 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
+from .arch import TARGETS
 from .common import BLOCK, DTYPES, F32, INDICES
 from .config import (
     BLOCK_BYTES,
     HEAD_DIM,
+    V_TILES,
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
@@ -28,8 +30,6 @@ from .merge import KdaMerge
 from .prepare import KdaPrepare
 from .recurrence import KdaRecurrence
 from .schedule import COLUMNS, SegmentTable
-
-ARCH = "sm_90a"
 
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
@@ -163,14 +163,20 @@ def kernel(config: Config) -> tuple[object, ...]:
 
 
 @functools.cache
-def compile(config: Config, *options) -> Callable[..., None]:
-    """A callable for one config, reused for every size and stride."""
+def compile(config: Config, target: str, *options) -> Callable[..., None]:
+    """A callable for one config and target, reused for every size and stride."""
     with warnings.catch_warnings():
         # Loops over the registers of a thread are unrolled on purpose.
         warnings.filterwarnings("ignore", message="This static loop has")
-        return cute.compile[(cute.GPUArch(ARCH), cute.EnableTVMFFI, *options)](
+        return cute.compile[(cute.GPUArch(target), cute.EnableTVMFFI, *options)](
             *kernel(config), make_fake_stream(use_tvm_ffi_env_stream=True)
         )
+
+
+@functools.cache
+def _compile_for(device: torch.device) -> Callable[[Config], Callable[..., None]]:
+    target = TARGETS[torch.cuda.get_device_capability(device)]
+    return lambda config: compile(config, target)
 
 
 @functools.cache
@@ -205,7 +211,7 @@ def run(
     intracard_cp: str | bool = "auto",
     longest: int | None = None,
     multiprocessors: int | None = None,
-    kernel_for: Callable[..., Callable[..., None]] = compile,
+    kernel_for: Callable[..., Callable[..., None]] | None = None,
 ) -> None:
     """Launches one call on torch's current stream.
 
@@ -218,6 +224,8 @@ def run(
     if dt_bias is not None:
         dt_bias = dt_bias.reshape(heads_v, HEAD_DIM)
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if kernel_for is None:
+        kernel_for = _compile_for(q.device)
     if multiprocessors is None:
         multiprocessors = _multiprocessors(q.device)
     spread = plan(
@@ -266,8 +274,8 @@ def run(
                 (spread.segments, heads_v, HEAD_DIM, HEAD_DIM), dtype=torch.float32
             )
             scan = RecurrenceConfig(
-                dtype_name(v.dtype), operand, 2, True, True, packed, state_v_first, initial_state is not None, False,
-                state_indices is not None,
+                dtype_name(v.dtype), operand, V_TILES, True, True, packed, state_v_first, initial_state is not None,
+                False, state_indices is not None,
             )  # fmt: skip
             ctas = min(multiprocessors, 2 * spread.segments * heads_v)
             kernel_for(scan)(
@@ -287,7 +295,7 @@ def run(
                 tokens,
                 segment_tokens,
             )
-        ctas = min(multiprocessors, spread.segments * heads_v * 2 // spread.tiles)
+        ctas = min(multiprocessors, spread.segments * heads_v * V_TILES // spread.tiles)
         kernel_for(forward)(
             blocks[:held], v, out, None if spread.split else initial_state, state_indices, final_state, None, starts,
             segments, None if counters is None else counters[1:], segment_tokens, first, ctas,

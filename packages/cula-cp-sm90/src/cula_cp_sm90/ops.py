@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .arch import NAME, TARGETS
 from .check import SAFE_LOWER_BOUND, check_prefill, check_sizes, is_aligned, longest_sequence
 from .config import dtype_name, workspace_bytes
 
 # The pool of an in-place call has an argument of its own, so that no tensor that is written has two names.
+_PREFILL = f"{__package__}::prefill"
 torch.library.define(
-    "cula_cp_sm90::prefill",
+    _PREFILL,
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor(a!)? state_pool, Tensor? state_indices, Tensor(b!)? final_state, Tensor? cu_seqlens, "
     "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, float scale, str gate, float lower_bound, "
@@ -49,7 +51,7 @@ def _prefill_cuda(
     lower_bound: float, bounded: bool, l2norm: bool, beta_sigmoid: bool, neg_eigval: bool,
     state_v_first: bool, operand: str, intracard_cp: str,
 ) -> None:  # fmt: skip
-    _require_hopper(q.device)
+    _require_target(q.device)
     if state_pool is not None:
         initial_state = final_state = state_pool
     if out.numel() == 0 or (initial_state is not None and initial_state.shape[0] == 0):
@@ -84,11 +86,11 @@ def _prefill_cuda(
 
 
 _DENSE = torch.contiguous_format
-torch.library.impl("cula_cp_sm90::prefill", "CPU", _prefill_cpu)
-torch.library.impl("cula_cp_sm90::prefill", "CUDA", _prefill_cuda)
-torch.library.register_fake("cula_cp_sm90::prefill", lambda *_: None)
+torch.library.impl(_PREFILL, "CPU", _prefill_cpu)
+torch.library.impl(_PREFILL, "CUDA", _prefill_cuda)
+torch.library.register_fake(_PREFILL, lambda *_: None)
 
-_prefill_op = torch.ops.cula_cp_sm90.prefill.default
+_prefill_op = getattr(torch.ops, __package__).prefill.default
 
 
 def chunk_kda(
@@ -192,11 +194,11 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
         NotImplementedError: `return_intermediate_states` or `cp_context` is given.
-        RuntimeError: the GPU is not of compute capability 9.0.
+        RuntimeError: the GPU is not one that this package has kernels for.
     """
     plain = _is_plain_cuda_call(q)
     if plain:
-        _require_hopper(q.device)
+        _require_target(q.device)
     check_prefill(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, state_pool=state_pool,
         indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
@@ -268,12 +270,11 @@ def _is_plain_cuda_call(q: Tensor) -> bool:
 
 
 @functools.cache
-def _require_hopper(device: torch.device) -> None:
+def _require_target(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        raise RuntimeError(
-            f"cula-cp-sm90 needs compute capability 9.0, {device} has {major}.{minor}"
-        )
+    if (major, minor) not in TARGETS:
+        known = " or ".join(f"{first}.{second}" for first, second in TARGETS)
+        raise RuntimeError(f"{NAME} needs compute capability {known}, {device} has {major}.{minor}")
 
 
 @functools.cache

@@ -21,8 +21,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .common import (
-    AQK,
-    BLOCK,
     DECAY,
     DTYPES,
     F32,
@@ -32,17 +30,12 @@ from .common import (
     QG,
     SQUARE,
     STAGED_AQK,
-    STAGED_BLOCK,
     T_PRIME,
-    as_operand,
     by_token,
-    issue,
-    mma,
     swizzled,
-    view,
 )
-from .config import CHUNK, HEAD_DIM, V_TILE, RecurrenceConfig
-from .items import ITEM_WORDS, SLOTS, V_TILES, Items
+from .config import CHUNK, HEAD_DIM, V_TILE, V_TILES, RecurrenceConfig
+from .items import ITEM_WORDS, SLOTS, Items
 
 GROUP = 128  # threads of a warpgroup
 BARRIER_TILE = 1
@@ -65,14 +58,10 @@ class KdaRecurrence(Items):
     def __init__(self, config: RecurrenceConfig):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
-        self.tiles, self.stages = config.tiles, config.stages
-        # Elements: which part of a block a stage has, and where v is behind it.
-        self.begin, self.end = (KH, AQK) if config.scan else (QG, BLOCK)
-        self.squares = (STAGED_AQK if config.scan else STAGED_BLOCK) - T_PRIME
-        self.v_at = (T_PRIME + self.squares - self.begin + 511) // 512 * 512
-        self.stage = self.v_at + self.tiles * SQUARE
-        # Tiles of a head: of a scan also those of M.
-        self.columns = V_TILES * (2 if config.scan else 1)
+        self.tiles = config.tiles
+        # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
+        self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
+        self.divide(config)
 
     @cute.jit
     def __call__(
@@ -101,7 +90,7 @@ class KdaRecurrence(Items):
             blocks, tma_v, mV, tma_o, mO, out, initial, indices, final, maps, starts, segments, counter, segment_tokens,
             first_slot,
         ).launch(
-            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
 
     @cute.kernel
@@ -299,37 +288,11 @@ class KdaRecurrence(Items):
             if tidx < 32:
                 cute.arch.cp_async_bulk_wait_group(0)
 
-    @cute.jit
-    def clear(self, base: cute.Pointer, tidx):
-        """Zeros where T' and Aqk will be: nothing overwrites those above the diagonal."""
-        zeros = cute.make_rmem_tensor(8, self.operand)
-        zeros.fill(0.0)
-        for stage in cutlass.range_constexpr(self.stages):
-            first = stage * self.stage + T_PRIME - self.begin
-            for unit in cutlass.range(tidx, self.squares // 8, self.config.threads, unroll=1):
-                cute.autovec_copy(zeros, view(base, first + 8 * unit, 8))
-        cute.arch.fence_view_async_shared()
-
     def second(self, tiled_mma, part, base, offset, shape, major):
         """A matrix of the block as the second operand of a product, of every stage."""
         return tiled_mma.make_fragment_B(
             part.partition_B(self.staged(base, offset - self.begin, shape, major, self.operand))
         )
-
-    def staged(self, base, offset, shape, major, dtype):
-        """A matrix of every stage, as [rows, columns, stage]."""
-        layout = swizzled(shape, major, dtype)
-        atom = 256 if major == "panels" else 1024
-        pointer = cute.recast_ptr((base + offset).align(atom), layout.inner, dtype=dtype)
-        stages = cute.make_layout(self.stages, stride=self.stage)
-        return cute.make_tensor(pointer, cute.append(layout.outer, stages))
-
-    def slots(self, base, shape, major):
-        """A matrix of every slot, as [rows, columns, slot]."""
-        layout = swizzled(shape, major, self.dtype)
-        pointer = cute.recast_ptr(base.align(1024), layout.inner, dtype=self.dtype)
-        slots = cute.make_layout(SLOTS, stride=shape[0] * shape[1])
-        return cute.make_tensor(pointer, cute.append(layout.outer, slots))
 
     @cute.jit
     def take_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, column, lane):
@@ -461,3 +424,32 @@ class KdaRecurrence(Items):
                     self.put(s, part_s, self.of_caller(final, item.row, item.head), column)
             else:
                 self.put(s, part_s, self.of_caller(final, item.sequence, item.head), column)
+
+
+def mma(dtype, n, b_major):
+    """wgmma m64 x n x k16 with A in registers and B in shared memory."""
+    source = warpgroup.OperandSource.RMEM
+    op = warpgroup.MmaF16BF16Op(dtype, F32, (64, n, 16), source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    zero: cutlass.Constexpr,
+):
+    """Issues acc (+)= a b^T as one committed group; the caller has fenced and will wait."""
+    atom = cute.make_mma_atom(tiled_mma.op)  # a fresh one: its flag may be set inside loops
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_operand(registers, a):
+    """Accumulator registers seen as an A operand: the order is the same."""
+    return cute.make_tensor(registers.iterator, a.layout)

@@ -1,0 +1,177 @@
+# Vendored from packages/cula-cp-sm90/src/cula_cp_sm90/reference.py by "nox -s vendor": edit the master.
+"""KDA in plain torch, token by token: the oracle of the kernels, and what serves CPU tensors.
+
+Per sequence and value head, with the state S [K, V], the log decay d_t [K] and the write strength b_t of token t:
+
+    S'_t = diag(exp(d_t)) S_(t-1)
+    S_t  = S'_t + b_t k_t (v_t - S'_t^T k_t)^T          o_t = scale * S_t^T q_t
+
+`gate` says what g is, and `neg_eigval` doubles a strength that is computed here:
+
+    "log"       d = g                                                   b = beta
+    "softplus"  d = -exp(A_log) * softplus(g + dt_bias)                 b = sigmoid(beta) with `beta_sigmoid`
+    "safe"      d = lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
+
+All sequences take a step together as long as they last. Arguments are taken as checked.
+Source: Kimi Linear, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-6
+
+
+class _Sequence(NamedTuple):
+    """`length` tokens from `start` on, rows of the batch one after another; `state`: row of the initial states."""
+
+    start: int
+    length: int
+    state: int
+
+
+def recurrent_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    gate: str = "log",
+    lower_bound: float = 0.0,
+    l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence in `dtype`; None: in fp64 if q is fp64 and in fp32 otherwise.
+
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV]. A_log: [HV], None: 0. dt_bias: [HV * K] or
+    [HV, K], None: 0. initial_state: [rows, HV, K, V] ([rows, HV, V, K] with `state_v_first`) or None. state_indices:
+    row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1.
+    Returns the outputs [B, T, HV, V] and the final states [N, HV, K, V] (or V, K), unrounded, both zero for padding.
+    """
+    work = dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dim_k, (heads_v, dim_v) = q.shape[3], v.shape[2:]
+    group = heads_v // q.shape[2]
+    if scale is None:
+        scale = dim_k**-0.5
+    # Contiguous, so that sums take one order whatever the strides of the arguments.
+    q, k, v, g, beta = (x.to(work).contiguous() for x in (q, k, v, g, beta))
+    decays = _log_decay(g, A_log, dt_bias, gate, lower_bound).exp()
+    if beta_sigmoid:
+        beta = (2 if neg_eigval else 1) * beta.sigmoid()
+    if l2norm:
+        q, k = _normalized(q), _normalized(k)
+    tokens = [x.flatten(0, 1) for x in (q, k, v, decays, beta)]
+    outputs = torch.zeros_like(tokens[2])
+
+    sequences = _sequences(q, state_indices, cu_seqlens)
+    finals = v.new_zeros(len(sequences), heads_v, dim_k, dim_v)
+    # The longest first, so that those which still run are the first ones.
+    live = [n for n, sequence in enumerate(sequences) if sequence.state >= 0]
+    live.sort(key=lambda n: -sequences[n].length)
+    starts = torch.tensor([sequences[n].start for n in live], device=q.device)
+    states = finals[live]
+    if initial_state is not None and live:
+        states = initial_state[[sequences[n].state for n in live]].to(work)
+        states = (states.transpose(2, 3) if state_v_first else states).contiguous()
+    running = len(live)
+    for t in range(sequences[live[0]].length if live else 0):
+        while sequences[live[running - 1]].length <= t:
+            running -= 1
+        rows, state = starts[:running] + t, states[:running]
+        q_t, k_t, v_t, decay, strength = (x[rows] for x in tokens)
+        q_t, k_t = (x.repeat_interleave(group, 1)[..., None] for x in (q_t, k_t))
+        state *= decay[..., None]
+        error = v_t - (k_t * state).sum(2)
+        state += k_t * (strength[..., None] * error)[:, :, None]
+        outputs[rows] = scale * (q_t * state).sum(2)
+    finals[live] = states
+    return outputs.view(v.shape), finals.transpose(2, 3) if state_v_first else finals
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    state_indices: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    *,
+    scale: float,
+    gate: str,
+    lower_bound: float,
+    l2norm: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+    state_v_first: bool,
+) -> None:
+    """`recurrent_prefill` into `out` and `final_state`: the contract of the kernels' launcher, on the CPU.
+
+    final_state: None, another tensor [N, HV, ..] for row n of the final states, or `initial_state` itself, whose rows
+    are then replaced where they were read.
+    """
+    outputs, finals = recurrent_prefill(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale=scale,
+        gate=gate, lower_bound=lower_bound, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
+        neg_eigval=neg_eigval, state_v_first=state_v_first,
+    )  # fmt: skip
+    out.copy_(outputs)
+    if final_state is None:
+        return
+    if final_state is not initial_state:
+        final_state.copy_(finals)
+    elif state_indices is None:
+        final_state[: len(finals)] = finals.to(final_state.dtype)
+    else:
+        live = state_indices >= 0
+        final_state[state_indices[live].long()] = finals[live].to(final_state.dtype)
+
+
+def _log_decay(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, gate: str, lower_bound: float
+) -> Tensor:
+    if gate == "log":
+        return g
+    if dt_bias is not None:
+        g = g + dt_bias.to(g.dtype).view(g.shape[2:])
+    rate = 1.0 if A_log is None else A_log.to(g.dtype).exp()[:, None]
+    if gate == "safe":
+        return lower_bound * (rate * g).sigmoid()
+    # softplus without a linear piece for large g, which fp64 would notice.
+    return -rate * torch.logaddexp(g, torch.zeros_like(g))
+
+
+def _sequences(
+    q: Tensor, state_indices: Tensor | None, cu_seqlens: Tensor | None
+) -> list[_Sequence]:
+    batch, tokens = q.shape[:2]
+    if cu_seqlens is None:
+        places = [(row * tokens, tokens) for row in range(batch)]
+    else:
+        bounds = cu_seqlens.tolist()
+        places = [(start, stop - start) for start, stop in zip(bounds[:-1], bounds[1:])]
+    slots = range(len(places)) if state_indices is None else state_indices.tolist()
+    return [_Sequence(*place, slot) for place, slot in zip(places, slots)]
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt()

@@ -1,0 +1,202 @@
+# Vendored from packages/cula-cp-sm90/tests/prefill_checks.py by "nox -s vendor": edit the master.
+"""What the tests on a GPU do with every problem: a call into memory full of NaN, held against the recurrence in fp64.
+
+x = inputs(1, 300, 2, 4, "mixed", initial=True)          of kda_sm100_inputs, on the CPU or on the GPU
+errors = check(x, kind="mixed", state="pool", device="cuda")
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from kda_sm100_inputs import flags, int32, spaced
+from torch import Tensor
+
+from cula_kda_sm100 import chunk_kda, kda_workspace_bytes, reference
+from cula_emulator.memory import poisoned_memory
+
+MAX_ERROR = 3e-3
+# Operands in bfloat16, whatever the keys; keys that never change.
+MAX_BFLOAT16_ERROR, MAX_ONE_KEY_ERROR = 5e-3, 5e-3
+# No single row of an output or a state may be this many times worse than all together are allowed to be.
+ROW_FACTOR = 3
+CHUNK_BYTES = 59_904  # of a workspace, per value head
+GUARD = 4096  # bytes behind a workspace
+
+_OF_REFERENCE = {
+    "scale": "scale",
+    "use_qk_l2norm_in_kernel": "l2norm",
+    "use_beta_sigmoid_in_kernel": "beta_sigmoid",
+    "allow_neg_eigval": "neg_eigval",
+}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(bits(first), bits(second))
+
+
+def relative_rmse(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over RMS of `expected`, in fp64; NaN in either gives NaN, which no bound admits."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    size = expected.double().square().sum()
+    error = (actual.double() - expected.double()).square().sum()
+    return 0.0 if error == size == 0 else (error / size).sqrt().item()
+
+
+def assert_close(name: str, actual: Tensor, expected: Tensor, bound: float = MAX_ERROR) -> float:
+    """Bounds the relative RMSE, which is returned, and that of every row (the last dimension)."""
+    error = relative_rmse(actual, expected)
+    assert error <= bound, f"{name}: relative RMSE {error:.3e}, limit {bound:.3e}"
+    if error:
+        size = expected.double().norm(dim=-1)
+        rows = (actual.double() - expected.double()).norm(dim=-1)
+        worst = (rows / (size + size.square().mean().sqrt())).max().item()
+        assert worst <= ROW_FACTOR * bound, f"{name}: a row is off by {worst:.3e}"
+    return error
+
+
+def moved(x: dict, device: torch.device | str | None) -> dict:
+    """x on a device; where it is without one."""
+    return {name: t if t is None or device is None else t.to(device) for name, t in x.items()}
+
+
+def stored(states: Tensor, v_first: bool) -> Tensor:
+    """[.., K, V] laid out as a call with this flag takes it; the same again turns it back."""
+    return states.mT.contiguous() if v_first else states
+
+
+def nan_workspace(x: dict, chunks: int | None = None) -> Tensor:
+    """Room for some chunks of every value head, or for all; the bytes are those of NaN in any format."""
+    batch, tokens, heads_v = x["v"].shape[:3]
+    sequences = None if x["cu_seqlens"] is None else len(x["cu_seqlens"]) - 1
+    size = kda_workspace_bytes(batch, tokens, heads_v, sequences)
+    if chunks is not None:
+        size = min(size, chunks * heads_v * CHUNK_BYTES)
+    return torch.full((size + GUARD,), 255, dtype=torch.uint8, device=x["v"].device)[:size]
+
+
+def settings(gate: str, kind: str, options: dict) -> dict:
+    """Options of a call: what it is told about g, and the norm of q and k unless told otherwise."""
+    return {"use_qk_l2norm_in_kernel": True, **flags(gate, kind), **options}
+
+
+def attend(
+    x: dict,
+    gate: str = "safe",
+    kind: str = "typical",
+    *,
+    state: str = "both",
+    indices: Tensor | None = None,
+    **options,
+) -> tuple[Tensor, Tensor | None]:
+    """Calls the public function.
+
+    state: "none", "initial" (taken only), "final" (returned only), "both"; "pool" (updated in place at indices) and
+    "read" (a pool that is only read); x["initial_state"] as the call takes it.
+    """
+    given = dict(x)
+    initial = given.pop("initial_state")
+    if state in ("pool", "read"):
+        given |= {"state_pool": initial, "initial_state_indices": indices}
+        given["update_state_pool"] = state == "pool"
+    elif state in ("initial", "both"):
+        given["initial_state"] = initial
+    given["output_final_state"] = state in ("final", "both", "read")
+    return chunk_kda(**given, **settings(gate, kind, options))
+
+
+def recurrence(
+    x: dict, gate: str = "safe", kind: str = "typical", indices: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor]:
+    """What `attend` should compute, in fp64, from states [.., K, V]; options it does not depend on are ignored."""
+    options = settings(gate, kind, options)
+    known = {name: options[n] for n, name in _OF_REFERENCE.items() if n in options}
+    return reference.recurrent_prefill(
+        **x, state_indices=indices, gate=gate, lower_bound=options.get("lower_bound") or 0.0,
+        dtype=torch.float64, **known,
+    )  # fmt: skip
+
+
+def check(
+    x: dict,
+    gate: str = "safe",
+    kind: str = "typical",
+    *,
+    state: str = "both",
+    v_first: bool = False,
+    chunks: int | None = None,
+    gaps: bool = False,
+    bound: float = MAX_ERROR,
+    device: torch.device | str | None = None,
+    ways: tuple[dict, ...] = ({},),
+    **options,
+) -> dict[str, float]:
+    """Calls on `device` (where x is, unless given), held against the recurrence where x is: numbers, and what must not
+    change bit for bit.
+
+    chunks: how many the workspace holds. gaps: of 16 bytes or more, full of NaN, between the rows of q, k, v, g and the
+    outputs. ways: options of a call each, which do not change what is expected. Returns relative errors, of the last.
+    """
+    initial, indices = x["initial_state"], None
+    sequences = len(initial)
+    slots = list(range(sequences))
+    if state in ("pool", "read"):
+        # Backwards, one slot in three is padding, and two rows belong to nobody.
+        slots = [sequences + 1 - n if n % 3 != 1 else -1 - n for n in range(sequences)]
+        initial = initial.new_full((sequences + 2, *initial.shape[1:]), math.nan)
+        for n, slot in enumerate(slots):
+            if slot >= 0:
+                initial[slot] = x["initial_state"][n]
+        indices = int32(*slots).to(initial.device)
+    taken = initial if state not in ("none", "final") else None
+    expected = recurrence(x | {"initial_state": taken}, gate, kind, indices, **options)
+    live = [n for n, slot in enumerate(slots) if slot >= 0]
+
+    errors: dict[str, float] = {}
+    for way in ways:
+        there = x | {"initial_state": stored(initial, v_first).clone(), "indices": indices}
+        there = moved(there, device)
+        rows = there.pop("indices")
+        if gaps:
+            there |= {name: spaced(there[name]) for name in ("q", "k", "v", "g")}
+        before = there["initial_state"].clone()
+        *outer, width = there["v"].shape
+        wide = there["v"].new_full((*outer, width + (8 if gaps else 0)), math.nan)
+        out, workspace = wide[..., :width], nan_workspace(there, chunks)
+        with poisoned_memory():
+            got, final = attend(
+                there, gate, kind, state=state, indices=rows, out=out, workspace=workspace, state_v_first=v_first,
+                **options, **way,
+            )  # fmt: skip
+        assert got is out
+        behind = workspace.as_strided((GUARD,), (1,), workspace.storage_offset() + len(workspace))
+        assert (behind == 255).all(), "something was written behind the workspace"
+        assert wide[..., width:].isnan().all(), "something was written beside the output"
+        out = out.to(x["v"].device)
+        errors = {"out": assert_close("output", out, expected[0], bound)}
+        assert not out[(expected[0] == 0).all(-1)].any(), "a padding slot has an output"
+
+        pool = there["initial_state"]
+        if state == "pool":
+            assert final is pool
+            others = [row for row in range(len(pool)) if row not in slots]
+            assert same(pool[others], before[others]), "a row that nobody owns has changed"
+            final = pool[[slots[n] for n in live]]
+        else:
+            assert same(pool, before), "the initial state has changed"
+            if state == "read":
+                padding = [n for n in range(sequences) if n not in live]
+                assert not final[padding].any(), "a padding slot has a state"
+                final = final[live]
+        if state in ("none", "initial"):
+            assert final is None
+            continue
+        final = stored(final, v_first).to(x["v"].device)
+        errors["state"] = assert_close("state", final, expected[1][live], bound)
+    return errors

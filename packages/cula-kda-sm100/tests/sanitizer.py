@@ -1,0 +1,108 @@
+# Vendored from packages/cula-cp-sm90/tests/sanitizer.py by "nox -s vendor": edit the master.
+"""Tiny problems of every mode for compute-sanitizer, on a GPU; needs torch, this package and cula-emulator.
+
+Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer.
+Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs under the tool.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+from kda_sm100_inputs import inputs
+from prefill_sm100_checks import MAX_BFLOAT16_ERROR, check
+
+LENGTHS = [70, 0, 1, 130, 64]
+FP16, BF16 = torch.float16, torch.bfloat16
+LOGITS = {"use_beta_sigmoid_in_kernel": True}
+PLAIN = {"use_qk_l2norm_in_kernel": False, "bound": MAX_BFLOAT16_ERROR}
+
+
+class Problem(NamedTuple):
+    """A call: `tokens` for a dense batch, `lengths` for packed sequences; `given` is for `inputs`, `options` for
+    `check`. without: arguments that are left out."""
+
+    name: str
+    given: dict
+    options: dict
+    tokens: int = 0
+    lengths: list[int] | None = None
+    batch: int = 1
+    heads: tuple[int, int] = (1, 2)
+    gate: str = "safe"
+    kind: str = "moderate"
+    without: tuple[str, ...] = ()
+
+
+PROBLEMS = (
+    Problem("dense", {}, {}, 130, batch=2),
+    Problem("one token, no states", {}, {"state": "none"}, 1),
+    Problem("V first, fp16", {"dtype": FP16}, {"v_first": True}, 200),
+    Problem("two tiles", {}, {"state": "final"}, 70, heads=(7, 70)),
+    Problem("many items", {}, {"state": "initial"}, 70, batch=3, heads=(2, 60)),
+    Problem("equal keys", {"gate_dtype": BF16}, {}, 150, kind="equal_keys"),
+    Problem("log gate", {"normalized": True, "gate_dtype": FP16}, PLAIN, 100, gate="log"),
+    Problem("log gate, any", {}, {}, 150, gate="log", kind="resets"),
+    Problem("softplus gate", {"gate_dtype": BF16}, {}, 150, gate="softplus", kind="resets"),
+    Problem("safe gate, any", {}, {"lower_bound": -8.0, "safe_gate": False}, 130),
+    Problem("no rate, no bias", {}, {}, 100, without=("A_log", "dt_bias")),
+    Problem("logits", {"logits": True, "beta_dtype": BF16}, LOGITS, 100),
+    Problem("twice the strength", {"logits": True}, LOGITS | {"allow_neg_eigval": True}, 100),
+    Problem(
+        "operands bf16", {}, {"operand_dtype": BF16, "bound": MAX_BFLOAT16_ERROR}, 150, batch=2,
+    ),
+    Problem("views", {}, {"gaps": True}, 130, batch=2),
+    Problem("pieces", {}, {"chunks": 2}, 200, batch=2),
+    Problem("pieces, no states", {}, {"chunks": 1, "state": "none"}, 130),
+    Problem("segments", {}, {"use_intracard_cp": True}, 3100, heads=(1, 1), kind="near_zero"),
+    Problem(
+        "segments, V first", {}, {"use_intracard_cp": True, "v_first": True, "state": "final"}, 3072,
+        kind="moderate",
+    ),
+    Problem("packed, pool", {}, {"state": "pool"}, lengths=LENGTHS),
+    Problem("packed, pool read", {}, {"state": "read", "v_first": True}, lengths=LENGTHS),
+    Problem("packed, any gate", {}, {}, lengths=LENGTHS, gate="log", kind="resets"),
+    Problem("packed, two tiles", {}, {"state": "pool"}, lengths=LENGTHS, heads=(4, 16)),
+    Problem("packed, many", {}, {"state": "pool"}, lengths=[3, 0, 70, 1] * 10, heads=(1, 1)),
+    Problem("packed, pieces", {}, {"chunks": 3, "state": "read"}, lengths=LENGTHS),
+    Problem("packed, pieces, pool", {}, {"chunks": 1, "state": "pool"}, lengths=LENGTHS),
+    Problem(
+        "packed, segments", {}, {"use_intracard_cp": True, "state": "pool"}, lengths=[3100, 0, 70, 1],
+        heads=(1, 1), kind="near_zero",
+    ),
+)  # fmt: skip
+
+
+def run(problem: Problem, seed: int, device: str) -> dict[str, float]:
+    """Errors of one problem."""
+    x = inputs(
+        problem.batch, problem.tokens or sum(problem.lengths or ()), *problem.heads, problem.kind,
+        gate=problem.gate, seed=seed, lengths=problem.lengths, initial=True, **problem.given,
+    )  # fmt: skip
+    x |= dict.fromkeys(problem.without)
+    return check(x, problem.gate, problem.kind, device=device, **problem.options)
+
+
+def run_here(first: int = 0, step: int = 1, device: str = "cuda") -> int:
+    """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
+    wrong = 0
+    for seed, problem in list(enumerate(PROBLEMS))[first::step]:
+        try:
+            errors = run(problem, seed, device)
+            result = "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
+        except AssertionError as error:
+            wrong += 1
+            result = f"WRONG {error}"
+        report(f"{problem.name:24} {result}")
+    return wrong
+
+
+def report(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(int(run_here(*map(int, sys.argv[1:])) > 0))
