@@ -35,12 +35,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report, results
+from benchmarks import kda_tables, report, results
 from benchmarks.registry import Setting
-from benchmarks.report import Table
 
-OP, PUBLISHED = "kda_prefill_blackwell", "kda_blackwell"
-MAIN_SIZES = [(b, t) for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)]
 STATE_BYTES = 4 * 128 * 128
 
 # Instructions of prepare in the machine code, without NOP and BRA; tests count them again.
@@ -217,11 +214,11 @@ def estimate(w: Work, card: Card, constants: Constants, chains: Chains) -> Estim
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
-def known(quick: bool = False) -> list[Setting]:
+def known() -> list[Setting]:
     """The settings of kda_prefill but the one without a bound: its prepare has other products, and more of them."""
     from benchmarks.ops import kda_prefill
 
-    return [s for s in kda_prefill.settings(quick) if s.params["feature"] != "unbounded"]
+    return [s for s in kda_prefill.settings(False) if s.params["feature"] != "unbounded"]
 
 
 @dataclass(frozen=True)
@@ -289,7 +286,9 @@ def highest_clk(rows: Sequence[Row], best: Constants) -> float:
 # ---- prediction -----------------------------------------------------------------------------------------------------
 
 
-def on_blackwell(card: Card, best: Constants, highest: float) -> dict[str, tuple[Constants, Chains]]:
+def on_blackwell(
+    card: Card, best: Constants, highest: float
+) -> dict[str, tuple[Constants, Chains]]:
     """Constants and chains by case. Prepare's clk go with its instructions; in the low case nothing but their issue
     limits it, in the high case it has the most clk that the calibration allows."""
     ratio = INSTRUCTIONS[card.target] / INSTRUCTIONS[H200.target]
@@ -325,14 +324,23 @@ def document() -> dict[str, Any]:
         rows.append({"setting": problem.name, "card": card.name, **times, "kernels": kernels})
         rows[-1]["binds"] = dict(found["mid"].binds)
     return {
-        "op": OP,
+        "op": kda_tables.OP,
         "note": "Predicted, not measured, by benchmarks/kda_model.py. Figures of the Blackwell cards are public "
         "specifications or assumptions.",
         "cards": [asdict(card) for card in (H200, *BLACKWELL)],
         "constants": {**asdict(best), "highest_prepare_clk": highest},
         "assumed": {"instructions": INSTRUCTIONS, "hand_over_clk": HAND_OVER_CLK},
         "tensor_clk": {"chain": tensor_clk(scan=True), "all": tensor_clk(scan=False)},
-        "fitted": {"rows": len(fitted), **_summary(errors(fitted, best))},
+        "fitted": {
+            "rows": len(fitted),
+            **_summary(errors(fitted, best)),
+            # All that the fit knows prepare's clk from.
+            "throughput_binds": [
+                r.setting
+                for r in fitted
+                if estimate(r.work, H200, best, hopper_chains()).binds["prepare"] == "throughput"
+            ],
+        },
         "held_out": {
             "rows": [
                 {"setting": r.setting, "measured_us": r.us, "modelled_us": round(r.us * (1 + e), 1)}
@@ -350,69 +358,10 @@ def _summary(found: Sequence[float]) -> dict[str, float]:
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-# ---- tables, from files alone ---------------------------------------------------------------------------------------
-
-
-def prediction_table(content: Mapping[str, Any], published: Mapping[str, Any]) -> Table:
-    rows = {(r["card"], r["setting"]): r for r in content["rows"]}
-    theirs = {(r["card"], r["setting"]): r for r in published["rows"]}
-    header, lines = ["setting"], []
-    for card in BLACKWELL:
-        header += [f"{card.name}: ours, predicted, ms", "cuLA, published", "FLA, published"]
-    for b, t in MAIN_SIZES:
-        name = f"B{b}-T{t}-H64"
-        line = [name]
-        for card in BLACKWELL:
-            r, p = rows[card.name, name], theirs.get((card.name, name))
-            low, mid, high = (r[f"{case}_us"] / 1e3 for case in HAND_OVER_CLK)
-            line.append(f"{mid:.3f} ({low:.3f}-{high:.3f})")
-            line += [f"{p[who]:.3f}" for who in ("cula_ms", "fla_ms")] if p else ["-", "-"]
-        lines.append([*line, binding(rows[GB200.name, name])])
-    return [*header, "binds on GB200 (prepare, recurrence)"], lines
-
-
-def binding(row: Mapping[str, Any]) -> str:
-    return ", ".join(row["binds"].values())
-
-
-def held_out_table(content: Mapping[str, Any]) -> Table:
-    lines = [
-        [r["setting"], f"{m:.1f}", f"{r['modelled_us']:.1f}", f"{r['modelled_us'] / m - 1:+.1%}"]
-        for r in content["held_out"]["rows"]
-        for m in [r["measured_us"]]
-    ]
-    return ["setting", "measured, us", "modelled, us", "error"], lines
-
-
-def captions(content: Mapping[str, Any], published: Mapping[str, Any]) -> tuple[str, str]:
-    """Of the predictions, and of the check."""
-    c, held, own = content["constants"], content["held_out"], content["fitted"]
-    low, mid, high = content["assumed"]["hand_over_clk"].values()
-    first = (
-        f"Ours: predicted, not measured, for hand-overs of {mid} clk; range: {low} clk and a prepare that only "
-        f"issue limits, to {high} clk and the slowest prepare that the H200's figures allow. cuLA and FLA: "
-        f"{published['source']}"
-    )
-    second = (
-        f"Rows of the H200 that the fit has not seen: error {held['median']:.1%} in the median, {held['worst']:.1%} at "
-        f"most; of the {own['rows']} fitted rows {own['median']:.1%} and {own['worst']:.1%}. Fitted: "
-        f"{c['share']:.1%} of the memory's peak rate, {c['prepare_clk']:.0f} clk of prepare per chunk and head (up to "
-        f"{c['highest_prepare_clk']:.0f}), {c['start_us']:.2f} us to start a kernel."
-    )
-    return first, second
-
-
-def region(path: Path, name: str | None, root: Path) -> str:
-    """The lines of a region `<!-- bench:kda_prefill_blackwell:predicted -->`; with `table=held_out`, of the check."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    published = json.loads(results.result_path(PUBLISHED, "published", root).read_text("utf-8"))
-    first, second = captions(content, published)
-    if name == "held_out":
-        return f"\n{report.as_markdown(held_out_table(content))}\n\n{second}\n\n"
-    return f"\n{report.as_markdown(prediction_table(content, published))}\n\n{first}\n\n"
+    """One row per line, so that two predictions can be compared with diff."""
+    head = json.dumps({key: value for key, value in content.items() if key != "rows"}, indent=1)
+    rows = ",\n".join("  " + json.dumps(row) for row in content["rows"])
+    return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -420,14 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction's file")
     args = parser.parse_args(argv)
     content = document()
-    path = results.result_path(PUBLISHED, "published")
-    published = json.loads(path.read_text(encoding="utf-8"))
-    first, second = captions(content, published)
-    print(report.as_text(held_out_table(content)), second, sep="\n\n", end="\n\n")
-    print(report.as_text(prediction_table(content, published)), first, sep="\n\n", end="\n\n")
-    every = [[r["setting"], r["card"], f"{r['mid_us']:.1f}", binding(r)] for r in content["rows"]]
-    header = ["setting", "card", "predicted, us", "binds (prepare, scan if any, recurrence)"]
-    print(report.as_text((header, every)))
+    published = kda_tables.published()
+    predicted = kda_tables.prediction_table(content, published)
+    first, second = kda_tables.captions(content, published)
+    print(report.as_text(kda_tables.held_out_table(content)), second, sep="\n\n", end="\n\n")
+    print(report.as_text(predicted), first, sep="\n\n", end="\n\n")
+    print(report.as_text(kda_tables.binding_table(content)))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(as_json(content), encoding="utf-8")

@@ -5,7 +5,8 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
 is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`; `mean=PEER`
 adds the geometric mean of the ratio to that peer over all of these settings; `table=NAME` is one of `lite_tables.py`.
-The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`) and `lite_quality` have tables of their own.
+The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`), `lite_quality` and `kda_prefill_blackwell:predicted`
+(`kda_tables.py`) have tables of their own.
 Without files, every markdown file of the repository is looked at.
 """
 
@@ -20,7 +21,14 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import emulator_report, lite_quality_rows, lite_tables, report, results
+from benchmarks import (
+    emulator_report,
+    kda_tables,
+    lite_quality_rows,
+    lite_tables,
+    report,
+    results,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
@@ -41,11 +49,13 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
             f"bench:{op}:{gpu}: expected options {sorted(OPTIONS)}, got {sorted(unknown)}"
         )
     name = chosen.get("table")
+    path = results.result_path(op, gpu, root)
+    if op == kda_tables.OP and path.exists():
+        return kda_tables.region(path, name, root)
     if name is not None and name not in lite_tables.TABLES:
         raise ValueError(
             f"bench:{op}:{gpu}: expected a table of {sorted(lite_tables.TABLES)}, got {name!r}"
         )
-    path = results.result_path(op, gpu, root)
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_report.TABLES:

@@ -37,6 +37,7 @@ LENGTHS = (70, 0, 1, 64)
 LOG2_E = 1.4426950408889634
 # Relative RMSE. A factor of 2^G has the error of its exponent, which is a sum of up to 64 rounded decays.
 FACTOR_ERROR, PRODUCT_ERROR, INVERSE_ERROR, OUTPUT_ERROR = 4e-4, 1e-3, 1e-3, 3e-3
+ROUNDED_ERROR = 3e-3  # to bfloat16
 
 
 @dataclass
@@ -81,9 +82,13 @@ class Factors:
         return self.scale * torch.einsum("ic,jc,ijc->ij", self.q, self.k, self.apart)
 
     @property
-    def t_prime(self) -> Tensor:
+    def inverse(self) -> Tensor:
         akk = torch.einsum("i,ic,jc,ijc->ij", self.beta, self.k, self.k, self.apart).tril(-1)
-        return torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + akk) * self.beta
+        return torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + akk)
+
+    @property
+    def t_prime(self) -> Tensor:
+        return self.inverse * self.beta
 
 
 PARTS = {
@@ -211,23 +216,28 @@ CALLS = {
 }
 
 
+def prepare(compiled, call, blocks: Tensor, intra: tuple[Tensor, Tensor] | None = None) -> None:
+    """The chunk-parallel kernel, alone."""
+    x, options = call.given, call.options
+    cu_seqlens = call.cu_seqlens(torch.int32) if call.packed else None
+    dtypes = (str(x[name].dtype).removeprefix("torch.") for name in ("q", "g", "beta"))
+    config = PrepareConfig(
+        *dtypes, call.operand, call.gate, call.bounded, call.l2norm, options["beta_sigmoid"], options["neg_eigval"],
+        x["A_log"] is not None, x["dt_bias"] is not None, "int32" if call.packed else None, intra is not None,
+    )  # fmt: skip
+    bias = None if x["dt_bias"] is None else x["dt_bias"].view(-1, HEAD_DIM)
+    compiled(config)(
+        x["q"], x["k"], x["g"], x["beta"], x["A_log"], bias, cu_seqlens, blocks, *(intra or (None, None)),
+        call.scale, options["lower_bound"], 0, blocks.shape[0],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_chunk_parallel_stages(compiled, emulated, relative_rmse, name):
     """Gate (decay), norm and gate (qg, kh, kg), products inside a chunk (Aqk), inverse (T')."""
     call = make_call(heads=(1, 2), **CALLS[name])
-    x, options = call.given, call.options
-    cu_seqlens = call.cu_seqlens(torch.int32) if call.packed else None
     blocks = blocks_of(call, emulated)
-    dtypes = (str(x[name].dtype).removeprefix("torch.") for name in ("q", "g", "beta"))
-    config = PrepareConfig(
-        *dtypes, call.operand, call.gate, call.bounded, call.l2norm, options["beta_sigmoid"], options["neg_eigval"],
-        x["A_log"] is not None, x["dt_bias"] is not None, "int32" if call.packed else None,
-    )  # fmt: skip
-    bias = None if x["dt_bias"] is None else x["dt_bias"].view(-1, HEAD_DIM)
-    compiled(config)(
-        x["q"], x["k"], x["g"], x["beta"], x["A_log"], bias, cu_seqlens, blocks, call.scale,
-        options["lower_bound"], 0, blocks.shape[0],
-    )  # fmt: skip
+    prepare(compiled, call, blocks)
     with one_thread():
         expected = factors(call)
     assert expected
@@ -239,6 +249,33 @@ def test_the_chunk_parallel_stages(compiled, emulated, relative_rmse, name):
                 exact = exact.where(exact >= torch.finfo(torch.float32).smallest_normal, 0)
             error = relative_rmse(found[part], exact)
             assert error <= bound, f"{part} of slot {slot}, head {head}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["dense", "packed", "any decay"])
+def test_products_and_inverse_for_the_caller(compiled, emulated, relative_rmse, name):
+    """Aqk and (I + Akk)^-1 by token, zero above the diagonal; the blocks are the same bits."""
+    call = make_call(heads=(1, 2), **CALLS[name])
+    batch, tokens, heads_v = call.given["v"].shape[:3]
+    alone, blocks = blocks_of(call, emulated), blocks_of(call, emulated)
+    prepare(compiled, call, alone)
+    dtype = call.given["q"].dtype
+    intra = tuple(emulated.empty((batch, tokens, heads_v, CHUNK), dtype) for _ in range(2))
+    prepare(compiled, call, blocks, intra)
+    assert torch.equal(blocks.view(torch.int16), alone.view(torch.int16))
+    with one_thread():
+        expected = factors(call)
+    start = 0
+    for n, length in enumerate(call.lengths):
+        for chunk in range(-(-length // CHUNK)):
+            slot = start // CHUNK + n + chunk if call.packed else n * -(-length // CHUNK) + chunk
+            rows = slice(chunk * CHUNK, min(length, (chunk + 1) * CHUNK))
+            for head in range(heads_v):
+                parts = expected[slot, head]
+                for found, exact in zip(intra, (parts.aqk, parts.inverse)):
+                    own = call.tokens(found, n)[rows, head]
+                    assert not own.triu(1).any()
+                    assert relative_rmse(own, exact[: len(own)]) <= ROUNDED_ERROR
+        start += length
 
 
 @pytest.mark.parametrize("tiles", TILES)

@@ -17,6 +17,7 @@ from .arch import TARGETS
 from .common import BLOCK, DTYPES, F32, INDICES
 from .config import (
     BLOCK_BYTES,
+    CHUNK,
     HEAD_DIM,
     V_TILES,
     MergeConfig,
@@ -34,7 +35,7 @@ from .schedule import COLUMNS, SegmentTable
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV, 128], cu_seqlens [N + 1], blocks
-    [slots, HV, BLOCK], scale, lower_bound, first slot, number of slots."""
+    [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of slots."""
     batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
 
     def rows(dtype: str, heads: object):
@@ -42,6 +43,11 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         return make_fake_tensor(
             DTYPES[dtype], (batch, tokens, heads, HEAD_DIM), stride=strides, assumed_align=16
         )
+
+    def intra():
+        strides = (*(cute.sym_int64(divisibility=CHUNK) for _ in range(3)), 1)
+        shape = (batch, tokens, heads_v, CHUNK)
+        return make_fake_tensor(DTYPES[config.dtype], shape, stride=strides, assumed_align=16)
 
     beta = DTYPES[config.beta_dtype]
     return (
@@ -57,6 +63,7 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         else None,
         _vector(INDICES[config.index_dtype]) if config.index_dtype else None,
         _blocks(config.operand, heads_v),
+        *(intra() if config.intra else None for _ in range(2)),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         cutlass.Int32(1),
@@ -208,6 +215,7 @@ def run(
     neg_eigval: bool,
     state_v_first: bool,
     operand: str,
+    intra: tuple[Tensor, Tensor] | None = None,
     intracard_cp: str | bool = "auto",
     longest: int | None = None,
     multiprocessors: int | None = None,
@@ -215,9 +223,9 @@ def run(
 ) -> None:
     """Launches one call on torch's current stream.
 
-    Arguments are those of the public function, checked. A final state that is the initial one is updated in place, at
-    the rows that state_indices name. kernel_for turns a config into what is called, and multiprocessors is their
-    number, for tests without a GPU.
+    Arguments are those of the public function, checked. A final state that is the initial one is updated in place,
+    at the rows that state_indices name. intra: Aqk and (I + Akk)^-1 [B, T, HV, 64] in the dtype of q, written.
+    kernel_for turns a config into what is called, and multiprocessors is their number, for tests without a GPU.
     """
     batch, tokens, heads_v = v.shape[:3]
     packed = cu_seqlens is not None
@@ -248,7 +256,7 @@ def run(
     prepare = kernel_for(
         PrepareConfig(
             dtype_name(q.dtype), dtype_name(g.dtype), dtype_name(beta.dtype), operand, gate, bounded, l2norm,
-            beta_sigmoid, neg_eigval, A_log is not None, dt_bias is not None, index_dtype,
+            beta_sigmoid, neg_eigval, A_log is not None, dt_bias is not None, index_dtype, intra is not None,
         )
     )  # fmt: skip
     forward = RecurrenceConfig(
@@ -260,7 +268,23 @@ def run(
     for piece in range(spread.pieces):
         first = piece * spread.piece_slots
         held = min(spread.piece_slots, slots - first)
-        prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks, scale, lower_bound, first, held)
+        aqk, akk = intra or (None, None)
+        prepare(
+            q,
+            k,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            blocks,
+            aqk,
+            akk,
+            scale,
+            lower_bound,
+            first,
+            held,
+        )
         if packed:
             segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
             counters = q.new_empty(2, dtype=torch.int32)

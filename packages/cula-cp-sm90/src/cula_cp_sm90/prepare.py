@@ -86,6 +86,8 @@ class KdaPrepare(Tokens, Inverse):
         bias: cute.Tensor,
         cu_seqlens: cute.Tensor,
         blocks: cute.Tensor,
+        mAqk: cute.Tensor,
+        mAkk: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
         first_slot: cutlass.Int32,
@@ -106,6 +108,8 @@ class KdaPrepare(Tokens, Inverse):
             cu_seqlens,
             per_row,
             blocks,
+            mAqk,
+            mAkk,
             scale,
             lower_bound,
             first_slot,
@@ -129,6 +133,8 @@ class KdaPrepare(Tokens, Inverse):
         cu_seqlens: cute.Tensor,
         per_row: cute.FastDivmodDivisorV2,
         blocks: cute.Tensor,
+        mAqk: cute.Tensor,
+        mAkk: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
         first_slot: cutlass.Int32,
@@ -248,6 +254,10 @@ class KdaPrepare(Tokens, Inverse):
                     self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, place)
             mine = self.exchange(diag, sDiag, half, tidx)
             block = blocks[slot, head, None]
+            aqk, akk = None, None
+            if cutlass.const_expr(self.config.intra):
+                aqk = cute.domain_offset((token, 0), mAqk[batch, None, head, None])
+                akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
             cute.arch.sync_threads()
             for i in cutlass.range_constexpr(2):
                 other = sDiag[None, tidx ^ GROUP, i].load()
@@ -259,14 +269,14 @@ class KdaPrepare(Tokens, Inverse):
             acc.fill(0.0)
             self.multiply(sX, ends, acc, sub, half, lane)
             if half == 0:
-                self.attend(block, mine, acc, sub, lane, row)
+                self.attend(block, aqk, mine, acc, sub, lane, row, left)
                 cute.arch.barrier(barrier_id=BARRIER_SPAN, number_of_threads=GROUP)
                 self.store(sX, block, spans, sub, lane)
             else:
                 cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
                 self.invert(shared, mine, acc, betas, sub, lane, row, tidx - GROUP)
             cute.arch.sync_threads()
-            self.take(shared, block, betas, tidx)
+            self.take(shared, block, akk, betas, tidx, left)
 
     # ---- operands and products --------------------------------------------------------------------------------------
 
@@ -454,8 +464,8 @@ class KdaPrepare(Tokens, Inverse):
                             rows_by_rows(mma, acc[None, None, d], a[None, None, None, step], b)
 
     @cute.jit
-    def attend(self, block, diag, acc, sub, lane, row):
-        """Writes 16 rows of Aqk, from the diagonal on."""
+    def attend(self, block, aqk, diag, acc, sub, lane, row, left):
+        """Writes 16 rows of Aqk, from the diagonal on; for the caller whole ones."""
         own = cute.make_rmem_tensor(4, F32)
         rounded = cute.make_rmem_tensor(4, self.operand)
         column = lane % 4 * 4
@@ -472,3 +482,19 @@ class KdaPrepare(Tokens, Inverse):
                             own[c] = row_of(acc[None, None, d - 1], r, c)
                     rounded.store(own.load().to(self.operand))
                     cute.autovec_copy(rounded, view(target.iterator, r * SUB, 4))
+                    if cutlass.const_expr(self.config.intra):
+                        self.give(aqk, own, row + r, (sub - d) * SUB + column, left)
+            elif cutlass.const_expr(self.config.intra):
+                own.fill(0.0)
+                for r in cutlass.range_constexpr(2):
+                    # Behind the diagonal are sub-blocks sub + 1 ... 3, here d = 3 ... sub + 1.
+                    self.give(aqk, own, row + r, d * SUB + column, left)
+
+    @cute.jit
+    def give(self, target: cute.Tensor, values: cute.Tensor, row, column, left):
+        """Four or eight neighbours of a row of the caller's [T, 64]."""
+        if row < left:
+            rounded = cute.make_rmem_tensor(values.shape, self.dtype)
+            rounded.store(values.load().to(self.dtype))
+            size = cute.size(values)
+            cute.autovec_copy(rounded, view(target[row, None].iterator, column, size))

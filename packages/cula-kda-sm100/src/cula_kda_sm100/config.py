@@ -55,7 +55,8 @@ class PrepareConfig:
 
     dtype: of q, k. operand: of what it writes. gate: g holds log decays ("log") or what they are computed from.
     bounded: log decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a
-    dense batch. The others are the flags of the public function.
+    dense batch. intra: Aqk and (I + Akk)^-1 are wanted by the caller too. The others are the flags of the public
+    function.
     """
 
     dtype: str
@@ -70,6 +71,7 @@ class PrepareConfig:
     rate: bool = True
     bias: bool = True
     index_dtype: str | None = None
+    intra: bool = False
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,9 @@ class Inverse:
         cute.copy(load, load.partition_S(turned), load.retile(fragment))
 
     @cute.jit
-    def take(self, base: cute.Pointer, block, betas, tidx):
-        """T' goes to the block. Of 256 threads each has a unit of two rows, from the diagonal on."""
+    def take(self, base: cute.Pointer, block, akk, betas, tidx, left):
+        """T' goes to the block. Of 256 threads each has a unit of two rows, from the diagonal on; the caller gets whole
+        rows, without beta."""
         units = CHUNK // UNIT  # of a row
         row, column = tidx // units, tidx % units * UNIT
         apart = 2 * GROUP // units
@@ -178,6 +179,13 @@ class Inverse:
                 rounded.store(weighed.load().to(self.operand))
                 unit = T_PRIME + unit_of_triangle(row + apart * i, column)
                 cute.autovec_copy(rounded, view(block.iterator, unit, UNIT))
+                if cutlass.const_expr(self.config.intra):
+                    for c in cutlass.range_constexpr(UNIT):
+                        weighed[c] = held[c].to(F32)
+                    self.give(akk, weighed, row + apart * i, column, left)
+            elif cutlass.const_expr(self.config.intra):
+                weighed.fill(0.0)
+                self.give(akk, weighed, row + apart * i, column, left)
 
 
 def tile(matrix, i, j):
