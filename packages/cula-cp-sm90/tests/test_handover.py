@@ -47,6 +47,14 @@ def kernel_inputs(**more: Any) -> dict[str, Any]:
     return inputs(2, 5, 1, 2, **more)
 
 
+def test_products_and_inverse_have_memory_of_their_own(launched):
+    a = kernel_inputs(gate="log")
+    _, _, aqk, akk = chunk_kda(**a, return_intra=True)
+    (call,) = launched
+    assert call["intra"][0] is aqk and call["intra"][1] is akk
+    assert aqk.shape == akk.shape == (*a["v"].shape[:3], 64) and aqk.dtype == a["q"].dtype
+
+
 def test_a_plain_call_hands_its_tensors_over(launched):
     a = kernel_inputs(initial=True)
     workspace = torch.empty(4 * 59_904, dtype=torch.uint8)
@@ -64,7 +72,7 @@ def test_a_plain_call_hands_its_tensors_over(launched):
     )
     options = {"scale": 128**-0.5, "gate": "safe", "lower_bound": -4.0, "bounded": True}
     options |= {"l2norm": True, "beta_sigmoid": True, "neg_eigval": False, "state_v_first": False}
-    options |= {"operand": "float16", "intracard_cp": "auto", "longest": 5}
+    options |= {"operand": "float16", "intracard_cp": "auto", "longest": 5, "intra": None}
     assert {name: call[name] for name in options} == options
     assert type(call["lower_bound"]) is float
     tensors = {"out", "final_state", "workspace", "state_indices"}

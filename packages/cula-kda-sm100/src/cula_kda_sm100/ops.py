@@ -12,7 +12,7 @@ from torch import Tensor
 from . import reference
 from .arch import NAME, TARGETS
 from .check import SAFE_LOWER_BOUND, check_prefill, check_sizes, is_aligned, longest_sequence
-from .config import dtype_name, workspace_bytes
+from .config import CHUNK, dtype_name, workspace_bytes
 
 # The pool of an in-place call has an argument of its own, so that no tensor that is written has two names.
 _PREFILL = f"{__package__}::prefill"
@@ -20,9 +20,9 @@ torch.library.define(
     _PREFILL,
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor(a!)? state_pool, Tensor? state_indices, Tensor(b!)? final_state, Tensor? cu_seqlens, "
-    "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, float scale, str gate, float lower_bound, "
-    "bool bounded, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, str operand, "
-    "str intracard_cp) -> ()",
+    "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, Tensor(e!)? Aqk, Tensor(f!)? Akk, float scale, "
+    "str gate, float lower_bound, bool bounded, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
+    "str operand, str intracard_cp) -> ()",
 )
 _INTRACARD_CP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
 
@@ -31,16 +31,16 @@ def _prefill_cpu(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
     dt_bias: Tensor | None, initial_state: Tensor | None, state_pool: Tensor | None,
     state_indices: Tensor | None, final_state: Tensor | None, cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None, out: Tensor, workspace: Tensor | None, scale: float, gate: str,
-    lower_bound: float, bounded: bool, l2norm: bool, beta_sigmoid: bool, neg_eigval: bool,
-    state_v_first: bool, operand: str, intracard_cp: str,
+    cu_seqlens_cpu: Tensor | None, out: Tensor, workspace: Tensor | None, Aqk: Tensor | None,
+    Akk: Tensor | None, scale: float, gate: str, lower_bound: float, bounded: bool, l2norm: bool,
+    beta_sigmoid: bool, neg_eigval: bool, state_v_first: bool, operand: str, intracard_cp: str,
 ) -> None:  # fmt: skip
     if state_pool is not None:
         initial_state = final_state = state_pool
     reference.prefill(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, cu_seqlens, out,
         scale=scale, gate=gate, lower_bound=lower_bound, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
-        neg_eigval=neg_eigval, state_v_first=state_v_first,
+        neg_eigval=neg_eigval, state_v_first=state_v_first, intra=_both(Aqk, Akk),
     )  # fmt: skip
 
 
@@ -48,16 +48,18 @@ def _prefill_cuda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
     dt_bias: Tensor | None, initial_state: Tensor | None, state_pool: Tensor | None,
     state_indices: Tensor | None, final_state: Tensor | None, cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None, out: Tensor, workspace: Tensor | None, scale: float, gate: str,
-    lower_bound: float, bounded: bool, l2norm: bool, beta_sigmoid: bool, neg_eigval: bool,
-    state_v_first: bool, operand: str, intracard_cp: str,
+    cu_seqlens_cpu: Tensor | None, out: Tensor, workspace: Tensor | None, Aqk: Tensor | None,
+    Akk: Tensor | None, scale: float, gate: str, lower_bound: float, bounded: bool, l2norm: bool,
+    beta_sigmoid: bool, neg_eigval: bool, state_v_first: bool, operand: str, intracard_cp: str,
 ) -> None:  # fmt: skip
     _require_target(q.device)
     if state_pool is not None:
         initial_state = final_state = state_pool
     if out.numel() == 0 or (initial_state is not None and initial_state.shape[0] == 0):
         # No token at all, or nothing but padding.
-        out.zero_()
+        for written in (out, Aqk, Akk):
+            if written is not None:
+                written.zero_()
         _pass_through(initial_state, state_indices, final_state)
         return
     g, beta = (x.float() if x.dtype == torch.float64 else x for x in (g, beta))
@@ -80,7 +82,7 @@ def _prefill_cuda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, cu_seqlens, target, workspace,
         scale=scale, gate=gate, lower_bound=lower_bound, bounded=bounded, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
         neg_eigval=neg_eigval, state_v_first=state_v_first, operand=operand,
-        intracard_cp=_INTRACARD_CP[intracard_cp], longest=longest,
+        intra=_both(Aqk, Akk), intracard_cp=_INTRACARD_CP[intracard_cp], longest=longest,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
@@ -125,7 +127,8 @@ def chunk_kda(
     update_state_pool: bool = True,
     operand_dtype: torch.dtype | None = None,
     workspace: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    return_intra: bool = False,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences, forward only.
 
     Per sequence and value head, with the state S `[K, V]`, the log decay d_t `[K]` and the write strength b_t:
@@ -187,10 +190,15 @@ def chunk_kda(
             between the kernels, with nothing of worth before and after. `kda_workspace_bytes` says how much a call in
             one piece needs; with less, but a chunk of 64 tokens of every value head (59,904 HV bytes), it goes piece by
             piece. None: allocated.
+        return_intra: also return what a backward pass takes of a chunk of 64 tokens: Aqk and (I + Akk)^-1, both
+            `[B, T, HV, 64]` in the dtype of q. Row t belongs to token t, its columns to the tokens of its chunk; what
+            lies above the diagonal, and behind the end of a sequence, is zero. With log decays D summed in a chunk and
+            the write strength b, `Aqk_ij = scale sum_c q_ic k_jc exp(D_ic - D_jc)` for j <= i and
+            `Akk_ij = b_i sum_c k_ic k_jc exp(D_ic - D_jc)` for j < i.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states `[N, HV, ..]` (zero for padding), or
-        None. With a state_pool that is updated `(o, state_pool)`.
+        None. With a state_pool that is updated `(o, state_pool)`. With `return_intra` two more, Aqk and (I + Akk)^-1.
 
     Raises:
         TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
@@ -216,6 +224,7 @@ def chunk_kda(
             "return_intermediate_states": return_intermediate_states,
             "state_v_first": state_v_first,
             "update_state_pool": update_state_pool,
+            "return_intra": return_intra,
         },
     )  # fmt: skip
     initial, turned = _as_stored(initial_state if state_pool is None else state_pool)
@@ -229,6 +238,7 @@ def chunk_kda(
         final = _new_states(sequences, q, v, v_first, initial)
     if out is None:
         out = torch.empty_like(v, memory_format=_DENSE)
+    Aqk, Akk = (q.new_empty(*v.shape[:3], CHUNK) if return_intra else None for _ in range(2))
     if scale is None:
         scale = q.shape[3] ** -0.5
     gate = "log" if not use_gate_in_kernel else "softplus" if lower_bound is None else "safe"
@@ -239,13 +249,16 @@ def chunk_kda(
     run = _prefill_cuda if plain else _prefill_op
     run(
         q, k, v, g, beta, A_log, dt_bias, initial, pool, initial_state_indices, final, cu_seqlens, cu_seqlens_cpu, out,
-        workspace, float(scale), gate, bound, bounded, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        workspace, Aqk, Akk, float(scale), gate, bound, bounded, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, v_first, dtype_name(operand_dtype),
         "auto" if use_intracard_cp == "auto" else "on" if use_intracard_cp else "off",
     )  # fmt: skip
+    states = final.transpose(2, 3) if turned and final is not None else final
     if pool is not None:
-        return out, state_pool
-    return out, final.transpose(2, 3) if turned and final is not None else final
+        states = state_pool
+    if Aqk is not None and Akk is not None:
+        return out, states, Aqk, Akk
+    return out, states
 
 
 def kda_workspace_bytes(
@@ -283,6 +296,10 @@ def _launch() -> Callable[..., None]:
     from .launch import run
 
     return run
+
+
+def _both(Aqk: Tensor | None, Akk: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if Aqk is None or Akk is None else (Aqk, Akk)
 
 
 def _aligned(x: Tensor) -> Tensor:

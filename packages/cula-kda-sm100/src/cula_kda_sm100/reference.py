@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 _EPSILON = 1e-6
+_CHUNK = 64
 
 
 class _Sequence(NamedTuple):
@@ -123,12 +124,20 @@ def prefill(
     beta_sigmoid: bool,
     neg_eigval: bool,
     state_v_first: bool,
+    intra: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """`recurrent_prefill` into `out` and `final_state`: the contract of the kernels' launcher, on the CPU.
 
     final_state: None, another tensor [N, HV, ..] for row n of the final states, or `initial_state` itself, whose rows
-    are then replaced where they were read.
+    are then replaced where they were read. intra: Aqk and (I + Akk)^-1 of every chunk, written as `products` has them.
     """
+    if intra is not None:
+        found = products(
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, scale=scale, gate=gate, lower_bound=lower_bound, l2norm=l2norm,
+            beta_sigmoid=beta_sigmoid, neg_eigval=neg_eigval,
+        )  # fmt: skip
+        for own, exact in zip(intra, found):
+            own.copy_(exact)
     outputs, finals = recurrent_prefill(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale=scale,
         gate=gate, lower_bound=lower_bound, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
@@ -144,6 +153,60 @@ def prefill(
     else:
         live = state_indices >= 0
         final_state[state_indices[live].long()] = finals[live].to(final_state.dtype)
+
+
+def products(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    scale: float,
+    gate: str,
+    lower_bound: float,
+    l2norm: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+) -> tuple[Tensor, Tensor]:
+    """Aqk and (I + Akk)^-1 [B, T, HV, 64] of the chunks of 64 tokens that every sequence begins anew, with
+
+        Aqk_ij = scale sum_c q_ic k_jc exp(D_ic - D_jc), j <= i
+        Akk_ij = beta_i sum_c k_ic k_jc exp(D_ic - D_jc), j < i
+
+    where D sums log decays within a chunk. Row t holds token t of its chunk; the rest is zero. Arguments are those of
+    `recurrent_prefill`, which also says in which dtype they are computed.
+    """
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, g, beta = (x.to(work) for x in (q, k, g, beta))
+    decays = _log_decay(g, A_log, dt_bias, gate, lower_bound)
+    if beta_sigmoid:
+        beta = (2 if neg_eigval else 1) * beta.sigmoid()
+    if l2norm:
+        q, k = _normalized(q), _normalized(k)
+    group = decays.shape[2] // q.shape[2]
+    q, k, decays, beta = (
+        x.flatten(0, 1) for x in (*(x.repeat_interleave(group, 2) for x in (q, k)), decays, beta)
+    )
+    aqk, inverse = (decays.new_zeros(*decays.shape[:2], _CHUNK) for _ in range(2))
+    for start, length, _ in _sequences(g, None, cu_seqlens):
+        for first in range(start, start + length, _CHUNK):
+            rows = slice(first, min(first + _CHUNK, start + length))
+            size = rows.stop - rows.start
+            sums = decays[rows].cumsum(0)
+            seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[..., None, None]
+            apart = (sums[:, None] - sums).where(seen, -torch.inf).exp()
+            aqk[rows, :, :size] = scale * torch.einsum("ihc,jhc,ijhc->ihj", q[rows], k[rows], apart)
+            akk = torch.einsum("ih,ihc,jhc,ijhc->hij", beta[rows], k[rows], k[rows], apart).tril(-1)
+            ones = torch.eye(size, dtype=work, device=q.device)
+            solved = torch.linalg.solve_triangular(
+                ones + akk, ones, upper=False, unitriangular=True
+            )
+            inverse[rows, :, :size] = solved.transpose(0, 1)
+    shape = (*g.shape[:3], _CHUNK)
+    return aqk.view(shape), inverse.view(shape)
 
 
 def _log_decay(
