@@ -14,6 +14,7 @@ from cula_cp_sm90.config import (
     GATE_DTYPES,
     GATES,
     OPERAND_DTYPES,
+    FactorsConfig,
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
@@ -169,6 +170,16 @@ def test_recurrence(config):
     assert kernel.count("WARPGROUP.DEPBAR") == 3
     if not (config.scan and config.initial_state):
         assert kernel.count("WARPGROUP.ARRIVE") == 3 and not kernel.warnings
+
+
+@pytest.mark.parametrize("operand", OPERAND_DTYPES)
+@pytest.mark.parametrize("index_dtype", [None, "int32", "int64"])
+def test_factors(operand, index_dtype):
+    kernel = build(FactorsConfig("bfloat16", operand, index_dtype))
+    resources.check(kernel, expect=("HMMA", "LDSM", "STSM"))
+    assert_ctas_fit(kernel, 3)
+    # Of each of the two products 10 sub-blocks in two tiles; four units a thread of each matrix.
+    assert kernel.count("HMMA") == 2 * 10 * 2 and kernel.count("STG.128") == 4 * 4
 
 
 @pytest.mark.parametrize("config", MERGE_CONFIGS, ids=label)

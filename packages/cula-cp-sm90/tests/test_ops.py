@@ -84,6 +84,7 @@ def test_opcheck(state, dtype, packed, gate):
         torch.empty_like(a["v"], memory_format=torch.contiguous_format),
         torch.zeros(64, dtype=torch.uint8) if packed else None,
         *(a["q"].new_empty(*a["v"].shape[:3], 64) if packed else None for _ in range(2)),
+        *(torch.empty_like(a[x], dtype=a["q"].dtype) if packed and raw else None for x in "gvgg"),
         0.5, gate, LOWER_BOUNDS[gate], gate == "safe", raw, packed, packed and raw, v_first,
         "float16", "auto",
     )  # fmt: skip
@@ -92,24 +93,41 @@ def test_opcheck(state, dtype, packed, gate):
 
 def test_the_schema_names_what_is_written():
     written = [a.name for a in OP._schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["state_pool", "final_state", "out", "workspace", "Aqk", "Akk"]
+    assert written == [
+        "state_pool",
+        "final_state",
+        "out",
+        "workspace",
+        "Aqk",
+        "Akk",
+        "w",
+        "u",
+        "qg",
+        "kg",
+    ]
 
 
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("lengths", [None, (3, 0, 4), ()])
-def test_products_and_inverse_are_returned(lengths):
+def test_intermediates_are_returned(lengths, more):
     tokens = 7 if lengths is None else sum(lengths)
     a = given(1, tokens, 1, 2, dtype=torch.bfloat16, lengths=lengths, initial=True)
     options = flags("safe") | {"scale": 0.3, "use_qk_l2norm_in_kernel": True}
-    o, final, aqk, akk = chunk_kda(**a, **options, return_intra=True, output_final_state=True)
+    o, final, *found = chunk_kda(
+        **a, **options, return_intra=True, disable_recompute=more, output_final_state=True
+    )
     alone = chunk_kda(**a, **options, output_final_state=True)
     assert torch.equal(o, alone[0]) and torch.equal(final, alone[1])
-    expected = reference.products(
-        *(a[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias", "cu_seqlens")), scale=0.3, gate="safe",
-        lower_bound=LOWER_BOUNDS["safe"], l2norm=True, beta_sigmoid=False, neg_eigval=False,
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+    expected = reference.intermediates(
+        *(a[name] for name in names), scale=0.3, gate="safe", lower_bound=LOWER_BOUNDS["safe"], l2norm=True,
+        beta_sigmoid=False, neg_eigval=False,
     )  # fmt: skip
-    for found, exact in zip((aqk, akk), expected):
-        assert found.shape == (1, tokens, 2, 64) and found.dtype == torch.bfloat16
-        assert torch.equal(found, exact.bfloat16())
+    assert len(found) == (6 if more else 2)
+    dim_k, dim_v = a["q"].shape[3], a["v"].shape[3]
+    for x, exact, dim in zip(found, expected, (64, 64, dim_k, dim_v, dim_k, dim_k)):
+        assert x.shape == (1, tokens, 2, dim) and x.dtype == torch.bfloat16
+        assert torch.equal(x, exact.bfloat16())
 
 
 @each_layout

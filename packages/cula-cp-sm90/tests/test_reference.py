@@ -475,8 +475,8 @@ def test_kinds_survive_16_bits(kind, dtype, gate_dtype):
 
 @pytest.mark.parametrize("lengths", [None, (70, 0, 1, 64)])
 @pytest.mark.parametrize("gate", ["safe", "softplus", "log"])
-def test_products_give_the_recurrence(lengths, gate):
-    """With Aqk, the inverse and the state in front of a chunk the recurrence takes whole chunks at once."""
+def test_intermediates_give_the_recurrence(lengths, gate):
+    """With them and the state in front of a chunk the recurrence takes whole chunks at once."""
     tokens = 135 if lengths is None else sum(lengths)
     kind = "moderate" if gate == "safe" else "resets"
     x = inputs(1, tokens, 1, 2, kind, torch.float64, gate, lengths=lengths)
@@ -486,25 +486,23 @@ def test_products_give_the_recurrence(lengths, gate):
     }  # fmt: skip
     del x["initial_state"]
     expected, finals = recurrent_prefill(**x, **options)
-    v = x.pop("v")
-    aqk, inverse = reference.products(**x, **options)
+    found = reference.intermediates(**x, **options)
     decays = reference._log_decay(x["g"], x["A_log"], x["dt_bias"], gate, LOWER_BOUNDS[gate])
-    q, k = (reference._normalized(x[name]).repeat_interleave(2, 2) for name in ("q", "k"))
+    k = reference._normalized(x["k"]).repeat_interleave(2, 2)
     start = 0
     for n, length in enumerate(lengths or (tokens,)):
-        state = v.new_zeros(2, 128, 128)
+        state = finals.new_zeros(2, 128, 128)
         for first in range(start, start + length, 64):
             rows = slice(first, min(first + 64, start + length))
-            size = rows.stop - first
-            sums = decays[0, rows].cumsum(0)
-            weight = sums.exp()
-            held = torch.einsum("thk,hkv->thv", weight * k[0, rows], state)
-            wanted = x["beta"][0, rows, :, None] * (v[0, rows] - held)
-            u = torch.einsum("ihj,jhv->ihv", inverse[0, rows, :, :size], wanted)
-            out = 0.3 * torch.einsum("thk,hkv->thv", weight * q[0, rows], state)
-            out += torch.einsum("ihj,jhv->ihv", aqk[0, rows, :, :size], u)
+            aqk, akk, w, u, qg, kg = (t[0, rows] for t in found)
+            u_new = u - torch.einsum("thk,hkv->thv", w, state)
+            out = 0.3 * torch.einsum("thk,hkv->thv", qg, state)
+            out += torch.einsum("ihj,jhv->ihv", aqk[..., : len(aqk)], u_new)
             torch.testing.assert_close(out, expected[0, rows], rtol=1e-10, atol=1e-10)
-            kept = (sums[-1] - sums).exp() * k[0, rows]
-            state = weight[-1][..., None] * state + torch.einsum("thk,thv->hkv", kept, u)
+            sums = decays[0, rows].cumsum(0)
+            state = sums[-1].exp()[..., None] * state + torch.einsum("thk,thv->hkv", kg, u_new)
+            strong = x["beta"][0, rows, :, None] * sums.exp() * k[0, rows]
+            again = torch.einsum("ihj,jhk->ihk", akk[..., : len(akk)], strong)
+            torch.testing.assert_close(w, again, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(state, finals[n], rtol=1e-10, atol=1e-10)
         start += length

@@ -25,10 +25,12 @@ from cula_cp_sm90.config import (
     HEAD_DIM,
     SUB,
     TRIANGLE,
+    FactorsConfig,
     PrepareConfig,
     RecurrenceConfig,
     chunk_slots,
 )
+from cula_emulator import mutation
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 
@@ -277,6 +279,31 @@ def test_products_and_inverse_for_the_caller(compiled, emulated, relative_rmse, 
         start += length
 
 
+@pytest.mark.parametrize("name", ["dense", "packed", "raw"])
+def test_factors_for_the_caller(compiled, emulated, relative_rmse, name):
+    """w, u, qg and kg by token, of both heads, from what the chunk-parallel kernel wrote."""
+    call = make_call(heads=(1, 2), **CALLS[name])
+    shape, dtype = call.given["v"].shape, call.given["v"].dtype
+    blocks = blocks_of(call, emulated)
+    prepare(compiled, call, blocks)
+    found = [emulated.empty(shape, dtype) for _ in range(4)]
+    cu_seqlens = call.cu_seqlens(torch.int32) if call.packed else None
+    name = str(dtype).removeprefix("torch.")
+    config = FactorsConfig(name, call.operand, "int32" if call.packed else None)
+    compiled(config)(
+        blocks, call.given["v"], *found, cu_seqlens, call.scale, 0, blocks.shape[0]
+    )  # fmt: skip
+    x = {name: tensor.double() for name, tensor in call.given.items() if tensor is not None}
+    options = call.options
+    offsets = call.cu_seqlens(torch.int64) if call.packed else None
+    with one_thread():
+        expected = reference.intermediates(
+            *(x.get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")), offsets, **options
+        )  # fmt: skip
+    for own, exact in zip(found, expected[2:]):
+        assert relative_rmse(own, exact) <= ROUNDED_ERROR
+
+
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("name", ["dense", "weak"])
 def test_the_recurrence(compiled, emulated, relative_rmse, name, tiles):
@@ -298,3 +325,25 @@ def test_the_recurrence(compiled, emulated, relative_rmse, name, tiles):
     )  # fmt: skip
     assert relative_rmse(out, call.expected.out) <= OUTPUT_ERROR
     assert relative_rmse(final, call.expected.states) <= OUTPUT_ERROR
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_the_factors_matters(compiled, emulated):
+    call = make_call((100,))
+    blocks, v = blocks_of(call, emulated), call.given["v"]
+    prepare(compiled, call, blocks)
+    kernel = compiled(FactorsConfig("bfloat16", call.operand))
+
+    def run(**changes) -> list[Tensor]:
+        found = [emulated.empty(v.shape, v.dtype) for _ in range(4)]
+        kernel(blocks, v, *found, None, call.scale, 0, blocks.shape[0], **changes)
+        return found
+
+    before = run()
+
+    def check(changes) -> None:
+        for one, other in zip(run(**vars(changes)), before):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+    report = mutation.run(check, kernel, schedules=mutation.SCHEDULES[:3])
+    assert report.noticed and not report.not_reached and not report.unnoticed, str(report)

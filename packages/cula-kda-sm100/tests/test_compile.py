@@ -18,6 +18,7 @@ from cula_kda_sm100.config import (
     GATE_DTYPES,
     GATES,
     OPERAND_DTYPES,
+    FactorsConfig,
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
@@ -160,6 +161,16 @@ def test_recurrence(target, config):
     assert kernel.count("UTMASTG") == (0 if config.scan else 4)
     # A commit for each of the signals of a chunk, and for its stage.
     assert kernel.count("UTCBAR") == (4 if config.scan else 5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operand", OPERAND_DTYPES)
+def test_factors(target, operand):
+    kernel = build(target, FactorsConfig("bfloat16", operand, "int64"))
+    resources.check(kernel, expect=("HMMA", "LDSM", "STSM"))
+    assert_ctas_fit(kernel, 3)
+    # Of each of the two products 10 sub-blocks in two tiles; four units a thread of each matrix.
+    assert kernel.count("HMMA") == 2 * 10 * 2 and kernel.count("STG.128") == 4 * 4
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -33,7 +33,7 @@ from kda_sm100_facts import TARGETS, TILES, UNNOTICED
 from kda_sm100_inputs import BOUNDED_KINDS, KINDS
 from torch import Tensor
 
-from cula_kda_sm100 import launch
+from cula_kda_sm100 import launch, reference
 from cula_kda_sm100.config import (
     ACTIVATION_DTYPES,
     BLOCK_BYTES,
@@ -110,9 +110,10 @@ def label(case: dict) -> str:
 def run(emulated, monkeypatch) -> Callable[..., Outcome]:
     """run(call, ...) launches a call as `launch.run` does on a GPU, with guards around and NaN in all it may write.
 
-    as_views: inputs are views of larger tensors full of NaN, outputs and states have gaps. tiles, segment_chunks: in
-    place of the planner's choice; its own with intracard_cp. slots: chunks that the workspace holds, None for all.
-    changes: of emulator Options; with `mutated`, a config, of that kernel alone. run.configs: those of the last call.
+    as_views: inputs are views of larger tensors full of NaN, outputs and states have gaps. tiles, segment_chunks:
+    in place of the planner's choice; its own with intracard_cp. intra: of `launch.run`. slots: chunks that the
+    workspace holds, None for all. changes: of emulator Options; with `mutated`, a config, of that kernel alone.
+    run.configs: those of the last call.
     """
 
     def compiled(config):
@@ -132,6 +133,7 @@ def run(emulated, monkeypatch) -> Callable[..., Outcome]:
         slots: int | None = None,
         multiprocessors: int = 132,
         index_dtype: str = "int32",
+        intra: tuple[Tensor, ...] | None = None,
         mutated: object = None,
         **changes,
     ) -> Outcome:
@@ -174,8 +176,8 @@ def run(emulated, monkeypatch) -> Callable[..., Outcome]:
                 None if call.slots is None else torch.tensor(call.slots, dtype=torch.int32), final,
                 call.cu_seqlens(getattr(torch, index_dtype)) if call.packed else None, out, workspace,
                 bounded=call.bounded, state_v_first=call.v_first, operand=call.operand,
-                intracard_cp=bool(intracard_cp), longest=max(call.lengths), multiprocessors=multiprocessors,
-                kernel_for=kernel_for, **call.options,
+                intra=intra, intracard_cp=bool(intracard_cp), longest=max(call.lengths),
+                multiprocessors=multiprocessors, kernel_for=kernel_for, **call.options,
             )  # fmt: skip
         kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
         if call.final == "in place":
@@ -354,6 +356,21 @@ def test_ctas_and_tiles_in_any_number(run):
     for tiles, (multiprocessors, resident) in itertools.product(TILES, spread):
         options = {"multiprocessors": multiprocessors, "concurrent_ctas": resident}
         assert_same(first, run(call, tiles=tiles, **options))
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("slots", [None, 4])
+def test_intermediates(emulated, run, right, relative_rmse, slots):
+    """What a backward pass takes comes with the outputs, whatever the pieces."""
+    call = packed((70, 0, 1, 130))
+    shape, dtype = call.given["v"].shape, call.given["v"].dtype
+    dims = (64, 64, *(shape[3:] * 4))
+    intra = tuple(emulated.empty((*shape[:3], dim), dtype) for dim in dims)
+    right(call, run(call, slots=slots, tiles=1, intra=intra))
+    x = {name: tensor.double() for name, tensor in call.given.items()}
+    expected = reference.intermediates(**x, cu_seqlens=call.cu_seqlens(torch.int64), **call.options)
+    for found, exact in zip(intra, expected):
+        assert relative_rmse(found, exact) <= 3e-3
 
 
 # ---- pieces and segments ---------------------------------------------------------------------------------------------

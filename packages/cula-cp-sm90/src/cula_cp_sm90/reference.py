@@ -123,17 +123,17 @@ def prefill(
     beta_sigmoid: bool,
     neg_eigval: bool,
     state_v_first: bool,
-    intra: tuple[Tensor, Tensor] | None = None,
+    intra: tuple[Tensor, ...] | None = None,
 ) -> None:
     """`recurrent_prefill` into `out` and `final_state`: the contract of the kernels' launcher, on the CPU.
 
     final_state: None, another tensor [N, HV, ..] for row n of the final states, or `initial_state` itself, whose rows
-    are then replaced where they were read. intra: Aqk and (I + Akk)^-1 of every chunk, written as `products` has them.
+    are then replaced where they were read. intra: the first of the `Intermediates`, or all of them.
     """
     if intra is not None:
-        found = products(
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, scale=scale, gate=gate, lower_bound=lower_bound, l2norm=l2norm,
-            beta_sigmoid=beta_sigmoid, neg_eigval=neg_eigval,
+        found = intermediates(
+            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale=scale, gate=gate, lower_bound=lower_bound,
+            l2norm=l2norm, beta_sigmoid=beta_sigmoid, neg_eigval=neg_eigval,
         )  # fmt: skip
         for own, exact in zip(intra, found):
             own.copy_(exact)
@@ -154,9 +154,32 @@ def prefill(
         final_state[state_indices[live].long()] = finals[live].to(final_state.dtype)
 
 
-def products(
+class Intermediates(NamedTuple):
+    """What a backward pass takes of the chunks of 64 tokens that every sequence begins anew.
+
+    With D the sum of log decays in a chunk, L its last token, b the write strength and scale that of the outputs,
+
+        Aqk_ij = scale sum_c q_ic k_jc exp(D_ic - D_jc), j <= i
+        Akk_ij = b_i sum_c k_ic k_jc exp(D_ic - D_jc), j < i
+        w      = (I + Akk)^-1 (b exp(D) k)      u = (I + Akk)^-1 (b v)
+        qg     = exp(D) q                       kg = exp(D_L - D) k
+
+    Aqk [B, T, HV, 64] has token t of a chunk in row t and zeros elsewhere, Akk likewise (I + Akk)^-1. w, qg, kg
+    [B, T, HV, K] and u [B, T, HV, V] have a row for every token.
+    """
+
+    Aqk: Tensor
+    Akk: Tensor
+    w: Tensor
+    u: Tensor
+    qg: Tensor
+    kg: Tensor
+
+
+def intermediates(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     g: Tensor,
     beta: Tensor,
     A_log: Tensor | None,
@@ -169,43 +192,42 @@ def products(
     l2norm: bool,
     beta_sigmoid: bool,
     neg_eigval: bool,
-) -> tuple[Tensor, Tensor]:
-    """Aqk and (I + Akk)^-1 [B, T, HV, 64] of the chunks of 64 tokens that every sequence begins anew, with
-
-        Aqk_ij = scale sum_c q_ic k_jc exp(D_ic - D_jc), j <= i
-        Akk_ij = beta_i sum_c k_ic k_jc exp(D_ic - D_jc), j < i
-
-    where D sums log decays within a chunk. Row t holds token t of its chunk; the rest is zero. Arguments are those of
-    `recurrent_prefill`, which also says in which dtype they are computed.
-    """
+) -> Intermediates:
+    """Arguments are those of `recurrent_prefill`, which also says in which dtype this computes."""
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q, k, g, beta = (x.to(work) for x in (q, k, g, beta))
+    q, k, v, g, beta = (x.to(work) for x in (q, k, v, g, beta))
     decays = _log_decay(g, A_log, dt_bias, gate, lower_bound)
     if beta_sigmoid:
         beta = (2 if neg_eigval else 1) * beta.sigmoid()
     if l2norm:
         q, k = _normalized(q), _normalized(k)
-    group = decays.shape[2] // q.shape[2]
-    q, k, decays, beta = (
-        x.flatten(0, 1) for x in (*(x.repeat_interleave(group, 2) for x in (q, k)), decays, beta)
-    )
-    aqk, inverse = (decays.new_zeros(*decays.shape[:2], _CHUNK) for _ in range(2))
+    q, k = (x.repeat_interleave(decays.shape[2] // q.shape[2], 2) for x in (q, k))
+    aqk, akk = (decays.new_zeros(*decays.shape[:3], _CHUNK) for _ in range(2))
+    found = Intermediates(aqk, akk, *(torch.zeros_like(x) for x in (k, v, q, k)))
+    tokens = [x.flatten(0, 1) for x in (q, k, v, decays, beta)]
+    written = [x.flatten(0, 1) for x in found]
     for start, length, _ in _sequences(g, None, cu_seqlens):
         for first in range(start, start + length, _CHUNK):
             rows = slice(first, min(first + _CHUNK, start + length))
             size = rows.stop - rows.start
-            sums = decays[rows].cumsum(0)
+            aqk, akk, w, u, qg, kg = (x[rows] for x in written)
+            q_c, k_c, v_c, sums, strength = (x[rows] for x in tokens)
+            sums = sums.cumsum(0)
             seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[..., None, None]
             apart = (sums[:, None] - sums).where(seen, -torch.inf).exp()
-            aqk[rows, :, :size] = scale * torch.einsum("ihc,jhc,ijhc->ihj", q[rows], k[rows], apart)
-            akk = torch.einsum("ih,ihc,jhc,ijhc->hij", beta[rows], k[rows], k[rows], apart).tril(-1)
+            aqk[..., :size] = scale * torch.einsum("ihc,jhc,ijhc->ihj", q_c, k_c, apart)
+            below = torch.einsum("ih,ihc,jhc,ijhc->hij", strength, k_c, k_c, apart).tril(-1)
             ones = torch.eye(size, dtype=work, device=q.device)
-            solved = torch.linalg.solve_triangular(
-                ones + akk, ones, upper=False, unitriangular=True
+            inverse = torch.linalg.solve_triangular(
+                ones + below, ones, upper=False, unitriangular=True
             )
-            inverse[rows, :, :size] = solved.transpose(0, 1)
-    shape = (*g.shape[:3], _CHUNK)
-    return aqk.view(shape), inverse.view(shape)
+            akk[..., :size] = inverse.transpose(0, 1)
+            weight = sums.exp()
+            w[:] = torch.einsum("hij,jh,jhc->ihc", inverse, strength, weight * k_c)
+            u[:] = torch.einsum("hij,jh,jhc->ihc", inverse, strength, v_c)
+            qg[:] = weight * q_c
+            kg[:] = (sums[-1] - sums).exp() * k_c
+    return found
 
 
 def _log_decay(

@@ -75,6 +75,16 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True)
+class FactorsConfig:
+    """Static facts of the kernel that gives the caller w, u, qg and kg. dtype: of v and what it gives; the others as in
+    `PrepareConfig`."""
+
+    dtype: str
+    operand: str = "float16"
+    index_dtype: str | None = None
+
+
+@dataclass(frozen=True)
 class RecurrenceConfig:
     """Static facts of the kernel that walks through the chunks.
 

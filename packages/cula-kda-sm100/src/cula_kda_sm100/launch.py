@@ -21,6 +21,7 @@ from .config import (
     CHUNK,
     HEAD_DIM,
     V_TILES,
+    FactorsConfig,
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
@@ -28,6 +29,7 @@ from .config import (
     dtype_name,
     plan,
 )
+from .factors import KdaFactors
 from .merge import KdaMerge
 from .prepare import KdaPrepare
 from .recurrence import KdaRecurrence
@@ -66,6 +68,26 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         _blocks(config.operand, heads_v),
         *(intra() if config.intra else None for _ in range(2)),
         cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def factors_arguments(config: FactorsConfig) -> tuple:
+    """blocks [slots, HV, BLOCK], v, w, u, qg, kg [B, T, HV, 128], cu_seqlens [N + 1], scale, first slot, number of
+    slots."""
+    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
+
+    def rows():
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        shape = (batch, tokens, heads_v, HEAD_DIM)
+        return make_fake_tensor(DTYPES[config.dtype], shape, stride=strides, assumed_align=16)
+
+    return (
+        _blocks(config.operand, heads_v),
+        *(rows() for _ in range(5)),
+        _vector(INDICES[config.index_dtype]) if config.index_dtype else None,
         cutlass.Float32(1.0),
         cutlass.Int32(1),
         cutlass.Int32(1),
@@ -142,7 +164,7 @@ class TableConfig:
     index_dtype: str
 
 
-Config = PrepareConfig | RecurrenceConfig | MergeConfig | TableConfig
+Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig | TableConfig
 
 
 def table_arguments(config: TableConfig) -> tuple:
@@ -158,6 +180,7 @@ def table_arguments(config: TableConfig) -> tuple:
 
 _KERNELS: dict[type, tuple[Callable, Callable]] = {
     PrepareConfig: (KdaPrepare, prepare_arguments),
+    FactorsConfig: (KdaFactors, factors_arguments),
     RecurrenceConfig: (KdaRecurrence, recurrence_arguments),
     MergeConfig: (KdaMerge, merge_arguments),
     TableConfig: (lambda _: SegmentTable(), table_arguments),
@@ -216,7 +239,7 @@ def run(
     neg_eigval: bool,
     state_v_first: bool,
     operand: str,
-    intra: tuple[Tensor, Tensor] | None = None,
+    intra: tuple[Tensor, ...] | None = None,
     intracard_cp: str | bool = "auto",
     longest: int | None = None,
     multiprocessors: int | None = None,
@@ -225,8 +248,9 @@ def run(
     """Launches one call on torch's current stream.
 
     Arguments are those of the public function, checked. A final state that is the initial one is updated in place,
-    at the rows that state_indices name. intra: Aqk and (I + Akk)^-1 [B, T, HV, 64] in the dtype of q, written.
-    kernel_for turns a config into what is called, and multiprocessors is their number, for tests without a GPU.
+    at the rows that state_indices name. intra: Aqk and (I + Akk)^-1 [B, T, HV, 64]
+    and, if more than two, w, u, qg, kg [B, T, HV, 128], in the dtype of q, written. kernel_for turns a config into what
+    is called, and multiprocessors is their number, for tests without a GPU.
     """
     batch, tokens, heads_v = v.shape[:3]
     packed = cu_seqlens is not None
@@ -269,23 +293,13 @@ def run(
     for piece in range(spread.pieces):
         first = piece * spread.piece_slots
         held = min(spread.piece_slots, slots - first)
-        aqk, akk = intra or (None, None)
+        aqk, akk, *factors = intra or (None, None)
         prepare(
-            q,
-            k,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            cu_seqlens,
-            blocks,
-            aqk,
-            akk,
-            scale,
-            lower_bound,
-            first,
-            held,
-        )
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks, aqk, akk, scale, lower_bound, first, held
+        )  # fmt: skip
+        if factors:
+            give = kernel_for(FactorsConfig(dtype_name(v.dtype), operand, index_dtype))
+            give(blocks, v, *factors, cu_seqlens, scale, first, held)
         if packed:
             segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
             counters = q.new_empty(2, dtype=torch.int32)

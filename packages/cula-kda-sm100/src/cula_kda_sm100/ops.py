@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ torch.library.define(
     _PREFILL,
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor(a!)? state_pool, Tensor? state_indices, Tensor(b!)? final_state, Tensor? cu_seqlens, "
-    "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, Tensor(e!)? Aqk, Tensor(f!)? Akk, float scale, "
+    "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, Tensor(e!)? Aqk, Tensor(f!)? Akk, "
+    "Tensor(g!)? w, Tensor(h!)? u, Tensor(i!)? qg, Tensor(j!)? kg, float scale, "
     "str gate, float lower_bound, bool bounded, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
     "str operand, str intracard_cp) -> ()",
 )
@@ -32,15 +34,16 @@ def _prefill_cpu(
     dt_bias: Tensor | None, initial_state: Tensor | None, state_pool: Tensor | None,
     state_indices: Tensor | None, final_state: Tensor | None, cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None, out: Tensor, workspace: Tensor | None, Aqk: Tensor | None,
-    Akk: Tensor | None, scale: float, gate: str, lower_bound: float, bounded: bool, l2norm: bool,
-    beta_sigmoid: bool, neg_eigval: bool, state_v_first: bool, operand: str, intracard_cp: str,
+    Akk: Tensor | None, w: Tensor | None, u: Tensor | None, qg: Tensor | None, kg: Tensor | None,
+    scale: float, gate: str, lower_bound: float, bounded: bool, l2norm: bool, beta_sigmoid: bool,
+    neg_eigval: bool, state_v_first: bool, operand: str, intracard_cp: str,
 ) -> None:  # fmt: skip
     if state_pool is not None:
         initial_state = final_state = state_pool
     reference.prefill(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, cu_seqlens, out,
         scale=scale, gate=gate, lower_bound=lower_bound, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
-        neg_eigval=neg_eigval, state_v_first=state_v_first, intra=_both(Aqk, Akk),
+        neg_eigval=neg_eigval, state_v_first=state_v_first, intra=_given(Aqk, Akk, w, u, qg, kg),
     )  # fmt: skip
 
 
@@ -49,15 +52,16 @@ def _prefill_cuda(
     dt_bias: Tensor | None, initial_state: Tensor | None, state_pool: Tensor | None,
     state_indices: Tensor | None, final_state: Tensor | None, cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None, out: Tensor, workspace: Tensor | None, Aqk: Tensor | None,
-    Akk: Tensor | None, scale: float, gate: str, lower_bound: float, bounded: bool, l2norm: bool,
-    beta_sigmoid: bool, neg_eigval: bool, state_v_first: bool, operand: str, intracard_cp: str,
+    Akk: Tensor | None, w: Tensor | None, u: Tensor | None, qg: Tensor | None, kg: Tensor | None,
+    scale: float, gate: str, lower_bound: float, bounded: bool, l2norm: bool, beta_sigmoid: bool,
+    neg_eigval: bool, state_v_first: bool, operand: str, intracard_cp: str,
 ) -> None:  # fmt: skip
     _require_target(q.device)
     if state_pool is not None:
         initial_state = final_state = state_pool
     if out.numel() == 0 or (initial_state is not None and initial_state.shape[0] == 0):
         # No token at all, or nothing but padding.
-        for written in (out, Aqk, Akk):
+        for written in (out, Aqk, Akk, w, u, qg, kg):
             if written is not None:
                 written.zero_()
         _pass_through(initial_state, state_indices, final_state)
@@ -82,7 +86,7 @@ def _prefill_cuda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, cu_seqlens, target, workspace,
         scale=scale, gate=gate, lower_bound=lower_bound, bounded=bounded, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
         neg_eigval=neg_eigval, state_v_first=state_v_first, operand=operand,
-        intra=_both(Aqk, Akk), intracard_cp=_INTRACARD_CP[intracard_cp], longest=longest,
+        intra=_given(Aqk, Akk, w, u, qg, kg), intracard_cp=_INTRACARD_CP[intracard_cp], longest=longest,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
@@ -128,7 +132,7 @@ def chunk_kda(
     operand_dtype: torch.dtype | None = None,
     workspace: Tensor | None = None,
     return_intra: bool = False,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences, forward only.
 
     Per sequence and value head, with the state S `[K, V]`, the log decay d_t `[K]` and the write strength b_t:
@@ -163,7 +167,7 @@ def chunk_kda(
             inside with a lower_bound of at least -5; any other decay is served right, but slower. A gate computed
             inside needs `lower_bound` beside this.
         lower_bound: bound of the gate, below 0, and at least -5 with `safe_gate`.
-        disable_recompute: no effect; there is no backward.
+        disable_recompute: with `return_intra`, keep more for the backward pass.
         return_intermediate_states: False.
         state_v_first: layout of all states.
         cu_seqlens: `[N + 1]` int32 or int64 on the device of q packs N sequences into B = 1: sequence n holds the
@@ -190,15 +194,14 @@ def chunk_kda(
             between the kernels, with nothing of worth before and after. `kda_workspace_bytes` says how much a call in
             one piece needs; with less, but a chunk of 64 tokens of every value head (59,904 HV bytes), it goes piece by
             piece. None: allocated.
-        return_intra: also return what a backward pass takes of a chunk of 64 tokens: Aqk and (I + Akk)^-1, both
-            `[B, T, HV, 64]` in the dtype of q. Row t belongs to token t, its columns to the tokens of its chunk; what
-            lies above the diagonal, and behind the end of a sequence, is zero. With log decays D summed in a chunk and
-            the write strength b, `Aqk_ij = scale sum_c q_ic k_jc exp(D_ic - D_jc)` for j <= i and
-            `Akk_ij = b_i sum_c k_ic k_jc exp(D_ic - D_jc)` for j < i.
+        return_intra: also return what a backward pass takes of the chunks of 64 tokens: Aqk and (I + Akk)^-1, both
+            `[B, T, HV, 64]`, and with `disable_recompute` w, u, qg, kg `[B, T, HV, 128]`, all in the dtype of q, as
+            `reference.Intermediates` defines them.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states `[N, HV, ..]` (zero for padding), or
-        None. With a state_pool that is updated `(o, state_pool)`. With `return_intra` two more, Aqk and (I + Akk)^-1.
+        None. With a state_pool that is updated `(o, state_pool)`. With `return_intra` two or six
+        more.
 
     Raises:
         TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
@@ -238,7 +241,13 @@ def chunk_kda(
         final = _new_states(sequences, q, v, v_first, initial)
     if out is None:
         out = torch.empty_like(v, memory_format=_DENSE)
-    Aqk, Akk = (q.new_empty(*v.shape[:3], CHUNK) if return_intra else None for _ in range(2))
+    intra: list[Tensor | None] = [None] * 6
+    if return_intra:
+        intra[:2] = (q.new_empty(*v.shape[:3], CHUNK) for _ in range(2))
+        if disable_recompute:  # w, u, qg, kg
+            dims = (q.shape[3], v.shape[3], q.shape[3], q.shape[3])
+            intra[2:] = (q.new_empty(*v.shape[:3], dim) for dim in dims)
+    Aqk, Akk, w, u, qg, kg = intra
     if scale is None:
         scale = q.shape[3] ** -0.5
     gate = "log" if not use_gate_in_kernel else "softplus" if lower_bound is None else "safe"
@@ -249,16 +258,14 @@ def chunk_kda(
     run = _prefill_cuda if plain else _prefill_op
     run(
         q, k, v, g, beta, A_log, dt_bias, initial, pool, initial_state_indices, final, cu_seqlens, cu_seqlens_cpu, out,
-        workspace, Aqk, Akk, float(scale), gate, bound, bounded, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, v_first, dtype_name(operand_dtype),
+        workspace, Aqk, Akk, w, u, qg, kg, float(scale), gate, bound, bounded, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, v_first, dtype_name(operand_dtype),
         "auto" if use_intracard_cp == "auto" else "on" if use_intracard_cp else "off",
     )  # fmt: skip
     states = final.transpose(2, 3) if turned and final is not None else final
     if pool is not None:
         states = state_pool
-    if Aqk is not None and Akk is not None:
-        return out, states, Aqk, Akk
-    return out, states
+    return out, states, *(_given(*intra) or ())
 
 
 def kda_workspace_bytes(
@@ -298,8 +305,9 @@ def _launch() -> Callable[..., None]:
     return run
 
 
-def _both(Aqk: Tensor | None, Akk: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if Aqk is None or Akk is None else (Aqk, Akk)
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
+    """Those that are there, None for none."""
+    return tuple(x for x in tensors if x is not None) or None
 
 
 def _aligned(x: Tensor) -> Tensor:
