@@ -15,14 +15,17 @@ from cula_kda_sm100 import launch
 from cula_kda_sm100.arch import TARGETS as BY_CAPABILITY
 from cula_kda_sm100.config import (
     ACTIVATION_DTYPES,
+    CHUNK,
     GATE_DTYPES,
     GATES,
+    HEAD_DIM,
     OPERAND_DTYPES,
     FactorsConfig,
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
 )
+from cula_kda_sm100.recurrence import TMEM_COLUMNS, Tmem
 
 BOTH = (False, True)
 SHARED_BYTES = 233_472  # of a multiprocessor
@@ -124,6 +127,20 @@ def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:
 
 def test_the_targets():
     assert tuple(BY_CAPABILITY.values()) == TARGETS
+
+
+def test_tensor_memory_is_divided_up():
+    """Operands have two elements to a column, sums one; there are two sums of o."""
+    columns = {
+        Tmem.S: HEAD_DIM // 2, Tmem.X: CHUNK // 2, Tmem.U: CHUNK // 2, Tmem.X_SUM: CHUNK, Tmem.U_SUM: CHUNK,
+        Tmem.S_SUM: HEAD_DIM, Tmem.O_SUM: 2 * CHUNK,
+    }  # fmt: skip
+    assert set(columns) == set(Tmem)
+    free = 0
+    for first, width in sorted(columns.items()):
+        assert first == free
+        free += width
+    assert free == TMEM_COLUMNS == 512
 
 
 @pytest.mark.parametrize("target, config", PREPARES, ids=label)
