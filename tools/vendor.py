@@ -20,7 +20,7 @@ KDA, KDA_BLACKWELL = "packages/cula-cp-sm90", "packages/cula-kda-sm100"
 # Of the KDA packages these are the same for every GPU; `arch.py` and `recurrence.py` are not.
 KDA_MODULES = (
     "_spec", "check", "common", "config", "factors", "fragments", "inverse", "items", "launch", "merge", "ops",
-    "prepare", "reference", "tokens",
+    "prepare", "reference", "states", "tokens",
 )  # fmt: skip
 KDA_TESTS = {
     "conftest": "conftest",

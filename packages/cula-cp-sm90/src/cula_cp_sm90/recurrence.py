@@ -36,12 +36,13 @@ from .common import (
 )
 from .config import CHUNK, HEAD_DIM, V_TILE, V_TILES, RecurrenceConfig
 from .items import ITEM_WORDS, SLOTS, Items
+from .states import States
 
 GROUP = 128  # threads of a warpgroup
 BARRIER_TILE = 1
 
 
-class KdaRecurrence(Items):
+class KdaRecurrence(Items, States):
     """Persistent CTAs over items of work: (segment or sequence, value head, tiles of V).
 
     | thread role | warps | work |
@@ -231,7 +232,7 @@ class KdaRecurrence(Items):
                 chunks = 0
                 if cutlass.const_expr(not scan):
                     self.clear_output(out, batch, token, length, head, column, tidx)
-            self.start(s, part_s, initial, starts, item, column, tidx)
+            self.start(s, initial, starts, item, column, part_s)
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -274,14 +275,14 @@ class KdaRecurrence(Items):
                     self.keep(store_o, o, tOsO[None, None, None, turn % SLOTS])
                     turn = turn + 1
             if cutlass.const_expr(scan):
-                self.put(s, part_s, maps[item.segment, head, None, None], column)
+                self.put(s, maps[item.segment, head, None, None], column, part_s)
             else:
                 if chunks > 0:
                     self.finish(
                         tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
                     )  # fmt: skip
                 if cutlass.const_expr(self.config.final_state):
-                    self.save(s, part_s, final, item, column)
+                    self.save(s, final, item, column, part_s)
             item = self.receive(items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
@@ -379,51 +380,22 @@ class KdaRecurrence(Items):
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
-    def of_caller(self, pool, row, head):
-        """A state of the caller's as [V, K], whatever its layout."""
-        state = pool[row, head, None, None]
-        if not self.config.state_v_first:
-            state = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
-        return state
-
     @cute.jit
-    def get(self, s: cute.Tensor, part_s, state: cute.Tensor, column):
+    def get(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
         tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
         cute.autovec_copy(part_s.partition_C(tile), s)
 
     @cute.jit
-    def put(self, s: cute.Tensor, part_s, state: cute.Tensor, column):
+    def put(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
         tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
         cute.autovec_copy(s, part_s.partition_C(tile))
 
     @cute.jit
-    def start(self, s: cute.Tensor, part_s, initial, starts, item, column, tidx):
-        """The state in front of an item."""
-        s.fill(0.0)
-        if item.row >= 0:
-            if cutlass.const_expr(self.config.scan):
-                if column >= V_TILES:  # rows of the identity
-                    where = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
-                    first = (column - V_TILES) * V_TILE
-                    for i in cutlass.range_constexpr(cute.size(s)):
-                        s[i] = F32(1.0) if where[i][0] + first == where[i][1] else F32(0.0)
-                elif item.first != 0:
-                    if cutlass.const_expr(self.config.initial_state):
-                        self.get(s, part_s, self.of_caller(initial, item.row, item.head), column)
-            elif cutlass.const_expr(self.config.split):
-                self.get(s, part_s, starts[item.segment, item.head, None, None], column)
-            elif cutlass.const_expr(self.config.initial_state):
-                self.get(s, part_s, self.of_caller(initial, item.row, item.head), column)
-
-    @cute.jit
-    def save(self, s: cute.Tensor, part_s, final, item, column):
-        """The state behind a sequence. Nothing for padding slots in place; zero where results are separate."""
-        if item.last != 0:
-            if cutlass.const_expr(self.config.in_place):
-                if item.row >= 0:
-                    self.put(s, part_s, self.of_caller(final, item.row, item.head), column)
-            else:
-                self.put(s, part_s, self.of_caller(final, item.sequence, item.head), column)
+    def identity(self, s: cute.Tensor, column, part_s):
+        where = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
+        first = column * V_TILE
+        for i in cutlass.range_constexpr(cute.size(s)):
+            s[i] = F32(1.0) if where[i][0] + first == where[i][1] else F32(0.0)
 
 
 def mma(dtype, n, b_major):

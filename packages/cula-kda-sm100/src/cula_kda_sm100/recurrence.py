@@ -42,6 +42,7 @@ from .common import (
 from .config import CHUNK, HEAD_DIM, V_TILE, V_TILES, RecurrenceConfig
 from .fragments import UNIT
 from .items import ITEM_WORDS, SLOTS, Items
+from .states import States
 
 GROUPS = 2  # of four warps: each has half of the columns of whatever lies in tensor memory
 THREADS = 128 * GROUPS  # that have the state
@@ -72,7 +73,7 @@ class Signal(IntEnum):
     COUNT = 8
 
 
-class KdaRecurrence(Items):
+class KdaRecurrence(Items, States):
     """Persistent CTAs over items of work: (segment or sequence, value head).
 
     | thread role | warps | work |
@@ -360,7 +361,7 @@ class KdaRecurrence(Items):
                 chunks = 0
                 if cutlass.const_expr(not scan):
                     self.clear_output(out, batch, token, length, head, tidx)
-            self.start(s, initial, starts, item, group, tidx)
+            self.start(s, initial, starts, item, item.tile, (group, tidx))
             gO = None
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
@@ -393,7 +394,7 @@ class KdaRecurrence(Items):
                 s.store(s.load() + added.load())
                 turn = turn + 1
             if cutlass.const_expr(scan):
-                self.put(s, maps[item.segment, head, None, None], item.tile, group, tidx)
+                self.put(s, maps[item.segment, head, None, None], item.tile, (group, tidx))
             else:
                 if chunks > 0:
                     self.keep(tmem, signals, o_base, turn - 1, group, tidx)
@@ -401,7 +402,7 @@ class KdaRecurrence(Items):
                         tma_o, gO, o_base, out, batch, token, length, head, chunks, turn - 1, tidx
                     )
                 if cutlass.const_expr(self.config.final_state):
-                    self.save(s, final, item, group, tidx)
+                    self.save(s, final, item, item.tile, (group, tidx))
             item = self.receive(items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
@@ -576,13 +577,6 @@ class KdaRecurrence(Items):
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
-    def of_caller(self, pool, row, head):
-        """A state of the caller's as [V, K], whatever its layout."""
-        state = pool[row, head, None, None]
-        if not self.config.state_v_first:
-            state = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
-        return state
-
     def places(self, group, tidx):
         """(column of v, K channel) of each of the thread's elements of the state."""
         lane, row = tidx % 32, tidx // 32 % 4 * 32
@@ -593,45 +587,18 @@ class KdaRecurrence(Items):
                     for i in range(2):
                         yield row + 16 * half + 8 * r + lane // 4, channel + 8 * n + i
 
-    def get(self, s: cute.Tensor, state: cute.Tensor, group, tidx):
-        for i, (row, channel) in enumerate(self.places(group, tidx)):
-            s[i] = state[row, channel]
+    def get(self, s: cute.Tensor, state: cute.Tensor, tile, where):
+        for i, (row, channel) in enumerate(self.places(*where)):
+            s[i] = state[tile * V_TILE + row, channel]
 
-    def put(self, s: cute.Tensor, state: cute.Tensor, tile, group, tidx):
-        """Writes the state, or 128 rows of a map."""
-        for i, (row, channel) in enumerate(self.places(group, tidx)):
+    def put(self, s: cute.Tensor, state: cute.Tensor, tile, where):
+        for i, (row, channel) in enumerate(self.places(*where)):
             state[tile * V_TILE + row, channel] = s[i]
 
     @cute.jit
-    def start(self, s: cute.Tensor, initial, starts, item, group, tidx):
-        """The state in front of an item."""
-        s.fill(0.0)
-        if item.row >= 0:
-            if cutlass.const_expr(self.config.scan):
-                if item.tile >= V_TILES:
-                    self.identity(s, group, tidx)
-                elif item.first != 0:
-                    if cutlass.const_expr(self.config.initial_state):
-                        self.get(s, self.of_caller(initial, item.row, item.head), group, tidx)
-            elif cutlass.const_expr(self.config.split):
-                self.get(s, starts[item.segment, item.head, None, None], group, tidx)
-            elif cutlass.const_expr(self.config.initial_state):
-                self.get(s, self.of_caller(initial, item.row, item.head), group, tidx)
-
-    @cute.jit
-    def identity(self, s: cute.Tensor, group, tidx):
-        for i, (row, channel) in enumerate(self.places(group, tidx)):
-            s[i] = F32(1.0) if row == channel else F32(0.0)
-
-    @cute.jit
-    def save(self, s: cute.Tensor, final, item, group, tidx):
-        """The state behind a sequence. Nothing for padding slots in place; zero where results are separate."""
-        if item.last != 0:
-            if cutlass.const_expr(self.config.in_place):
-                if item.row >= 0:
-                    self.put(s, self.of_caller(final, item.row, item.head), 0, group, tidx)
-            else:
-                self.put(s, self.of_caller(final, item.sequence, item.head), 0, group, tidx)
+    def identity(self, s: cute.Tensor, tile, where):
+        for i, (row, channel) in enumerate(self.places(*where)):
+            s[i] = F32(1.0) if tile * V_TILE + row == channel else F32(0.0)
 
 
 @cute.jit
