@@ -8,7 +8,7 @@ inverse. The recurrence gets blocks that are packed from the definitions instead
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -109,20 +109,26 @@ def factors(call) -> dict[tuple[int, int], Factors]:
         x["beta"] = (2 if call.strength == "doubled" else 1) * x["beta"].sigmoid()
     q, k = (reference._normalized(x[name]) if call.l2norm else x[name] for name in ("q", "k"))
     group = decays.shape[2] // q.shape[2]
-    found, start = {}, 0
+    found = {}
+    for n, slot, rows in chunks(call):
+        for head in range(decays.shape[2]):
+            heads = (head // group, head // group, head, head)
+            own = (
+                filled(call.tokens(tensor, n)[rows, h])
+                for tensor, h in zip((q, k, decays, x["beta"]), heads)
+            )
+            found[slot, head] = Factors(*own, call.scale)
+    return found
+
+
+def chunks(call) -> Iterator[tuple[int, int, slice]]:
+    """(sequence, slot, tokens of the sequence) of every chunk."""
+    start = 0
     for n, length in enumerate(call.lengths):
         for chunk in range(-(-length // CHUNK)):
-            first, last = chunk * CHUNK, min(length, (chunk + 1) * CHUNK)
             slot = start // CHUNK + n + chunk if call.packed else n * -(-length // CHUNK) + chunk
-            for head in range(decays.shape[2]):
-                heads = (head // group, head // group, head, head)
-                own = (
-                    filled(call.tokens(tensor, n)[first:last, h])
-                    for tensor, h in zip((q, k, decays, x["beta"]), heads)
-                )
-                found[slot, head] = Factors(*own, call.scale)
+            yield n, slot, slice(chunk * CHUNK, min(length, (chunk + 1) * CHUNK))
         start += length
-    return found
 
 
 def filled(rows: Tensor) -> Tensor:
@@ -266,18 +272,13 @@ def test_products_and_inverse_for_the_caller(compiled, emulated, relative_rmse, 
     assert torch.equal(blocks.view(torch.int16), alone.view(torch.int16))
     with one_thread():
         expected = factors(call)
-    start = 0
-    for n, length in enumerate(call.lengths):
-        for chunk in range(-(-length // CHUNK)):
-            slot = start // CHUNK + n + chunk if call.packed else n * -(-length // CHUNK) + chunk
-            rows = slice(chunk * CHUNK, min(length, (chunk + 1) * CHUNK))
-            for head in range(heads_v):
-                parts = expected[slot, head]
-                for found, exact in zip(intra, (parts.aqk, parts.inverse)):
-                    own = call.tokens(found, n)[rows, head]
-                    assert not own.triu(1).any()
-                    assert relative_rmse(own, exact[: len(own)]) <= ROUNDED_ERROR
-        start += length
+    for n, slot, rows in chunks(call):
+        for head in range(heads_v):
+            parts = expected[slot, head]
+            for found, exact in zip(intra, (parts.aqk, parts.inverse)):
+                own = call.tokens(found, n)[rows, head]
+                assert not own.triu(1).any()
+                assert relative_rmse(own, exact[: len(own)]) <= ROUNDED_ERROR
 
 
 @pytest.mark.parametrize("name", ["dense", "packed", "raw"])

@@ -56,6 +56,13 @@ def unit_of_panel(block, offset, panel, sub, lane, j):
     return view(block.iterator, at, UNIT)
 
 
+def unit_of_wide(row, unit):
+    """Where the unit 0 ... 15 of a row of a [64, 128] matrix begins: panels of a line a row."""
+    return (
+        unit // LINE * (CHUNK * LINE * UNIT) + row * (LINE * UNIT) + (unit % LINE ^ row % 8) * UNIT
+    )
+
+
 def unit_of_triangle(row, column):
     """Where 8 columns from `column` on of a row of T' or Aqk begin; the row is not above the panel."""
     panel, unit = column // SUB, column % SUB // UNIT

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .common import AQK, DECAY, DTYPES, F32, KG, KH, LOG2_E, QG, exp2, find_chunk, view
+from .common import AQK, DECAY, DTYPES, F32, KG, KH, LOG2_E, QG, ask, exp2, find_chunk, view
 from .config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
     LINE,
@@ -207,7 +207,7 @@ class KdaPrepare(Tokens, Inverse):
             if cutlass.const_expr(self.config.bias):
                 if tidx < HEAD_DIM // 4:
                     own = view(bias[head, None].iterator, 4 * tidx, 4)
-                    self.ask(own, view(sBias.iterator, 4 * tidx, 4))
+                    ask(own, view(sBias.iterator, 4 * tidx, 4))
             elif cutlass.const_expr(self.config.gate != "log"):
                 if tidx < HEAD_DIM:
                     sBias[tidx] = F32(0.0)

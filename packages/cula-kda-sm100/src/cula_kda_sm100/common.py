@@ -5,7 +5,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from .config import CHUNK, HEAD_DIM, SUB, TRIANGLE
 
@@ -59,6 +59,14 @@ def view(pointer, offset, size, unit=None):
     if not isinstance(offset, int):
         offset = cute.assume(offset, divby=size if unit is None else unit)
     return cute.make_tensor(pointer + offset, cute.make_layout(size))
+
+
+@cute.jit
+def ask(source: cute.Tensor, target: cute.Tensor):
+    """16 bytes to shared memory, asynchronously."""
+    mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
+    copy = cute.make_copy_atom(mode, source.element_type, num_bits_per_copy=128)
+    cute.copy(copy, source, target)
 
 
 def by_token(x):

@@ -8,15 +8,14 @@ with T' = (I + Akk)^-1 diag(beta) and kh = 2^G k. Only training asks for them; b
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .common import DTYPES, F32, KG, KH, QG, T_PRIME, WIDE, find_chunk, view
+from .common import DTYPES, F32, KG, KH, QG, T_PRIME, WIDE, ask, find_chunk, view
 from .config import CHUNK, HEAD_DIM, SUB, TRIANGLE, FactorsConfig
-from .fragments import UNIT, unit_of_triangle
+from .fragments import UNIT, unit_of_triangle, unit_of_wide
 
 THREADS = 256  # a warp has 16 columns of w and of u
-PANEL = 64  # columns of a panel of a [64, 128] matrix
 UNITS = HEAD_DIM // UNIT  # of a row
 SUBS = CHUNK // SUB
 
@@ -101,10 +100,8 @@ class KdaFactors:
     @cute.jit
     def fetch(self, source: cute.Pointer, target: cute.Pointer, size: cutlass.Constexpr, tidx):
         """Asks for a part of the block, as it lies there."""
-        mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
-        copy = cute.make_copy_atom(mode, self.operand, num_bits_per_copy=128)
         for i in cutlass.range(tidx, size // UNIT, THREADS, unroll=1):
-            cute.copy(copy, view(source, i * UNIT, UNIT), view(target, i * UNIT, UNIT))
+            ask(view(source, i * UNIT, UNIT), view(target, i * UNIT, UNIT))
 
     @cute.jit
     def bring(self, v: cute.Tensor, target: cute.Pointer, left, tidx):
@@ -117,7 +114,7 @@ class KdaFactors:
             if row < left:
                 cute.autovec_copy(view(v[row, None].iterator, unit * UNIT, UNIT), held)
             rounded.store(held.load().to(F32).to(self.operand))
-            cute.autovec_copy(rounded, view(target, unit_of_panels(row, unit), UNIT))
+            cute.autovec_copy(rounded, view(target, unit_of_wide(row, unit), UNIT))
 
     def place(self, i, tidx):
         """Row and unit of the thread's i-th 16 bytes of a [64, 128] matrix."""
@@ -135,7 +132,7 @@ class KdaFactors:
         acc = cute.make_rmem_tensor((4, 2, SUBS), F32)
         acc.fill(0.0)
         for j in cutlass.range_constexpr(SUBS):
-            at = unit_of_panels(SUB * j + lane % SUB, unit)
+            at = unit_of_wide(SUB * j + lane % SUB, unit)
             cute.copy(turned, as_matrices(view(source, at, UNIT)), as_matrices(b[None, j]))
         for i in cutlass.range_constexpr(SUBS):
             for j in cutlass.range_constexpr(i + 1):
@@ -163,7 +160,7 @@ class KdaFactors:
         for i in cutlass.range_constexpr(SUBS):
             own = cute.make_tensor(product.iterator + 8 * i, cute.make_layout(UNIT))
             rounded.store(own.load().to(self.dtype))
-            at = unit_of_panels(SUB * i + lane % SUB, unit)
+            at = unit_of_wide(SUB * i + lane % SUB, unit)
             cute.copy(store, as_matrices(rounded), as_matrices(view(place, at, UNIT)))
 
     @cute.jit
@@ -183,15 +180,9 @@ class KdaFactors:
         for i in cutlass.range_constexpr(CHUNK * UNITS // THREADS):
             row, unit = self.place(i, tidx)
             if row < left:
-                cute.autovec_copy(view(place, unit_of_panels(row, unit), UNIT), held)
+                cute.autovec_copy(view(place, unit_of_wide(row, unit), UNIT), held)
                 rounded.store((held.load().to(F32) * factor).to(self.dtype))
                 cute.autovec_copy(rounded, view(target[row, None].iterator, unit * UNIT, UNIT))
-
-
-def unit_of_panels(row, unit):
-    """Where 8 columns of a [64, 128] matrix of a block begin."""
-    panel, inside = unit // (PANEL // UNIT), unit % (PANEL // UNIT)
-    return panel * (CHUNK * PANEL) + row * PANEL + (inside ^ row % 8) * UNIT
 
 
 def as_matrices(registers):

@@ -41,16 +41,8 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
     [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of slots."""
     batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
 
-    def rows(dtype: str, heads: object):
-        strides = (*(cute.sym_int64(divisibility=128 // DTYPES[dtype].width) for _ in range(3)), 1)
-        return make_fake_tensor(
-            DTYPES[dtype], (batch, tokens, heads, HEAD_DIM), stride=strides, assumed_align=16
-        )
-
-    def intra():
-        strides = (*(cute.sym_int64(divisibility=CHUNK) for _ in range(3)), 1)
-        shape = (batch, tokens, heads_v, CHUNK)
-        return make_fake_tensor(DTYPES[config.dtype], shape, stride=strides, assumed_align=16)
+    def rows(dtype: str, heads: object, width: int = HEAD_DIM):
+        return _rows(dtype, (batch, tokens, heads, width))
 
     beta = DTYPES[config.beta_dtype]
     return (
@@ -66,7 +58,7 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         else None,
         _vector(INDICES[config.index_dtype]) if config.index_dtype else None,
         _blocks(config.operand, heads_v),
-        *(intra() if config.intra else None for _ in range(2)),
+        *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         cutlass.Int32(1),
@@ -79,14 +71,10 @@ def factors_arguments(config: FactorsConfig) -> tuple:
     slots."""
     batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
 
-    def rows():
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, tokens, heads_v, HEAD_DIM)
-        return make_fake_tensor(DTYPES[config.dtype], shape, stride=strides, assumed_align=16)
-
+    shape = (batch, tokens, heads_v, HEAD_DIM)
     return (
         _blocks(config.operand, heads_v),
-        *(rows() for _ in range(5)),
+        *(_rows(config.dtype, shape) for _ in range(5)),
         _vector(INDICES[config.index_dtype]) if config.index_dtype else None,
         cutlass.Float32(1.0),
         cutlass.Int32(1),
@@ -100,16 +88,12 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     tokens of a segment, first slot of the blocks, number of CTAs."""
     batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
 
-    def rows():
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, tokens, heads_v, HEAD_DIM)
-        return make_fake_tensor(DTYPES[config.dtype], shape, stride=strides, assumed_align=16)
-
+    shape = (batch, tokens, heads_v, HEAD_DIM)
     packed, forward = config.packed, not config.scan
     return (
         _blocks(config.operand, heads_v),
-        rows(),
-        rows(),
+        _rows(config.dtype, shape),
+        _rows(config.dtype, shape),
         _states(heads_v) if config.initial_state and (config.scan or not config.split) else None,
         _vector(cutlass.Int32) if config.indexed else None,
         _states(heads_v) if config.final_state and forward else None,
@@ -139,6 +123,12 @@ def merge_arguments(config: MergeConfig) -> tuple:
         cutlass.Int32(1),
         cutlass.Int32(1),
     )
+
+
+def _rows(dtype: str, shape: tuple):
+    """[B, T, heads, D], rows of which begin at multiples of 16 bytes."""
+    strides = (*(cute.sym_int64(divisibility=128 // DTYPES[dtype].width) for _ in range(3)), 1)
+    return make_fake_tensor(DTYPES[dtype], shape, stride=strides, assumed_align=16)
 
 
 def _states(heads_v: object, height: int = HEAD_DIM):
@@ -248,9 +238,9 @@ def run(
     """Launches one call on torch's current stream.
 
     Arguments are those of the public function, checked. A final state that is the initial one is updated in place,
-    at the rows that state_indices name. intra: Aqk and (I + Akk)^-1 [B, T, HV, 64]
-    and, if more than two, w, u, qg, kg [B, T, HV, 128], in the dtype of q, written. kernel_for turns a config into what
-    is called, and multiprocessors is their number, for tests without a GPU.
+    at the rows that state_indices name. intra: Aqk and (I + Akk)^-1 [B, T, HV, 64] and, if more than two, w, u, qg,
+    kg [B, T, HV, 128], in the dtype of q, written. kernel_for turns a config into what is called, and
+    multiprocessors is their number, for tests without a GPU.
     """
     batch, tokens, heads_v = v.shape[:3]
     packed = cu_seqlens is not None
@@ -290,10 +280,10 @@ def run(
     )  # fmt: skip
     segments = counters = maps = starts = None
     slots = chunk_slots(batch, tokens, count if packed else None)
+    aqk, akk, *factors = intra or (None, None)
     for piece in range(spread.pieces):
         first = piece * spread.piece_slots
         held = min(spread.piece_slots, slots - first)
-        aqk, akk, *factors = intra or (None, None)
         prepare(
             q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks, aqk, akk, scale, lower_bound, first, held
         )  # fmt: skip

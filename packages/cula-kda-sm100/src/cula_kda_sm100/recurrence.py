@@ -40,13 +40,13 @@ from .common import (
     view,
 )
 from .config import CHUNK, HEAD_DIM, V_TILE, V_TILES, RecurrenceConfig
-from .fragments import UNIT
+from .fragments import UNIT, unit_of_wide
 from .items import ITEM_WORDS, SLOTS, Items
 from .states import States
 
 GROUPS = 2  # of four warps: each has half of the columns of whatever lies in tensor memory
 THREADS = 128 * GROUPS  # that have the state
-PANEL = 64  # columns of a panel of 128 bytes
+UNITS = HEAD_DIM // UNIT  # of 16 bytes, of a row
 BARRIER_OUTPUT = 1
 TMEM_COLUMNS = 512
 
@@ -481,12 +481,11 @@ class KdaRecurrence(Items, States):
         flat = cute.make_layout((UNIT, 1))
         for half in cutlass.range_constexpr(2):
             # Lane 8 i + j has row j of matrix i: of two times 8 columns, then of the next 8 tokens.
-            first = columns + 16 * half
-            unit = first % PANEL // UNIT + lane // 8 % 2
+            unit = (columns + 16 * half) // UNIT + lane // 8 % 2
             for n in cutlass.range_constexpr(CHUNK // GROUPS // 16):
                 row = group * (CHUNK // GROUPS) + 16 * n + lane // 16 * 8 + lane % 8
-                at = first // PANEL * (CHUNK * PANEL) + row * PANEL + (unit ^ lane % 8) * UNIT
-                shared = cute.make_tensor(view(tile, at, UNIT).iterator, flat)
+                shared = view(tile, unit_of_wide(row, unit), UNIT)
+                shared = cute.make_tensor(shared.iterator, flat)
                 own = cute.make_tensor(x.iterator + (8 * n + half * cute.size(x) // 2), flat)
                 if cutlass.const_expr(load):
                     cute.copy(atom, shared, own)
@@ -548,12 +547,11 @@ class KdaRecurrence(Items, States):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=BARRIER_OUTPUT, number_of_threads=THREADS)
             held = cute.make_rmem_tensor(UNIT, self.dtype)
-            unit = tidx % (HEAD_DIM // UNIT)
-            for i in cutlass.range_constexpr(CHUNK * HEAD_DIM // UNIT // THREADS):
-                row = tidx // (HEAD_DIM // UNIT) + i * (THREADS * UNIT // HEAD_DIM)
+            unit = tidx % UNITS
+            for i in cutlass.range_constexpr(CHUNK * UNITS // THREADS):
+                row = tidx // UNITS + i * (THREADS // UNITS)
                 if row < left:
-                    panel = unit // (PANEL // UNIT) * (CHUNK * PANEL)
-                    at = panel + row * PANEL + (unit % (PANEL // UNIT) ^ row % 8) * UNIT
+                    at = unit_of_wide(row, unit)
                     cute.autovec_copy(view(o_base + turn % SLOTS * WIDE, at, UNIT), held)
                     target = out[batch, token + (chunks - 1) * CHUNK + row, head, None]
                     cute.autovec_copy(held, view(target.iterator, unit * UNIT, UNIT))
@@ -563,10 +561,9 @@ class KdaRecurrence(Items, States):
         """The outputs of a skipped sequence are zero."""
         zeros = cute.make_rmem_tensor(UNIT, self.dtype)
         zeros.fill(0.0)
-        units = length * (HEAD_DIM // UNIT)
-        for i in cutlass.range(tidx, units, THREADS, unroll=1):
-            row = out[batch, token + i // (HEAD_DIM // UNIT), head, None]
-            cute.autovec_copy(zeros, view(row.iterator, i % (HEAD_DIM // UNIT) * UNIT, UNIT))
+        for i in cutlass.range(tidx, length * UNITS, THREADS, unroll=1):
+            row = out[batch, token + i // UNITS, head, None]
+            cute.autovec_copy(zeros, view(row.iterator, i % UNITS * UNIT, UNIT))
 
     def slot(self, o_base, turn):
         layout = swizzled((CHUNK, V_TILE), "k", self.dtype)

@@ -3,9 +3,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 
-from .common import F32, LOG2_E, exp2, sigmoid, view
+from .common import F32, LOG2_E, ask, exp2, sigmoid, view
 from .config import CHUNK
 from .fragments import OF_WARP, ROUNDS, UNIT, fetch_first, place_in_line, rows_by_rows, widen
 
@@ -22,14 +22,7 @@ class Tokens:
         """Asks for 16 bytes of each of the rows from this channel on, for the lines [channel, place] of the warp."""
         for j in cutlass.range_constexpr(ROUNDS):
             source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
-            self.ask(source, units[None, first + place_in_line(lane, j)])
-
-    @cute.jit
-    def ask(self, source: cute.Tensor, target: cute.Tensor):
-        """16 bytes, asynchronously."""
-        mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
-        copy = cute.make_copy_atom(mode, source.element_type, num_bits_per_copy=128)
-        cute.copy(copy, source, target)
+            ask(source, units[None, first + place_in_line(lane, j)])
 
     @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
