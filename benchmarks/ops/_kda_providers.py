@@ -28,7 +28,7 @@ _MISSING = {name: _installed(name) for name in PACKAGES.values()}
 _fla_missing = _installed("fla.ops.kda")
 
 
-def _activation(problem: Setting, x: Inputs) -> dict[str, Any]:
+def activation(problem: Setting, x: Inputs) -> dict[str, Any]:
     """Arguments that everyone has."""
     bounded = _kda.is_bounded(problem)
     return {
@@ -66,7 +66,7 @@ def _choice_supports(problem: Setting) -> str | None:
     return _cula_supports(problem)
 
 
-def _workspace(problem: Setting, device: Any) -> Tensor:
+def workspace(problem: Setting, device: Any) -> Tensor:
     """What one call needs between its kernels. All calls share it, as those of a model do."""
     p = problem.params
     size = import_module(package()).kda_workspace_bytes(
@@ -85,8 +85,8 @@ def _cula_call(
     problem: Setting, x: Inputs, out: Tensor | None = None, cp: bool | str = "auto"
 ) -> Callable[[], Result]:
     chunk_kda = import_module(package()).chunk_kda
-    options = {**_activation(problem, x), "use_intracard_cp": cp, "out": out}
-    options["workspace"] = _workspace(problem, x.q.device)
+    options = {**activation(problem, x), "use_intracard_cp": cp, "out": out}
+    options["workspace"] = workspace(problem, x.q.device)
     if x.offsets is not None:
         options |= {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
     if x.indices is not None:
@@ -99,7 +99,7 @@ def _cula_call(
 def _cula_result(problem: Setting, x: Inputs, cp: bool | str = "auto") -> Result:
     out = torch.full_like(x.v, float("nan"))
     # Ones in every bit are NaN in every format.
-    _workspace(problem, x.q.device).fill_(255)
+    workspace(problem, x.q.device).fill_(255)
     _, state = _cula_call(problem, x, out, cp)()
     return out, state if x.indices is None else x.state[x.indices.long()]
 
@@ -111,7 +111,7 @@ def _fla_supports(problem: Setting) -> str | None:
 def _fla_call(problem: Setting, x: Inputs) -> Callable[[], Result]:
     from fla.ops.kda import chunk_kda
 
-    options = _activation(problem, x)
+    options = activation(problem, x)
     if x.offsets is not None:
         options |= {"cu_seqlens": x.offsets.int64, "cu_seqlens_cpu": x.offsets.host}
     return lambda: chunk_kda(

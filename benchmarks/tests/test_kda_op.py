@@ -184,9 +184,9 @@ def test_buffer_sets_differ_and_repeat_from_their_seed_but_share_offsets_and_wor
         assert torch.equal(getattr(first, name), getattr(again, name)), name
         assert not torch.equal(getattr(first, name), getattr(other, name)), name
     assert first.offsets.int64 is other.offsets.int64
-    workspace = _kda_providers._workspace(problem, "cpu")
+    workspace = _kda_providers.workspace(problem, "cpu")
     assert workspace.dtype == torch.uint8 and workspace.data_ptr() % 128 == 0
-    assert _kda_providers._workspace(problem, "cpu").data_ptr() == workspace.data_ptr()
+    assert _kda_providers.workspace(problem, "cpu").data_ptr() == workspace.data_ptr()
 
 
 def test_gates_spread_over_channels_and_heads():
@@ -390,7 +390,7 @@ def test_nothing_that_a_call_leaves_unwritten_passes(small, ours):
     x = _kda.make_inputs(problem, "cpu", 0)
     out, _ = _kda_providers._cula_result(problem, x)
     assert ours[0]["out"] is out and bool(out.isnan().all())
-    assert ours[0]["workspace"].data_ptr() == _kda_providers._workspace(problem, "cpu").data_ptr()
+    assert ours[0]["workspace"].data_ptr() == _kda_providers.workspace(problem, "cpu").data_ptr()
     assert bool((ours[0]["workspace"] == 255).all())
 
 

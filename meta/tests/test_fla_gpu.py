@@ -1,6 +1,6 @@
 """FLA's own kernels behind `impl="fla"` against the reference, on a GPU: the adapter's mapping is right for real.
 
-Prefill and its gradients are also asked of `impl="auto"`: on Hopper that is the kernel of cula-lightning-sm90, with
+Prefill and its gradients are also asked of `impl="auto"`: where there is a kernel for the GPU, that is the kernel, with
 FLA's backward behind it.
 """
 
@@ -163,33 +163,90 @@ def test_kda_decode(cuda, lower_bound):
     assert_near(ht, ht_want)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradients_of_kda(cuda, packed):
-    """`auto` is FLA, forward and backward, whatever kernel there is for the forward."""
-    told = cula.explain("chunk_kda", dtype=torch.bfloat16, head_dim_k=K, requires_grad=True)
-    assert told.chosen == "fla", str(told)
-    tensors, options = prefill_problem(cuda, packed, normalise=True)
-    del options["g_gamma"]
+KDA_KERNELS = {(9, 0): "cula-cp-sm90", (10, 0): "cula-kda-sm100", (10, 3): "cula-kda-sm100"}
+INSIDE = {
+    "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+}  # fmt: skip
+# Name, dimensions of keys and values, whether packed, options; a gate inside has a rate and a bias unless "lonely".
+GRADIENTS_OF_KDA = {
+    "all of FLA": (K, False, INSIDE | {"safe_gate": True, "lower_bound": -5.0}),
+    "all of FLA, packed": (K, True, INSIDE | {"safe_gate": True, "lower_bound": -5.0}),
+    "dense": (V, False, INSIDE | {"safe_gate": True, "lower_bound": -5.0, "allow_neg_eigval": True}),
+    "packed": (V, True, INSIDE | {"safe_gate": True, "lower_bound": -5.0, "scale": 0.2}),
+    "packed, kept": (V, True, INSIDE | {"safe_gate": True, "lower_bound": -5.0, "disable_recompute": True}),
+    "V first, any gate": (V, False, INSIDE | {"state_v_first": True}),
+    "lonely": (V, False, INSIDE | {"lower_bound": -2.0}),
+    "decays": (V, False, {"safe_gate": True}),
+    "decays, packed, kept": (V, True, {"safe_gate": True, "disable_recompute": True, "state_v_first": True}),
+    "any decays, kept": (V, False, {"disable_recompute": True, "use_intracard_cp": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRADIENTS_OF_KDA)
+def test_gradients_of_kda(cuda, case):
+    """`auto` is the kernel with FLA's backward where there is one for the problem, and all of FLA where not."""
+    dim, packed, options = GRADIENTS_OF_KDA[case]
+    kernel = KDA_KERNELS.get(torch.cuda.get_device_capability())
+    told = cula.explain(
+        "chunk_kda", dtype=torch.bfloat16, head_dim_k=dim, head_dim_v=V, requires_grad=True
+    )
+    served_by_a_kernel = kernel is not None and dim == V
+    assert told.chosen == (kernel if served_by_a_kernel else "fla"), str(told)
+    assert not served_by_a_kernel or told.rows[0].backward == "fla"
+
+    inside = "use_gate_in_kernel" in options
+    tensors, more = prefill_problem(cuda, packed, inside, dim=dim)
+    del more["g_gamma"]
+    if options.get("state_v_first"):
+        tensors["initial_state"] = tensors["initial_state"].mT.contiguous()
     shape = tensors["v"].shape[:3]
-    tensors |= {"g": randn(cuda, *shape, K).bfloat16(), "beta": randn(cuda, *shape)}
-    tensors |= {
-        "A_log": torch.linspace(-1, 1, HV, device=cuda),
-        "dt_bias": randn(cuda, HV, K),
-    }
-    options |= {
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "safe_gate": True,
-        "lower_bound": -5.0,
-    }
+    raw, logits = randn(cuda, *shape, dim), randn(cuda, *shape)
+    if inside:
+        tensors |= {"g": raw.bfloat16(), "beta": logits}
+    else:
+        tensors |= {"g": torch.nn.functional.logsigmoid(raw), "beta": logits.sigmoid().bfloat16()}
+    if inside and case != "lonely":
+        tensors["A_log"] = torch.linspace(-1, 1, HV, device=cuda)
+        # Either shape that a bias may have.
+        tensors["dt_bias"] = randn(cuda, *((HV * dim,) if packed else (HV, dim)))
+    more |= options
     function = cula.kda.chunk_kda
-    wanted, want = derivatives(tensors, options, "reference", function)
-    outputs, found = derivatives(tensors, options, "auto", function)
+    wanted, want = derivatives(tensors, more, "reference", function)
+    outputs, found = derivatives(tensors, more, "auto", function)
     for x, y in zip(outputs, wanted, strict=True):
         assert_near(x, y)
     for name, x, y in zip(tensors, found, want, strict=True):
         assert x.dtype == y.dtype == tensors[name].dtype
         assert_near(x, y, GRADIENT_BOUND)
+
+
+def test_gradients_of_kda_from_a_long_sequence(cuda):
+    """One that the forward cuts into segments; and of the final state alone, and of a result that nobody asks for."""
+    tensors = {
+        "q": randn(cuda, 1, 4200, 1, V).bfloat16(),
+        "k": randn(cuda, 1, 4200, 1, V).bfloat16(),
+    }
+    tensors |= {
+        "v": randn(cuda, 1, 4200, 2, V).bfloat16(),
+        "beta": randn(cuda, 1, 4200, 2).bfloat16(),
+    }
+    tensors["g"] = randn(cuda, 1, 4200, 2, V).bfloat16()
+    options = INSIDE | {"safe_gate": True, "lower_bound": -0.1, "output_final_state": True}
+    found = []
+    for impl in ("auto", "reference"):
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        o, ht = cula.kda.chunk_kda(**leaves, **options, impl=impl)
+        found.append([
+            torch.autograd.grad(result.float().square().sum(), list(leaves.values()), allow_unused=True,
+                                retain_graph=True)
+            for result in (o, ht)
+        ])  # fmt: skip
+    for of_result, wanted in zip(*found, strict=True):
+        for name, x, y in zip(tensors, of_result, wanted, strict=True):
+            if name == "q" and (y is None or not y.any()):  # no query has a part in a state
+                assert of_result is found[0][1] and not x.any()
+            else:
+                assert_near(x, y, GRADIENT_BOUND)
 
 
 def test_decode(cuda):
@@ -216,15 +273,15 @@ def assert_auto_is_the_kernel(function, **problem):
     return None
 
 
-def prefill_problem(device, packed, normalise, gate=None):
+def prefill_problem(device, packed, normalise, gate=None, dim=K):
     """Grouped heads; tensors that may want gradients, decays that may not, and options."""
     offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
     batch, tokens = (1, sum(LENGTHS)) if packed else (2, 130)
-    q, k = (randn(device, batch, tokens, H, K).bfloat16() for _ in range(2))
+    q, k = (randn(device, batch, tokens, H, dim).bfloat16() for _ in range(2))
     if not normalise:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     tensors = {"q": q, "k": k, "v": randn(device, batch, tokens, HV, V).bfloat16()}
-    tensors["initial_state"] = randn(device, len(LENGTHS) if packed else batch, HV, K, V)
+    tensors["initial_state"] = randn(device, len(LENGTHS) if packed else batch, HV, dim, V)
     if gate is not None:
         tensors["g"] = torch.nn.functional.logsigmoid(randn(device, batch, tokens, HV)).to(gate)
     options = {

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cula import _registry, kda, lightning, reference
 from cula._registry import Implementation
-from cula.integrations import fla
+from cula.integrations import fla, fla_backward
+from cula.reference.gates import log_decay
 
 H, HV, K, V = 2, 4, 8, 6
 CU = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)
@@ -143,6 +144,98 @@ def chunk_simple_gla_bwd(
     return tuple(None if x is None else next(found) for x in leaves)
 
 
+def l2norm_fwd(x):
+    assert x.is_contiguous()
+    rstd = (x.float().square().sum(-1) + 1e-6).rsqrt()
+    return (x.float() * rstd[..., None]).to(x.dtype), rstd
+
+
+def l2norm_bwd(y, rstd, dy):
+    assert y.shape == dy.shape and dy.is_contiguous()
+    y, dy = y.float(), dy.float()
+    return (rstd[..., None] * (dy - y * (y * dy).sum(-1, keepdim=True))).bfloat16()
+
+
+def fused_beta_sigmoid_fwd(x, scale=1.0):
+    assert x.is_contiguous()
+    return scale * x.float().sigmoid()
+
+
+def fused_beta_sigmoid_bwd(x, dy, scale=1.0):
+    y = x.float().sigmoid()
+    return (dy.float() * scale * y * (1 - y)).to(x.dtype)
+
+
+def kda_gate_chunk_cumsum(
+    g, A_log, chunk_size, scale=None, dt_bias=None, cu_seqlens=None, output_dtype=torch.float,
+    chunk_indices=None, lower_bound=None,
+):  # fmt: skip
+    decay = log_decay(g.float(), A_log, dt_bias, lower_bound=lower_bound)
+    return chunk_local_cumsum(
+        decay, chunk_size, False, scale, cu_seqlens, output_dtype, chunk_indices
+    )
+
+
+def chunk_gated_delta_rule_fwd_h(
+    k, w, u, g=None, gk=None, initial_state=None, output_final_state=False, chunk_size=64, save_new_value=True,
+    state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, chunk_offsets=None,
+):  # fmt: skip
+    """Not the states, but whether what they are made of has arrived; the backward below looks for these results."""
+    assert [int(x.flatten()[0]) for x in (w, u, k)] == [MARKS[name] for name in ("w", "u", "kg")]
+    assert gk.dtype == torch.float32 and g is None and not output_final_state
+    shape = (V, K) if state_v_first else (K, V)
+    return marked("h", 1, *shape), marked("v_new", *u.shape), None
+
+
+def chunk_kda_bwd(
+    q, k, v, beta, Aqk, Akk, scale, initial_state, do, dht, g=None, g_org=None, state_v_first=False,
+    cu_seqlens=None, chunk_indices=None, chunk_size=64, safe_gate=False, lower_bound=None,
+    use_gate_in_kernel=False, A_log=None, dt_bias=None, disable_recompute=False, **kept,
+):  # fmt: skip
+    """g: sums over a chunk in powers of two, made here of a gate inside if nothing was kept; dg: of each decay."""
+    SEEN.append("chunk_kda_bwd")
+    tensors = (q, k, v, beta, initial_state, do, dht, g, g_org)
+    assert all(x is None or x.is_contiguous() for x in tensors) and not torch.is_grad_enabled()
+    assert dt_bias is None or dt_bias.dim() == 1
+    names = ("w", "u", "qg", "kg", "v_new", "h")
+    assert disable_recompute == (set(kept) == set(names)) == bool(kept)
+    for name, x in {"Aqk": Aqk, "Akk": Akk, **kept}.items():
+        assert (x == MARKS[name]).all()
+    assert (g_org is not None) == use_gate_in_kernel
+    assert (g is None) == (use_gate_in_kernel and not kept)
+    parts = _chunks(q.shape[1], chunk_size, cu_seqlens, chunk_indices)
+    if g is not None:
+        zero = torch.zeros_like(g[:, :1])
+        decay = torch.cat([g[:, part].diff(dim=1, prepend=zero) for part in parts], 1) / RCP_LN2
+        if use_gate_in_kernel:
+            wanted = log_decay(g_org.float(), A_log, dt_bias, lower_bound=lower_bound)
+            torch.testing.assert_close(decay, wanted, rtol=1e-3, atol=1e-4)
+    leaves = [
+        None if x is None else x.detach().float().requires_grad_()
+        for x in (q, k, v, beta, g_org if use_gate_in_kernel else decay, initial_state, A_log, dt_bias)
+    ]  # fmt: skip
+    q, k, v, beta, g, h0, A_log, dt_bias = leaves
+    with torch.enable_grad():
+        o, ht = reference.recurrent_kda(
+            q, k, v, g, beta, scale=scale, initial_state=h0, output_final_state=True, lower_bound=lower_bound,
+            use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        outputs, given = (o, ht), (do.float(), torch.zeros_like(ht) if dht is None else dht)
+        wanted = [x for x in leaves if x is not None]
+        found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+    dq, dk, dv, db, dg, dh0, dA, dbias = (None if x is None else next(found) for x in leaves)
+    return dq, dk, dv, db, dg, dh0, dA, dbias
+
+
+# What tensors that a kernel keeps for the backward are filled with here.
+MARKS = {name: mark for mark, name in enumerate(("Aqk", "Akk", "w", "u", "qg", "kg", "v_new", "h"))}
+
+
+def marked(name: str, *shape: int) -> Tensor:
+    return torch.full(shape, MARKS[name], dtype=torch.bfloat16)
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FLA is importable, and this machine claims a Hopper GPU."""
@@ -161,6 +254,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "prepare_chunk_indices": prepare_chunk_indices,
         },
         "fla.ops.utils.constant": {"RCP_LN2": RCP_LN2},
+        "fla.ops.kda.chunk_bwd": {"chunk_kda_bwd": chunk_kda_bwd},
+        "fla.ops.kda.gate": {"kda_gate_chunk_cumsum": kda_gate_chunk_cumsum},
+        "fla.ops.common": {},
+        "fla.ops.common.chunk_delta_h": {
+            "chunk_gated_delta_rule_fwd_h": chunk_gated_delta_rule_fwd_h
+        },
+        "fla.ops.common.gate": {
+            "fused_beta_sigmoid_fwd": fused_beta_sigmoid_fwd,
+            "fused_beta_sigmoid_bwd": fused_beta_sigmoid_bwd,
+        },
+        "fla.modules": {},
+        "fla.modules.norm": {},
+        "fla.modules.norm.l2norm": {"l2norm_fwd": l2norm_fwd, "l2norm_bwd": l2norm_bwd},
     }
     for name, contents in modules.items():
         module = types.ModuleType(name)
@@ -416,7 +522,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             SEEN.append(f"kernel {function}")
             return getattr(reference, function)(*args, **options)
 
-        return run
+        def run_kda(*args: Any, return_intra: bool = False, **options: Any) -> Any:
+            shape = (args[2] if args else options["v"]).shape[:3]
+            dims = {"Aqk": 64, "Akk": 64}
+            if options["disable_recompute"]:
+                dims |= {"w": K, "u": V, "qg": K, "kg": K}
+            intra = [marked(name, *shape, dim) for name, dim in dims.items()]
+            return *run(*args, **options), *(intra if return_intra else ())
+
+        return run_kda if function == "chunk_kda" else run
 
     ops = ("lightning.prefill", "kda.prefill")
     made_up = Implementation("made-up", ops, ("sm90",), 10, supports, load)
@@ -529,9 +643,63 @@ def test_who_serves_gradients(kernel: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert SEEN == ["kernel chunk_simple_gla"]
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("gate", ["log", "softplus", "bounded", "no rate"])
+def test_backward_of_fla_behind_a_kernel_of_kda(
+    kernel: None, gate: str, v_first: bool, keep: bool
+) -> None:
+    lengths = (70, 0, 1, 129)
+    packed = not keep
+    tensors = inputs(1 if packed else 2, sum(lengths))
+    sequences = len(lengths) if packed else 2
+    shape = (HV, V, K) if v_first else (HV, K, V)
+    tensors["initial_state"] = torch.randn(sequences, *shape)
+    options: dict[str, Any] = {"state_v_first": v_first, "disable_recompute": keep}
+    options |= {"output_final_state": True, "scale": 0.3 if v_first else None}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if gate == "log":
+        options |= {"safe_gate": True, "use_intracard_cp": False}
+    else:
+        options |= {
+            "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": v_first,
+        }  # fmt: skip
+        # Both shapes that a bias may have; gates that are views; a gate of its own dtype.
+        tensors["dt_bias"] = torch.randn((HV, K) if v_first else (HV * K,))
+        tensors["g"] = tensors["g"].transpose(1, 2).contiguous().transpose(1, 2).float()
+        if gate != "no rate":
+            tensors["A_log"] = torch.rand(HV)
+        if gate != "softplus":
+            options |= {"lower_bound": -5.0, "safe_gate": True}
+    found = gradients(kda.chunk_kda, tensors, options | {"impl": "auto"})
+    assert SEEN == ["kernel chunk_kda", "chunk_kda_bwd"]
+    expected = gradients(kda.chunk_kda, tensors, options | {"impl": "reference"})
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape and got.isfinite().all()
+        error = (got.double() - want.double()).norm()
+        assert error <= 1e-2 * want.double().norm(), error / want.double().norm()
+
+
+@pytest.mark.parametrize("used", ["o", "final"])
+def test_backward_of_one_result_of_kda(kernel: None, used: str) -> None:
+    found, given = [], inputs()
+    for impl in ("auto", "reference"):
+        x = {name: t.clone().requires_grad_() for name, t in given.items()}
+        o, final = kda.chunk_kda(**x, output_final_state=used == "final", impl=impl)
+        (o if used == "o" else final).sum().backward()
+        found.append([t.grad for t in x.values()])
+    assert SEEN == ["kernel chunk_kda", "chunk_kda_bwd"]
+    for name, got, want in zip(x, *found, strict=True):
+        # No query has a part in a state.
+        assert want is not None or (used == "final" and name == "q" and not got.any())
+        if want is not None:
+            assert (got - want).norm() <= 1e-2 * want.norm()
+
+
 @pytest.mark.parametrize("bias", [(HV, K), (HV * K,)])
-def test_kda_trains_with_all_of_fla(kernel: None, bias: tuple[int, ...]) -> None:
-    """The forward as well: the backward of KDA needs what its own forward keeps."""
+def test_kda_trains_with_all_of_fla(bias: tuple[int, ...]) -> None:
     tensors = inputs() | {"initial_state": torch.randn(4, HV, K, V), "A_log": torch.rand(HV)}
     tensors["dt_bias"] = torch.randn(bias)
     options = {
@@ -542,29 +710,41 @@ def test_kda_trains_with_all_of_fla(kernel: None, bias: tuple[int, ...]) -> None
     assert SEEN == ["chunk_kda"]
     expected = gradients(kda.chunk_kda, tensors, options | {"impl": "reference"})
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    told = _registry.explain("chunk_kda", arch="sm90", requires_grad=True)
-    assert told.chosen == "fla" and told.rows[0].reason == "no backward"
 
 
 def test_who_serves_gradients_of_kda(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs()
     x["v"].requires_grad_()
-    # It promises a kernel, and no kernel has a backward.
-    with pytest.raises(RuntimeError, match="made-up: no backward; an input requires gradients, "):
-        kda.kda_prefill_hopper(*x.values())
-    with torch.no_grad():
-        kda.kda_prefill_hopper(*x.values())
-    assert SEEN == ["kernel chunk_kda"]
+    told = _registry.explain("chunk_kda", arch="sm90", requires_grad=True)
+    assert told.chosen == "made-up" and told.rows[0].backward == "fla"
+    # A kernel is promised for the forward, and its backward is named like the package's.
+    kda.kda_prefill_hopper(*x.values())[0].sum().backward()
+    assert SEEN == ["kernel chunk_kda", "chunk_kda_bwd"]
+    SEEN.clear()
 
     # FLA's recurrence would leave the gradients out without a word: the reference has them.
+    x["v"].grad = None
     kda.fused_recurrent_kda(*x.values())[0].sum().backward()
-    assert SEEN == ["kernel chunk_kda"] and x["v"].grad.any()
+    assert SEEN == [] and x["v"].grad.any()
     with pytest.raises(RuntimeError, match="impl='fla' cannot serve .*: has no backward of it"):
         kda.fused_recurrent_kda(*x.values(), impl="fla")
 
     monkeypatch.setattr(fla, "importable", lambda package: False)
     _registry.refresh()
-    assert kda.chunk_kda(*x.values())[0].requires_grad and SEEN == ["kernel chunk_kda"]
+    assert kda.chunk_kda(*x.values())[0].requires_grad and SEEN == []
+    missing = "made-up.*no backward; fla: flash-linear-attention is not installed"
+    with pytest.raises(RuntimeError, match=missing):
+        kda.chunk_kda(*x.values(), impl="made-up")
+    with pytest.raises(RuntimeError, match=missing):
+        kda.kda_prefill_hopper(*x.values())
+    with torch.no_grad():
+        kda.kda_prefill_hopper(*x.values())
+    assert SEEN == ["kernel chunk_kda"]
+
+
+def test_a_kernel_that_keeps_nothing_for_the_backward_of_kda() -> None:
+    with pytest.raises(TypeError, match="^chunk_kda has no return_intra, which the backward of"):
+        fla_backward.with_backward("chunk_kda", chunk_kda)
 
 
 @pytest.mark.parametrize("cu", [[0], [0, 0, 0], None])
@@ -574,6 +754,13 @@ def test_backward_through_no_tokens(kernel: None, cu: list[int] | None) -> None:
     packing = None if cu is None else torch.tensor(cu)
     o, final = lightning.chunk_simple_gla(
         q, k, v, g[..., 0], initial_state=state, output_final_state=True, cu_seqlens=packing
+    )
+    (o.sum() + final.sum()).backward()
+    assert torch.equal(state.grad, torch.ones_like(state)) and SEEN == []
+
+    state.grad = None
+    o, final = kda.chunk_kda(
+        q, k, v, g, g[..., 0], initial_state=state, output_final_state=True, cu_seqlens=packing
     )
     (o.sum() + final.sum()).backward()
     assert torch.equal(state.grad, torch.ones_like(state)) and SEEN == []

@@ -282,7 +282,7 @@ def test_fact_that_cannot_be_looked_up_is_named() -> None:
 
 
 class BackwardOfFLA:
-    """Stands in for `cula.integrations.fla`."""
+    """Stands in for `cula.integrations.fla` and `cula.integrations.fla_backward`."""
 
     refusal: str | None = None
 
@@ -307,7 +307,8 @@ def test_kernel_without_backward_takes_that_of_fla(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fla = BackwardOfFLA()
-    monkeypatch.setattr(_registry, "_fla_module", lambda: fla)
+    for module in ("_fla_module", "_fla_backward"):
+        monkeypatch.setattr(_registry, module, lambda: fla)
     install(make_spec(supports=inference_only))
     with caplog.at_level(logging.INFO, logger="cula"):
         for impl in ("auto", "made-up"):
@@ -328,7 +329,7 @@ def test_kernel_without_backward_takes_that_of_fla(
 def test_kernel_with_a_backward_keeps_it(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_registry, "_fla_module", BackwardOfFLA)
+    monkeypatch.setattr(_registry, "_fla_backward", BackwardOfFLA)
     install(make_spec())
     assert resolve("chunk_simple_gla", "auto", CPU, *TRAINING)() == "chunk_simple_gla by made-up"
 
@@ -337,7 +338,8 @@ def test_why_there_is_no_backward(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fla = BackwardOfFLA()
-    monkeypatch.setattr(_registry, "_fla_module", lambda: fla)
+    for module in ("_fla_module", "_fla_backward"):
+        monkeypatch.setattr(_registry, module, lambda: fla)
     install(make_spec(supports=inference_only))
     fla.refusal = "not installed"
     assert rows(requires_grad=True)["made-up"] == ("refused", "no backward; fla: not installed")
@@ -355,8 +357,8 @@ def test_why_there_is_no_backward(
     # What it refuses without gradients too is the reason to give, and other functions have no such backward.
     install(make_spec(supports=lambda **problem: "only on Sundays"))
     assert rows(requires_grad=True)["made-up"] == ("refused", "only on Sundays")
-    install(make_spec(OP="kda.prefill", supports=inference_only))
-    assert rows("kda.prefill", requires_grad=True)["made-up"] == ("refused", "no backward")
+    install(make_spec(OP="kda.decode", supports=inference_only))
+    assert rows("kda.decode", requires_grad=True)["made-up"] == ("refused", "no backward")
 
 
 def test_decision_is_made_once(install: Callable[..., None]) -> None:

@@ -100,8 +100,11 @@ FACTS: dict[str, tuple[str, ...]] = {
     "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
     "lite_attention": ("block_m", "block_n", "must_do"),
 }
-# Functions whose kernels, if they have no backward, are completed by FLA's.
-_BACKWARD_OF_FLA = OPS["lightning.prefill"]
+# Functions whose kernels, if they have no backward, are completed by FLA's, with the function that is the forward then.
+_BACKWARD_OF_FLA = {
+    **dict.fromkeys(OPS["lightning.prefill"], "chunk_simple_gla"),
+    "chunk_kda": "chunk_kda",
+}
 # An `impl` for functions that promise a kernel: like "auto", but neither FLA nor the reference is considered.
 KERNELS_ONLY = "auto among kernels"
 
@@ -411,7 +414,7 @@ def _why_no_backward(
         return without
     if "fla" in env().disable:
         return f"{reason}; fla: disabled by CULA_DISABLE"
-    backward: str | None = _fla_module().supports_backward(op=op, arch=arch, **problem)
+    backward: str | None = _fla_backward().supports_backward(op=op, arch=arch, **problem)
     if backward is not None:
         return f"{reason}; fla: {backward}"
     _load_with_backward(found, function)
@@ -425,8 +428,8 @@ def _load(found: Implementation, function: str) -> Callable[..., Any]:
 
 @functools.cache
 def _load_with_backward(found: Implementation, function: str) -> Callable[..., Any]:
-    forward = _load(found, "chunk_simple_gla")
-    target: Callable[..., Any] = _fla_module().with_backward(function, forward)
+    forward = _load(found, _BACKWARD_OF_FLA[function])
+    target: Callable[..., Any] = _fla_backward().with_backward(function, forward)
     return target
 
 
@@ -534,6 +537,10 @@ def _fla() -> Implementation:
 
 def _fla_module() -> ModuleType:
     return importlib.import_module("cula.integrations.fla")
+
+
+def _fla_backward() -> ModuleType:
+    return importlib.import_module("cula.integrations.fla_backward")
 
 
 def _reference() -> Implementation:

@@ -93,7 +93,7 @@ def attend(
     state: str = "both",
     indices: Tensor | None = None,
     **options,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple:
     """Calls the public function.
 
     state: "none", "initial" (taken only), "final" (returned only), "both"; "pool" (updated in place at indices) and
@@ -114,12 +114,31 @@ def recurrence(
     x: dict, gate: str = "safe", kind: str = "typical", indices: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
     """What `attend` should compute, in fp64, from states [.., K, V]; options it does not depend on are ignored."""
+    known = _of_reference(gate, kind, options)
+    return reference.recurrent_prefill(**x, state_indices=indices, dtype=torch.float64, **known)
+
+
+def _of_reference(gate: str, kind: str, options: dict) -> dict:
+    """Options of a call as the reference takes them."""
     options = settings(gate, kind, options)
     known = {name: options[n] for n, name in _OF_REFERENCE.items() if n in options}
-    return reference.recurrent_prefill(
-        **x, state_indices=indices, gate=gate, lower_bound=options.get("lower_bound") or 0.0,
-        dtype=torch.float64, **known,
-    )  # fmt: skip
+    return known | {"gate": gate, "lower_bound": options.get("lower_bound") or 0.0}
+
+
+def check_intermediates(
+    x: dict, found: list[Tensor], gate: str, kind: str, bound: float, options: dict
+) -> None:
+    """Those of `return_intra` against their definitions in fp64."""
+    given = {name: t for name, t in x.items() if name != "initial_state"}
+    for name in ("q", "k", "v", "g", "beta"):
+        given[name] = given[name].double()
+    known = {"scale": x["q"].shape[3] ** -0.5, "l2norm": False, "beta_sigmoid": False}
+    known |= {"neg_eigval": False} | _of_reference(gate, kind, options)
+    expected = reference.intermediates(**given, **known)
+    assert len(found) == (6 if options.get("disable_recompute") else 2)
+    for name, actual, exact in zip(expected._fields, found, expected):
+        assert actual.dtype == x["q"].dtype
+        assert_close(name, actual.to(exact.device), exact, bound)
 
 
 def check(
@@ -169,7 +188,7 @@ def check(
         wide = there["v"].new_full((*outer, width + (8 if gaps else 0)), math.nan)
         out, workspace = wide[..., :width], nan_workspace(there, chunks)
         with poisoned_memory():
-            got, final = attend(
+            got, final, *intra = attend(
                 there, gate, kind, state=state, indices=rows, out=out, workspace=workspace, state_v_first=v_first,
                 **options, **way,
             )  # fmt: skip
@@ -179,6 +198,8 @@ def check(
         assert wide[..., width:].isnan().all(), "something was written beside the output"
         out = out.to(x["v"].device)
         errors = {"out": assert_close("output", out, expected[0], bound)}
+        if options.get("return_intra"):
+            check_intermediates(x, intra, gate, kind, bound, options)
         assert not out[(expected[0] == 0).all(-1)].any(), "a padding slot has an output"
 
         pool = there["initial_state"]

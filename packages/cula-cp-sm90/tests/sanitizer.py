@@ -17,6 +17,7 @@ LENGTHS = [70, 0, 1, 130, 64]
 FP16, BF16 = torch.float16, torch.bfloat16
 LOGITS = {"use_beta_sigmoid_in_kernel": True}
 PLAIN = {"use_qk_l2norm_in_kernel": False, "bound": MAX_BFLOAT16_ERROR}
+KEPT = {"return_intra": True, "disable_recompute": True}
 
 
 class Problem(NamedTuple):
@@ -71,6 +72,8 @@ PROBLEMS = (
         "packed, segments", {}, {"use_intracard_cp": True, "state": "pool"}, lengths=[3100, 0, 70, 1],
         heads=(1, 1), kind="near_zero",
     ),
+    Problem("for a backward pass", {}, KEPT, 130, batch=2),
+    Problem("packed, for a backward pass", {}, KEPT | {"chunks": 3}, lengths=LENGTHS),
 )  # fmt: skip
 
 

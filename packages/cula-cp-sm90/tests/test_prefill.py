@@ -101,6 +101,8 @@ def test_decays_of_any_size(gpu, gate, kind):
 PLAIN = {"use_qk_l2norm_in_kernel": False}
 LOGITS = {"use_beta_sigmoid_in_kernel": True}
 LOOSE = {"bound": MAX_BFLOAT16_ERROR}
+# What a backward pass takes, all of it.
+KEPT = {"return_intra": True, "disable_recompute": True}
 # Sizes, gate, what the inputs are, options: everything that is compiled in, several at a time.
 CASES = {
     "fp16, log gate, V first, cut": (
@@ -129,6 +131,17 @@ CASES = {
     "a lower bound": ([(2, 300)], "safe", {}, {"lower_bound": -8.0, "safe_gate": False}),
     "a scale": ([(2, 300)], "safe", {}, {"scale": -1.5}),
     "nothing comes out": ([(2, 300)], "safe", {}, {"scale": 0.0}),
+    "products and inverse": ([(1, 1), (2, 300)], "safe", {}, {"return_intra": True}),
+    "intermediates, packed, pool": (
+        [RAGGED, [1], [700, 0, 300]], "softplus", {"kind": "resets", "dtype": FP16},
+        KEPT | {"state": "pool"},
+    ),
+    "intermediates, pieces": (
+        [(2, 300), RAGGED], "safe", {"logits": True}, KEPT | LOGITS | {"chunks": 3, "v_first": True},
+    ),
+    "intermediates, bf16 operands, cut": (
+        [(1, 3300), LONG], "log", {"normalized": True}, KEPT | PLAIN | LOOSE | CUT,
+    ),
 }  # fmt: skip
 
 

@@ -1,12 +1,11 @@
 """flash-linear-attention as the implementation "fla": its functions under the signatures of cula.
 
 Needs `fla-core` 0.6 and CUDA tensors. FLA plans packed input on the host: without `cu_seqlens_cpu` it reads
-`cu_seqlens` back. `with_backward` puts FLA's backward of simple GLA behind the forward of a kernel that has none.
+`cu_seqlens` back. `fla_backward` puts FLA's backward behind the forward of a kernel that has none.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -14,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cula import reference
 from cula._registry import importable
 from cula._shared.lightning_decode import pool_slots, store_live
 from cula.reference._common import expand_heads
@@ -24,7 +21,6 @@ from cula.reference.gates import l2norm
 from cula.reference.lightning import live_states, only_live
 
 _MINIMUM = (0, 6)
-_CHUNK = 64
 # FLA refuses to run its gated backward on Hopper with these releases of Triton, which compile it wrongly.
 _TRITON_WRONG = ((3, 4, 0), (3, 7, 1))
 
@@ -86,28 +82,9 @@ def supports(
     return None
 
 
-def supports_backward(**problem: Any) -> str | None:
-    """Why FLA's backward cannot follow a kernel's forward, or None."""
-    forward_only = ("exact_state", "checkpoints", "num_splits")
-    return supports(**{name: fact for name, fact in problem.items() if name not in forward_only})
-
-
 def load(function: str) -> Callable[..., Any]:
     """The adapter for a public function of cula."""
     return _FUNCTIONS[function]
-
-
-def with_backward(function: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A prefill function whose forward is a kernel's `chunk_simple_gla` and whose backward is FLA's."""
-
-    gla = functools.partial(_kernel_with_backward, forward)
-    adapter = gla if function == "chunk_simple_gla" else functools.partial(load(function), gla=gla)
-
-    @torch.compiler.disable
-    def run(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return adapter(*args, **options)
-
-    return run
 
 
 def _version() -> tuple[int, ...] | None:
@@ -161,105 +138,19 @@ def _chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.simple_gla import chunk_simple_gla
 
-    q, k = (_as_fla_reads(x, v.shape[2], use_qk_l2norm_in_kernel) for x in (q, k))
-    g, g_gamma = _one_decay(g, g_gamma)
+    q, k = (as_fla_reads(x, v.shape[2], use_qk_l2norm_in_kernel) for x in (q, k))
+    g, g_gamma = one_decay(g, g_gamma)
     return _into(out, *chunk_simple_gla(q, k, v, g=g, g_gamma=g_gamma, **options))
 
 
-def _as_fla_reads(x: Tensor, heads: int, normalise: bool) -> Tensor:
+def as_fla_reads(x: Tensor, heads: int, normalise: bool) -> Tensor:
     """q or k with the heads of v and, if asked for, normalised: neither is an option of FLA's simple GLA."""
     return expand_heads(l2norm(x.float()).to(x.dtype) if normalise else x, heads).contiguous()
 
 
-def _one_decay(g: Tensor | None, g_gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def one_decay(g: Tensor | None, g_gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """FLA takes one of the two."""
     return (g, g_gamma) if g is None or g_gamma is None else (g + g_gamma, None)
-
-
-def _kernel_with_backward(
-    forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None,
-    g_gamma: Tensor | None = None, scale: float | None, initial_state: Tensor | None = None,
-    output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, use_qk_l2norm_in_kernel: bool, exact_state: bool,
-    state_checkpoints: None, checkpoint_every_n_tokens: None, num_splits: int | None, out: None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    settings = {
-        "scale": k.shape[-1] ** -0.5 if scale is None else scale,
-        "output_final_state": output_final_state,
-        "state_v_first": state_v_first,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        "exact_state": exact_state,
-        "num_splits": num_splits,
-    }
-    g, g_gamma = _one_decay(g, g_gamma)
-    tensors = (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu)
-    if v.numel() == 0 or (cu_seqlens is not None and len(cu_seqlens) == 1):
-        # FLA's backward does not plan for no tokens at all; the reference has nothing to compute either.
-        return _on(reference.chunk_simple_gla, tensors, settings)
-    return _SimpleGLA.apply(forward, settings, *tensors)
-
-
-def _on(function: Callable[..., Any], tensors: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    return function(
-        q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, **settings,
-    )  # fmt: skip
-
-
-class _SimpleGLA(torch.autograd.Function):
-    """A kernel's forward, which keeps its inputs alone, and FLA's backward, which computes the states again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, kernel: Callable[..., Any], settings: dict[str, Any], *tensors: Tensor | None
-    ) -> Any:
-        ctx.save_for_backward(*tensors)
-        ctx.settings = settings
-        return _on(kernel, tensors, settings)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor, dht: Tensor | None) -> Any:
-        from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
-        from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices
-        from fla.ops.utils.constant import RCP_LN2
-
-        q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = ctx.saved_tensors
-        settings = ctx.settings
-        packing: dict[str, Any] = {
-            "chunk_size": _CHUNK,
-            "cu_seqlens": cu_seqlens,
-            "chunk_indices": None,
-        }
-        if cu_seqlens is not None:
-            packing["chunk_indices"] = prepare_chunk_indices(
-                cu_seqlens, _CHUNK, cu_seqlens_cpu=cu_seqlens_cpu
-            )
-        # FLA's kernels take sums of the decay within a chunk, in powers of two.
-        sums = None if g is None else chunk_local_cumsum(g.contiguous(), scale=RCP_LN2, **packing)
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k)]
-            prepared = [
-                _as_fla_reads(x, v.shape[2], settings["use_qk_l2norm_in_kernel"]) for x in leaves
-            ]
-        dq, dk, dv, dsums, dh0 = chunk_simple_gla_bwd(
-            *(x.detach() for x in prepared),
-            v.contiguous(),
-            sums,
-            None if g_gamma is None else g_gamma * RCP_LN2,
-            None if initial_state is None else initial_state.contiguous(),
-            do.contiguous(),
-            None if dht is None else dht.contiguous(),
-            settings["scale"],
-            settings["state_v_first"],
-            **packing,
-        )
-        # Back through the normalisation and the repetition of heads.
-        given = [d.to(x.dtype) for d, x in zip((dq, dk), prepared)]
-        dq, dk = torch.autograd.grad(prepared, leaves, given)
-        dg = None if g is None else chunk_local_cumsum(dsums, reverse=True, **packing).to(g.dtype)
-        return None, None, dq, dk, dv.to(v.dtype), dg, None, dh0, None, None
 
 
 def _lightning_attn_fwd(

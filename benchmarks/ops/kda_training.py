@@ -1,0 +1,150 @@
+"""KDA prefill and its gradients: our forward with FLA's backward behind it, and all of FLA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cula
+from benchmarks.ops import _kda, _kda_providers, kda_prefill
+from benchmarks.ops._kda import Inputs, setting
+from benchmarks.ops._kda_providers import CULA, FLA
+from benchmarks.ops._sequences import refuse_not_finite, worst_head
+from benchmarks.ops._tuning import TUNING_MS, tune_anew
+from benchmarks.registry import CheckFailed, Provider, Setting
+from cula.kda import chunk_kda
+
+LIMIT = 2e-2
+# What gradients are taken of, and which dimension are heads.
+LEAVES = {"q": 2, "k": 2, "v": 2, "gate": 2, "beta": 2, "A_log": 0, "dt_bias": 0}
+
+
+def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    """A forward and a backward pass, from which v comes back as the derivative of o; returns those of LEAVES."""
+    leaves = [getattr(x, name).detach().requires_grad_() for name in LEAVES]
+    q, k, v, g, beta, A_log, dt_bias = leaves
+    options = _kda_providers.activation(problem, x) | {"impl": impl}
+    options |= {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    if x.offsets is not None:
+        options |= {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
+
+    def run() -> tuple[Tensor, ...]:
+        o, _ = chunk_kda(q, k, v, **options)
+        return torch.autograd.grad(o, leaves, x.v)
+
+    return run
+
+
+def impl(provider: str) -> str:
+    """What cula calls a provider."""
+    return "fla" if provider == "fla" else (_kda_providers.package() or "").replace("_", "-")
+
+
+def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    return step(impl(provider), problem, x)
+
+
+def _supports(provider: Provider, problem: Setting) -> str | None:
+    """The backward of either needs FLA; cula says what else is missing."""
+    if refused := provider.supports(problem) or FLA.supports(problem):
+        return refused
+    told = cula.explain(
+        "chunk_kda", dtype=torch.bfloat16, requires_grad=True, impl=impl(provider.name)
+    )
+    return None if told.chosen else str(told)
+
+
+def tune(problem: Setting) -> None:
+    """All of FLA's kernels: a backward pass computes some of the forward again, and the rest is its own."""
+    from fla.modules.norm import l2norm
+    from fla.ops.common import chunk_delta_h
+    from fla.ops.kda import chunk_bwd, chunk_intra, gate
+    from fla.ops.utils import cumsum
+
+    FLA.prepare(problem)
+    for kernel in (
+        l2norm.l2norm_bwd_kernel,
+        gate.kda_gate_bwd_kernel,
+        chunk_bwd.chunk_kda_bwd_kernel_dAv,
+        chunk_bwd.chunk_kda_bwd_kernel_wy_dqkg_fused,
+        chunk_intra.chunk_kda_bwd_kernel_intra,
+        chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64,
+        cumsum.chunk_local_cumsum_vector_kernel,
+    ):
+        tune_anew(kernel)
+
+
+def heads_of(x: Inputs, heads: list[int]) -> Inputs:
+    """The inputs of some heads in fp64."""
+    some = {name: getattr(x, name) for name in LEAVES}
+    some["dt_bias"] = some["dt_bias"].view(-1, _kda.DIM)
+    for name, dim in LEAVES.items():
+        at = torch.tensor(heads, device=some[name].device)
+        some[name] = some[name].index_select(dim, at).double()
+    return dataclasses.replace(x, **some)
+
+
+def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+    """Gradients of some heads against those of the reference in fp64, by name, of the worst head."""
+    if provider.role == "ceiling":
+        return _kda_providers.check(provider, problem, device)
+    x = _kda.make_inputs(problem, device, seed=20_231)
+    found = dict(zip(LEAVES, provider.bind(problem, x)(), strict=True))
+    refuse_not_finite(problem, **found)
+    heads = _kda.checked_heads(problem.params["H"])
+    want = dict(zip(LEAVES, step("reference", problem, heads_of(x, heads))(), strict=True))
+    found["dt_bias"] = found["dt_bias"].view(-1, _kda.DIM)
+    errors = {}
+    for name, dim in LEAVES.items():
+        at = torch.tensor(heads, device=found[name].device)
+        errors[name] = worst_head(found[name].index_select(dim, at), want[name], dim)
+        if errors[name] > LIMIT:
+            raise CheckFailed(
+                f"{problem.name}: gradient of {name}: {errors[name]:.2e}, limit {LIMIT:.0e}"
+            )
+    return errors
+
+
+def moved(problem: Setting) -> int:
+    """q, k, v, g, beta and their gradients, o and its derivative once each."""
+    return 2 * _kda.moved(problem)
+
+
+def settings(quick: bool) -> list[Setting]:
+    if quick:
+        return [setting(1024)]
+    dense = [setting(t) for t in (1024, 4096, 16384)]
+    return [*dense, setting(8192, sequences=10, lengths="skewed")]
+
+
+def _trained(provider: Provider) -> Provider:
+    return dataclasses.replace(
+        provider,
+        bind=functools.partial(_bind, provider.name),
+        moved=moved,
+        supports=functools.partial(_supports, provider),
+        prepare=tune,
+    )
+
+
+OP = dataclasses.replace(
+    kda_prefill.OP,
+    name="kda_training",
+    title="KDA prefill and its gradients, K=V=128",
+    settings=settings,
+    providers=(_trained(CULA), _trained(FLA)),
+    check=check,
+    notes=(
+        "A forward and a backward pass: gradients of q, k, v, g, beta, A_log and dt_bias. cula is our forward kernel "
+        "with FLA's backward behind it, as cula.kda.chunk_kda puts them together; fla is FLA's for both.",
+        "bytes: inputs, o and the gradients of both once each, whoever runs.",
+        f"FLA's kernels are tuned anew for every provider: all candidates, {TUNING_MS['rep']} ms each.",
+        *kda_prefill.NOTES[:1],
+        f"Relative RMSE of the worst checked head's gradients against the reference in fp64: within {LIMIT:.0e}.",
+    ),
+)
