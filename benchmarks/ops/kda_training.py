@@ -25,17 +25,25 @@ LEAVES = {"q": 2, "k": 2, "v": 2, "gate": 2, "beta": 2, "A_log": 0, "dt_bias": 0
 
 
 def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """A forward and a backward pass, from which v comes back as the derivative of o; returns those of LEAVES."""
-    leaves = [getattr(x, name).detach().requires_grad_() for name in LEAVES]
+    """A forward and a backward pass, in which v is the derivative of o; returns the gradients of LEAVES.
+
+    Benchmarks run in inference mode, whose tensors no gradient may need: this has copies of its own, and leaves it.
+    """
+    with torch.inference_mode(False):
+        leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
+        do = x.v.clone()
+        packing: dict[str, Tensor] = {}
+        if x.offsets is not None:
+            packing = {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
+            packing = {name: tensor.clone() for name, tensor in packing.items()}
     q, k, v, g, beta, A_log, dt_bias = leaves
-    options = _kda_providers.activation(problem, x) | {"impl": impl}
+    options = _kda_providers.activation(problem, x) | {"impl": impl, **packing}
     options |= {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-    if x.offsets is not None:
-        options |= {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
 
     def run() -> tuple[Tensor, ...]:
-        o, _ = chunk_kda(q, k, v, **options)
-        return torch.autograd.grad(o, leaves, x.v)
+        with torch.inference_mode(False), torch.enable_grad():
+            o, _ = chunk_kda(q, k, v, **options)
+            return torch.autograd.grad(o, leaves, do)
 
     return run
 
