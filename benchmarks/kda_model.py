@@ -1,4 +1,4 @@
-"""A model of what KDA prefill costs: fitted to half of the H200's rows, checked on the others, carried to Blackwell.
+"""A model of what KDA prefill costs: fitted to kernels on the H200, checked on whole calls, carried to Blackwell.
 
     python benchmarks/kda_model.py [--json FILE]
 
@@ -8,14 +8,16 @@ Prints both tables, and what binds in every setting; --json writes what the tabl
 A call is a sum over its kernels, each `start + what binds`, in us:
 
     prepare     the larger of bytes / bandwidth and (chunks x heads) / multiprocessors x clk / clock
-    recurrence  chain and memory, put together as the planner does: a CTA walks through its chunks one after the other,
-    and scan    and items of work go to whichever CTA is free, longest first
-    merge       as the planner has it
+    recurrence  the larger of chain and memory: a CTA walks through its chunks one after the other, and items of work
+                go to whichever CTA is free, longest first
+    scan        chain and memory, put together as the planner does
+    merge       a step for every segment but the first and the last
     table       of packed sequences: its start
 
-Caches are not modelled: what a kernel writes, the next one reads from memory. Of the constants, the start, the share of
-the memory's peak rate and prepare's clk per chunk and head are fitted. Hopper's chains are in cula_cp_sm90.arch, which
-had them from an earlier run of some of these settings; `blackwell_chains` counts Blackwell's.
+Caches are not modelled: what a kernel writes, the next one reads from memory. The start, the share of the memory's peak
+rate, prepare's clk per chunk and head and merge's step are fitted to kernels that ran alone
+(benchmarks/results/h200/kda_prefill_kernels.json). Hopper's chains are in cula_cp_sm90.arch, which had them from
+earlier runs; `blackwell_chains` counts Blackwell's.
 """
 
 from __future__ import annotations
@@ -48,8 +50,6 @@ FMA_PER_CLK, LANES, DEPTH = 4096, 128, 16
 HAND_OVERS = 3  # per chunk: of x, of u and of the state
 # Assumed clk: commit, mbarrier, load from tensor memory, arithmetic, store, mbarrier, issue.
 HAND_OVER_CLK = {"low": 200, "mid": 300, "high": 400}
-# An upper end of prepare's clk may make the calibration's sum of squares so much larger.
-LOOSER = 1.1
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ BLACKWELL = (GB200, GB300)
 @dataclass(frozen=True)
 class Constants:
     """share: of the memory's peak rate that kernels reach. prepare_clk: of a multiprocessor, per chunk and value head.
-    start_us: of a kernel."""
+    start_us: of a kernel. merge_us: of merge for two segments, and for each one more."""
 
     share: float
     prepare_clk: float
     start_us: float
+    merge_us: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def blackwell_chains(card: Card, hand_over_clk: float) -> Chains:
 
 
 def estimate(w: Work, card: Card, constants: Constants, chains: Chains) -> Estimate:
-    c = import_module(f"{card.package}.config")
+    pace = import_module(f"{card.package}.config")._pace_us
     bytes_per_us = card.memory_tbs * constants.share * 1e6
     throughput = w.chunk_heads / card.sms * constants.prepare_clk / (card.clock_ghz * 1e3)
     terms = {
@@ -201,10 +202,11 @@ def estimate(w: Work, card: Card, constants: Constants, chains: Chains) -> Estim
         del terms["scan"]
     kernels = {}
     for name, t in terms.items():
-        pace = max(t.values()) if name == "prepare" else c._pace_us(t["chain"], t["memory"])
-        kernels[name] = constants.start_us + pace
+        together = pace(t["chain"], t["memory"]) if name == "scan" else max(t.values())
+        kernels[name] = constants.start_us + together
     if w.parts > 1:
-        kernels["merge"] = c.MERGE_US + c.MERGE_STEP_US * (w.parts - 2)
+        first, step = constants.merge_us
+        kernels["merge"] = first + step * (w.parts - 2)
     if w.packed:
         kernels["table"] = constants.start_us
     binds = {name: max(t, key=lambda term: t[term]) for name, t in terms.items()}
@@ -214,6 +216,16 @@ def estimate(w: Work, card: Card, constants: Constants, chains: Chains) -> Estim
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Row:
+    """A measured call, or a kernel of it that ran alone."""
+
+    setting: str
+    work: Work
+    us: float
+    kernel: str | None = None
+
+
 def known() -> list[Setting]:
     """The settings of kda_prefill but the one without a bound: its prepare has other products, and more of them."""
     from benchmarks.ops import kda_prefill
@@ -221,18 +233,9 @@ def known() -> list[Setting]:
     return [s for s in kda_prefill.settings(False) if s.params["feature"] != "unbounded"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A measured call."""
-
-    setting: str
-    work: Work
-    us: float
-
-
-def measured(path: Path | None = None) -> list[Row]:
-    """Our rows of the H200's result file, in the order of the settings."""
-    result = results.load(path or results.result_path("kda_prefill", "h200"))
+def measured() -> list[Row]:
+    """Whole calls on the H200, in the order of the settings."""
+    result = results.load(results.result_path("kda_prefill", "h200"))
     method = results.device_method(result)
     times = {
         r["setting"]: r["median_us"] for r in results.rows_of(result, role="ours", method=method)
@@ -240,47 +243,66 @@ def measured(path: Path | None = None) -> list[Row]:
     return [Row(s.name, work(s, H200), times[s.name]) for s in known() if s.name in times]
 
 
-def halves(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Every other row to fit, and those between them to check."""
-    return rows[::2], rows[1::2]
+def alone() -> list[Row]:
+    """Kernels on the H200. prepare_repeated is prepare with inputs that stay in the L2."""
+    from benchmarks.ops import kda_prefill_kernels
+
+    result = results.load(results.result_path("kda_prefill_kernels", "h200"))
+    works = {s.name: work(s, H200) for s in kda_prefill_kernels.settings(False)}
+    return [
+        Row(r["setting"], works[r["setting"]], r["median_us"], r["provider"])
+        for r in results.rows_of(result, role="variant", method=results.device_method(result))
+    ]
 
 
-def errors(rows: Sequence[Row], constants: Constants) -> list[float]:
+def errors(rows: Iterable[Row], constants: Constants) -> list[float]:
     """Of the modelled times, relative to the measured ones."""
-    chains = hopper_chains()
-    return [estimate(r.work, H200, constants, chains).us / r.us - 1 for r in rows]
+    chains, found = hopper_chains(), []
+    for r in rows:
+        w = r.work
+        if r.kernel == "prepare_repeated":
+            w = replace(w, prepare_bytes=0)
+        e = estimate(w, H200, constants, chains)
+        modelled = e.us if r.kernel is None else e.kernels[r.kernel.removesuffix("_repeated")]
+        found.append(modelled / r.us - 1)
+    return found
 
 
-def squares(rows: Sequence[Row], constants: Constants) -> float:
+def squares(rows: Iterable[Row], constants: Constants) -> float:
     return sum(e * e for e in errors(rows, constants))
 
 
-def fit(rows: Sequence[Row], clk: float | None = None) -> Constants:
-    """The constants of least squares of relative errors, by steps that are halved; prepare_clk is `clk` if given."""
-    best = Constants(0.85, 6000.0 if clk is None else clk, 6.0)
+def fit(rows: Iterable[Row]) -> Constants:
+    """The constants of least squares of relative errors of kernels, by steps that are halved."""
+    rows = list(rows)
+    merges = [(r.work.parts - 2, r.us) for r in rows if r.kernel == "merge"]
+    step, first = statistics.linear_regression(*zip(*merges, strict=True))
+    rows = [r for r in rows if r.kernel != "merge"]
+    best = Constants(0.85, 8000.0, 6.0, (first, step))
     least = squares(rows, best)
     for halving in range(6):
-        steps = [(-1, 0, 1)] * 3 if clk is None else [(-1, 0, 1), (0,), (-1, 0, 1)]
         moved = True
         while moved:
             moved, near = False, best
-            for a, b, s in itertools.product(*steps):
-                tried = Constants(
-                    near.share + a * 0.08 / 2**halving,
-                    near.prepare_clk + b * 800 / 2**halving,
-                    near.start_us + s * 4 / 2**halving,
+            for a, b, s in itertools.product((-1, 0, 1), repeat=3):
+                tried = replace(
+                    near,
+                    share=near.share + a * 0.08 / 2**halving,
+                    prepare_clk=near.prepare_clk + b * 800 / 2**halving,
+                    start_us=near.start_us + s * 4 / 2**halving,
                 )
                 if tried.start_us >= 0 and (sum_ := squares(rows, tried)) < least:
                     best, least, moved = tried, sum_, True
     return best
 
 
-def highest_clk(rows: Sequence[Row], best: Constants) -> float:
-    """The largest clk of prepare that the rows allow: with the other constants fitted anew, LOOSER holds."""
-    limit, clk = LOOSER * squares(rows, best), best.prepare_clk
-    while squares(rows, fit(rows, clk + 100)) <= limit:
-        clk += 100
-    return clk
+def highest_clk(rows: Iterable[Row], constants: Constants) -> float:
+    """Clk of prepare, in the median, as if the multiprocessors alone held it up wherever it is slow."""
+    return statistics.median(
+        (r.us - constants.start_us) * H200.clock_ghz * 1e3 * H200.sms / r.work.chunk_heads
+        for r in rows
+        if r.kernel == "prepare"
+    )
 
 
 # ---- prediction -----------------------------------------------------------------------------------------------------
@@ -290,7 +312,7 @@ def on_blackwell(
     card: Card, best: Constants, highest: float
 ) -> dict[str, tuple[Constants, Chains]]:
     """Constants and chains by case. Prepare's clk go with its instructions; in the low case nothing but their issue
-    limits it, in the high case it has the most clk that the calibration allows."""
+    limits it, in the high case memory is not to blame for any of its time on the H200."""
     ratio = INSTRUCTIONS[card.target] / INSTRUCTIONS[H200.target]
     clk = {
         "low": INSTRUCTIONS[card.target] * PREPARE_WARPS / SCHEDULERS,
@@ -312,7 +334,7 @@ def predict(problem: Setting, card: Card, best: Constants, highest: float) -> di
 
 def document() -> dict[str, Any]:
     """What the prediction's file holds."""
-    fitted, held_out = halves(measured())
+    fitted, held_out = alone(), measured()
     best = fit(fitted)
     highest = highest_clk(fitted, best)
     modelled = errors(held_out, best)
@@ -332,14 +354,16 @@ def document() -> dict[str, Any]:
         "assumed": {"instructions": INSTRUCTIONS, "hand_over_clk": HAND_OVER_CLK},
         "tensor_clk": {"chain": tensor_clk(scan=True), "all": tensor_clk(scan=False)},
         "fitted": {
-            "rows": len(fitted),
-            **_summary(errors(fitted, best)),
-            # All that the fit knows prepare's clk from.
-            "throughput_binds": [
-                r.setting
-                for r in fitted
-                if estimate(r.work, H200, best, hopper_chains()).binds["prepare"] == "throughput"
+            "rows": [
+                {
+                    "setting": r.setting,
+                    "kernel": r.kernel,
+                    "measured_us": r.us,
+                    "modelled_us": round(r.us * (1 + e), 1),
+                }
+                for r, e in zip(fitted, errors(fitted, best), strict=True)
             ],
+            **_summary(errors(fitted, best)),
         },
         "held_out": {
             "rows": [

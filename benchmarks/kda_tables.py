@@ -63,19 +63,20 @@ def captions(content: Mapping[str, Any], published: Mapping[str, Any]) -> tuple[
     """Of the predictions, and of the check."""
     c, held, own = content["constants"], content["held_out"], content["fitted"]
     low, mid, high = (content["assumed"]["hand_over_clk"][case] for case in CASES)
-    known_from = ", ".join(own["throughput_binds"]) or "none"
     predicted = (
         f"Ours: predicted, not measured, for hand-overs of {mid} clk; device time alone, as in a CUDA graph. Range: "
-        f"from {low} clk and a prepare that nothing but the issue of instructions limits, to {high} clk and the "
-        "slowest prepare that the figures of the H200 allow. Clocks, multiprocessors and bandwidths are public "
+        f"from {low} clk and a prepare that nothing but the issue of instructions limits, to {high} clk and a "
+        "prepare that memory never held up on the H200. Clocks, multiprocessors and bandwidths are public "
         "specifications or assumptions. cuLA and FLA: " + published["source"]
     )
+    first, step = c["merge_us"]
     check = (
-        f"Rows of the H200 that the fit has not seen: error {held['median']:.1%} in the median, {held['worst']:.1%} at "
-        f"most; of the {own['rows']} fitted rows {own['median']:.1%} and {own['worst']:.1%}. Fitted: "
-        f"{c['share']:.1%} of the memory's peak rate, {c['start_us']:.2f} us to start a kernel, "
-        f"{c['prepare_clk']:.0f} clk of prepare per chunk and head (up to {c['highest_prepare_clk']:.0f}). The memory "
-        f"binds prepare on the H200, so the last one is known from few rows: {known_from}."
+        f"Whole calls on the H200, none of which the fit has seen: error {held['median']:.1%} in the median, "
+        f"{held['worst']:.1%} at most; of the {len(own['rows'])} kernels alone that it is fitted to "
+        f"{own['median']:.1%} and {own['worst']:.1%}. Fitted: {c['share']:.1%} of the memory's peak rate, "
+        f"{c['start_us']:.2f} us to start a kernel, {c['prepare_clk']:.0f} clk of prepare per chunk and head "
+        f"({c['highest_prepare_clk']:.0f} if memory is never to blame), {first:.1f} us of merge and {step:.2f} us for "
+        "every segment beyond two."
     )
     return predicted, check
 

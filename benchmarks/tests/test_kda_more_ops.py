@@ -115,7 +115,7 @@ def test_gradients_are_checked_one_by_one(small, problem):
     assert set(errors) == set(kda_training.LEAVES) and max(errors.values()) < 5e-3
     for name in kda_training.LEAVES:
         wrong = dataclasses.replace(ours, bind=functools.partial(in_bf16, spoil=name))
-        with pytest.raises(CheckFailed, match=f"gradient of {name}: .*, limit 2e-02"):
+        with pytest.raises(CheckFailed, match=f"gradients of cula: {name} .*, limit 2e-02"):
             kda_training.check(wrong, problem, "cpu")
 
 
