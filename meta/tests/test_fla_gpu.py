@@ -222,15 +222,8 @@ def test_gradients_of_kda(cuda, case):
 
 def test_gradients_of_kda_from_a_long_sequence(cuda):
     """One that the forward cuts into segments; and of the final state alone, and of a result that nobody asks for."""
-    tensors = {
-        "q": randn(cuda, 1, 4200, 1, V).bfloat16(),
-        "k": randn(cuda, 1, 4200, 1, V).bfloat16(),
-    }
-    tensors |= {
-        "v": randn(cuda, 1, 4200, 2, V).bfloat16(),
-        "beta": randn(cuda, 1, 4200, 2).bfloat16(),
-    }
-    tensors["g"] = randn(cuda, 1, 4200, 2, V).bfloat16()
+    shapes = {"q": (H, V), "k": (H, V), "v": (HV, V), "g": (HV, V), "beta": (HV,)}
+    tensors = {name: randn(cuda, 1, 4200, *shape).bfloat16() for name, shape in shapes.items()}
     options = INSIDE | {"safe_gate": True, "lower_bound": -0.1, "output_final_state": True}
     found = []
     for impl in ("auto", "reference"):
