@@ -55,8 +55,8 @@ def chunk_kda(
     dimension is contiguous. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`. Sums are
     kept in fp32 (fp64 for float64).
 
-    Gradients: a kernel without a backward refuses inputs that require them, and `impl="auto"` takes
-    flash-linear-attention, forward and backward, where that is installed and able, else the reference.
+    Gradients: behind a kernel without a backward runs that of flash-linear-attention, where it is installed and able
+    (bfloat16 or float16); else `impl="auto"` takes the reference, and a kernel that was asked for refuses.
 
     Args:
         q, k: `[B, T, H, K]`.
@@ -75,7 +75,8 @@ def chunk_kda(
         safe_gate: promises decays in [-5, 0), which lets kernels use wider matrix instructions. A gate computed inside
             then needs `lower_bound`.
         lower_bound: bound of the safe gate, in [-5, 0) with `safe_gate`, else finite and < 0. None: the softplus form.
-        disable_recompute: keep intermediates for the backward pass instead of computing them again.
+        disable_recompute: keep more for the backward pass: of a kernel w, u, qg and kg, of flash-linear-attention all
+            intermediates.
         return_intermediate_states: also return the state before each chunk; inference only.
         state_v_first: states are stored `[.., V, K]` instead of `[.., K, V]`.
         cu_seqlens: `[N + 1]` int32 or int64 on the device of q: B is 1 and T holds N sequences, some possibly empty.
@@ -341,8 +342,8 @@ def kda_prefill_hopper(
 
     Raises:
         RuntimeError: the tensors are not on a Hopper GPU (sm90), no Hopper KDA kernel is installed, or the kernel does
-            not take this problem. A kernel without a backward takes no input that requires gradients: train with
-            `chunk_kda`, or call under `torch.no_grad()`.
+            not take this problem. Inputs that require gradients need flash-linear-attention beside a kernel without a
+            backward.
         TypeError, ValueError, NotImplementedError: as `chunk_kda`.
     """
     if isinstance(q, Tensor) and arch_of(q.device) != "sm90":
