@@ -12,11 +12,13 @@ import pytest
 import cula.demo
 from cula import __main__ as cli
 from cula import _registry
+from cula.integrations import fla
 
 
 def test_info_lists_every_function_and_its_implementations(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fla, "importable", lambda package: False)
     assert cli.main(["info", "--arch", "sm75"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"cula {cula.__version__}, Python {sys.version.split()[0]}, CUDA ")
