@@ -190,6 +190,18 @@ def test_prepare_is_held_up_by_the_multiprocessors(document):
     assert 8000 < c["prepare_clk"] < c["highest_prepare_clk"] < 9000
 
 
+def test_blackwells_planner_has_the_constants_of_the_model(document):
+    arch, c = import_module(f"{GB200.package}.arch"), document["constants"]
+    pace = GB200.memory_tbs * c["share"] * 1e6  # bytes in a microsecond
+    # A block, v and o; for each of the scan's two halves half of v and a block without what only o needs.
+    assert pytest.approx(92_672 / pace, rel=0.02) == arch.BLOCK_US
+    assert pytest.approx((59_904 - 16_384 - 5_120 + 8_192) / pace, rel=0.02) == arch.SCAN_BLOCK_US
+    assert pytest.approx(c["start_us"], rel=0.05) == arch.START_US
+    assert pytest.approx(c["merge_us"], rel=0.05) == (arch.MERGE_US, arch.MERGE_STEP_US)
+    chains = model.blackwell_chains(GB200, model.HAND_OVER_CLK["mid"])
+    assert pytest.approx(chains.forward[1], rel=0.01) == arch.CHAIN_US[1] == arch.SCAN_CHAIN_US
+
+
 def test_cases_are_in_order(document):
     for row in document["rows"]:
         assert 0 < row["low_us"] <= row["mid_us"] <= row["high_us"], row
