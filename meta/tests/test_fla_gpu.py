@@ -221,25 +221,17 @@ def test_gradients_of_kda(cuda, case):
 
 
 def test_gradients_of_kda_from_a_long_sequence(cuda):
-    """One that the forward cuts into segments; and of the final state alone, and of a result that nobody asks for."""
+    """One that the forward cuts into segments; nobody asks for its final state's gradient."""
     shapes = {"q": (H, V), "k": (H, V), "v": (HV, V), "g": (HV, V), "beta": (HV,)}
     tensors = {name: randn(cuda, 1, 4200, *shape).bfloat16() for name, shape in shapes.items()}
     options = INSIDE | {"safe_gate": True, "lower_bound": -0.1, "output_final_state": True}
     found = []
     for impl in ("auto", "reference"):
         leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-        o, ht = cula.kda.chunk_kda(**leaves, **options, impl=impl)
-        found.append([
-            torch.autograd.grad(result.float().square().sum(), list(leaves.values()), allow_unused=True,
-                                retain_graph=True)
-            for result in (o, ht)
-        ])  # fmt: skip
-    for of_result, wanted in zip(*found, strict=True):
-        for name, x, y in zip(tensors, of_result, wanted, strict=True):
-            if name == "q" and (y is None or not y.any()):  # no query has a part in a state
-                assert of_result is found[0][1] and not x.any()
-            else:
-                assert_near(x, y, GRADIENT_BOUND)
+        o, _ = cula.kda.chunk_kda(**leaves, **options, impl=impl)
+        found.append(torch.autograd.grad(o.float().square().sum(), list(leaves.values())))
+    for x, y in zip(*found, strict=True):
+        assert_near(x, y, GRADIENT_BOUND)
 
 
 def test_decode(cuda):
