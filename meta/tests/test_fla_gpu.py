@@ -19,7 +19,11 @@ H, HV, K, V = 2, 4, 64, 128
 LENGTHS = (70, 0, 1, 129)
 BOUND = 1e-2  # two bf16 results, each allowed 5e-3
 GRADIENT_BOUND = 2e-2  # bf16 operands and results in a chain of products twice as long
-PREFILL_KERNEL = "cula-lightning-sm90"
+# By function and compute capability.
+KERNELS = {
+    "chunk_simple_gla": {(9, 0): "cula-lightning-sm90"},
+    "chunk_kda": {(9, 0): "cula-cp-sm90", (10, 0): "cula-kda-sm100", (10, 3): "cula-kda-sm100"},
+}
 
 
 @pytest.fixture
@@ -163,7 +167,6 @@ def test_kda_decode(cuda, lower_bound):
     assert_near(ht, ht_want)
 
 
-KDA_KERNELS = {(9, 0): "cula-cp-sm90", (10, 0): "cula-kda-sm100", (10, 3): "cula-kda-sm100"}
 INSIDE = {
     "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
 }  # fmt: skip
@@ -186,13 +189,13 @@ GRADIENTS_OF_KDA = {
 def test_gradients_of_kda(cuda, case):
     """`auto` is the kernel with FLA's backward where there is one for the problem, and all of FLA where not."""
     dim, packed, options = GRADIENTS_OF_KDA[case]
-    kernel = KDA_KERNELS.get(torch.cuda.get_device_capability())
-    told = cula.explain(
-        "chunk_kda", dtype=torch.bfloat16, head_dim_k=dim, head_dim_v=V, requires_grad=True
-    )
-    served_by_a_kernel = kernel is not None and dim == V
-    assert told.chosen == (kernel if served_by_a_kernel else "fla"), str(told)
-    assert not served_by_a_kernel or told.rows[0].backward == "fla"
+    problem = {"dim": dim, "requires_grad": True}
+    row = assert_auto_is_the_kernel("chunk_kda", **problem) if dim == V else None
+    if row is None:
+        told = explain("chunk_kda", **problem)
+        assert told.chosen == "fla", str(told)
+    else:
+        assert row.backward == "fla"
 
     inside = "use_gate_in_kernel" in options
     tensors, more = prefill_problem(cuda, packed, inside, dim=dim)
@@ -249,13 +252,18 @@ def test_decode(cuda):
     assert not outputs[0][1].any()
 
 
+def explain(function, dim=K, **problem):
+    return cula.explain(function, dtype=torch.bfloat16, head_dim_k=dim, head_dim_v=V, **problem)
+
+
 def assert_auto_is_the_kernel(function, **problem):
     """Where the kernel of this architecture exists, `auto` must not have passed it over."""
-    if torch.cuda.get_device_capability() == (9, 0):
-        told = cula.explain(function, dtype=torch.bfloat16, head_dim_k=K, head_dim_v=V, **problem)
-        assert told.chosen == PREFILL_KERNEL, str(told)
-        return told.rows[0]
-    return None
+    kernel = KERNELS[function].get(torch.cuda.get_device_capability())
+    if kernel is None:
+        return None
+    told = explain(function, **problem)
+    assert told.chosen == kernel, str(told)
+    return next(row for row in told.rows if row.chosen)
 
 
 def prefill_problem(device, packed, normalise, gate=None, dim=K):
