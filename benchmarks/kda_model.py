@@ -337,7 +337,6 @@ def document() -> dict[str, Any]:
     fitted, held_out = alone(), measured()
     best = fit(fitted)
     highest = highest_clk(fitted, best)
-    modelled = errors(held_out, best)
     rows = []
     for card, problem in itertools.product(BLACKWELL, known()):
         found = predict(problem, card, best, highest)
@@ -353,32 +352,22 @@ def document() -> dict[str, Any]:
         "constants": {**asdict(best), "highest_prepare_clk": highest},
         "assumed": {"instructions": INSTRUCTIONS, "hand_over_clk": HAND_OVER_CLK},
         "tensor_clk": {"chain": tensor_clk(scan=True), "all": tensor_clk(scan=False)},
-        "fitted": {
-            "rows": [
-                {
-                    "setting": r.setting,
-                    "kernel": r.kernel,
-                    "measured_us": r.us,
-                    "modelled_us": round(r.us * (1 + e), 1),
-                }
-                for r, e in zip(fitted, errors(fitted, best), strict=True)
-            ],
-            **_summary(errors(fitted, best)),
-        },
-        "held_out": {
-            "rows": [
-                {"setting": r.setting, "measured_us": r.us, "modelled_us": round(r.us * (1 + e), 1)}
-                for r, e in zip(held_out, modelled, strict=True)
-            ],
-            **_summary(modelled),
-        },
+        "fitted": _compared(fitted, best),
+        "held_out": _compared(held_out, best),
         "rows": rows,
     }
 
 
-def _summary(found: Sequence[float]) -> dict[str, float]:
-    sizes = [abs(e) for e in found]
-    return {"median": round(statistics.median(sizes), 4), "worst": round(max(sizes), 4)}
+def _compared(measured: Sequence[Row], constants: Constants) -> dict[str, Any]:
+    """Rows with their modelled times, and how far off these are."""
+    rows, sizes = [], []
+    for r, e in zip(measured, errors(measured, constants), strict=True):
+        kernel = {} if r.kernel is None else {"kernel": r.kernel}
+        times = {"measured_us": r.us, "modelled_us": round(r.us * (1 + e), 1)}
+        rows.append({"setting": r.setting, **kernel, **times})
+        sizes.append(abs(e))
+    summary = {"median": statistics.median(sizes), "worst": max(sizes)}
+    return {"rows": rows, **{name: round(size, 4) for name, size in summary.items()}}
 
 
 def as_json(content: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ KDA_MODULES = (
 )  # fmt: skip
 KDA_TESTS = {
     "conftest": "conftest",
+    "kda_compiled": "kda_sm100_compiled",
     "kda_emulated": "kda_sm100_emulated",
     "kda_inputs": "kda_sm100_inputs",
     "prefill_checks": "prefill_sm100_checks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -157,6 +158,20 @@ CUT = Provider(
 FLA = Provider("fla", "peer", _fla_call, _kda.moved, supports=_fla_supports, prepare=_fla_prepare)
 CEILING = _copying.ceiling(_kda.moved)
 PROVIDERS = (CULA, SERIAL, CUT, FLA, CEILING)
+
+
+def within(
+    context: Callable[[], AbstractContextManager[Any]], problem: Setting, x: Inputs
+) -> Callable[[], Result]:
+    """Our call, each time inside a context of its own."""
+    call = CULA.bind(problem, x)
+
+    def run() -> Result:
+        with context():
+            return call()
+
+    return run
+
 
 _RESULTS = {
     "cula": _cula_result,

@@ -15,7 +15,7 @@ import torch
 from benchmarks import kda_model
 from benchmarks.ops import _kda, _kda_providers, kda_prefill
 from benchmarks.ops._kda import Inputs, Result, setting
-from benchmarks.ops._kda_providers import CULA, MANY_HEADS
+from benchmarks.ops._kda_providers import CULA, MANY_HEADS, within
 from benchmarks.ops._sequences import batch_of
 from benchmarks.registry import Provider, Setting
 
@@ -46,13 +46,7 @@ def _only(kernels: Collection[str]) -> AbstractContextManager[Any]:
 
 
 def _alone(kernel: str, problem: Setting, x: Inputs) -> Callable[[], Result]:
-    call = CULA.bind(problem, x)
-
-    def alone() -> Result:
-        with _only({kernel}):
-            return call()
-
-    return alone
+    return within(functools.partial(_only, {kernel}), problem, x)
 
 
 def repeated(problem: Setting, x: Inputs) -> tuple[Setting, Inputs]:

@@ -12,7 +12,7 @@ from unittest import mock
 
 from benchmarks.ops import _kda, _kda_providers, kda_prefill
 from benchmarks.ops._kda import Inputs, Result, setting
-from benchmarks.ops._kda_providers import CEILING, CULA
+from benchmarks.ops._kda_providers import CEILING, CULA, within
 from benchmarks.registry import Provider, Setting
 
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
@@ -24,13 +24,7 @@ def _cut(parts: int) -> AbstractContextManager[Any]:
 
 
 def _call(parts: int, problem: Setting, x: Inputs) -> Callable[[], Result]:
-    call = CULA.bind(problem, x)
-
-    def cut() -> Result:
-        with _cut(parts):
-            return call()
-
-    return cut
+    return within(functools.partial(_cut, parts), problem, x)
 
 
 def _supports(parts: int, problem: Setting) -> str | None:

@@ -88,14 +88,16 @@ def tune(problem: Setting) -> None:
         tune_anew(kernel)
 
 
+def of_heads(leaves: dict[str, Tensor], heads: list[int]) -> dict[str, Tensor]:
+    """What belongs to some heads, in fp64; of dt_bias or its gradient [heads, K]."""
+    leaves = leaves | {"dt_bias": leaves["dt_bias"].view(-1, _kda.DIM)}
+    at = torch.tensor(heads, device=leaves["q"].device)
+    return {name: leaves[name].index_select(dim, at).double() for name, dim in LEAVES.items()}
+
+
 def heads_of(x: Inputs, heads: list[int]) -> Inputs:
     """The inputs of some heads in fp64."""
-    some = {name: getattr(x, name) for name in LEAVES}
-    some["dt_bias"] = some["dt_bias"].view(-1, _kda.DIM)
-    for name, dim in LEAVES.items():
-        at = torch.tensor(heads, device=some[name].device)
-        some[name] = some[name].index_select(dim, at).double()
-    return dataclasses.replace(x, **some)
+    return dataclasses.replace(x, **of_heads({name: getattr(x, name) for name in LEAVES}, heads))
 
 
 def errors_of(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
@@ -105,12 +107,8 @@ def errors_of(provider: Provider, problem: Setting, device: Any) -> dict[str, fl
     refuse_not_finite(problem, **found)
     heads = _kda.checked_heads(problem.params["H"])
     want = dict(zip(LEAVES, step("reference", problem, heads_of(x, heads))(), strict=True))
-    found["dt_bias"] = found["dt_bias"].view(-1, _kda.DIM)
-    at = torch.tensor(heads, device=x.q.device)
-    return {
-        name: worst_head(found[name].index_select(dim, at), want[name], dim)
-        for name, dim in LEAVES.items()
-    }
+    found = of_heads(found, heads)
+    return {name: worst_head(found[name], want[name], dim) for name, dim in LEAVES.items()}
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import fields
-
 import pytest
-from cutlass.cute.runtime import make_fake_stream
+from kda_compiled import assert_ctas_fit, build, label
+from kda_facts import TARGETS
 
 from cula_cp_sm90 import launch
 from cula_cp_sm90.config import (
@@ -22,9 +20,8 @@ from cula_cp_sm90.config import (
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 
+(TARGET,) = TARGETS
 BOTH = (False, True)
-SHARED_BYTES = 233_472  # of a multiprocessor
-SYSTEM_BYTES = 1024  # of shared memory, per CTA
 PREPARE_CTAS = {True: 3, False: 2}  # per multiprocessor, by `bounded`
 
 PREPARE = {
@@ -111,32 +108,9 @@ RECURRENCE_CONFIGS = [
 MERGE_CONFIGS = [MergeConfig(**case) for case in covering_cases(MERGE, merge_is_possible)]
 
 
-def label(config: object) -> str:
-    """The values that are not flags, and the names of the flags that are set."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    words = [name if value is True else str(value) for name, value in values.items() if value]
-    return "-".join(words) or "plain"
-
-
-def build(config: launch.Config) -> resources.KernelResources:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This static loop has")
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        report = resources.compile(*launch.kernel(config), stream, arch="sm_90a")
-    return report.kernel
-
-
-def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:
-    """So many at once on a multiprocessor."""
-    registers = -(-kernel.registers // 8) * 8 * kernel.threads[0]
-    assert ctas * registers <= resources.REGISTERS_PER_SM, kernel.registers
-    shared = kernel.shared_bytes + kernel.dynamic_shared_bytes
-    assert ctas * (shared + SYSTEM_BYTES) <= SHARED_BYTES, shared
-
-
 @pytest.mark.parametrize("config", PREPARE_CONFIGS, ids=label)
 def test_prepare(config):
-    kernel = build(config)
+    kernel = build(TARGET, config)
     resources.check(kernel, expect=("HMMA", "LDSM"))
     assert kernel.threads == (256, 1, 1)
     assert_ctas_fit(kernel, PREPARE_CTAS[config.bounded])
@@ -149,7 +123,7 @@ def test_prepare(config):
 
 @pytest.mark.parametrize("config", RECURRENCE_CONFIGS, ids=label)
 def test_recurrence(config):
-    kernel = build(config)
+    kernel = build(TARGET, config)
     expected = ["HGMMA", "UBLKCP", "LDSM"]
     expected += [] if config.scan else ["UTMASTG", "STSM"]
     expected += ["USETMAXREG"] if config.tiles > 1 else []
@@ -175,7 +149,7 @@ def test_recurrence(config):
 @pytest.mark.parametrize("operand", OPERAND_DTYPES)
 @pytest.mark.parametrize("index_dtype", [None, "int32", "int64"])
 def test_factors(operand, index_dtype):
-    kernel = build(FactorsConfig("bfloat16", operand, index_dtype))
+    kernel = build(TARGET, FactorsConfig("bfloat16", operand, index_dtype))
     resources.check(kernel, expect=("HMMA", "LDSM", "STSM"))
     assert_ctas_fit(kernel, 3)
     # Of each of the two products 10 sub-blocks in two tiles; four units a thread of each matrix.
@@ -184,11 +158,11 @@ def test_factors(operand, index_dtype):
 
 @pytest.mark.parametrize("config", MERGE_CONFIGS, ids=label)
 def test_merge(config):
-    kernel = build(config)
+    kernel = build(TARGET, config)
     resources.check(kernel, expect=("HMMA",))
     assert_ctas_fit(kernel, 1)
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_segment_table(index_dtype):
-    resources.check(build(launch.TableConfig(index_dtype)))
+    resources.check(build(TARGET, launch.TableConfig(index_dtype)))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import fields
-
 import pytest
-from cutlass.cute.runtime import make_fake_stream
+from kda_sm100_compiled import assert_ctas_fit, build, label
 from kda_sm100_facts import TARGETS
 
 from cula_emulator import resources
@@ -28,8 +25,6 @@ from cula_kda_sm100.config import (
 from cula_kda_sm100.recurrence import TMEM_COLUMNS, Tmem
 
 BOTH = (False, True)
-SHARED_BYTES = 233_472  # of a multiprocessor
-SYSTEM_BYTES = 1024  # of shared memory, per CTA
 PREPARE_CTAS = {True: 3, False: 2}  # per multiprocessor, by `bounded`
 
 PREPARE = {
@@ -98,31 +93,6 @@ RECURRENCES = [
     ),
     *(recurrence(case) for case in covering_cases(RECURRENCE, recurrence_is_possible)),
 ]
-
-
-def label(value: object) -> str:
-    """A target, or of a config the values that are not flags and the names of the flags that are set."""
-    if isinstance(value, str):
-        return value
-    values = {field.name: getattr(value, field.name) for field in fields(value)}
-    words = [name if value is True else str(value) for name, value in values.items() if value]
-    return "-".join(words) or "plain"
-
-
-def build(target: str, config: launch.Config) -> resources.KernelResources:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This static loop has")
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        report = resources.compile(*launch.kernel(config), stream, arch=target)
-    return report.kernel
-
-
-def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:
-    """So many at once on a multiprocessor."""
-    registers = -(-kernel.registers // 8) * 8 * kernel.threads[0]
-    assert ctas * registers <= resources.REGISTERS_PER_SM, kernel.registers
-    shared = kernel.shared_bytes + kernel.dynamic_shared_bytes
-    assert ctas * (shared + SYSTEM_BYTES) <= SHARED_BYTES, shared
 
 
 def test_the_targets():

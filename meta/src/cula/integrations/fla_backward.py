@@ -15,6 +15,7 @@ from cula import reference
 from cula.integrations.fla import as_fla_reads, load, one_decay, supports
 
 _CHUNK = 64
+_GLA_TENSORS = ("q", "k", "v", "g", "g_gamma", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 _KDA_TENSORS = (
     "q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias", "cu_seqlens", "cu_seqlens_cpu",
 )  # fmt: skip
@@ -57,7 +58,7 @@ def _simple_gla(
     cu_seqlens_cpu: Tensor | None = None, use_qk_l2norm_in_kernel: bool, exact_state: bool,
     state_checkpoints: None, checkpoint_every_n_tokens: None, num_splits: int | None, out: None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    settings = {
+    settings: dict[str, Any] = {
         "scale": k.shape[-1] ** -0.5 if scale is None else scale,
         "output_final_state": output_final_state,
         "state_v_first": state_v_first,
@@ -66,18 +67,10 @@ def _simple_gla(
         "num_splits": num_splits,
     }
     g, g_gamma = one_decay(g, g_gamma)
-    tensors = (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu)
+    tensors: tuple[Any, ...] = (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu)
     if v.numel() == 0:  # FLA's backward plans for no less than a token
-        return _on(reference.chunk_simple_gla, tensors, settings)
+        return reference.chunk_simple_gla(**dict(zip(_GLA_TENSORS, tensors)), **settings)
     return _SimpleGLA.apply(forward, settings, *tensors)
-
-
-def _on(function: Callable[..., Any], tensors: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    return function(
-        q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, **settings,
-    )  # fmt: skip
 
 
 class _SimpleGLA(torch.autograd.Function):
@@ -89,7 +82,7 @@ class _SimpleGLA(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.settings = settings
-        return _on(kernel, tensors, settings)
+        return kernel(**dict(zip(_GLA_TENSORS, tensors)), **settings)
 
     @staticmethod
     @once_differentiable
@@ -101,8 +94,7 @@ class _SimpleGLA(torch.autograd.Function):
         q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = ctx.saved_tensors
         settings = ctx.settings
         packing = _packing(cu_seqlens, cu_seqlens_cpu)
-        # FLA's kernels take sums of the decay within a chunk, in powers of two.
-        sums = None if g is None else chunk_local_cumsum(g.contiguous(), scale=RCP_LN2, **packing)
+        sums = None if g is None else _gate_sums(g.contiguous(), None, packing)
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k)]
             prepared = [
@@ -113,9 +105,9 @@ class _SimpleGLA(torch.autograd.Function):
             v.contiguous(),
             sums,
             None if g_gamma is None else g_gamma * RCP_LN2,
-            None if initial_state is None else initial_state.contiguous(),
+            _contiguous(initial_state),
             do.contiguous(),
-            None if dht is None else dht.contiguous(),
+            _contiguous(dht),
             settings["scale"],
             settings["state_v_first"],
             **packing,
@@ -212,12 +204,13 @@ class _KDA(torch.autograd.Function):
 
 def _gate_sums(g: Tensor, gate: dict[str, Any] | None, packing: dict[str, Any]) -> Tensor:
     """Sums of the decay within a chunk, in powers of two. gate: what makes decays of a raw g; None: g is the decay."""
-    from fla.ops.kda.gate import kda_gate_chunk_cumsum
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
     if gate is None:
         return chunk_local_cumsum(g, scale=RCP_LN2, **packing)
+    from fla.ops.kda.gate import kda_gate_chunk_cumsum
+
     return kda_gate_chunk_cumsum(g, scale=RCP_LN2, **gate, **packing)
 
 
