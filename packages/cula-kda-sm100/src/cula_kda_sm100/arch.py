@@ -1,18 +1,26 @@
-"""What is Blackwell's own: all other files but `recurrence.py` are shared with the package for Hopper."""
+"""What is Blackwell's own beside the recurrence."""
 
 from __future__ import annotations
 
-NAME = "cula-kda-sm100"
-TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what is compiled for, by compute capability
-ARCHS = ("sm100", "sm103")  # as a dispatcher names them
+from cula_core.delta_rule.plan import Costs
+from cula_core.delta_rule.target import Target
 
-V_TILE = 128  # columns of v that one group of threads of the recurrence has
-STAGES, SCAN_STAGES = 2, 3  # chunks that the recurrence holds at once
-
-# The cost model, in microseconds, as docs/kda-sm100.md predicts it: not measured. A chain is a CTA that walks through
-# chunks one after the other; alone it takes CHAIN_US a chunk, and all of them together share the memory's pace.
-START_US = 6.0  # of a kernel, until its first chunk is done
-CHAIN_US = {1: 0.81}  # by tiles of v
-BLOCK_US = 0.0128  # a chunk and value head, at the memory's pace
-SCAN_CHAIN_US, SCAN_BLOCK_US = 0.81, 0.0065
-MERGE_US, MERGE_STEP_US = 2.7, 3.4
+TARGET = Target(
+    package="cula_kda_sm100",
+    compiles_for={(10, 0): "sm_100a", (10, 3): "sm_103a"},
+    archs=("sm100", "sm103"),
+    v_tile=128,
+    stages=2,
+    scan_stages=3,
+    # As docs/kda-sm100.md predicts them: not measured.
+    costs=Costs(
+        start_us=6.0,
+        chain_us={1: 0.81},
+        block_us=0.0128,
+        scan_chain_us=0.81,
+        scan_block_us=0.0065,
+        merge_us=2.7,
+        merge_step_us=3.4,
+    ),
+    recurrence="cula_kda_sm100.kernels.recurrence:KdaRecurrence",
+)

@@ -1,0 +1,323 @@
+"""What single arguments are checked for: the words that the contracts of the kernel packages are written in.
+
+Every check raises TypeError (a wrong kind or dtype) or ValueError (a wrong shape, device, stride or value) with a
+message `argument: expected ..., got ...`. Values are looked at on the CPU alone, where it costs no synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .dtypes import dtype_name
+
+# Dtypes of activations by kind of device: kernels serve the first, the references in torch the second.
+ACTIVATIONS: Mapping[str, tuple[torch.dtype, ...]] = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OFFSETS = (torch.int32, torch.int64)
+_SHOWN = 16
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def names(dtypes: Collection[torch.dtype]) -> str:
+    """Returns the names of dtypes as a message spells them: "int32 or int64"."""
+    return " or ".join(dtype_name(d) for d in dtypes)
+
+
+def type_error(name: str, expected: str, got: object) -> NoReturn:
+    """Raises TypeError for an argument of the wrong kind."""
+    raise TypeError(f"{name}: expected {expected}, got {got}")
+
+
+def value_error(name: str, expected: str, got: object) -> NoReturn:
+    """Raises ValueError for an argument of the right kind that does not fit."""
+    raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def is_real(x: Tensor) -> bool:
+    """Whether a tensor has an address and values now: nothing is being traced."""
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether a tensor's values can be read without waiting for a device."""
+    return x.device.type == "cpu" and is_real(x)
+
+
+def tensor(name: str, x: object) -> None:
+    """Refuses anything but a tensor."""
+    if not isinstance(x, Tensor):
+        type_error(name, "a torch.Tensor", type(x).__name__)
+
+
+def floating(name: str, x: Tensor) -> None:
+    """Refuses anything but a floating tensor."""
+    tensor(name, x)
+    if x.dtype not in FLOATING:
+        type_error(name, names(FLOATING), dtype_name(x.dtype))
+
+
+def device(name: str, x: Tensor, lead: Tensor, lead_name: str = "q") -> None:
+    """Refuses a tensor that is not on the device of the leading one."""
+    if x.device != lead.device:
+        value_error(name, f"a tensor on {lead.device}, as {lead_name}", x.device)
+
+
+def last_dim(name: str, x: Tensor) -> None:
+    """Refuses a tensor whose last dimension has gaps."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        value_error(name, "a contiguous last dimension", f"strides {x.stride()}")
+
+
+def vector(name: str, x: Tensor, dimension: str, size: int) -> None:
+    """Refuses a tensor that is not contiguous of shape [size]; `dimension` is the letter for that size."""
+    if x.dim() != 1 or x.shape[0] != size:
+        value_error(name, f"[{dimension}] = [{size}]", list(x.shape))
+    contiguous_elements(name, x)
+
+
+def contiguous_elements(name: str, x: Tensor) -> None:
+    """Refuses a vector with gaps."""
+    if x.shape[0] > 1 and x.stride(0) != 1:
+        value_error(name, "contiguous elements", f"strides {x.stride()}")
+
+
+def int32_vector(
+    name: str, x: Tensor, dimension: str, size: int, lead: Tensor, lead_name: str = "q"
+) -> None:
+    """Refuses anything but a contiguous int32 vector of one entry per row or sequence."""
+    tensor(name, x)
+    if x.dtype != torch.int32:
+        type_error(name, "int32", dtype_name(x.dtype))
+    vector(name, x, dimension, size)
+    device(name, x, lead, lead_name)
+
+
+def no_gradients(why: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors that require gradients; `why` says what has no backward and what to do."""
+    if torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if x is not None and x.requires_grad:
+                value_error(name, f"no gradient ({why})", "requires_grad=True")
+
+
+# ---- numbers and flags -----------------------------------------------------------------------------------------------
+
+
+def booleans(**flags: Any) -> None:
+    """Refuses anything but True and False."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            type_error(name, "a bool", type(flag).__name__)
+
+
+def number(name: str, x: object) -> None:
+    """Refuses anything but a finite number or None."""
+    if x is None:
+        return
+    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat)):
+        type_error(name, "a float or None", type(x).__name__)
+    if isinstance(x, (int, float)) and not math.isfinite(x):
+        value_error(name, "a finite number", x)
+
+
+# ---- activations and packing -----------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, head_dims: Collection[int]
+) -> None:
+    """Checks q, k [B, T, H, K], v and out [B, T, HV, V]; on a GPU, K and V are among `head_dims`."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        tensor(name, x)
+    kind = q.device.type
+    if kind not in ACTIVATIONS:
+        value_error("q", "a tensor on a CUDA device or the CPU", q.device)
+    if q.dtype not in ACTIVATIONS[kind]:
+        type_error("q", names(ACTIVATIONS[kind]), dtype_name(q.dtype))
+    if q.dim() != 4:
+        value_error("q", "4 dimensions [B, T, H, K]", list(q.shape))
+    if k.shape != q.shape:
+        value_error("k", f"the shape of q, {list(q.shape)}", list(k.shape))
+    batch, tokens, heads, dim_k = q.shape
+    if v.dim() != 4 or v.shape[0] != batch or v.shape[1] != tokens:
+        expected = f"[B, T, HV, V] with B, T = {batch}, {tokens} as in q"
+        value_error("v", expected, list(v.shape))
+    heads_v, dim_v = v.shape[2:]
+    served = " or ".join(map(str, head_dims))
+    for name, letter, dim in (("q", "K", dim_k), ("v", "V", dim_v)):
+        if kind == "cuda" and dim not in head_dims:
+            value_error(name, f"a head dimension {letter} of {served}", dim)
+        if dim < 1:
+            value_error(name, f"a head dimension {letter} of at least 1", dim)
+    if heads == 0 or heads_v == 0 or heads_v % heads:
+        value_error("v", f"a number of heads HV that is a multiple of H = {heads}", heads_v)
+    if out is not None:
+        tensor("out", out)
+        if out.shape != v.shape:
+            value_error("out", f"the shape of v, {list(v.shape)}", list(out.shape))
+    # Without an output of the caller's v stands in, and passes like it.
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", v if out is None else out)):
+        if x.dtype != q.dtype:
+            type_error(name, f"the dtype of q, {dtype_name(q.dtype)}", dtype_name(x.dtype))
+        device(name, x, q)
+        last_dim(name, x)
+
+
+def offsets(name: str, x: Tensor, q: Tensor) -> int:
+    """Checks cu_seqlens [N + 1] of packed sequences and returns N."""
+    batch, tokens = q.shape[:2]
+    tensor(name, x)
+    if x.dtype not in OFFSETS:
+        type_error(name, names(OFFSETS), dtype_name(x.dtype))
+    if x.dim() != 1 or x.shape[0] < 1:
+        value_error(name, "[N + 1]", list(x.shape))
+    contiguous_elements(name, x)
+    device(name, x, q)
+    if batch != 1:
+        value_error(name, "None unless B = 1", f"a tensor with B = {batch}")
+    sequences = x.shape[0] - 1
+    if sequences == 0 and tokens != 0:
+        value_error(name, f"[N + 1] with N >= 1 for T = {tokens}", list(x.shape))
+    _offset_values(name, x, tokens)
+    return sequences
+
+
+def _offset_values(name: str, x: Tensor, tokens: int) -> None:
+    if not is_readable(x):
+        return
+    values = x.tolist()
+    ordered = all(a <= b for a, b in zip(values[:-1], values[1:]))
+    if values[0] != 0 or values[-1] != tokens or not ordered:
+        got = f"{values[:_SHOWN]}{' ...' if len(values) > _SHOWN else ''}"
+        value_error(name, f"offsets that rise from 0 to T = {tokens}", got)
+
+
+def offsets_copy(cu_seqlens: Tensor | None, copy: Tensor, tokens: int) -> None:
+    """Refuses a `cu_seqlens_cpu` that cannot be a copy of `cu_seqlens`."""
+    name = "cu_seqlens_cpu"
+    if cu_seqlens is None:
+        value_error(name, "None without cu_seqlens", type(copy).__name__)
+    tensor(name, copy)
+    if copy.dtype not in OFFSETS:
+        type_error(name, names(OFFSETS), dtype_name(copy.dtype))
+    if copy.device.type != "cpu":
+        value_error(name, "a tensor on the CPU", copy.device)
+    if copy.shape != cu_seqlens.shape:
+        expected = f"the shape of cu_seqlens, {list(cu_seqlens.shape)}"
+        value_error(name, expected, list(copy.shape))
+    _offset_values(name, copy, tokens)
+
+
+def sign(name: str, x: Tensor, sign: int) -> None:
+    """Refuses values of the other sign than `sign` (1 or -1), and NaN."""
+    if is_readable(x):
+        good = x * sign >= 0
+        if not good.all():
+            value_error(name, f"values {'>=' if sign > 0 else '<='} 0", x[~good][0].item())
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def states(name: str, x: Tensor, v: Tensor, dim_k: int, v_first: bool) -> None:
+    """Checks states [rows, HV, K, V], or V, K: fp32 (fp64 beside fp64 activations), each a dense matrix.
+
+    The matrices may lie transposed. On a GPU their addresses are multiples of 16 bytes.
+    """
+    heads_v, dim_v = v.shape[2:]
+    matrix = (dim_v, dim_k) if v_first else (dim_k, dim_v)
+    tensor(name, x)
+    if x.dim() != 4 or x.shape[1:] != (heads_v, *matrix):
+        letters = "V, K" if v_first else "K, V"
+        first = "pool" if name == "state_pool" else "N"
+        sizes = f"[{first}, {heads_v}, {matrix[0]}, {matrix[1]}]"
+        value_error(name, f"[{first}, HV, {letters}] = {sizes}", list(x.shape))
+    wide = v.dtype == torch.float64
+    if x.dtype != torch.float32 and not (wide and x.dtype == torch.float64):
+        expected = "float32 or float64" if wide else "float32"
+        type_error(name, expected, dtype_name(x.dtype))
+    device(name, x, v)
+    if not _is_dense(x, *matrix) and not _is_dense(x.transpose(2, 3), *matrix[::-1]):
+        expected = f"dense matrices (last strides {matrix[1]}, 1, or 1, {matrix[0]})"
+        value_error(name, expected, f"strides {x.stride()}")
+    if x.is_cuda:
+        state_alignment(name, x)
+
+
+def _is_dense(x: Tensor, rows: int, columns: int) -> bool:
+    return (columns == 1 or x.stride(3) == 1) and (rows == 1 or x.stride(2) == columns)
+
+
+def state_alignment(name: str, x: Tensor) -> None:
+    """Refuses states whose matrices do not all begin at a multiple of 16 bytes."""
+    size = x.element_size()
+    strides = x.stride(0) * size % 16 or x.stride(1) * size % 16
+    # Only real tensors have an address; the launcher sees that of a traced one.
+    if strides or (is_real(x) and x.data_ptr() % 16):
+        expected = "an address and strides that are multiples of 16 bytes"
+        value_error(name, expected, f"strides {x.stride()}")
+
+
+def state_or_pool(
+    initial_state: Tensor | None,
+    state_pool: Tensor | None,
+    indices: Tensor | None,
+    q: Tensor,
+    v: Tensor,
+    sequences: int,
+    v_first: bool,
+    updated: bool,
+) -> None:
+    """Checks an initial_state with a row for every sequence, or a state_pool and the rows that are used of it.
+
+    updated: the pool is written, so that no two sequences may have the same row.
+    """
+    dim_k = q.shape[3]
+    if initial_state is not None:
+        name = "initial_state"
+        states(name, initial_state, v, dim_k, v_first)
+        if initial_state.shape[0] != sequences:
+            expected = f"one state for each of {sequences} sequences"
+            value_error(name, expected, initial_state.shape[0])
+    if state_pool is not None:
+        name = "state_pool"
+        if initial_state is not None:
+            value_error(name, "None beside an initial_state", type(state_pool).__name__)
+        states(name, state_pool, v, dim_k, v_first)
+        if indices is None and state_pool.shape[0] < sequences:
+            expected = f"a pool of at least N = {sequences} states when there are no indices"
+            value_error(name, expected, state_pool.shape[0])
+    if indices is not None:
+        name = "initial_state_indices"
+        if state_pool is None:
+            value_error(name, "None without a state_pool", type(indices).__name__)
+        int32_vector(name, indices, "N", sequences, q)
+        pool_rows(name, indices, "state_pool", state_pool.shape[0], updated)
+
+
+def pool_rows(name: str, indices: Tensor, pool_name: str, rows: int, updated: bool = True) -> None:
+    """Refuses indices beyond the pool, and a row twice where it is `updated`; negative indices are padding."""
+    if not is_readable(indices) or not indices.numel():
+        return
+    if indices.max() >= rows:
+        value_error(name, f"indices below the {rows} rows of {pool_name}", indices.max().item())
+    live = indices[indices >= 0]
+    if updated and live.unique().numel() < live.numel():
+        value_error(name, f"a row of {pool_name} once at most", indices[:_SHOWN].tolist())

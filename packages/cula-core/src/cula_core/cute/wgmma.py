@@ -1,0 +1,35 @@
+"""Products of a warpgroup (wgmma) whose second operand lies in shared memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from .types import F32
+
+
+def mma(dtype, n, b_major, a_source=warpgroup.OperandSource.RMEM):
+    """Returns the tiled product m64 x n x k16; the first operand lies in registers unless told otherwise."""
+    op = warpgroup.MmaF16BF16Op(dtype, F32, (64, n, 16), a_source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    zero: cutlass.Constexpr,
+):
+    """Issues acc (+)= a b^T as one committed group; the caller has fenced and will wait."""
+    atom = cute.make_mma_atom(tiled_mma.op)  # a fresh one: its flag may be set inside loops
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_operand(registers, a):
+    """Returns accumulator registers seen as a first operand: their order is the same."""
+    return cute.make_tensor(registers.iterator, a.layout)

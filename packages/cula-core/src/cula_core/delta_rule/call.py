@@ -1,0 +1,99 @@
+"""One call of the prefill operator: its arguments by name, as the operator's schema has them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Call(NamedTuple):
+    """The arguments of `prefill`, checked. A tuple, so that it is what the dispatcher takes.
+
+    q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV, K]. beta [B, T, HV]. A_log [HV]. dt_bias [HV * K] or [HV, K].
+    initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`; state_pool is updated in
+    place, at the rows that state_indices [N] name (negative: padding), and stands in place of both others. cu_seqlens
+    [N + 1], cu_seqlens_cpu a copy of it. workspace: bytes between the kernels. Aqk, Akk [B, T, HV, 64] and w, u, qg, kg
+    [B, T, HV, 128]: what a backward pass takes, written where it is given. gate: g holds log decays ("log"), or what a
+    "softplus" or "safe" gate computes them from. bounded: log decays are in [-5, 0). operand: dtype of what tensor
+    cores are given. intracard_cp: "auto", "on" or "off".
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    state_pool: Tensor | None
+    state_indices: Tensor | None
+    final_state: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    out: Tensor
+    workspace: Tensor | None
+    Aqk: Tensor | None
+    Akk: Tensor | None
+    w: Tensor | None
+    u: Tensor | None
+    qg: Tensor | None
+    kg: Tensor | None
+    scale: float
+    gate: str
+    lower_bound: float
+    bounded: bool
+    l2norm: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+    state_v_first: bool
+    operand: str
+    intracard_cp: str
+
+    @property
+    def in_place(self) -> bool:
+        """Whether states are updated where they lie."""
+        return self.state_pool is not None
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The states that are read, whichever way they are given."""
+        return self.initial_state if self.state_pool is None else self.state_pool
+
+    @property
+    def final(self) -> Tensor | None:
+        """The states that are written."""
+        return self.final_state if self.state_pool is None else self.state_pool
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed into one row."""
+        return self.cu_seqlens is not None
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences there are."""
+        return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def packed_sequences(self) -> int | None:
+        """How many packed sequences there are, None for a dense batch."""
+        return self.sequences if self.packed else None
+
+    @property
+    def intra(self) -> tuple[Tensor, ...]:
+        """What a backward pass takes, as far as it is asked for."""
+        every = (self.Aqk, self.Akk, self.w, self.u, self.qg, self.kg)
+        return tuple(x for x in every if x is not None)
+
+
+# The pool of an in-place call has an argument of its own, so that no tensor that is written has two names.
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor(a!)? state_pool, Tensor? state_indices, Tensor(b!)? final_state, Tensor? cu_seqlens, "
+    "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, Tensor(e!)? Aqk, Tensor(f!)? Akk, "
+    "Tensor(g!)? w, Tensor(h!)? u, Tensor(i!)? qg, Tensor(j!)? kg, float scale, "
+    "str gate, float lower_bound, bool bounded, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
+    "str operand, str intracard_cp) -> ()"
+)

@@ -1,0 +1,120 @@
+"""What is fixed when a KDA kernel is compiled. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CHUNK = 64
+HEAD_DIM = 128
+ACTIVATION_DTYPES = ("bfloat16", "float16")
+GATE_DTYPES = ("float32", "bfloat16", "float16")
+OPERAND_DTYPES = ("float16", "bfloat16")
+GATES = ("log", "softplus", "safe")
+MIN_SEGMENT_CHUNKS = 16
+MAX_GRID_Z = 65_535  # chunks that one launch of the chunk-parallel kernel takes
+SUB = 16  # rows of a sub-block of a chunk
+# Elements of Aqk and T' [64, 64] without the sub-blocks above the diagonal, which are zero.
+TRIANGLE = CHUNK * (CHUNK + SUB) // 2
+# Of a chunk and value head: qg, kh, kg [64, 128], Aqk, T' in 16 bits, 128 decays in fp32.
+BLOCK_BYTES = 2 * (3 * CHUNK * HEAD_DIM + 2 * TRIANGLE) + 4 * HEAD_DIM
+
+
+def chunk_slots(batch: int, tokens: int, sequences: int | None) -> int:
+    """Returns how many chunks a call may have: exactly for a dense batch, at most for `sequences` packed ones."""
+    return batch * -(-tokens // CHUNK) if sequences is None else tokens // CHUNK + sequences
+
+
+def workspace_bytes(batch: int, tokens: int, value_heads: int, sequences: int | None = None) -> int:
+    """Returns the bytes that a call in one piece keeps between its kernels."""
+    return chunk_slots(batch, tokens, sequences) * value_heads * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Static facts of the chunk-parallel kernel.
+
+    dtype: of q, k. operand: of what it writes. gate: g holds log decays ("log") or what they are computed from.
+    bounded: log decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a
+    dense batch. intra: Aqk and (I + Akk)^-1 are wanted by the caller too. The others are the flags of the public
+    function.
+    """
+
+    dtype: str
+    gate_dtype: str
+    beta_dtype: str
+    operand: str = "float16"
+    gate: str = "safe"
+    bounded: bool = True
+    l2norm: bool = True
+    beta_sigmoid: bool = False
+    neg_eigval: bool = False
+    rate: bool = True
+    bias: bool = True
+    index_dtype: str | None = None
+    intra: bool = False
+
+
+@dataclass(frozen=True)
+class FactorsConfig:
+    """Static facts of the kernel that gives the caller w, u, qg and kg. dtype: of v and what it gives; the others as in
+    `PrepareConfig`."""
+
+    dtype: str
+    operand: str = "float16"
+    index_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """Static facts of the kernel that walks through the chunks.
+
+    dtype: of v and the outputs. operand: of the blocks. tiles: of v_tile columns of v per CTA. split: sequences are cut
+    into segments, which start from states that were merged before. scan: only what a segment does to the state is
+    wanted, as a map: what it adds, and the matrix that it applies. v_tile and stages are facts of the architecture
+    (`Target`). The others say which states there are, as the public function has them.
+    """
+
+    dtype: str
+    operand: str = "float16"
+    tiles: int = 1
+    split: bool = False
+    scan: bool = False
+    packed: bool = False
+    state_v_first: bool = False
+    initial_state: bool = False
+    final_state: bool = True
+    indexed: bool = False
+    in_place: bool = False
+    v_tile: int = field(kw_only=True)
+    stages: int = field(kw_only=True)
+
+    @property
+    def v_tiles(self) -> int:
+        """Tiles of v per head."""
+        return HEAD_DIM // self.v_tile
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes that are loaded for one chunk: a block, for a scan without qg and Aqk, and v of every tile."""
+        block = BLOCK_BYTES - (2 * (CHUNK * HEAD_DIM + TRIANGLE) if self.scan else 0)
+        return block + 2 * CHUNK * self.v_tile * self.tiles
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Static facts of the kernel that merges the maps of segments; as in `RecurrenceConfig` and `PrepareConfig`."""
+
+    state_v_first: bool = False
+    initial_state: bool = False
+    indexed: bool = False
+    index_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """Static facts of the kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
+
+    index_dtype: str
+
+
+Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig | TableConfig

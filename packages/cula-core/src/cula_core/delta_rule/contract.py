@@ -1,0 +1,221 @@
+"""The argument contract of KDA: TypeError or ValueError that names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import arguments
+from ..dtypes import dtype_name
+from ..tensors import longest_sequence
+from .config import (
+    BLOCK_BYTES,
+    CHUNK,
+    HEAD_DIM,
+    MIN_SEGMENT_CHUNKS,
+    OPERAND_DTYPES,
+    workspace_bytes,
+)
+
+# A gate computed with a lower bound from here on, or a promise of `safe_gate`, bounds log decays.
+SAFE_LOWER_BOUND = -5.0
+
+_WORKSPACE_ALIGNMENT = 128
+_NO_BACKWARD = "no backward; cula.kda.chunk_kda has one with flash-linear-attention"
+
+
+def check_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    state_pool: Tensor | None,
+    indices: Tensor | None,
+    lower_bound: float | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    cp_context: object,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    use_intracard_cp: bool | str,
+    out: Tensor | None,
+    operand_dtype: torch.dtype | None,
+    workspace: Tensor | None,
+    flags: dict[str, bool],
+) -> None:
+    """Raises unless the arguments of a prefill fit together. flags: the booleans by name."""
+    arguments.attention(q, k, v, out, (HEAD_DIM,))
+    batch, tokens, _, dim_k = q.shape
+    heads_v = v.shape[2]
+    sequences = None
+    if cu_seqlens is not None:
+        sequences = arguments.offsets("cu_seqlens", cu_seqlens, q)
+    if cu_seqlens_cpu is not None:
+        arguments.offsets_copy(cu_seqlens, cu_seqlens_cpu, tokens)
+    for name, tensor, shape, letters in (
+        ("g", g, (*v.shape[:3], dim_k), "[B, T, HV, K]"),
+        ("beta", beta, tuple(v.shape[:3]), "[B, T, HV]"),
+    ):
+        arguments.floating(name, tensor)
+        if tensor.shape != shape:
+            arguments.value_error(name, f"{letters} = {list(shape)}", list(tensor.shape))
+        arguments.device(name, tensor, q)
+    arguments.last_dim("g", g)
+    arguments.number("scale", scale)
+
+    arguments.booleans(**flags)
+    if flags["allow_neg_eigval"] and not flags["use_beta_sigmoid_in_kernel"]:
+        other = "use_beta_sigmoid_in_kernel"
+        arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
+    _check_gate(q, g, heads_v, lower_bound, A_log, dt_bias, flags)
+    _check_unsupported(cp_context, flags["return_intermediate_states"])
+    arguments.state_or_pool(
+        initial_state,
+        state_pool,
+        indices,
+        q,
+        v,
+        batch if sequences is None else sequences,
+        flags["state_v_first"],
+        flags["update_state_pool"],
+    )
+
+    if operand_dtype not in (None, *(getattr(torch, name) for name in OPERAND_DTYPES)):
+        names = ", ".join(f"torch.{name}" for name in OPERAND_DTYPES)
+        arguments.type_error("operand_dtype", f"{names} or None", repr(operand_dtype))
+    _check_intracard_cp(use_intracard_cp, tokens, cu_seqlens, cu_seqlens_cpu)
+    if workspace is not None:
+        whole = workspace_bytes(batch, tokens, heads_v, sequences)
+        _check_workspace(workspace, heads_v, whole if use_intracard_cp is True else None, q)
+    arguments.no_gradients(
+        _NO_BACKWARD,
+        **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias},
+        **{"initial_state": initial_state, "state_pool": state_pool, "out": out},
+    )
+
+
+def check_sizes(batch: int, tokens: int, value_heads: int, sequences: int | None) -> None:
+    """Raises unless the arguments of `kda_workspace_bytes` fit together."""
+    for name, size, least in (
+        ("batch", batch, 0),
+        ("tokens", tokens, 0),
+        ("value_heads", value_heads, 1),
+        ("sequences", sequences, 0),
+    ):
+        if size is None and name == "sequences":
+            continue
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            kind = "an int or None" if name == "sequences" else "an int"
+            arguments.type_error(name, kind, type(size).__name__)
+        if size < least:
+            arguments.value_error(name, f"at least {least}", size)
+    if sequences is not None and batch != 1:
+        got = f"{sequences} with batch = {batch}"
+        arguments.value_error("sequences", "None unless batch = 1", got)
+
+
+def _check_gate(
+    q: Tensor,
+    g: Tensor,
+    heads_v: int,
+    lower_bound: float | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    flags: dict[str, bool],
+) -> None:
+    """Checks A_log [HV], dt_bias [HV * K] or [HV, K] and lower_bound, which belong to a gate that is computed here."""
+    inside, safe = flags["use_gate_in_kernel"], flags["safe_gate"]
+    arguments.number("lower_bound", lower_bound)
+    if lower_bound is None:
+        if inside and safe:
+            what = "a float with use_gate_in_kernel and safe_gate"
+            arguments.value_error("lower_bound", what, None)
+    else:
+        if not (inside or safe):
+            what = "None unless use_gate_in_kernel or safe_gate is True"
+            arguments.value_error("lower_bound", what, lower_bound)
+        if not lower_bound < 0:
+            arguments.value_error("lower_bound", "a number below 0", lower_bound)
+        if safe and lower_bound < SAFE_LOWER_BOUND:
+            what = f"a number in [{SAFE_LOWER_BOUND:g}, 0) with safe_gate"
+            arguments.value_error("lower_bound", what, lower_bound)
+    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if tensor is None:
+            continue
+        arguments.floating(name, tensor)
+        if not inside:
+            what = "None unless use_gate_in_kernel is True"
+            arguments.value_error(name, what, type(tensor).__name__)
+        arguments.device(name, tensor, q)
+    if not inside:
+        arguments.sign("g", g, -1)
+    if A_log is not None:
+        arguments.vector("A_log", A_log, "HV", heads_v)
+    elif inside and lower_bound is None:
+        what = "a tensor with use_gate_in_kernel and no lower_bound"
+        arguments.value_error("A_log", what, None)
+    if dt_bias is not None:
+        dim_k = q.shape[3]
+        if dt_bias.shape != (heads_v * dim_k,) and dt_bias.shape != (heads_v, dim_k):
+            what = f"[HV * K] = [{heads_v * dim_k}] or [HV, K] = [{heads_v}, {dim_k}]"
+            arguments.value_error("dt_bias", what, list(dt_bias.shape))
+        arguments.last_dim("dt_bias", dt_bias)
+
+
+def _check_unsupported(cp_context: object, return_intermediate_states: bool) -> None:
+    if return_intermediate_states:
+        raise NotImplementedError(
+            "return_intermediate_states: expected False, got True; this kernel keeps no states on the way"
+        )
+    if cp_context is not None:
+        raise NotImplementedError(
+            f"cp_context: expected None, got {type(cp_context).__name__}; sequences are not split over several GPUs, "
+            "only within one (use_intracard_cp)"
+        )
+
+
+def _check_intracard_cp(
+    choice: bool | str, tokens: int, cu_seqlens: Tensor | None, copy: Tensor | None
+) -> None:
+    name = "use_intracard_cp"
+    if choice is False or (isinstance(choice, str) and choice == "auto"):
+        return
+    if choice is not True:
+        arguments.value_error(name, "'auto', True or False", repr(choice))
+    longest = tokens
+    for offsets in (copy, cu_seqlens):
+        if offsets is not None and arguments.is_readable(offsets):
+            longest = longest_sequence(offsets)
+            break
+    least = 2 * MIN_SEGMENT_CHUNKS * CHUNK
+    if longest < least:
+        expected = f"'auto' or False unless a sequence has at least {least} tokens"
+        arguments.value_error(name, expected, f"True with at most {longest}")
+
+
+def _check_workspace(workspace: Tensor, heads_v: int, whole: int | None, q: Tensor) -> None:
+    """whole: bytes that a call needs in one piece, if it must go so."""
+    name = "workspace"
+    arguments.tensor(name, workspace)
+    if workspace.dtype != torch.uint8:
+        arguments.type_error(name, "uint8", dtype_name(workspace.dtype))
+    if workspace.dim() != 1:
+        arguments.value_error(name, "1 dimension", list(workspace.shape))
+    arguments.contiguous_elements(name, workspace)
+    arguments.device(name, workspace, q)
+    size, least = workspace.shape[0], heads_v * BLOCK_BYTES
+    if size < least:
+        what = f"at least {least} bytes, one chunk of {CHUNK} tokens of every value head"
+        arguments.value_error(name, what, size)
+    if whole is not None and size < whole:
+        arguments.value_error(name, f"at least {whole} bytes with use_intracard_cp=True", size)
+    # Memory of the CPU is not used, and torch does not align it so.
+    if workspace.is_cuda and arguments.is_real(workspace):
+        past = workspace.data_ptr() % _WORKSPACE_ALIGNMENT
+        if past:
+            expected = f"an address that is a multiple of {_WORKSPACE_ALIGNMENT} bytes"
+            arguments.value_error(name, expected, f"one that is {past} bytes past it")

@@ -1,0 +1,182 @@
+"""The state in front of every segment of a sequence, from what each segment does to a state.
+
+A segment turns S into M S + A. `maps` holds A transposed, [128 V, 128 K], and behind it M^T [128, 128 K] of every
+segment; of the first of a sequence only A, started from the initial state, of the last nothing. So
+
+    S_1 = A_0        S_(p+1)^T = S_p^T M_p^T + A_p^T
+
+in tf32 products of three terms, which lose as little as fp32 does.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from ...cute.types import F32, I32
+from ..config import HEAD_DIM, MergeConfig
+
+ROWS = 16  # of S^T per CTA
+THREADS = 512  # a warp has 8 columns
+STRIDE = HEAD_DIM + 4
+GROUPS = HEAD_DIM // ROWS
+
+
+class KdaMerge:
+    """One CTA per 16 rows of a transposed state, which stay in its shared memory."""
+
+    def __init__(self, config: MergeConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        sequences: cutlass.Int32,
+        tokens: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.merge_arguments`, which describes them; what the config does not have is None."""
+        self.kernel(maps, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
+            grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        tokens: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        heads = maps.shape[1]
+        rows, head, sequence = (
+            block % GROUPS * ROWS,
+            block // GROUPS % heads,
+            block // GROUPS // heads,
+        )
+        start, length = sequence * tokens, tokens
+        if cutlass.const_expr(self.config.index_dtype is not None):
+            start = I32(cu_seqlens[sequence])
+            length = I32(cu_seqlens[sequence + 1]) - start
+        parts = cutlass.max(cute.ceil_div(length, segment_tokens), 1)
+        segment = sequence * parts
+        if cutlass.const_expr(self.config.index_dtype is not None):
+            segment = start // segment_tokens + sequence
+        row = sequence
+        if cutlass.const_expr(self.config.indexed):
+            row = indices[sequence]
+        smem = SmemAllocator()
+        # [row, column, leading or remaining bits]
+        halves = cute.make_layout((ROWS, HEAD_DIM, 2), stride=(STRIDE, 1, ROWS * STRIDE))
+        sS = smem.allocate_tensor(F32, halves, byte_alignment=16)
+        if row >= 0:
+            self.store_first(starts[segment, head, None, None], initial, row, head, rows, tidx)
+            if parts > 1:
+                for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
+                    at = i * THREADS + tidx
+                    v, k = at // HEAD_DIM, at % HEAD_DIM
+                    state = maps[segment, head, rows + v, k]
+                    self.split(sS[v, k, None], state)
+                    starts[segment + 1, head, rows + v, k] = state
+                # The thread's share of a map, asked for while the one before it is applied.
+                ahead = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
+                added = cute.make_rmem_tensor(4, F32)
+                if parts > 2:
+                    self.load_map(maps[segment + 1, head, None, None], ahead, added, rows, tidx)
+                for part in cutlass.range(1, parts - 1, unroll=1):
+                    mapped = cute.make_rmem_tensor((2, HEAD_DIM // 8, 2), F32)
+                    acc = cute.make_rmem_tensor((4, 3), F32)
+                    acc.fill(0.0)
+                    acc[None, 0].store(added.load())
+                    for step in cutlass.range_constexpr(HEAD_DIM // 8):
+                        for i in cutlass.range_constexpr(2):
+                            self.split(mapped[i, step, None], ahead[i, step])
+                    if part + 2 < parts:
+                        self.load_map(
+                            maps[segment + part + 1, head, None, None], ahead, added, rows, tidx
+                        )
+                    cute.arch.sync_threads()
+                    self.apply(sS, mapped, acc, tidx)
+                    cute.arch.sync_threads()
+                    self.store_state(
+                        sS, starts[segment + part + 1, head, None, None], acc, rows, tidx
+                    )
+
+    @cute.jit
+    def store_first(self, start: cute.Tensor, initial: cute.Tensor, row, head, rows, tidx):
+        for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
+            at = i * THREADS + tidx
+            v, k = rows + at // HEAD_DIM, at % HEAD_DIM
+            value = F32(0.0)
+            if cutlass.const_expr(self.config.initial_state):
+                if cutlass.const_expr(self.config.state_v_first):
+                    value = initial[row, head, v, k]
+                else:
+                    value = initial[row, head, k, v]
+            start[v, k] = value
+
+    @cute.jit
+    def load_map(self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, rows, tidx):
+        """A^T as the registers of a tile, M^T as their second operands [register, step]."""
+        lane, first = tidx % 32, tidx // 32 * 8
+        for i in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                added[2 * r + i] = source[rows + lane // 4 + 8 * r, first + lane % 4 * 2 + i]
+            for step in cutlass.range_constexpr(HEAD_DIM // 8):
+                mapped[i, step] = source[HEAD_DIM + 8 * step + lane % 4 + 4 * i, first + lane // 4]
+
+    @cute.jit
+    def apply(self, sS: cute.Tensor, mapped: cute.Tensor, acc: cute.Tensor, tidx):
+        """16 rows of S^T M^T in three sums [register, term]."""
+        tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
+        lane = tidx % 32
+        a = cute.make_rmem_tensor((2, 2, 2), F32)  # [8 rows further, 4 columns further, bits]
+        left = cute.recast_tensor(a, cutlass.TFloat32)
+        right = cute.recast_tensor(mapped, cutlass.TFloat32)
+        for step in cutlass.range_constexpr(HEAD_DIM // 8):
+            for bits in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        column = 8 * step + lane % 4 + 4 * i
+                        a[r, i, bits] = sS[lane // 4 + 8 * r, column, bits]
+            for term in cutlass.range_constexpr(3):
+                first = cute.make_tensor(
+                    left.iterator + 4 * (term % 2), cute.make_layout(((2, 2), 1, 1))
+                )
+                second = cute.make_tensor(
+                    right.iterator + 2 * step + HEAD_DIM // 4 * (term // 2),
+                    cute.make_layout((2, 1, 1)),
+                )
+                c = cute.make_tensor(acc.iterator + 4 * term, cute.make_layout(((2, 2), 1, 1)))
+                cute.gemm(tf32, c, first, second, c)
+
+    @cute.jit
+    def split(self, into: cute.Tensor, value):
+        """The bits that tf32 keeps, and what is left."""
+        bits = cute.make_rmem_tensor(1, F32)
+        bits[0] = value
+        word = cute.recast_tensor(bits, I32)
+        word[0] = word[0] & I32(-8192)
+        into[0] = bits[0]
+        into[1] = value - bits[0]
+
+    @cute.jit
+    def store_state(self, sS: cute.Tensor, start: cute.Tensor, acc: cute.Tensor, rows, tidx):
+        lane, first = tidx % 32, tidx // 32 * 8
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                v, k = lane // 4 + 8 * r, first + lane % 4 * 2 + i
+                state = acc[2 * r + i, 0] + (acc[2 * r + i, 1] + acc[2 * r + i, 2])
+                self.split(sS[v, k, None], state)
+                start[rows + v, k] = state

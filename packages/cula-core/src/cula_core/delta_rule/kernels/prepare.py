@@ -1,0 +1,503 @@
+"""What does not need the state, for every chunk of 64 tokens and value head at once.
+
+With G the running sum of log2 decays inside the chunk, G_L the last of them, and q, k normalized if asked:
+
+    kh  = 2^G k        qg = scale 2^G q        kg = 2^(G_L - G) k        decay = 2^G_L
+    Aqk = scale (q k^T)_ij 2^(G_i - G_j), j <= i        Akk = beta_i (k k^T)_ij 2^(G_i - G_j), j < i
+    T'  = (I + Akk)^-1 diag(beta)
+
+The chunk is cut into 4 sub-blocks of 16 tokens; g is the running sum inside one, e its last value. Warp w holds
+channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and 2 units of 8 channels (`fragments`): so
+2^g x and 2^-g k go from registers into the products, and results to memory 16 bytes at a time.
+
+    inside a sub-block   (2^g x) (2^-g k)                                tf32: the factors span 2^+-115
+    I after J            (2^g x) 2^(e of those between) (2^(e - g) k)    16 bits: every factor is <= 1
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from ...cute.functions import exp2
+from ...cute.memory import copy_async, view
+from ...cute.types import DTYPES, F32, LOG2_E
+from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
+from .block import AQK, DECAY, KG, KH, QG, find_chunk
+from .fragments import (
+    LINE,
+    OF_WARP,
+    ROUNDS,
+    UNIT,
+    copy_sums,
+    fetch_first,
+    fetch_second,
+    place_in_line,
+    place_of,
+    place_of_unit,
+    row_of,
+    rows_by_rows,
+    rows_by_rows_tf32,
+    unit_of,
+    unit_of_panel,
+    unit_of_triangle,
+    widen_pair,
+)
+from .inverse import BARRIER_HALF, BARRIER_SPAN, GROUP, INVERSE_BYTES, SUBS, Inverse
+from .tokens import Tokens
+
+THREADS = 2 * GROUP
+PLACES = THREADS // 32 * OF_WARP  # of units, in shared memory
+HALF = UNIT // 2
+LANE_OF_UNIT = 0x031F  # of a shuffle: the two lowest bits of the lane's number stay
+HALVINGS = 4  # until a half of a sub-block is a single row
+# Three CTAs of 80 registers beat four of 64, which leave ptxas too little room to hide latencies.
+BLOCKS_PER_MP = 3
+# mma.sync cuts tf32 operands off, which takes 0.72 * 2^-11 of either away on average.
+TF32_CUT = 1 + 1.44 * 2.0**-11
+
+
+class KdaPrepare(Tokens, Inverse):
+    """One CTA per chunk and value head.
+
+    | warps | work |
+    |---|---|
+    | all | gates and norms; products inside a sub-block over their half of the channels |
+    | 0-3 | Aqk over all channels; results but T' |
+    | 4-7 | Akk over all channels; inverse |
+    | all | T' |
+
+    | shared memory | bytes |
+    |---|---|
+    | q, k as they come; 2^g q, 2^g k, 2^(e - g) k | 49,152 |
+    | gates, half of them if fp32; products inside a sub-block, for the other half; Akk and its inverse | 19,712 |
+    | 2^e and products of them, norms, beta, dt_bias | 5,888 |
+    """
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        rate: cute.Tensor,
+        bias: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        blocks: cute.Tensor,
+        mAqk: cute.Tensor,
+        mAkk: cute.Tensor,
+        scale: cutlass.Float32,
+        lower_bound: cutlass.Float32,
+        first_slot: cutlass.Int32,
+        slots: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.prepare_arguments`, which describes them."""
+        per_row = None
+        if cutlass.const_expr(cu_seqlens is None):
+            per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
+        self.kernel(
+            mQ,
+            mK,
+            mG,
+            mBeta,
+            rate,
+            bias,
+            cu_seqlens,
+            per_row,
+            blocks,
+            mAqk,
+            mAkk,
+            scale,
+            lower_bound,
+            first_slot,
+        ).launch(
+            grid=(mG.shape[2] // mQ.shape[2], mQ.shape[2], slots),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=BLOCKS_PER_MP if self.config.bounded else 2,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        rate: cute.Tensor,
+        bias: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        per_row: cute.FastDivmodDivisorV2,
+        blocks: cute.Tensor,
+        mAqk: cute.Tensor,
+        mAkk: cute.Tensor,
+        scale: cutlass.Float32,
+        lower_bound: cutlass.Float32,
+        first_slot: cutlass.Int32,
+    ):
+        member, head_k, number = cute.arch.block_idx()
+        group, _, slots = cute.arch.grid_dim()
+        head = head_k * group + member
+        # The last chunk first: what is written last is still in the L2 when the recurrence begins.
+        slot = slots - 1 - number
+        batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tidx % 32
+        half, sub = warp_idx // SUBS, warp_idx % SUBS
+        lines = warp_idx * OF_WARP  # where those of the warp begin
+        place = lines + place_of(lane // 4, lane % 4)  # of the thread's first unit
+
+        smem = SmemAllocator()
+        x_base = smem.allocate_array(self.operand, 3 * UNIT * PLACES, byte_alignment=128)
+        # Gates by 16 bytes [channel, place], of fp32 those of the second 32 channels. Later products for the other half
+        # of the channels, and at last what the inverse needs.
+        gate_dtype = DTYPES[self.config.gate_dtype]
+        plane = 128 // gate_dtype.width
+        shared = smem.allocate_array(F32, INVERSE_BYTES // 4, byte_alignment=128)
+        sG = cute.make_tensor(
+            cute.recast_ptr(shared, dtype=gate_dtype), cute.make_layout((plane, PLACES))
+        )
+        # [register, thread, tile]; a warp has them where its own gates were.
+        exchanged = cute.make_layout((4, (32, THREADS // 32), 2), stride=(1, (4, 4 * OF_WARP), 128))
+        sDiag = cute.make_tensor(shared, exchanged)
+        ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
+        # [channel, sub-block, before or behind it]
+        spans = smem.allocate_tensor(
+            self.operand, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
+        )
+        # [half of the channels, token, q or k]
+        norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
+        sBias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
+        betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
+        # [channel, place, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
+        units = cute.make_layout((UNIT, PLACES, 3))
+        sX = cute.make_tensor(x_base, units)
+        sRaw = cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units)
+        sSums = None
+        if cutlass.const_expr(not self.config.bounded):  # [float, thread, plane, unit]
+            planes = cute.make_layout((4, THREADS, UNIT // 2, 2))
+            sSums = smem.allocate_tensor(F32, planes, byte_alignment=16)
+        if left > 0:
+            # First token and channel of the thread; the others are the next one and 32 further on.
+            row = sub * SUB + lane // 4 * 2
+            channel = half * (HEAD_DIM // 2) + lane % 4 * UNIT
+            # Rows past the end read the last one; their decays, keys and queries are made zero.
+            inside = (
+                F32(1.0) if row < left else F32(0.0),
+                F32(1.0) if row + 1 < left else F32(0.0),
+            )
+            asked = sub * SUB + lane // LINE
+            rows = [token + cutlass.min(asked + 4 * j, left - 1) for j in range(ROUNDS)]
+            wanted = half * (HEAD_DIM // 2) + lane % LINE * UNIT
+            self.load(mQ[batch, None, head_k, None], sRaw[None, None, 0], rows, wanted, lines, lane)
+            self.load(mK[batch, None, head_k, None], sRaw[None, None, 1], rows, wanted, lines, lane)
+            gate = mG[batch, None, head, None]
+            g_raw = cute.make_rmem_tensor((UNIT, 2), gate_dtype)
+            if cutlass.const_expr(plane < UNIT):
+                for r in cutlass.range_constexpr(2):
+                    source = gate[token + cutlass.min(row + r, left - 1), None]
+                    cute.autovec_copy(unit_of(source, channel, UNIT), g_raw[None, r])
+                wanted = half * (HEAD_DIM // 2) + 32 + lane % LINE * plane
+            self.load(gate, sG, rows, wanted, lines, lane)
+            if cutlass.const_expr(self.config.bias):
+                if tidx < HEAD_DIM // 4:
+                    own = view(bias[head, None].iterator, 4 * tidx, 4)
+                    copy_async(own, view(sBias.iterator, 4 * tidx, 4))
+            elif cutlass.const_expr(self.config.gate != "log"):
+                if tidx < HEAD_DIM:
+                    sBias[tidx] = F32(0.0)
+            cute.arch.cp_async_commit_group()
+            self.strengths(mBeta[batch, None, head], betas, token, left, tidx)
+            speed = F32(1.0)
+            if cutlass.const_expr(self.config.rate):
+                speed = exp2(rate[head] * LOG2_E)
+            speed = speed * -LOG2_E
+            cute.arch.cp_async_wait_group(0)
+            norm = cute.make_rmem_tensor((2, 2), F32)  # [token, q or k]
+            self.normalize(sRaw, norms, norm, scale, inside, row, half, lane, tidx)
+
+            diag = cute.make_rmem_tensor((4, 2, 2), F32)  # [registers of C, tile, q or k]
+            diag.fill(0.0)
+            # Whether the lanes 4, 8 and 16 below have earlier tokens.
+            earlier = tuple(lane >= 4 << p for p in range(3))
+            g = cute.make_rmem_tensor((UNIT, 2), F32)  # [channel, token]
+            for m in cutlass.range_constexpr(2):
+                if cutlass.const_expr(m == 1 or plane == UNIT):
+                    at = place_of_unit(place, m, 0)
+                    if cutlass.const_expr(plane < UNIT):
+                        at = lines + place_of(lane // 4, lane % 4 * 2)
+                    for r in cutlass.range_constexpr(2):
+                        for i in cutlass.range_constexpr(UNIT // plane):
+                            part = cute.make_tensor(
+                                g_raw.iterator + plane * i + UNIT * r, cute.make_layout(plane)
+                            )
+                            cute.autovec_copy(sG[None, (at ^ i) + LINE * r], part)
+                bias_unit = unit_of(sBias, channel + 32 * m, UNIT)
+                gates = (g_raw, bias_unit, speed, lower_bound, inside, earlier)
+                if cutlass.const_expr(self.config.bounded):
+                    self.products(
+                        sRaw, sX, norm, gates, g, diag, ends, m, channel, sub, lane, place
+                    )
+                else:
+                    for pair in cutlass.range_constexpr(UNIT // 2):
+                        self.decays(gates, g, 2 * pair)
+                    copy_sums(g, sSums[None, tidx, None, m], False)
+            if cutlass.const_expr(not self.config.bounded):
+                self.halve(sRaw, sSums, norm, g, diag, lane, place, tidx)
+                for m in cutlass.range_constexpr(2):
+                    copy_sums(g, sSums[None, tidx, None, m], True)
+                    self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, place)
+            mine = self.exchange(diag, sDiag, half, tidx)
+            block = blocks[slot, head, None]
+            aqk, akk = None, None
+            if cutlass.const_expr(self.config.intra):
+                aqk = cute.domain_offset((token, 0), mAqk[batch, None, head, None])
+                akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(2):
+                other = sDiag[None, tidx ^ GROUP, i].load()
+                mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
+            if half == 0:
+                cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
+                self.span(ends, spans, block, tidx)
+            acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
+            acc.fill(0.0)
+            self.multiply(sX, ends, acc, sub, half, lane)
+            if half == 0:
+                self.attend(block, aqk, mine, acc, sub, lane, row, left)
+                cute.arch.barrier(barrier_id=BARRIER_SPAN, number_of_threads=GROUP)
+                self.store(sX, block, spans, sub, lane)
+            else:
+                cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
+                self.invert(shared, mine, acc, betas, sub, lane, row, tidx - GROUP)
+            cute.arch.sync_threads()
+            self.store_tprime(shared, block, akk, betas, tidx, left)
+
+    # ---- operands and products --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def products(
+        self, sRaw, sX, norm, gates, g, diag, ends, m: cutlass.Constexpr, channel, sub, lane, place
+    ):
+        """2^g q, 2^g k and 2^(e - g) k of a unit, and where decays are bounded its products inside the sub-block."""
+        wide = cute.make_rmem_tensor((2, 2, 2), F32)
+        last = cute.make_rmem_tensor(2, F32)
+        end = cute.make_rmem_tensor(2, F32)
+        x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
+        raw = self.own_unit(sRaw, m, place)
+        # Half a unit at a time: whole ones would be faster to store, and do not fit into 80 registers.
+        for part in cutlass.range_constexpr(2):
+            rounded = cute.make_rmem_tensor((HALF, 2, 3), self.operand)
+            for pair in cutlass.range_constexpr(HALF // 2):
+                first = HALF * part + 2 * pair
+                if cutlass.const_expr(self.config.bounded):
+                    self.decays(gates, g, first)
+                widen_pair(raw, first // 2, wide)
+                for i in cutlass.range_constexpr(2):
+                    last[i] = cute.arch.shuffle_sync(
+                        g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
+                    )
+                    end[i] = exp2(last[i])
+                if lane >= 28:
+                    at = sub * HEAD_DIM + channel + 32 * m + first
+                    cute.autovec_copy(end, view(ends.iterator, at, 2))
+                for r in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(2):
+                        c = first + i
+                        grown = exp2(g[c, r])
+                        k = wide[i, r, 1] * norm[r, 1]
+                        x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown
+                        x[r, i, 1] = k * grown
+                        if cutlass.const_expr(self.config.bounded):
+                            x[r, i, 2] = k * exp2(-g[c, r])
+                        else:
+                            x[r, i, 2] = k * exp2(last[i] - g[c, r])
+                if cutlass.const_expr(self.config.bounded):
+                    rows_by_rows_tf32(diag, x)
+                    for r in cutlass.range_constexpr(2):
+                        for i in cutlass.range_constexpr(2):
+                            x[r, i, 2] = x[r, i, 2] * end[i]
+                for which in cutlass.range_constexpr(3):
+                    for r in cutlass.range_constexpr(2):
+                        two = cute.make_rmem_tensor(2, F32)
+                        two.store(x[r, None, which].load())
+                        where = rounded.iterator + 2 * pair + HALF * (r + 2 * which)
+                        here = cute.make_tensor(where, cute.make_layout(2))
+                        here.store(two.load().to(self.operand))
+            for which in cutlass.range_constexpr(3):
+                for r in cutlass.range_constexpr(2):
+                    unit = sX[None, place_of_unit(place, m, r), which]
+                    cute.autovec_copy(
+                        rounded[None, r, which], view(unit.iterator, HALF * part, HALF)
+                    )
+
+    @cute.jit
+    def own_unit(self, sRaw: cute.Tensor, m, place):
+        """Unit m of the thread's queries and keys: [channel, token, q or k]."""
+        raw = cute.make_rmem_tensor((UNIT, 2, 2), self.dtype)
+        for which in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                unit = sRaw[None, place_of_unit(place, m, r), which]
+                cute.autovec_copy(unit, raw[None, r, which])
+        return raw
+
+    @cute.jit
+    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, place, tidx):
+        """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in
+        the last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
+        wide = cute.make_rmem_tensor((2, 2, 2), F32)
+        x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, q, k, k]
+        for level in cutlass.range(HALVINGS + 1, unroll=1):
+            half = (SUB // 2) >> level
+            # Lanes 4 n ... have tokens 2 n and 2 n + 1.
+            inside = half > 1
+            first = lane // 4 & -half
+            source = 4 * (first + half // 2 - 1) + lane % 4 if inside else lane
+            apart_by = F32(-1.0) if half > 0 else F32(0.0)
+            sums = cute.make_rmem_tensor((4, 2, 2), F32)
+            sums.fill(0.0)
+            for m in cutlass.range(2, unroll=1):
+                raw = self.own_unit(sRaw, m, place)
+                copy_sums(g, sSums[None, tidx, None, m], True)
+                for pair in cutlass.range_constexpr(UNIT // 2):
+                    widen_pair(raw, pair, wide)
+                    for i in cutlass.range_constexpr(2):
+                        c = 2 * pair + i
+                        last = g[c, 1] if inside else g[c, 0]
+                        middle = cute.arch.shuffle_sync(last, source)
+                        for r in cutlass.range_constexpr(2):
+                            factor = exp2(apart_by * cute.math.absf(g[c, r] - middle))
+                            x[r, i, 0] = wide[i, r, 0] * (norm[r, 0] * factor)
+                            x[r, i, 1] = wide[i, r, 1] * (norm[r, 1] * factor)
+                            x[r, i, 2] = x[r, i, 1]
+                    rows_by_rows_tf32(sums, x)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(4):
+                    apart = (lane // 4 * 2 + r) ^ (lane % 4 * 4 + c)
+                    now = (apart < 2 * half) | (apart == 0)
+                    for which in cutlass.range_constexpr(2):
+                        at = (2 * r + c // 2, c % 2, which)
+                        diag[at] = sums[at] if now else diag[at]
+
+    @cute.jit
+    def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, tidx):
+        """Gives the other half of the channels its products, and returns the own ones: of q in the first half."""
+        mine = cute.make_rmem_tensor((4, 2), F32)
+        given = cute.make_rmem_tensor((4, 2), F32)
+        cute.arch.sync_warp()  # gates of other lanes lie there
+        for tile in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                q, k = diag[i, tile, 0], diag[i, tile, 1]
+                mine[i, tile] = q if half == 0 else k
+                given[i, tile] = k if half == 0 else q
+            cute.autovec_copy(given[None, tile], sDiag[None, tidx, tile])
+        return mine
+
+    @cute.jit
+    def span(self, ends, spans, block, tidx):
+        """Decays from the chunk's begin to each sub-block and from behind it to the end, and of the whole chunk."""
+        if tidx < HEAD_DIM:
+            before, behind = F32(1.0), F32(1.0)
+            for j in cutlass.range_constexpr(SUBS):
+                spans[tidx, j, 0] = before.to(self.operand)
+                before = before * ends[tidx, j]
+                spans[tidx, SUBS - 1 - j, 1] = behind.to(self.operand)
+                behind = behind * ends[tidx, SUBS - 1 - j]
+            decay = cute.make_tensor(
+                cute.recast_ptr(block.iterator + DECAY, dtype=F32),
+                cute.make_layout(HEAD_DIM),
+            )
+            decay[tidx] = before
+
+    @cute.jit
+    def store(self, sX, block, spans, sub, lane):
+        """kh, qg, kg of the sub-block, by lines."""
+        x = cute.make_rmem_tensor(UNIT, self.operand)
+        factor = cute.make_rmem_tensor((UNIT, 2), self.operand)
+        for side in cutlass.range_constexpr(2):
+            for end in cutlass.range_constexpr(2):
+                span = unit_of(
+                    spans[None, sub, end], side * (HEAD_DIM // 2) + lane % LINE * UNIT, UNIT
+                )
+                cute.autovec_copy(span, factor[None, end])
+            lines = (side * SUBS + sub) * OF_WARP
+            for j in cutlass.range_constexpr(ROUNDS):
+                for which in cutlass.range_constexpr(3):
+                    cute.autovec_copy(sX[None, lines + place_in_line(lane, j), which], x)
+                    x.store(x.load() * factor[None, which // 2].load())
+                    unit = unit_of_panel(block, (QG, KH, KG)[which], side, sub, lane, j)
+                    cute.autovec_copy(x, unit)
+
+    @cute.jit
+    def multiply(self, sX, ends, acc, sub, half, lane):
+        """Products of the sub-block's q (first half) or k with k of the sub-blocks before it, over all channels."""
+        mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
+        a = cute.make_rmem_tensor((2, 2, 2, 2), self.operand)
+        b = cute.make_rmem_tensor((2, 2, 2), self.operand)
+        left = sX[None, None, half]
+        right = sX[None, None, 2]
+        for side in cutlass.range_constexpr(2):
+            lines = (side * SUBS + sub) * OF_WARP
+            for m in cutlass.range_constexpr(2):
+                for step in cutlass.range_constexpr(2):
+                    fetch_first(left, lines, m, step, lane, a[None, None, None, step])
+                for d in cutlass.range_constexpr(SUBS - 1):
+                    if d < sub:
+                        for step in cutlass.range_constexpr(2):
+                            if cutlass.const_expr(d > 0):
+                                for i in cutlass.range_constexpr(2):
+                                    at = 32 * m + UNIT * (2 * step + i) + lane % 4 * 2
+                                    end = view(
+                                        ends[None, sub - d].iterator, side * (HEAD_DIM // 2) + at, 2
+                                    )
+                                    decay = end.load().to(self.operand)
+                                    for r in cutlass.range_constexpr(2):
+                                        own = a[None, r, i, step]
+                                        own.store(own.load() * decay)
+                            before = lines - OF_WARP * (d + 1)
+                            fetch_second(right, before, m, step, lane, b)
+                            rows_by_rows(mma, acc[None, None, d], a[None, None, None, step], b)
+
+    @cute.jit
+    def attend(self, block, aqk, diag, acc, sub, lane, row, left):
+        """Writes 16 rows of Aqk, from the diagonal on; for the caller whole ones."""
+        own = cute.make_rmem_tensor(4, F32)
+        rounded = cute.make_rmem_tensor(4, self.operand)
+        column = lane % 4 * 4
+        for d in cutlass.range_constexpr(SUBS):
+            if d <= sub:
+                unit = unit_of_triangle(row, (sub - d) * SUB + column // UNIT * UNIT)
+                target = view(block.iterator, AQK + unit + column % UNIT, 4)
+                for r in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(4):
+                        if cutlass.const_expr(d == 0):
+                            seen = column + c <= lane // 4 * 2 + r
+                            own[c] = row_of(diag, r, c) if seen else F32(0.0)
+                        else:
+                            own[c] = row_of(acc[None, None, d - 1], r, c)
+                    rounded.store(own.load().to(self.operand))
+                    cute.autovec_copy(rounded, view(target.iterator, r * SUB, 4))
+                    if cutlass.const_expr(self.config.intra):
+                        self.write_columns(aqk, own, row + r, (sub - d) * SUB + column, left)
+            elif cutlass.const_expr(self.config.intra):
+                own.fill(0.0)
+                for r in cutlass.range_constexpr(2):
+                    # Behind the diagonal are sub-blocks sub + 1 ... 3, here d = 3 ... sub + 1.
+                    self.write_columns(aqk, own, row + r, d * SUB + column, left)
+
+    @cute.jit
+    def write_columns(self, target: cute.Tensor, values: cute.Tensor, row, column, left):
+        """Four or eight neighbours of a row of the caller's [T, 64]."""
+        if row < left:
+            rounded = cute.make_rmem_tensor(values.shape, self.dtype)
+            rounded.store(values.load().to(self.dtype))
+            size = cute.size(values)
+            cute.autovec_copy(rounded, view(target[row, None].iterator, column, size))

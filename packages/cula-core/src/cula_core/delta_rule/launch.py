@@ -1,0 +1,368 @@
+"""Compiles configs of the delta rule and launches calls. The only host module of this folder that imports the DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass.cute.runtime import make_fake_tensor
+from torch import Tensor
+
+from .. import tensors
+from ..cute import fake
+from ..cute.compile import compile as compile_kernel
+from ..cute.schedule import COLUMNS, SegmentTable
+from ..cute.types import DTYPES, F32, INDICES
+from ..dtypes import dtype_name
+from ..once import once
+from .call import Call
+from .config import (
+    BLOCK_BYTES,
+    CHUNK,
+    HEAD_DIM,
+    Config,
+    FactorsConfig,
+    MergeConfig,
+    PrepareConfig,
+    RecurrenceConfig,
+    TableConfig,
+    chunk_slots,
+)
+from .kernels.block import BLOCK
+from .kernels.factors import KdaFactors
+from .kernels.merge import KdaMerge
+from .kernels.prepare import KdaPrepare
+from .plan import Plan, plan
+from .target import Target
+
+Kernels = Callable[[Config], Callable[..., None]]
+
+# ---- configs to kernels ----------------------------------------------------------------------------------------------
+
+
+def prepare_arguments(config: PrepareConfig) -> tuple:
+    """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV, 128], cu_seqlens [N + 1],
+    blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of
+    slots."""
+    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
+
+    def rows(dtype: str, heads: object, width: int = HEAD_DIM):
+        return fake.rows(dtype, (batch, tokens, heads, width))
+
+    beta = DTYPES[config.beta_dtype]
+    return (
+        rows(config.dtype, heads),
+        rows(config.dtype, heads),
+        rows(config.gate_dtype, heads_v),
+        make_fake_tensor(
+            beta, (batch, tokens, heads_v), stride=tuple(cute.sym_int64() for _ in range(3))
+        ),
+        fake.vector(F32, heads_v) if config.rate else None,
+        make_fake_tensor(F32, (heads_v, HEAD_DIM), stride=(HEAD_DIM, 1), assumed_align=16)
+        if config.bias
+        else None,
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        _blocks(config.operand, heads_v),
+        *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def factors_arguments(config: FactorsConfig) -> tuple:
+    """Returns blocks [slots, HV, BLOCK], v, w, u, qg, kg [B, T, HV, 128], cu_seqlens [N + 1], scale, first slot, number
+    of slots."""
+    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
+    shape = (batch, tokens, heads_v, HEAD_DIM)
+    return (
+        _blocks(config.operand, heads_v),
+        *(fake.rows(config.dtype, shape) for _ in range(5)),
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def recurrence_arguments(config: RecurrenceConfig) -> tuple:
+    """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices [N],
+    final like initial, maps [segments, HV, 256, 128] and starts [segments, HV, 128, 128] of fp32, segment table,
+    counter [1], tokens of a segment, first slot of the blocks, number of CTAs."""
+    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
+    shape = (batch, tokens, heads_v, HEAD_DIM)
+    packed, forward = config.packed, not config.scan
+    return (
+        _blocks(config.operand, heads_v),
+        fake.rows(config.dtype, shape),
+        fake.rows(config.dtype, shape),
+        _states(heads_v) if config.initial_state and (config.scan or not config.split) else None,
+        fake.vector(cutlass.Int32) if config.indexed else None,
+        _states(heads_v) if config.final_state and forward else None,
+        _maps(heads_v) if config.scan else None,
+        _states(heads_v) if config.split and forward else None,
+        fake.segment_table() if packed else None,
+        fake.vector(cutlass.Int32) if packed else None,
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def merge_arguments(config: MergeConfig) -> tuple:
+    """Returns maps, starts, initial, indices as `recurrence_arguments` has them, cu_seqlens [N + 1], number of
+    sequences, tokens of a dense one, tokens of a segment."""
+    heads_v = cute.sym_int()
+    return (
+        _maps(heads_v),
+        _states(heads_v),
+        _states(heads_v) if config.initial_state else None,
+        fake.vector(cutlass.Int32) if config.indexed else None,
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def _states(heads_v: object):
+    return fake.states(heads_v, HEAD_DIM, HEAD_DIM)
+
+
+def _maps(heads_v: object):
+    return fake.states(heads_v, 2 * HEAD_DIM, HEAD_DIM)
+
+
+def _blocks(operand: str, heads_v: object):
+    stride = (cute.sym_int64(divisibility=BLOCK), BLOCK, 1)
+    shape = (cute.sym_int(), heads_v, BLOCK)
+    return make_fake_tensor(DTYPES[operand], shape, stride=stride, assumed_align=128)
+
+
+def kernel(target: Target, config: Config) -> tuple[object, ...]:
+    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    if isinstance(config, PrepareConfig):
+        return KdaPrepare(config), *prepare_arguments(config)
+    if isinstance(config, FactorsConfig):
+        return KdaFactors(config), *factors_arguments(config)
+    if isinstance(config, RecurrenceConfig):
+        return target.recurrence_class()(config), *recurrence_arguments(config)
+    if isinstance(config, MergeConfig):
+        return KdaMerge(config), *merge_arguments(config)
+    return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
+
+
+@once
+def compile(target: Target, config: Config, arch: str) -> Callable[..., None]:
+    """Returns a callable for one config and architecture, reused for every size and stride."""
+    return compile_kernel(*kernel(target, config), arch=arch)
+
+
+@once
+def _kernels_of(target: Target, device: torch.device) -> Kernels:
+    arch = target.compiles_for[torch.cuda.get_device_capability(device)]
+    return lambda config: compile(target, config, arch)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What the kernels of one call share: the call, how it is spread out, and memory between the kernels.
+
+    initial, final, indices: states as the recurrence takes them, which are the call's own or, where it goes piece by
+    piece, carried ones. segment_tokens: a length that no segment exceeds.
+    """
+
+    target: Target
+    call: Call
+    spread: Plan
+    kernels: Kernels
+    multiprocessors: int
+    initial: Tensor | None
+    final: Tensor | None
+    indices: Tensor | None
+    in_place: bool
+    segment_tokens: int
+    blocks: Tensor
+
+    def run(self) -> None:
+        """Launches every kernel of the call, piece by piece."""
+        slots = chunk_slots(*self.call.v.shape[:2], self.call.packed_sequences)
+        for piece in range(self.spread.pieces):
+            first = piece * self.spread.piece_slots
+            held = min(self.spread.piece_slots, slots - first)
+            self._prepare(first, held)
+            if len(self.call.intra) > 2:
+                self._factors(first, held)
+            segments = counters = starts = None
+            if self.call.packed:
+                segments, counters = self._segments()
+            if self.spread.split:
+                starts = self._starts(first, segments, counters)
+            self._recurrence(first, held, starts, segments, counters)
+
+    def _prepare(self, first: int, held: int) -> None:
+        call = self.call
+        config = PrepareConfig(
+            dtype_name(call.q.dtype),
+            dtype_name(call.g.dtype),
+            dtype_name(call.beta.dtype),
+            call.operand,
+            call.gate,
+            call.bounded,
+            call.l2norm,
+            call.beta_sigmoid,
+            call.neg_eigval,
+            rate=call.A_log is not None,
+            bias=call.dt_bias is not None,
+            index_dtype=self._index_dtype,
+            intra=call.Aqk is not None,
+        )
+        self.kernels(config)(
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, self.blocks, call.Aqk,
+            call.Akk, call.scale, call.lower_bound, first, held,
+        )  # fmt: skip
+
+    def _factors(self, first: int, held: int) -> None:
+        call = self.call
+        config = FactorsConfig(dtype_name(call.v.dtype), call.operand, self._index_dtype)
+        self.kernels(config)(
+            self.blocks, call.v, call.w, call.u, call.qg, call.kg, call.cu_seqlens, call.scale, first, held
+        )  # fmt: skip
+
+    def _segments(self) -> tuple[Tensor, Tensor]:
+        """Makes the table of segments, and the counters that hand them out to the scan and the recurrence."""
+        q, cu_seqlens = self.call.q, self.call.cu_seqlens
+        segments = q.new_empty((1 + self.spread.segments, COLUMNS), dtype=torch.int32)
+        counters = q.new_empty(2, dtype=torch.int32)
+        longest = min(q.shape[1], self.segment_tokens)
+        table = self.kernels(TableConfig(dtype_name(cu_seqlens.dtype)))  # type: ignore[union-attr]
+        table(cu_seqlens, segments, counters, self.segment_tokens, longest)
+        return segments, counters
+
+    def _starts(self, first: int, segments: Tensor | None, counters: Tensor | None) -> Tensor:
+        """Scans every segment and merges the maps: returns the state in front of each segment."""
+        call, heads_v = self.call, self.call.v.shape[2]
+        maps = self._matrices(2 * HEAD_DIM)
+        starts = self._matrices(HEAD_DIM)
+        ctas = min(self.multiprocessors, 2 * self.spread.segments * heads_v)
+        self.kernels(self._config(scan=True, tiles=self.target.v_tiles))(
+            self.blocks, call.v, call.out, self.initial, self.indices, None, maps, None, segments,
+            None if counters is None else counters[:1], self.segment_tokens, first, ctas,
+        )  # fmt: skip
+        config = MergeConfig(
+            call.state_v_first,
+            self.initial is not None,
+            self.indices is not None,
+            self._index_dtype,
+        )
+        self.kernels(config)(
+            maps, starts, self.initial, self.indices, call.cu_seqlens, call.sequences, call.q.shape[1],
+            self.segment_tokens,
+        )  # fmt: skip
+        return starts
+
+    def _recurrence(
+        self,
+        first: int,
+        held: int,
+        starts: Tensor | None,
+        segments: Tensor | None,
+        counters: Tensor | None,
+    ) -> None:
+        call, spread = self.call, self.spread
+        tiles = self.target.v_tiles // spread.tiles
+        ctas = min(self.multiprocessors, spread.segments * call.v.shape[2] * tiles)
+        self.kernels(self._config(scan=False, tiles=spread.tiles))(
+            self.blocks[:held], call.v, call.out, None if spread.split else self.initial, self.indices, self.final,
+            None, starts, segments, None if counters is None else counters[1:], self.segment_tokens, first, ctas,
+        )  # fmt: skip
+
+    def _config(self, scan: bool, tiles: int) -> RecurrenceConfig:
+        return self.target.recurrence_config(
+            dtype_name(self.call.v.dtype),
+            operand=self.call.operand,
+            tiles=tiles,
+            split=self.spread.split,
+            scan=scan,
+            packed=self.call.packed,
+            state_v_first=self.call.state_v_first,
+            initial_state=self.initial is not None,
+            final_state=self.final is not None and not scan,
+            indexed=self.indices is not None,
+            in_place=self.in_place and not scan,
+        )
+
+    @property
+    def _index_dtype(self) -> str | None:
+        offsets = self.call.cu_seqlens
+        return None if offsets is None else dtype_name(offsets.dtype)
+
+    def _matrices(self, height: int) -> Tensor:
+        shape = (self.spread.segments, self.call.v.shape[2], height, HEAD_DIM)
+        return self.call.q.new_empty(shape, dtype=torch.float32)
+
+
+def run(
+    target: Target,
+    call: Call,
+    *,
+    multiprocessors: int | None = None,
+    kernels: Kernels | None = None,
+    planner: Callable[..., Plan] = plan,
+) -> None:
+    """Launches one call on torch's current stream.
+
+    The call has a workspace, and tensors as the kernels read them. multiprocessors, their number, and kernels, which
+    turns a config into what is called, stand in for a GPU in tests, and planner for `plan`.
+    """
+    batch, tokens, heads_v = call.v.shape[:3]
+    workspace, device = call.workspace, call.q.device
+    assert workspace is not None
+    count = multiprocessors or tensors.multiprocessors(device)
+    longest: int | None = tokens
+    if call.packed:
+        copy = call.cu_seqlens_cpu
+        longest = None if copy is None else tensors.longest_sequence(copy)
+    spread = planner(
+        target, batch, tokens, heads_v, call.packed_sequences, count, workspace.numel(), call.intracard_cp, longest
+    )  # fmt: skip
+    initial, final, indices, in_place = call.initial, call.final, call.state_indices, call.in_place
+    if spread.pieces > 1 and not in_place:
+        initial = final = _carried(call)
+        in_place = True
+        # Padding slots keep their indices, so that their tokens are skipped; the others have a row of their own.
+        if indices is not None:
+            own = torch.arange(call.sequences, dtype=torch.int32, device=device)
+            indices = torch.where(indices < 0, indices, own)
+    blocks = workspace[: spread.piece_slots * heads_v * BLOCK_BYTES]
+    blocks = blocks.view(getattr(torch, call.operand)).view(spread.piece_slots, heads_v, BLOCK)
+    _Launch(
+        target,
+        call,
+        spread,
+        kernels or _kernels_of(target, device),
+        count,
+        initial,
+        final,
+        indices,
+        in_place,
+        spread.segment_tokens or max(tokens, CHUNK),
+        blocks,
+    ).run()
+
+
+def _carried(call: Call) -> Tensor:
+    """Returns the states of all sequences where the pieces of a call find them again: at last the final ones, in the
+    final states' memory if there is any."""
+    states = call.final_state
+    if states is None:
+        shape = (call.sequences, call.v.shape[2], HEAD_DIM, HEAD_DIM)
+        states = call.q.new_empty(shape, dtype=torch.float32)
+    return tensors.gather_states(call.initial_state, call.state_indices, states)

@@ -1,0 +1,295 @@
+"""The torch operator of KDA prefill and its public functions. Kernels are imported when a CUDA tensor comes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import dtype_name
+from ..reference import kda as reference
+from ..tensors import (
+    DENSE,
+    aligned,
+    as_stored,
+    gather_states,
+    is_aligned,
+    is_plain_cuda_call,
+    new_states,
+)
+from .call import SCHEMA, Call
+from .config import CHUNK, workspace_bytes
+from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
+from .target import Target
+
+
+class Prefill:
+    """The operator `<package>::prefill` of a target, and the functions that its package shows."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        name = f"{target.package}::prefill"
+        torch.library.define(name, SCHEMA)
+        torch.library.impl(name, "CPU", lambda *values: _run_on_cpu(Call(*values)))
+        torch.library.impl(name, "CUDA", lambda *values: self._run_on_gpu(Call(*values)))
+        torch.library.register_fake(name, lambda *_: None)
+        self._operator = getattr(torch.ops, target.package).prefill.default
+
+    def chunk_kda(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        disable_recompute: bool = False,
+        return_intermediate_states: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+        cp_context: object | None = None,
+        *,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        use_intracard_cp: bool | str = "auto",
+        out: Tensor | None = None,
+        state_pool: Tensor | None = None,
+        initial_state_indices: Tensor | None = None,
+        update_state_pool: bool = True,
+        operand_dtype: torch.dtype | None = None,
+        workspace: Tensor | None = None,
+        return_intra: bool = False,
+    ) -> tuple[Any, ...]:
+        """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences, forward only.
+
+        Per sequence and value head, with the state S `[K, V]`, the log decay d_t `[K]` and the write strength b_t:
+
+            S'_t = diag(exp(d_t)) S_(t-1)
+            S_t  = S'_t + b_t k_t (v_t - S'_t^T k_t)^T          o_t = scale * S_t^T q_t
+
+        q, k, v are bfloat16 or float16, of one dtype, and K = V = 128; on the CPU any dimensions, and float32 and
+        float64 too. HV is a multiple of H; value head h reads query and key head h // (HV // H). T, B and the lengths
+        of packed sequences may be 0. Views are taken as they are if their last dimension is contiguous; on the GPU a q,
+        k, v, g or out whose address or other strides are no multiples of 16 bytes goes through a copy.
+
+        Args:
+            q, k: `[B, T, H, K]`.
+            v: `[B, T, HV, V]`.
+            g: `[B, T, HV, K]` of any floating dtype: the natural-log decay, <= 0, which is checked on the CPU only;
+                or the raw gate with `use_gate_in_kernel`. float64 is converted on the GPU.
+            beta: `[B, T, HV]` of any floating dtype and strides: the write strength; or its logits with
+                `use_beta_sigmoid_in_kernel`.
+            scale: factor of the outputs; None: K ** -0.5.
+            initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (float64 is taken with
+                float64 activations); dense matrices, whose address and other strides are multiples of 16 bytes on the
+                GPU. A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is taken as it lies. It is not
+                changed. None: zero.
+            output_final_state: whether to return the states after the last token of every sequence.
+            use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
+            use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias) without `lower_bound`, and
+                lower_bound * sigmoid(exp(A_log) * (g + dt_bias)) with it.
+            use_beta_sigmoid_in_kernel: the strength is sigmoid(beta).
+            allow_neg_eigval: the strength is 2 * sigmoid(beta); needs `use_beta_sigmoid_in_kernel`.
+            safe_gate: promises log decays in [-5, 0) per token. A faster kernel serves then, and where the gate is
+                computed inside with a lower_bound of at least -5; any other decay is served right, but slower. A gate
+                computed inside needs `lower_bound` beside this.
+            lower_bound: bound of the gate, below 0, and at least -5 with `safe_gate`.
+            disable_recompute: with `return_intra`, keep more for the backward pass.
+            return_intermediate_states: False.
+            state_v_first: layout of all states.
+            cu_seqlens: `[N + 1]` int32 or int64 on the device of q packs N sequences into B = 1: sequence n holds the
+                tokens cu_seqlens[n] .. cu_seqlens[n + 1] - 1; from 0 to T, rising; empty sequences keep their state.
+                Checked on the CPU only, a device is never read back. None: a dense batch, N = B.
+            cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which tells how long the longest sequence is. A captured
+                CUDA graph keeps the plan that was made from it.
+            cp_context: None.
+            A_log: `[HV]` of any floating dtype, used in float32. May be None with `lower_bound`, the factor is then 1.
+            dt_bias: `[HV * K]` or `[HV, K]` of any floating dtype, used in float32. None: 0.
+            use_intracard_cp: whether long sequences are cut into segments that run side by side: "auto" decides from
+                shapes and the GPU; True refuses what cannot be cut into two segments of 1024 tokens, or does not fit
+                the workspace in one piece; False never cuts. No effect on the CPU.
+            out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
+            state_pool: `[rows, HV, K, V]`, or V, K, in place of an initial_state and like it, updated in place.
+            initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative:
+                padding, no row is read or written and the outputs are zero. No row of a pool that is updated may occur
+                twice, which is checked on the CPU only. None: row n. Needs a state_pool.
+            update_state_pool: False only reads the pool, and `output_final_state` decides what is returned.
+            operand_dtype: of what the kernels hand to the tensor cores: torch.float16 is more precise, for values up to
+                1e4 and queries and keys of norm about 1; torch.bfloat16 takes any. None: float16 with
+                `use_qk_l2norm_in_kernel`, else bfloat16. No effect on the CPU.
+            workspace: `[bytes]` uint8 on the device of q, contiguous, at an address that is a multiple of 128: memory
+                between the kernels, with nothing of worth before and after. `kda_workspace_bytes` says how much a call
+                in one piece needs; with less, but a chunk of 64 tokens of every value head (59,904 HV bytes), it goes
+                piece by piece. None: allocated.
+            return_intra: also return what a backward pass takes of the chunks of 64 tokens: Aqk and (I + Akk)^-1, both
+                `[B, T, HV, 64]`, and with `disable_recompute` w, u, qg, kg `[B, T, HV, 128]`, all in the dtype of q, as
+                `cula_core.reference.kda.Intermediates` defines them.
+
+        Returns:
+            `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states `[N, HV, ..]` (zero for padding),
+            or None. With a state_pool that is updated `(o, state_pool)`. With `return_intra` two or six more.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
+            NotImplementedError: `return_intermediate_states` or `cp_context` is given.
+            RuntimeError: the GPU is not one that this package has kernels for.
+        """
+        plain = is_plain_cuda_call(q)
+        if plain:
+            self._require_target(q.device)
+        check_prefill(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, state_pool=state_pool,
+            indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+            cp_context=cp_context, A_log=A_log, dt_bias=dt_bias, use_intracard_cp=use_intracard_cp, out=out,
+            operand_dtype=operand_dtype, workspace=workspace,
+            flags={
+                "output_final_state": output_final_state,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                "use_gate_in_kernel": use_gate_in_kernel,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+                "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate,
+                "disable_recompute": disable_recompute,
+                "return_intermediate_states": return_intermediate_states,
+                "state_v_first": state_v_first,
+                "update_state_pool": update_state_pool,
+                "return_intra": return_intra,
+            },
+        )  # fmt: skip
+        initial, turned = as_stored(initial_state if state_pool is None else state_pool)
+        v_first = state_v_first != turned
+        pool: Tensor | None = None
+        final: Tensor | None = None
+        if state_pool is not None and update_state_pool:
+            pool, initial = initial, None
+        elif output_final_state:
+            sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            final = new_states(sequences, q, v, v_first, initial)
+        if out is None:
+            out = torch.empty_like(v, memory_format=DENSE)
+        gate = "log" if not use_gate_in_kernel else "softplus" if lower_bound is None else "safe"
+        bound = float(lower_bound) if gate == "safe" and lower_bound is not None else 0.0
+        if operand_dtype is None:
+            operand_dtype = torch.float16 if use_qk_l2norm_in_kernel else torch.bfloat16
+        call = Call(
+            q, k, v, g, beta, A_log, dt_bias, initial, pool, initial_state_indices, final, cu_seqlens, cu_seqlens_cpu,
+            out, workspace, *_new_intra(q, v, return_intra, disable_recompute),
+            scale=float(q.shape[3] ** -0.5 if scale is None else scale),
+            gate=gate,
+            lower_bound=bound,
+            bounded=safe_gate or (gate == "safe" and bound >= SAFE_LOWER_BOUND),
+            l2norm=use_qk_l2norm_in_kernel,
+            beta_sigmoid=use_beta_sigmoid_in_kernel,
+            neg_eigval=allow_neg_eigval,
+            state_v_first=v_first,
+            operand=dtype_name(operand_dtype),
+            intracard_cp={False: "off", True: "on"}.get(use_intracard_cp, "auto"),  # type: ignore[call-overload]
+        )  # fmt: skip
+        if plain:
+            self._run_on_gpu(call)
+        else:
+            self._operator(*call)
+        states = final.transpose(2, 3) if turned and final is not None else final
+        return out, states if pool is None else state_pool, *call.intra
+
+    def kda_workspace_bytes(
+        self, batch: int, tokens: int, value_heads: int, sequences: int | None = None
+    ) -> int:
+        """Returns the bytes of a workspace that lets `chunk_kda` go in one piece.
+
+        sequences: of packed input, where batch is 1; None for a dense batch.
+        """
+        check_sizes(batch, tokens, value_heads, sequences)
+        # No workspace is smaller than a chunk.
+        needed = workspace_bytes(batch, tokens, value_heads, sequences)
+        return max(needed, workspace_bytes(1, 1, value_heads))
+
+    def _run_on_gpu(self, call: Call) -> None:
+        self._require_target(call.q.device)
+        if call.out.numel() == 0 or (call.initial is not None and call.initial.shape[0] == 0):
+            # No token at all, or nothing but padding.
+            for written in (call.out, *call.intra):
+                written.zero_()
+            if call.final_state is not None:
+                gather_states(call.initial_state, call.state_indices, call.final_state)
+            return
+        self._launch(_prepared(call))
+
+    def _require_target(self, device: torch.device) -> None:
+        found = _capability(device)
+        if found not in self._target.compiles_for:
+            known = " or ".join(f"{major}.{minor}" for major, minor in self._target.compiles_for)
+            name = self._target.distribution
+            raise RuntimeError(
+                f"{name} needs compute capability {known}, {device} has {found[0]}.{found[1]}"
+            )
+
+    def _launch(self, call: Call) -> None:
+        from .launch import run
+
+        target = call.out
+        if not is_aligned(target):
+            call = call._replace(out=torch.empty_like(target, memory_format=DENSE))
+        run(self._target, call)
+        if target is not call.out:
+            target.copy_(call.out)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _run_on_cpu(call: Call) -> None:
+    reference.prefill(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial, call.state_indices,
+        call.final, call.cu_seqlens, call.out, scale=call.scale, gate=call.gate, lower_bound=call.lower_bound,
+        l2norm=call.l2norm, beta_sigmoid=call.beta_sigmoid, neg_eigval=call.neg_eigval,
+        state_v_first=call.state_v_first, intra=call.intra or None,
+    )  # fmt: skip
+
+
+def _new_intra(
+    q: Tensor, v: Tensor, return_intra: bool, disable_recompute: bool
+) -> list[Tensor | None]:
+    """Returns memory for Aqk, Akk and, with `disable_recompute`, w, u, qg, kg; None for what is not asked for."""
+    intra: list[Tensor | None] = [None] * 6
+    if return_intra:
+        widths = [CHUNK, CHUNK]
+        if disable_recompute:
+            widths += [q.shape[3], v.shape[3], q.shape[3], q.shape[3]]
+        intra[: len(widths)] = (q.new_empty(*v.shape[:3], width) for width in widths)
+    return intra
+
+
+def _prepared(call: Call) -> Call:
+    """Returns the call with tensors as the kernels read them, and with a workspace."""
+    g, beta = (x.float() if x.dtype == torch.float64 else x for x in (call.g, call.beta))
+    rate, bias = call.A_log, call.dt_bias
+    if bias is not None:
+        bias = aligned(bias.float().reshape(g.shape[2:]).contiguous())
+    workspace = call.workspace
+    if workspace is None:
+        size = workspace_bytes(*call.v.shape[:3], call.packed_sequences)
+        workspace = call.q.new_empty(size, dtype=torch.uint8)
+    return call._replace(
+        q=aligned(call.q),
+        k=aligned(call.k),
+        v=aligned(call.v),
+        g=aligned(g),
+        beta=beta,
+        A_log=None if rate is None else rate.float(),
+        dt_bias=bias,
+        workspace=workspace,
+    )

@@ -1,0 +1,71 @@
+"""What callers of kernels do with tensors: alignment, layouts of states, and calls that need no dispatcher."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+DENSE = torch.contiguous_format
+
+
+def is_plain_cuda_call(x: Tensor) -> bool:
+    """Whether a launcher may be called without the dispatcher: a real CUDA tensor, and nothing is being traced."""
+    return (
+        type(x) is Tensor
+        and x.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether vectors of 16 bytes, and TMA, can address a real tensor: so are its address and all strides but the
+    last."""
+    size = x.element_size()
+    return not x.data_ptr() % 16 and not any(s * size % 16 for s in x.stride()[:-1])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns the tensor, or a contiguous copy if vectors of 16 bytes cannot address it."""
+    return x if is_aligned(x) else x.clone(memory_format=DENSE)
+
+
+def longest_sequence(offsets: Tensor) -> int:
+    """Returns the tokens of the longest of packed sequences; the offsets are on the CPU."""
+    values = offsets.tolist()
+    return max((b - a for a, b in zip(values[:-1], values[1:])), default=0)
+
+
+def as_stored(states: Tensor | None) -> tuple[Tensor | None, bool]:
+    """Returns states as they lie in memory, and whether that is the other layout: a transposed view needs no copy."""
+    if states is not None and states.stride(3) != 1 and states.stride(2) == 1:
+        return states.transpose(2, 3), True
+    return states, False
+
+
+def new_states(sequences: int, q: Tensor, v: Tensor, v_first: bool, like: Tensor | None) -> Tensor:
+    """Returns memory for final states [N, HV, K, V], or V, K, in the dtype of the initial ones `like`."""
+    matrix = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
+    if like is not None:
+        dtype = like.dtype
+    else:
+        dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    return torch.empty(sequences, v.shape[2], *matrix, dtype=dtype, device=q.device)
+
+
+def gather_states(initial: Tensor | None, indices: Tensor | None, target: Tensor) -> Tensor:
+    """Writes the initial states of all sequences to `target`, zero for padding, and returns it; reads nothing back."""
+    if initial is None or initial.shape[0] == 0:
+        return target.zero_()
+    if indices is None:
+        return target.copy_(initial[: target.shape[0]])
+    rows = initial[indices.clamp(min=0).long()]
+    return target.copy_(torch.where((indices >= 0)[:, None, None, None], rows, 0.0))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Returns how many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,391 @@
+"""What needs the state: chunk after chunk of a sequence, 64 columns of v at a time.
+
+With the state S [K, V] before a chunk, and what `prepare` has written of it:
+
+    x   = v - kh S        u = T' x        o = qg S + Aqk u        S <- diag(decay) S + kg^T u
+
+The state is transposed, S^T [64 V x 128 K] in fp32, and every product takes its first operand from registers, so that
+neither it nor x and u ever touch shared memory:
+
+    x^T = v^T - S^T kh^T        o^T = S^T qg^T        u^T = x^T T'^T
+    S^T <- S^T decay + u^T kg   o^T += u^T Aqk^T
+
+A scan walks through a segment on a state of K + V columns, of which the first V start from zero and the last K from the
+identity, with v = 0: they end as what the segment adds to a state, and as the matrix M that it applies to one.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cula_core.cute.memory import by_token, swizzled
+from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
+from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME
+from cula_core.delta_rule.kernels.items import ITEM_WORDS, SLOTS, Items
+from cula_core.delta_rule.kernels.states import States
+
+from ..arch import TARGET
+
+V_TILE = TARGET.v_tile
+GROUP = 128  # threads of a warpgroup
+BARRIER_TILE = 1
+
+
+class KdaRecurrence(Items, States):
+    """Persistent CTAs over items of work: (segment or sequence, value head, tiles of V).
+
+    | thread role | warps | work |
+    |---|---|---|
+    | tile t | 4t ... | state and outputs of 64 columns |
+    | load | the one behind | next item; blocks by bulk copies, v by TMA |
+
+    | shared memory | bytes | slots |
+    |---|---|---|
+    | block with all of T' and Aqk (in a scan without qg and Aqk), v [64, 64] per tile | 2 stage | config.stages |
+    | o [64, 64] per tile | 8192 tiles | 2 |
+    """
+
+    def __init__(self, config: RecurrenceConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.tiles = config.tiles
+        # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
+        self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
+        self.divide(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        blocks: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        final: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        segments: cute.Tensor,
+        counter: cute.Tensor,
+        segment_tokens: cutlass.Int32,
+        first_slot: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """The arguments of `launch.recurrence_arguments`; what the config does not have is None."""
+        tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tile, (CHUNK, V_TILE))
+        self.kernel(
+            blocks, tma_v, mV, tma_o, mO, out, initial, indices, final, maps, starts, segments, counter, segment_tokens,
+            first_slot,
+        ).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        blocks: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        final: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        segments: cute.Tensor,
+        counter: cute.Tensor,
+        segment_tokens: cutlass.Int32,
+        first_slot: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, 2 * (self.stages + SLOTS))
+        base = smem.allocate_array(self.operand, self.stages * self.stage, byte_alignment=1024)
+        o_base = None
+        if cutlass.const_expr(not self.config.scan):
+            o_base = smem.allocate_array(
+                self.dtype, SLOTS * self.tiles * SQUARE, byte_alignment=1024
+            )
+        item_words = smem.allocate_array(I32, SLOTS * ITEM_WORDS, byte_alignment=16)
+        thread = pipeline.Agent.Thread
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
+            tx_count=self.config.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+        items = pipeline.PipelineAsync.create(
+            barrier_storage=barriers + 2 * self.stages,
+            num_stages=SLOTS,
+            producer_group=pipeline.CooperativeGroup(thread, 1),
+            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
+            defer_sync=True,
+        )
+        cute.arch.mbarrier_init_fence()
+        self.clear(base, tidx)
+        cute.arch.sync_threads()
+        if warp_idx >= 4 * self.tiles:
+            if cutlass.const_expr(self.tiles > 1):
+                cute.arch.setmaxregister_decrease(24)
+            if warp_idx == 4 * self.tiles:
+                self.load(
+                    ring, items, base, item_words, blocks, tma_v, mV, indices, segments, counter, segment_tokens,
+                    first_slot, out.shape[2], out.shape[1], out.shape[0],
+                )  # fmt: skip
+        else:
+            if cutlass.const_expr(self.tiles > 1):
+                cute.arch.setmaxregister_increase(240)
+            self.walk(
+                ring, items, base, o_base, item_words, tma_o, mO, out, initial, final, maps, starts,
+                warp_idx // 4, tidx % GROUP,
+            )  # fmt: skip
+
+    # ---- the chain --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def walk(
+        self,
+        ring,
+        items,
+        base: cute.Pointer,
+        o_base: cute.Pointer,
+        item_words: cute.Pointer,
+        tma_o,
+        mO: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        final: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        group: cutlass.Int32,
+        tidx: cutlass.Int32,
+    ):
+        """States and outputs of 64 columns."""
+        scan = self.config.scan
+        lane = tidx % 32
+        mma_x = mma(self.operand, CHUNK, OperandMajorMode.K)
+        mma_s = mma(self.operand, HEAD_DIM, OperandMajorMode.MN)
+        part_x, part_s = mma_x.get_slice(tidx), mma_s.get_slice(tidx)
+        kh = self.second(mma_x, part_x, base, KH, (CHUNK, HEAD_DIM), "k")
+        tt = self.second(mma_x, part_x, base, T_PRIME, (CHUNK, CHUNK), "panels")
+        kg = self.second(mma_s, part_s, base, KG, (HEAD_DIM, CHUNK), "mn")
+        load_v = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_x
+        ).get_slice(tidx)
+        sV = self.staged(base + group * SQUARE, self.v_at, (V_TILE, CHUNK), "mn", self.dtype)
+        v_source = load_v.partition_S(sV)
+        # Seen as the accumulator sees it, the same for all columns of v: (2 neighbours, 16 pairs) per thread.
+        decays = cute.make_tensor(
+            cute.recast_ptr((base + (DECAY - self.begin)).align(16), dtype=F32),
+            cute.make_layout((V_TILE, HEAD_DIM, self.stages), stride=(0, 1, self.stage // 2)),
+        )
+        decays = part_s.partition_C(decays)[(None, 0, None), 0, 0, None]
+        if cutlass.const_expr(not scan):
+            qg = self.second(mma_x, part_x, base, QG, (CHUNK, HEAD_DIM), "k")
+            aqk = self.second(mma_x, part_x, base, STAGED_AQK, (CHUNK, CHUNK), "panels")
+            store_o = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_x
+            ).get_slice(tidx)
+            own_o = o_base + group * (SLOTS * SQUARE)
+            sO = self.slots(own_o, (CHUNK, V_TILE), "k")
+            tOsO = store_o.partition_D(self.slots(own_o, (V_TILE, CHUNK), "mn"))
+            o = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
+
+        s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, HEAD_DIM)), F32)
+        by_pairs = cute.make_tensor(s.iterator, cute.make_layout((2, 2, HEAD_DIM // 8)))
+        x = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
+        s_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, HEAD_DIM)))
+        x_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, CHUNK)))
+        v = cute.make_rmem_tensor(x.shape, self.dtype)
+        decay = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        turn = I32(0)  # chunks sent so far: which output slot is next
+
+        item = self.receive(items, item_at, item_words)
+        item_at.advance()
+        while item.valid != 0:
+            token, batch, length, head = item.token, item.batch, item.length, item.head
+            column = item.tile + group
+            chunks = cute.ceil_div(length, CHUNK)
+            if item.row < 0:
+                chunks = 0
+                if cutlass.const_expr(not scan):
+                    self.clear_output(out, batch, token, length, head, column, tidx)
+            self.start(s, initial, starts, item, column, part_s)
+            if cutlass.const_expr(not scan):
+                rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
+                gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
+            for c in cutlass.range(chunks, unroll=1):
+                stage = at.index
+                s_a.store(as_operand(s, s_a).load().to(self.operand))
+                ring.consumer_wait(at)
+                self.load_values(
+                    load_v, v_source[None, None, None, stage], v, length - c * CHUNK, column, lane
+                )
+                cute.autovec_copy(decays[None, None, stage], decay)
+                for n in cutlass.range_constexpr(HEAD_DIM // 8):
+                    for a in cutlass.range_constexpr(2):
+                        for b in cutlass.range_constexpr(2):
+                            by_pairs[a, b, n] = by_pairs[a, b, n] * decay[a, n]
+                warpgroup.fence()
+                issue(mma_x, x, s_a, kh[None, None, None, stage], True)
+                if cutlass.const_expr(scan):
+                    warpgroup.wait_group(0)
+                else:
+                    issue(mma_x, o, s_a, qg[None, None, None, stage], True)
+                    if c > 0:
+                        self.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                    warpgroup.wait_group(1)
+                x.store(v.load().to(F32) - x.load())
+                x_a.store(as_operand(x, x_a).load().to(self.operand))
+                warpgroup.fence()
+                issue(mma_x, x, x_a, tt[None, None, None, stage], True)
+                warpgroup.wait_group(0)
+                x_a.store(as_operand(x, x_a).load().to(self.operand))
+                warpgroup.fence()
+                issue(mma_s, s, x_a, kg[None, None, None, stage], False)
+                if cutlass.const_expr(not scan):
+                    issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
+                warpgroup.wait_group(0)
+                # By every thread, for what it has read itself; the pipeline's own release is one lane's for its warp.
+                cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
+                at.advance()
+                if cutlass.const_expr(not scan):
+                    self.store_output(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                    turn = turn + 1
+            if cutlass.const_expr(scan):
+                self.put(s, maps[item.segment, head, None, None], column, part_s)
+            else:
+                if chunks > 0:
+                    self.finish(
+                        tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
+                    )  # fmt: skip
+                if cutlass.const_expr(self.config.final_state):
+                    self.save(s, final, item, column, part_s)
+            item = self.receive(items, item_at, item_words)
+            item_at.advance()
+        if cutlass.const_expr(not scan):
+            if tidx < 32:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    def second(self, tiled_mma, part, base, offset, shape, major):
+        """A matrix of the block as the second operand of a product, of every stage."""
+        return tiled_mma.make_fragment_B(
+            part.partition_B(self.staged(base, offset - self.begin, shape, major, self.operand))
+        )
+
+    @cute.jit
+    def load_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, column, lane):
+        """v^T of a chunk in the order of an accumulator; zero past the end, and for the columns of M."""
+        cute.copy(load_v, source, load_v.retile(v))
+        if cutlass.const_expr(self.config.scan):
+            left = left if column < self.config.v_tiles else I32(0)
+        if cutlass.const_expr(self.config.scan or self.config.packed):
+            if (
+                left < CHUNK
+            ):  # tokens of the next sequence may hold anything, and 0 * inf is no zero
+                values = cute.make_tensor(v.iterator, cute.make_layout((2, 2, CHUNK // 8)))
+                for n in cutlass.range_constexpr(CHUNK // 8):
+                    for a in cutlass.range_constexpr(2):
+                        for b in cutlass.range_constexpr(2):
+                            beyond = 8 * n + lane % 4 * 2 + a >= left
+                            values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
+
+    # ---- outputs ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_output(self, store_o, o: cute.Tensor, target: cute.Tensor):
+        rounded = cute.make_rmem_tensor(o.shape, self.dtype)
+        rounded.store(o.load().to(self.dtype))
+        cute.copy(store_o, store_o.retile(rounded), target)
+
+    @cute.jit
+    def send(self, tma, gO: cute.Tensor, sO: cute.Tensor, c, turn, group, tidx):
+        """Sends a full chunk; after its barrier the other slot may be written again."""
+        if tidx < 32:  # whichever thread of the warp is elected to copy
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BARRIER_TILE + group, number_of_threads=GROUP)
+        if tidx < 32:
+            s, g = cpasync.tma_partition(
+                tma, 0, cute.make_layout(1), cute.group_modes(sO[None, None, turn % SLOTS], 0, 2),
+                cute.group_modes(gO[None, None, c], 0, 2),
+            )  # fmt: skip
+            cute.copy(tma, s, g)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish(
+        self, tma, gO, sO, out, batch, token, length, head, column, chunks, turn, group, tidx
+    ):
+        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
+        left = length - (chunks - 1) * CHUNK
+        if left == CHUNK:
+            self.send(tma, gO, sO, chunks - 1, turn, group, tidx)
+        else:
+            if tidx < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=BARRIER_TILE + group, number_of_threads=GROUP)
+            units, target = self.rows_of(
+                out, batch, token + (chunks - 1) * CHUNK, head, column, tidx
+            )
+            source = units.partition_S(sO[None, None, turn % SLOTS])
+            held = cute.make_rmem_tensor(source[None, 0, 0].shape, self.dtype)
+            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                if tidx // 8 + 16 * i < left:
+                    cute.autovec_copy(source[None, i, 0], held)
+                    cute.autovec_copy(held, target[None, i, 0])
+
+    @cute.jit
+    def clear_output(self, out, batch, token, length, head, column, tidx):
+        """The outputs of a skipped sequence are zero."""
+        for c in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
+            units, target = self.rows_of(out, batch, token + c * CHUNK, head, column, tidx)
+            zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
+            zeros.fill(0.0)
+            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                if tidx // 8 + 16 * i < length - c * CHUNK:
+                    cute.autovec_copy(zeros, target[None, i, 0])
+
+    def rows_of(self, out, batch, token, head, column, tidx):
+        """64 tokens of this tile's outputs: thread t has 16 bytes, t % 8, of rows t // 8 + 16 i."""
+        units = cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
+            cute.make_layout((GROUP // 8, 8), stride=(8, 1)),
+            cute.make_layout((1, 8)),
+        ).get_slice(tidx)
+        tokens = cute.domain_offset((token, 0), out[batch, None, head, None])
+        return units, units.partition_D(cute.local_tile(tokens, (CHUNK, V_TILE), (0, column)))
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def get(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
+        tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
+        cute.autovec_copy(part_s.partition_C(tile), s)
+
+    @cute.jit
+    def put(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
+        tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
+        cute.autovec_copy(s, part_s.partition_C(tile))
+
+    @cute.jit
+    def identity(self, s: cute.Tensor, column, part_s):
+        where = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
+        first = column * V_TILE
+        for i in cutlass.range_constexpr(cute.size(s)):
+            s[i] = F32(1.0) if where[i][0] + first == where[i][1] else F32(0.0)

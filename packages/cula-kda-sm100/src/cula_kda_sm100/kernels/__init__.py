@@ -1,0 +1,1 @@
+"""Device code with Blackwell's own instructions."""
