@@ -157,9 +157,12 @@ def kernel(target: Target, config: Config) -> tuple[object, ...]:
 
 
 @once
-def compile(target: Target, config: Config, arch: str) -> Callable[..., None]:
-    """Returns a callable for one config and architecture, reused for every size and stride."""
-    return compile_kernel(*kernel(target, config), arch=arch)
+def compile(target: Target, config: Config, arch: str, *options: object) -> Callable[..., None]:
+    """Returns a callable for one config and architecture, reused for every size and stride.
+
+    options: further ones of `cute.compile`.
+    """
+    return compile_kernel(*kernel(target, config), arch=arch, options=options)
 
 
 @once
