@@ -136,9 +136,11 @@ def lightning_specs(package: str) -> Iterator[Spec]:
 def lightning_compile(package: str, spec: Spec, options: tuple) -> Any:
     compile = find(package, "compile")
     if spec["kernel"] == "SegmentTable":
-        import torch
-
-        return compile(find(package, "TableConfig")(getattr(torch, spec["index_dtype"])), *options)
+        table, index_dtype = find(package, "TableConfig"), spec["index_dtype"]
+        (field,) = dataclasses.fields(table)
+        if "torch" in str(field.type):  # before configs were pure Python
+            index_dtype = getattr(importlib.import_module("torch"), index_dtype)
+        return compile(table(index_dtype), *options)
     return compile(build(package, find(package, "Config"), spec), *options)
 
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 
 from cutlass.cute.runtime import make_fake_stream
 
-from cula_kda_sm100 import launch
 from cula_emulator import resources
+from cula_kda_sm100 import launch
 
 SHARED_BYTES = 233_472  # of a multiprocessor
 SYSTEM_BYTES = 1024  # of shared memory, per CTA

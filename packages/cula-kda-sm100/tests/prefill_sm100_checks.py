@@ -13,8 +13,8 @@ import torch
 from kda_sm100_inputs import flags, int32, spaced
 from torch import Tensor
 
-from cula_kda_sm100 import chunk_kda, kda_workspace_bytes, reference
 from cula_emulator.memory import poisoned_memory
+from cula_kda_sm100 import chunk_kda, kda_workspace_bytes, reference
 
 MAX_ERROR = 3e-3
 # Operands in bfloat16, whatever the keys; keys that never change.

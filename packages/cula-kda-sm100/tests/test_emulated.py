@@ -33,6 +33,8 @@ from kda_sm100_facts import TARGETS, TILES, UNNOTICED
 from kda_sm100_inputs import BOUNDED_KINDS, KINDS
 from torch import Tensor
 
+from cula_emulator import mutation
+from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_kda_sm100 import launch, reference
 from cula_kda_sm100.config import (
     ACTIVATION_DTYPES,
@@ -44,8 +46,6 @@ from cula_kda_sm100.config import (
     chunk_slots,
     plan,
 )
-from cula_emulator import mutation
-from cula_emulator.memory import loose_strides, poisoned_memory
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

@@ -19,6 +19,7 @@ from kda_sm100_emulated import make_call, one_thread
 from kda_sm100_facts import TARGETS, TILES
 from torch import Tensor
 
+from cula_emulator import mutation
 from cula_kda_sm100 import launch, reference
 from cula_kda_sm100.common import AQK, BLOCK, DECAY, KG, KH, QG, T_PRIME, WIDE
 from cula_kda_sm100.config import (
@@ -31,7 +32,6 @@ from cula_kda_sm100.config import (
     RecurrenceConfig,
     chunk_slots,
 )
-from cula_emulator import mutation
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

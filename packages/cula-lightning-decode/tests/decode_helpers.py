@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula_lightning_decode import reference
+from cula_core.reference import lightning_decode as reference
 
 # (mode, stochastic rounding)
 MODES = (

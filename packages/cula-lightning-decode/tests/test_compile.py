@@ -15,7 +15,8 @@ from decode_helpers import MODES, possible
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_decode import launch
-from cula_lightning_decode.config import STATE_DTYPES, Config, Problem, candidates, select
+from cula_lightning_decode.config import STATE_DTYPES, Config, Problem
+from cula_lightning_decode.plan import candidates, select
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 FACTORS = {

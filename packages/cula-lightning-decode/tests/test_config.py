@@ -16,10 +16,8 @@ from cula_lightning_decode.config import (
     STATE_DTYPES,
     Config,
     Problem,
-    candidates,
-    select,
-    supports_overlap,
 )
+from cula_lightning_decode.plan import candidates, select, supports_overlap
 
 ARCHS = (
     "sm_80",

@@ -11,12 +11,8 @@ import torch
 from decode_helpers import bits, clone, exact, keys, rows, same
 from torch import Tensor
 
-from cula_lightning_decode import (
-    launch,
-    linear_attention_commit,
-    linear_attention_decode,
-    reference,
-)
+from cula_core.reference import lightning_decode as reference
+from cula_lightning_decode import launch, linear_attention_commit, linear_attention_decode
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,13 @@ from cutlass.cute.runtime import make_fake_stream
 from decode_helpers import MODES, clone, exact, keys, possible, rows, same
 from torch import Tensor
 
+from cula_core.reference import lightning_decode as reference
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
-from cula_lightning_decode import launch, reference
-from cula_lightning_decode.config import STATE_DTYPES, Problem, select, supports_overlap
-from cula_lightning_decode.decode import LightningDecode
+from cula_lightning_decode import launch
+from cula_lightning_decode.config import STATE_DTYPES, Problem
+from cula_lightning_decode.kernels.decode import LightningDecode
+from cula_lightning_decode.plan import select, supports_overlap
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

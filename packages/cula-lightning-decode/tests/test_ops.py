@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cula_lightning_decode
-from cula_lightning_decode import _spec, linear_attention_commit, linear_attention_decode, reference
+from cula_core import spec
+from cula_core.reference import lightning_decode as reference
+from cula_lightning_decode import _spec, linear_attention_commit, linear_attention_decode
 
 SOURCE = Path(cula_lightning_decode.__file__).parents[1]
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -333,8 +335,8 @@ def test_the_spec_gives_reasons(problem, reason):
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
 def test_the_spec_says_what_to_install(monkeypatch, missing):
-    found = _spec.find_spec
-    monkeypatch.setattr(_spec, "find_spec", lambda name: None if name == missing else found(name))
+    found = spec.find_spec
+    monkeypatch.setattr(spec, "find_spec", lambda name: None if name == missing else found(name))
     answer = _spec.supports()
     assert (
         answer is not None and missing in answer and "pip install cula-lightning-decode" in answer

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cula_lightning_decode import reference
-from cula_lightning_decode.reference import stochastic_round_bf16
+from cula_core.reference import lightning_decode as reference
+from cula_core.reference.lightning_decode import stochastic_round_bf16
 
 EPSILON = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 EPSILON |= {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -16,12 +16,14 @@ from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90 import launch
+from cula_lightning_sm90.call import Call
 from cula_lightning_sm90.config import (
     ACTIVATION_DTYPES,
     CHUNK,
     SHARED_MEMORY,
     Config,
     Problem,
+    TableConfig,
     candidates,
 )
 
@@ -105,7 +107,7 @@ class Build:
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Build]:
-    def make(config: Config | launch.TableConfig) -> Build:
+    def make(config: Config | TableConfig) -> Build:
         log = tmp_path / "remarks.yaml"
         compiled = launch.compile(
             config, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)),
@@ -173,28 +175,34 @@ def test_machine_code(build, config):
     assert kernel.count("WARPGROUP.DEPBAR") == kernel.count("WARPGROUP.ARRIVE") == waits
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_segment_table(build, dtype):
-    made = build(launch.TableConfig(dtype))
+    made = build(TableConfig(dtype))
     resources.check(made.kernel)
     assert not re.search(r"\.local\b", made.ptx)
 
 
-def launched(g, *, v_heads: int = 4, dim_v: int = 128, cu_seqlens=None, **options) -> list[Config]:
+def launched(
+    g, *, v_heads: int = 4, dim_v: int = 128, cu_seqlens=None, num_splits=1, multiprocessors=132
+) -> list[Config]:
     """Configs of a call that nobody executes, dense [1, 500] or packed."""
     q = torch.empty(1, 500, 1, 128, dtype=torch.bfloat16)
     v = torch.empty(1, 500, v_heads, dim_v, dtype=torch.bfloat16)
     configs = []
 
-    def kernel_for(config):
+    def kernels(config):
         configs.append(config)
         return lambda *arguments: grids.append(arguments[-1])
 
     grids: list[int] = []
-    launch.run(
-        q, q, v, g, None, None, None, None, None, cu_seqlens, torch.empty_like(v), scale=1.0,
-        kernel_for=kernel_for, **{"multiprocessors": 132, "num_splits": 1, **options},
+    nothing = dict.fromkeys(
+        ("head_decay", "initial_state", "state_pool", "state_indices", "final_state", "checkpoints")
+    )
+    call = Call(
+        q, q, v, g, cu_seqlens=cu_seqlens, out=torch.empty_like(v), scale=1.0, decay_sign=-1, state_v_first=False,
+        l2norm=False, exact_state=False, checkpoint_every=0, num_splits=num_splits, **nothing,
     )  # fmt: skip
+    launch.run(call, multiprocessors=multiprocessors, kernels=kernels)
     for config, ctas in zip(configs, grids):
         assert not (isinstance(config, Config) and config.paired and ctas % 2)
     return [config for config in configs if isinstance(config, Config)]

@@ -25,12 +25,14 @@ from emulated_helpers import (
 from gpu_oracle import in_rows
 from torch import Tensor
 
+from cula_core.dtypes import dtype_name
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
 from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90 import launch
-from cula_lightning_sm90.common import PAIR_SLOTS
-from cula_lightning_sm90.config import Config
+from cula_lightning_sm90.call import Call as Arguments
+from cula_lightning_sm90.config import Config, TableConfig
+from cula_lightning_sm90.kernels.layout import PAIR_SLOTS
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 
@@ -77,8 +79,8 @@ def run(emulated) -> Callable[..., Outcome]:
 
     def compiled(config):
         return emulated(
-            launch.kernel(config), *launch.fake_arguments(config),
-            make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
+            *launch.kernel(config), make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH,
+            key=config,
         )  # fmt: skip
 
     def run(
@@ -95,7 +97,7 @@ def run(emulated) -> Callable[..., Outcome]:
     ) -> Outcome:
         run.configs = []
 
-        def kernel_for(config):
+        def kernels(config):
             run.configs.append(config)
             line = {} if mutated in (None, config) else {"ignore_line": None}
             return partial(compiled(config), **(changes | line))
@@ -131,13 +133,16 @@ def run(emulated) -> Callable[..., Outcome]:
             slots = torch.tensor(call.slots, dtype=torch.int32)
         decay = None if call.decay is None else -decay_sign * call.decay
         with poisoned_memory():
-            launch.run(
+            in_place = call.final == "in place"
+            arguments = Arguments(
                 inputs["q"], inputs["k"], inputs["v"], inputs["g"], decay,
-                initial, slots, final, checkpoints, cu_seqlens, out,
+                None if in_place else initial, initial if in_place else None, slots,
+                None if in_place else final, checkpoints, cu_seqlens, out,
                 scale=call.scale, decay_sign=decay_sign, state_v_first=call.v_first,
                 l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=call.every,
-                num_splits=num_splits, multiprocessors=multiprocessors, kernel_for=kernel_for,
+                num_splits=num_splits,
             )  # fmt: skip
+            launch.run(arguments, multiprocessors=multiprocessors, kernels=kernels)
         kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
         if call.final == "in place":
             kept[used] = False
@@ -397,10 +402,10 @@ def check_table(emulated) -> Callable[..., None]:
         assert (table[1 + len(rows) :] == unused).all()
 
     def compiled(index_dtype: torch.dtype = torch.int32):
-        config = launch.TableConfig(index_dtype)
+        config = TableConfig(dtype_name(index_dtype))
         return emulated(
-            launch.kernel(config), *launch.fake_arguments(config),
-            make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH, key=config,
+            *launch.kernel(config), make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH,
+            key=config,
         )  # fmt: skip
 
     check.compiled = compiled

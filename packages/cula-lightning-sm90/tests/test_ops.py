@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cula_lightning_sm90
+from cula_core import spec
 from cula_lightning_sm90 import (
     _spec,
     chunk_lightning_attn,
@@ -30,6 +31,7 @@ from cula_lightning_sm90 import (
     ops,
     reference,
 )
+from cula_lightning_sm90.call import Call
 
 SOURCE = Path(cula_lightning_sm90.__file__).parents[1]
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -250,18 +252,15 @@ def test_states_pass_through_empty_sequences(make_inputs, slots):
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[dict]:
+def launched(monkeypatch) -> list[Call]:
     """Sends CPU calls down the way of CUDA calls, to a launcher that records and computes what it was given."""
-    calls: list[dict] = []
-    names = ("q", "k", "v", "g", "head_decay", "initial_state", "state_indices", "final_state")
-    names += ("checkpoints", "cu_seqlens", "out")
+    calls: list[Call] = []
 
-    def run(*tensors: Tensor | None, **options) -> None:
-        calls.append(dict(zip(names, tensors, strict=True)) | options)
-        known = {n: x for n, x in options.items() if n not in ("exact_state", "num_splits")}
-        reference.prefill(*tensors, **known)
+    def run(call: Call) -> None:
+        calls.append(call)
+        ops._run_on_cpu(call)
 
-    monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda q: type(q) is Tensor)
+    monkeypatch.setattr(ops, "is_plain_cuda_call", lambda q: type(q) is Tensor)
     monkeypatch.setattr(ops, "_require_hopper", lambda device: None)
     monkeypatch.setattr(ops, "_launch", lambda: run)
     return calls
@@ -278,14 +277,14 @@ def test_a_plain_call_hands_its_tensors_over(make_inputs, launched):
     )
     (call,) = launched
     for name in ("q", "k", "v"):
-        assert call[name] is a[name]
-    assert call["head_decay"] is a["decay"] and call["initial_state"] is a["state"]
-    assert call["out"] is o and call["final_state"] is final
+        assert getattr(call, name) is a[name]
+    assert call.head_decay is a["decay"] and call.initial_state is a["state"]
+    assert call.out is o and call.final_state is final
     for name in ("g", "state_indices", "checkpoints", "cu_seqlens"):
-        assert call[name] is None
+        assert getattr(call, name) is None
     options = {"decay_sign": -1, "state_v_first": False, "l2norm": False, "exact_state": True}
     options |= {"checkpoint_every": 0, "num_splits": 3, "scale": 64**-0.5}
-    assert {name: call[name] for name in options} == options
+    assert {name: getattr(call, name) for name in options} == options
 
 
 def test_a_pool_is_handed_over_as_both_states(make_inputs, launched):
@@ -297,11 +296,11 @@ def test_a_pool_is_handed_over_as_both_states(make_inputs, launched):
         initial_state_indices=slots, state_checkpoints=saved, checkpoint_every_n_tokens=64,
     )  # fmt: skip
     (call,) = launched
-    assert call["initial_state"] is call["final_state"] is a["state"]
-    assert call["cu_seqlens"] is offsets and call["state_indices"] is slots
-    assert type(call["scale"]) is float and call["scale"] == 2.0
+    assert call.initial is call.final is call.state_pool is a["state"]
+    assert call.cu_seqlens is offsets and call.state_indices is slots
+    assert type(call.scale) is float and call.scale == 2.0
     # Ten tokens hold no checkpoint, so the kernel needs no code for any.
-    assert call["checkpoints"] is None and call["checkpoint_every"] == 0
+    assert call.checkpoints is None and call.checkpoint_every == 0
 
 
 def test_gates_reach_the_launcher_in_a_dtype_it_reads(make_inputs, launched):
@@ -309,8 +308,8 @@ def test_gates_reach_the_launcher_in_a_dtype_it_reads(make_inputs, launched):
         a = kernel_inputs(make_inputs, gate_dtype=dtype)
         chunk_simple_gla(a["q"], a["k"], a["v"], a["g"], -a["decay"])
         call = launched.pop()
-        assert call["g"].dtype == given and call["decay_sign"] == 1
-        assert torch.equal(call["g"], a["g"].to(given))
+        assert call.g.dtype == given and call.decay_sign == 1
+        assert torch.equal(call.g, a["g"].to(given))
 
 
 @pytest.mark.parametrize(
@@ -323,11 +322,13 @@ def test_views_that_tma_cannot_address_are_copied(make_inputs, launched, how, co
     o, _ = lightning_attn_fwd(**views, decay=a["decay"], out=out)
     (call,) = launched
     for name in views:
-        assert (call[name] is not views[name]) == copied and torch.equal(call[name], a[name])
-    assert o is out and (call["out"] is not out) == copied
+        assert (getattr(call, name) is not views[name]) == copied and torch.equal(
+            getattr(call, name), a[name]
+        )
+    assert o is out and (call.out is not out) == copied
     for name in ("q", "k", "v", "out"):
-        strides = call[name].stride()
-        assert call[name].data_ptr() % 16 == 0 and not any(s % 8 for s in strides[:3])
+        strides = getattr(call, name).stride()
+        assert getattr(call, name).data_ptr() % 16 == 0 and not any(s % 8 for s in strides[:3])
     assert torch.equal(out, lightning_attn_fwd(a["q"], a["k"], a["v"], a["decay"])[0])
 
 
@@ -338,11 +339,11 @@ def test_a_transposed_view_is_handed_over_as_it_lies(make_inputs, launched, v_fi
     options = {"output_final_state": True, "state_v_first": v_first}
     _, final = lightning_attn_fwd(a["q"], a["k"], a["v"], a["decay"], None, state, **options)
     (call,) = launched
-    assert call["state_v_first"] is not v_first
-    assert call["initial_state"].data_ptr() == state.data_ptr()
+    assert call.state_v_first is not v_first
+    assert call.initial_state.data_ptr() == state.data_ptr()
     for name in ("initial_state", "final_state"):
-        assert call[name].is_contiguous()
-    assert final.shape == state.shape and final.data_ptr() == call["final_state"].data_ptr()
+        assert getattr(call, name).is_contiguous()
+    assert final.shape == state.shape and final.data_ptr() == call.final_state.data_ptr()
 
 
 @pytest.mark.parametrize("label", EMPTY)
@@ -391,7 +392,7 @@ def test_an_error_of_the_launcher_is_passed_on(make_inputs, launched, monkeypatc
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_are_refused_before_anything(monkeypatch, capability):
-    monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda q: True)
+    monkeypatch.setattr(ops, "is_plain_cuda_call", lambda q: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     message = "needs compute capability 9.0, cpu has {}.{}".format(*capability)
     with pytest.raises(RuntimeError, match=message):
@@ -588,8 +589,8 @@ def test_the_spec_gives_reasons(problem, reason):
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
 def test_the_spec_says_what_to_install(monkeypatch, missing):
-    found = _spec.find_spec
-    monkeypatch.setattr(_spec, "find_spec", lambda name: None if name == missing else found(name))
+    found = spec.find_spec
+    monkeypatch.setattr(spec, "find_spec", lambda name: None if name == missing else found(name))
     answer = _spec.supports()
     assert answer is not None and missing in answer and "pip install cula-lightning-sm90" in answer
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cula._registry import importable
-from cula._shared.lightning_decode import pool_slots, store_live
 from cula.reference._common import expand_heads
 from cula.reference.gates import l2norm
 from cula.reference.lightning import live_states, only_live
+from cula_core.reference.lightning_decode import pool_slots, store_live
 
 _MINIMUM = (0, 6)
 # FLA refuses to run its gated backward on Hopper with these releases of Triton, which compile it wrongly.

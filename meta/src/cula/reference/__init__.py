@@ -3,7 +3,6 @@
 They run on any device, compute in fp32 (fp64 for fp64 input), and take arguments that were already checked.
 """
 
-from cula._shared.lightning_decode import linear_attention_commit, linear_attention_decode
 from cula.reference.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -14,6 +13,7 @@ from cula.reference.delta_rule import (
 from cula.reference.lightning import lightning_attn_fwd, lightning_attn_fwd_varlen
 from cula.reference.lite import lite_attention
 from cula.reference.simple_gla import chunk_simple_gla, recurrent_simple_gla
+from cula_core.reference.lightning_decode import linear_attention_commit, linear_attention_decode
 
 __all__ = [
     "chunk_gated_delta_rule",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula._shared.lightning_decode import pool_slots, store_live
 from cula.reference._common import outgoing_tokens
 from cula.reference.simple_gla import chunk_simple_gla, chunked_simple_gla
 from cula.varlen import sequence_ids
+from cula_core.reference.lightning_decode import pool_slots, store_live
 
 
 def lightning_attn_fwd(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 
-def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps every result of a function of hashable arguments, like `functools.cache`.
+def once(function: Callable[..., Any]) -> functools._lru_cache_wrapper[Any]:
+    """Keeps every result of a function of hashable arguments, as `functools.cache` does and as fast.
 
     A second thread that asks for the same arguments waits for the first; other arguments do not wait. A call that
     raises keeps nothing.
@@ -18,17 +18,21 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
     locks: dict[Hashable, threading.Lock] = {}
     guard = threading.Lock()
 
+    @functools.cache
     @functools.wraps(function)
     def cached(*arguments: Hashable) -> Any:
-        try:
-            return results[arguments]
-        except KeyError:
-            pass
         with guard:
             lock = locks.setdefault(arguments, threading.Lock())
         with lock:
             if arguments not in results:
                 results[arguments] = function(*arguments)
-        return results[arguments]
+            return results[arguments]
 
+    forget = cached.cache_clear
+
+    def cache_clear() -> None:
+        forget()
+        results.clear()
+
+    cached.cache_clear = cache_clear  # type: ignore[method-assign]
     return cached

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
+from cula_core.dtypes import dtype_name
+from cula_core.spec import loader, missing_language
 
 from .config import ACTIVATION_DTYPES, HEAD_DIMS, MAX_TOKENS, STATE_DTYPES
 
@@ -36,14 +36,14 @@ def supports(
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it."""
-    for module in ("cutlass", "tvm_ffi"):
-        if find_spec(module) is None:
-            return f"{module} is missing: pip install {NAME}"
+    missing = missing_language(NAME)
+    if missing:
+        return missing
     if requires_grad:
         return "no backward"
-    if dtype is not None and str(dtype).removeprefix("torch.") not in ACTIVATION_DTYPES:
+    if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
-    if state_dtype is not None and str(state_dtype).removeprefix("torch.") not in STATE_DTYPES:
+    if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:
         return f"the state must be {', '.join(STATE_DTYPES)}, not {state_dtype}"
     for name, dim in (("K", head_dim_k), ("V", head_dim_v)):
         if dim is not None and dim not in HEAD_DIMS:
@@ -53,8 +53,4 @@ def supports(
     return None
 
 
-def load(function: str) -> Callable:
-    """A public function of the package by name."""
-    import cula_lightning_decode
-
-    return getattr(cula_lightning_decode, function)
+load = loader("cula_lightning_decode")

@@ -1,32 +1,33 @@
-"""Compiles a Config for an architecture and launches it. The only host file that imports the DSL."""
+"""Compiles a Config for an architecture and launches it. The only host module that imports the DSL."""
 
 from __future__ import annotations
-
-import functools
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
-from .config import Config, Problem, select, supports_overlap
-from .decode import LightningDecode
+from cula_core import tensors
+from cula_core.cute.compile import compile as compile_kernel
+from cula_core.cute.fake import vector
+from cula_core.cute.types import DTYPES
+from cula_core.dtypes import dtype_name
+from cula_core.once import once
 
-_DSL = {"float32": cutlass.Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+from .config import Config, Problem
+from .kernels.decode import LightningDecode
+from .plan import select, supports_overlap
 
 
 def fake_arguments(problem: Problem) -> tuple:
-    """What `cute.compile` needs to know of the arguments: all but dtypes, head dims and tokens is symbolic."""
-    dtype, state_dtype = (_DSL[d] for d in (problem.dtype, problem.state_dtype))
+    """Returns the arguments of `LightningDecode` without the stream; fixed are dtypes, head dims and tokens only."""
+    dtype, state_dtype = (DTYPES[d] for d in (problem.dtype, problem.state_dtype))
     batch, heads, heads_v = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
     def activation(heads, dim):
         strides = (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
         return make_fake_tensor(dtype, (batch, problem.tokens, heads, dim), stride=strides)
-
-    def row(dtype, size):
-        return make_fake_tensor(dtype, (size,), stride=(1,))
 
     dims = (problem.head_dim_k, problem.head_dim_v)
     rows, columns = dims[::-1] if problem.state_v_first else dims
@@ -43,29 +44,31 @@ def fake_arguments(problem: Problem) -> tuple:
         activation(heads, problem.head_dim_k),
         activation(heads_v, problem.head_dim_v),
         state,
-        row(cutlass.Float32, heads_v),
-        row(cutlass.Int32, batch) if problem.indexed else None,
-        row(cutlass.Int32, batch) if problem.mode == "commit" else None,
-        row(cutlass.Int64, 1) if problem.stochastic else None,
+        vector(cutlass.Float32, heads_v),
+        vector(cutlass.Int32, batch) if problem.indexed else None,
+        vector(cutlass.Int32, batch) if problem.mode == "commit" else None,
+        vector(cutlass.Int64, 1) if problem.stochastic else None,
         activation(heads_v, problem.head_dim_v) if outputs else None,
         cutlass.Float32(1.0),
     )
 
 
-@functools.cache
-def compile(config: Config, arch: str, *options):
-    """A callable for one Config on one architecture ("sm_80", "sm_90a", ...), reused for every size and stride."""
-    kernel = LightningDecode(config, overlap=supports_overlap(arch))
-    return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
-        kernel, *fake_arguments(config.problem), make_fake_stream(use_tvm_ffi_env_stream=True)
-    )
+def kernel(config: Config, arch: str) -> tuple[object, ...]:
+    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    overlap = supports_overlap(arch)
+    return LightningDecode(config, overlap=overlap), *fake_arguments(config.problem)
 
 
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+@once
+def compile(config: Config, arch: str, *options: object):
+    """Returns a callable for one config and architecture ("sm_80", "sm_90a", ...), reused for every size and stride.
+
+    options: further ones of `cute.compile`.
+    """
+    return compile_kernel(*kernel(config, arch), arch=arch, options=options)
 
 
-@functools.cache
+@once
 def kernel_for(
     dtype: torch.dtype,
     state_dtype: torch.dtype,
@@ -78,7 +81,7 @@ def kernel_for(
     stochastic: bool,
     device: torch.device,
 ):
-    """The compiled kernel for the static facts of a call; compiles on first use (about a second).
+    """Returns the compiled kernel for the static facts of a call; compiles on first use (about a second).
 
     Raises ValueError for facts that no kernel serves, RuntimeError for a GPU that is too old.
     """
@@ -87,14 +90,14 @@ def kernel_for(
         raise RuntimeError(
             f"cula-lightning-decode needs compute capability 8.0 or newer; {device} has {major}.{minor}"
         )
-    names = [str(d).removeprefix("torch.") for d in (dtype, state_dtype)]
+    names = [dtype_name(d) for d in (dtype, state_dtype)]
     problem = Problem(
         *names, head_dim_k, head_dim_v, tokens, state_v_first, indexed, mode, stochastic
     )
     if problem.illegal():
         raise ValueError(problem.illegal())
     arch = f"sm_{major}{minor}" + "a" * (major >= 9)
-    return compile(select(problem, arch, multiprocessors(device)), arch)
+    return compile(select(problem, arch, tensors.multiprocessors(device)), arch)
 
 
 def run(

@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import reference
+from cula_core.reference import lightning_decode as reference
+from cula_core.tensors import is_plain_cuda_call
+
 from .check import check_commit, check_decode
 
 torch.library.define(
@@ -124,7 +126,8 @@ def linear_attention_decode(
     # fmt: off
     arguments = (q, k, v, state, decay, state_indices, scale, state_v_first, out, commit, rounding_seed)
     # fmt: on
-    plain = _is_plain_cuda_call(k)
+    # Of a plain call the compiled host code verifies the tensors in C++ before it launches, which halves the cost.
+    plain = is_plain_cuda_call(k)
     if not plain:
         check_decode(*arguments)
     try:
@@ -172,20 +175,6 @@ def linear_attention_commit(
     check_commit(k, v, state, decay, num_accepted, state_indices, state_v_first, rounding_seed)
     seed = _seed_tensor(rounding_seed, k)
     _commit(k, v, state, decay, num_accepted, state_indices, seed, state_v_first)
-
-
-def _is_plain_cuda_call(k: Tensor) -> bool:
-    """Whether the launcher may be called directly, without the dispatcher and without checks in Python.
-
-    True for real CUDA tensors outside every tracing mode. The compiled host code then verifies the tensors in C++
-    before it launches, and check.py only explains what was wrong; together this halves the cost of a call.
-    """
-    return (
-        type(k) is Tensor
-        and k.is_cuda
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
 
 
 @functools.cache

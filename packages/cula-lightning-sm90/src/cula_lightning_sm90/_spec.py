@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
+from cula_core.dtypes import dtype_name
+from cula_core.spec import loader, missing_language
 
-from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS, dtype_name
+from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS
 
 NAME = "cula-lightning-sm90"
 OP = "lightning.prefill"
@@ -27,9 +27,9 @@ def supports(
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it; every flag is served."""
-    for module in ("cutlass", "tvm_ffi"):
-        if find_spec(module) is None:
-            return f"{module} is missing: pip install {NAME}"
+    missing = missing_language(NAME)
+    if missing:
+        return missing
     if requires_grad:
         return "no backward"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
@@ -44,8 +44,4 @@ def supports(
     return None
 
 
-def load(function: str) -> Callable:
-    """A public function of the package by name."""
-    import cula_lightning_sm90
-
-    return getattr(cula_lightning_sm90, function)
+load = loader("cula_lightning_sm90")

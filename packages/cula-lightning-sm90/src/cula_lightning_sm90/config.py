@@ -1,8 +1,8 @@
-"""What is fixed when a prefill kernel is compiled, and how a call is spread over the multiprocessors. Pure Python."""
+"""What is fixed when a prefill kernel is compiled. Pure Python."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 CHUNK = 64
 V_TILE = 64
@@ -12,14 +12,6 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 SHARED_MEMORY = 232_448
 
 _MAX_STAGES = 6
-# Segments shorter than this cost more in their own start-up than they win.
-_MIN_SEGMENT = 1024
-_MAX_SEGMENTS = 16
-
-
-def dtype_name(dtype: object) -> str:
-    """The name of a torch dtype, such as "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -132,66 +124,7 @@ def candidates(problem: Problem) -> list[Config]:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a call is spread out.
+class TableConfig:
+    """The kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
 
-    segments: how many segments there may be in all. segment_tokens: their length, a multiple of 64; 0 when sequences
-    stay whole. parts: segments of one sequence of a dense batch. ctas: of the grid, at most one per multiprocessor.
-    paired: two CTAs form a cluster; both always have the same segment, and heads that are neighbours or the same.
-    """
-
-    tiles: int
-    segments: int
-    segment_tokens: int
-    parts: int
-    ctas: int
-    paired: bool
-
-    @property
-    def split(self) -> bool:
-        return self.segment_tokens > 0
-
-
-def plan(
-    problem: Problem,
-    batch: int,
-    tokens: int,
-    sequences: int,
-    heads_v: int,
-    multiprocessors: int,
-    num_splits: int | None = None,
-    gate_rows: bool = False,
-) -> Plan:
-    """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
-
-    A head's V tiles go to CTAs of their own while those fit on the card; sequences are cut where even that leaves most
-    of it idle. Lengths of packed sequences are unknown here: cutting by tokens bounds the longest piece whatever they
-    are, and short sequences stay whole. gate_rows: TMA can load gates of neighbouring heads.
-    """
-    v_tiles = problem.head_dim_v // V_TILE
-    columns = heads_v * v_tiles * (1 if problem.packed else batch)
-    if num_splits is None:
-        num_splits = max(1, min(multiprocessors // columns, tokens // _MIN_SEGMENT, _MAX_SEGMENTS))
-    length = -(-tokens // (num_splits * CHUNK)) * CHUNK if num_splits > 1 else 0
-    if length >= tokens:
-        length = 0
-    parts = -(-tokens // length) if length else 1
-    if problem.packed:
-        segments = sequences + (tokens // length if length else 0)
-    else:
-        segments = batch * parts
-    fits = sequences * heads_v * v_tiles <= multiprocessors
-    tiles = 1 if v_tiles == 1 or fits or length else 2
-    ctas = min(multiprocessors, segments * heads_v * v_tiles // tiles)
-    paired = (
-        gate_rows and not problem.packed and tiles == 1 and heads_v * v_tiles % 2 == 0 and ctas > 1
-    )
-    if paired:
-        ctas = ctas // 2 * 2
-    return Plan(tiles, segments, length, parts, ctas, paired)
-
-
-def configs(problem: Problem, spread: Plan) -> tuple[Config, ...]:
-    """The passes of a call, in order."""
-    forward = Config(problem, spread.tiles, spread.split, paired=spread.paired)
-    return (replace(forward, prescan=True), forward) if spread.split else (forward,)
+    index_dtype: str

@@ -37,71 +37,75 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import reference
-from .check import check_layer, check_offsets_copy, check_packed, check_prefill, is_aligned
-
-# The pool of an in-place call has an argument of its own, so that no tensor is passed under two names.
-torch.library.define(
-    "cula_lightning_sm90::prefill",
-    "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, Tensor(a!)? state_pool, "
-    "Tensor? state_indices, Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, "
-    "float scale, int decay_sign, bool state_v_first, bool l2norm, bool exact_state, int checkpoint_every, "
-    "int? num_splits) -> ()",
+from cula_core.tensors import (
+    DENSE,
+    aligned,
+    as_stored,
+    gather_states,
+    is_aligned,
+    is_plain_cuda_call,
+    new_states,
 )
 
+from . import reference
+from .call import SCHEMA, Call
+from .check import check_layer, check_packed, check_prefill
 
-def _prefill_cpu(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, head_decay: Tensor | None,
-    initial_state: Tensor | None, state_pool: Tensor | None, state_indices: Tensor | None,
-    final_state: Tensor | None, checkpoints: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
-    scale: float, decay_sign: int, state_v_first: bool, l2norm: bool, exact_state: bool,
-    checkpoint_every: int, num_splits: int | None,
-) -> None:  # fmt: skip
-    if state_pool is not None:
-        initial_state = final_state = state_pool
+_PREFILL = "cula_lightning_sm90::prefill"
+torch.library.define(_PREFILL, SCHEMA)
+
+
+def _run_on_cpu(call: Call) -> None:
     reference.prefill(
-        q, k, v, g, head_decay, initial_state, state_indices, final_state, checkpoints, cu_seqlens,
-        out, scale=scale, decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
-        checkpoint_every=checkpoint_every,
+        call.q, call.k, call.v, call.g, call.head_decay, call.initial, call.state_indices, call.final,
+        call.checkpoints, call.cu_seqlens, call.out, scale=call.scale, decay_sign=call.decay_sign,
+        state_v_first=call.state_v_first, l2norm=call.l2norm, checkpoint_every=call.checkpoint_every,
     )  # fmt: skip
 
 
-def _prefill_cuda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, head_decay: Tensor | None,
-    initial_state: Tensor | None, state_pool: Tensor | None, state_indices: Tensor | None,
-    final_state: Tensor | None, checkpoints: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
-    scale: float, decay_sign: int, state_v_first: bool, l2norm: bool, exact_state: bool,
-    checkpoint_every: int, num_splits: int | None,
-) -> None:  # fmt: skip
-    _require_hopper(q.device)
-    if state_pool is not None:
-        initial_state = final_state = state_pool
-    if out.numel() == 0 or (initial_state is not None and initial_state.shape[0] == 0):
+def _run_on_gpu(call: Call) -> None:
+    _require_hopper(call.q.device)
+    if call.out.numel() == 0 or (call.initial is not None and call.initial.shape[0] == 0):
         # No token at all, or nothing but padding.
-        out.zero_()
-        _pass_through(initial_state, state_indices, final_state)
+        call.out.zero_()
+        if call.final_state is not None:
+            gather_states(call.initial_state, call.state_indices, call.final_state)
         return
-    if checkpoints is not None and checkpoints.numel() == 0:
-        checkpoints, checkpoint_every = None, 0
+    g, out = call.g, call.out
+    changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
     if g is not None and g.dtype == torch.float64:
-        g = g.float()
-    q, k, v = (x if is_aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
-    target = out if is_aligned(out) else torch.empty_like(out, memory_format=_DENSE)
-    _launch()(
-        q, k, v, g, head_decay, initial_state, state_indices, final_state, checkpoints, cu_seqlens,
-        target, scale=scale, decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
-        exact_state=exact_state, checkpoint_every=checkpoint_every, num_splits=num_splits,
-    )  # fmt: skip
-    if target is not out:
-        out.copy_(target)
+        changes["g"] = g.float()
+    if call.checkpoints is not None and call.checkpoints.numel() == 0:
+        changes |= {"checkpoints": None, "checkpoint_every": 0}
+    if not is_aligned(out):
+        changes["out"] = torch.empty_like(out, memory_format=DENSE)
+    call = call._replace(**changes)
+    _launch()(call)
+    if call.out is not out:
+        out.copy_(call.out)
 
 
-_DENSE = torch.contiguous_format
-torch.library.impl("cula_lightning_sm90::prefill", "CPU", _prefill_cpu)
-torch.library.impl("cula_lightning_sm90::prefill", "CUDA", _prefill_cuda)
-torch.library.register_fake("cula_lightning_sm90::prefill", lambda *_: None)
+@functools.cache
+def _launch() -> Callable[[Call], None]:
+    from .launch import run
+
+    return run
+
+
+torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
+torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
+torch.library.register_fake(_PREFILL, lambda *_: None)
 
 _prefill_op = torch.ops.cula_lightning_sm90.prefill.default
+
+
+@functools.cache
+def _require_hopper(device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        raise RuntimeError(
+            f"cula-lightning-sm90 needs compute capability 9.0, {device} has {major}.{minor}"
+        )
 
 
 def lightning_attn_fwd(
@@ -182,8 +186,8 @@ def lightning_attn_fwd_varlen(
         scale: factor of the outputs; None: K ** -0.5.
         state_pool: `[rows, HV, K, V]`, or `[rows, HV, V, K]` with `state_v_first`. None: states start from zero.
         initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative:
-            padding, no row is read or written and the outputs are zero. The same row twice is undefined (it is not
-            checked, because that needs a synchronisation). None: row n. Needs a state_pool.
+            padding, no row is read or written and the outputs are zero. No row of a pool that is updated may occur
+            twice, which is checked on the CPU only. None: row n. Needs a state_pool.
         output_final_state: whether to return the final states where no pool is updated.
         state_v_first: layout of all states.
         update_state_pool: False only reads the pool and returns the final states `[N, HV, ..]` (zero for padding).
@@ -269,7 +273,7 @@ def chunk_simple_gla(
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV]` of any floating dtype and strides, natural log units; meant to be <= 0, which is not checked.
+        g: `[B, T, HV]` of any floating dtype and strides, natural log units, <= 0 (checked on the CPU only).
         g_gamma: `[HV]` float32, natural log units per token, <= 0 (checked on the CPU only). With both g and g_gamma
             they add; with neither there is no decay.
         scale: factor of the outputs; None: K ** -0.5.
@@ -289,12 +293,10 @@ def chunk_simple_gla(
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is not of compute capability 9.0.
     """
-    if cu_seqlens_cpu is not None:
-        check_offsets_copy(cu_seqlens, cu_seqlens_cpu)
     return _prefill(
         q, k, v, g, g_gamma, "g_gamma", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
-        checkpoint_every_n_tokens, num_splits, out,
+        checkpoint_every_n_tokens, num_splits, out, cu_seqlens_cpu,
     )  # fmt: skip
 
 
@@ -319,16 +321,18 @@ def _prefill(
     checkpoint_every: int | None,
     num_splits: int | None,
     out: Tensor | None,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Every public function: checks, allocates, and runs. `update`: the state given is replaced, not only read."""
-    plain = _is_plain_cuda_call(q)
+    plain = is_plain_cuda_call(q)
     if plain:
         _require_hopper(q.device)
     check_prefill(
         q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
         state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits, out,
+        cu_seqlens_cpu,
     )  # fmt: skip
-    initial, turned = _as_stored(state)
+    initial, turned = as_stored(state)
     v_first = state_v_first != turned
     pool: Tensor | None = None
     final: Tensor | None = None
@@ -336,86 +340,30 @@ def _prefill(
         pool, initial = initial, None
     elif output_final_state:
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        final = _new_states(sequences, q, v, v_first, initial)
+        final = new_states(sequences, q, v, v_first, initial)
     saved = checkpoints
     if turned and checkpoints is not None:
         # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
         saved = checkpoints.transpose(3, 4).contiguous()
     if out is None:
-        out = torch.empty_like(v, memory_format=_DENSE)
+        out = torch.empty_like(v, memory_format=DENSE)
     if scale is None:
         scale = q.shape[3] ** -0.5
-    run = _prefill_cuda if plain else _prefill_op
-    run(
+    call = Call(
         q, k, v, g, head_decay, initial, pool, indices, final, saved, cu_seqlens, out, float(scale),
-        1 if decay_name == "g_gamma" else -1, v_first, l2norm, exact_state, checkpoint_every or 0,
-        num_splits,
+        decay_sign=1 if decay_name == "g_gamma" else -1,
+        state_v_first=v_first,
+        l2norm=l2norm,
+        exact_state=exact_state,
+        checkpoint_every=checkpoint_every or 0,
+        num_splits=num_splits,
     )  # fmt: skip
+    if plain:
+        _run_on_gpu(call)
+    else:
+        _prefill_op(*call)
     if checkpoints is not None and saved is not None and saved is not checkpoints:
         checkpoints.copy_(saved.transpose(3, 4))
     if pool is not None:
         return out, state
     return out, final.transpose(2, 3) if turned and final is not None else final
-
-
-def _is_plain_cuda_call(q: Tensor) -> bool:
-    """Whether the launcher may be called without the dispatcher: a real CUDA tensor, and nothing is being traced."""
-    return (
-        type(q) is Tensor
-        and q.is_cuda
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
-
-
-@functools.cache
-def _require_hopper(device: torch.device) -> None:
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        raise RuntimeError(
-            f"cula-lightning-sm90 needs compute capability 9.0, {device} has {major}.{minor}"
-        )
-
-
-@functools.cache
-def _launch() -> Callable[..., None]:
-    from .launch import run
-
-    return run
-
-
-def _as_stored(state: Tensor | None) -> tuple[Tensor | None, bool]:
-    """The states as they lie in memory, and whether that is the other layout: a transposed view needs no copy."""
-    if (
-        isinstance(state, Tensor)
-        and state.dim() == 4
-        and state.stride(3) != 1
-        and state.stride(2) == 1
-    ):
-        return state.transpose(2, 3), True
-    return state, False
-
-
-def _new_states(sequences: int, q: Tensor, v: Tensor, v_first: bool, like: Tensor | None) -> Tensor:
-    """Memory for the final states, in the dtype of the initial ones."""
-    matrix = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
-    if like is not None:
-        dtype = like.dtype
-    else:
-        dtype = q.dtype if q.dtype == torch.float64 else torch.float32
-    return torch.empty(sequences, v.shape[2], *matrix, dtype=dtype, device=q.device)
-
-
-def _pass_through(
-    initial_state: Tensor | None, state_indices: Tensor | None, final_state: Tensor | None
-) -> None:
-    """Final states of sequences that have no token: the initial ones, zero for padding. Reads nothing back."""
-    if final_state is None or final_state is initial_state:
-        return
-    if initial_state is None or initial_state.shape[0] == 0:
-        final_state.zero_()
-    elif state_indices is None:
-        final_state.copy_(initial_state[: final_state.shape[0]])
-    else:
-        rows = initial_state[state_indices.clamp(min=0).long()]
-        final_state.copy_(torch.where((state_indices >= 0)[:, None, None, None], rows, 0.0))

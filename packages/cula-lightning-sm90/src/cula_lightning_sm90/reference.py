@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cula_core.reference.common import normalized
+
 _CHUNK = 64
-_EPSILON = 1e-6
 
 
 class _Sequence(NamedTuple):
@@ -62,7 +63,7 @@ def recurrent_prefill(
     _, tokens, heads, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
     sequences = _sequences(q, state_indices, cu_seqlens)
-    queries, keys = (_normalized(x.double()) if l2norm else x.double() for x in (q, k))
+    queries, keys = (normalized(x.double()) if l2norm else x.double() for x in (q, k))
     if scale is None:
         scale = dim_k**-0.5
     outputs = v.new_zeros(v.shape, dtype=torch.float64)
@@ -142,7 +143,7 @@ def chunked_prefill(
             piece = slice(first, min(first + _CHUNK, stop))
             q_c, k_c, v_c = (x[rows, piece].to(work) for x in (q, k, v))
             if l2norm:
-                q_c, k_c = _normalized(q_c), _normalized(k_c)
+                q_c, k_c = normalized(q_c), normalized(k_c)
             outputs[rows, piece], state = _chunk(
                 q_c, k_c, v_c, log_decay[rows, piece], state, scale
             )
@@ -225,10 +226,6 @@ def _sequences(
         places = [(0, start, stop) for start, stop in zip(bounds[:-1], bounds[1:])]
     slots = range(len(places)) if state_indices is None else state_indices.tolist()
     return [_Sequence(*place, slot) for place, slot in zip(places, slots)]
-
-
-def _normalized(x: Tensor) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt()
 
 
 def _work_dtype(*tensors: Tensor | None) -> torch.dtype:

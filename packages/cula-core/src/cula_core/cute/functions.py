@@ -1,14 +1,34 @@
 """Elementary functions of fp32 in their fast approximations."""
 
 import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .types import LOG2_E
+from .types import F32, LOG2_E
 
 
 @cute.jit
 def exp2(x):
-    """Returns 2^x by one instruction."""
+    """Returns 2^x by one instruction; subnormal numbers count as zero."""
     return cute.math.exp2(x, fastmath=True)
+
+
+@dsl_user_op
+def exp2_pinned(x, *, loc=None, ip=None):
+    """Returns 2^x by an instruction that the compiler neither moves nor merges with another."""
+    code = "ex2.approx.ftz.f32 $0, $1;"
+    operand = F32(x).ir_value(loc=loc, ip=ip)
+    return F32(
+        llvm.inline_asm(
+            T.f32(),
+            [operand],
+            code,
+            "=f,f",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
 
 
 @cute.jit

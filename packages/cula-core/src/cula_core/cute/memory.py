@@ -38,3 +38,30 @@ def swizzled(shape, major, dtype):
 def by_token(x):
     """Returns [B, T, H, D] seen as (T, D, H, B), so that a tile of tokens and channels comes first."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+
+
+def repeated(base, shape, major, dtype, count, stride=None):
+    """Returns a swizzled matrix of every slot or stage, as [rows, columns, slot].
+
+    base: pointer to the first one. stride: elements from one to the next; None: they lie side by side.
+    """
+    layout = swizzled(shape, major, dtype)
+    atom = 256 if major == "panels" else 1024
+    pointer = cute.recast_ptr(base.align(atom), layout.inner, dtype=dtype)
+    every = cute.make_layout(count, stride=shape[0] * shape[1] if stride is None else stride)
+    return cute.make_tensor(pointer, cute.append(layout.outer, every))
+
+
+@cute.jit
+def load_tile(tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier):
+    """Loads a tile of tokens from `first` on by TMA; tokens past the end of the tensor arrive as zeros.
+
+    whole: as `by_token` sees it. column: which tile of channels. shared: [tokens, channels]. barrier: of the bytes.
+    """
+    rows = cute.domain_offset((first, 0), whole[None, None, head, batch])
+    tile = (cute.size(shared, mode=[0]), cute.size(shared, mode=[1]))
+    source = cute.local_tile(rows, tile, (0, column))
+    s, g = cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
+    )
+    cute.copy(tma, g, s, tma_bar_ptr=barrier)

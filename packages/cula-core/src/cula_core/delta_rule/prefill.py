@@ -150,9 +150,9 @@ class Prefill:
             self._require_target(q.device)
         check_prefill(
             q, k, v, g, beta, scale=scale, initial_state=initial_state, state_pool=state_pool,
-            indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-            cp_context=cp_context, A_log=A_log, dt_bias=dt_bias, use_intracard_cp=use_intracard_cp, out=out,
-            operand_dtype=operand_dtype, workspace=workspace,
+            indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, A_log=A_log, dt_bias=dt_bias,
+            use_intracard_cp=use_intracard_cp, out=out, operand_dtype=operand_dtype, workspace=workspace,
             flags={
                 "output_final_state": output_final_state,
                 "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_EPSILON = 1e-6
+from .common import normalized
+
 _CHUNK = 64
 
 
@@ -73,7 +74,7 @@ def recurrent_prefill(
     if beta_sigmoid:
         beta = (2 if neg_eigval else 1) * beta.sigmoid()
     if l2norm:
-        q, k = _normalized(q), _normalized(k)
+        q, k = normalized(q), normalized(k)
     tokens = [x.flatten(0, 1) for x in (q, k, v, decays, beta)]
     outputs = torch.zeros_like(tokens[2])
 
@@ -200,7 +201,7 @@ def intermediates(
     if beta_sigmoid:
         beta = (2 if neg_eigval else 1) * beta.sigmoid()
     if l2norm:
-        q, k = _normalized(q), _normalized(k)
+        q, k = normalized(q), normalized(k)
     q, k = (x.repeat_interleave(decays.shape[2] // q.shape[2], 2) for x in (q, k))
     aqk, akk = (decays.new_zeros(*decays.shape[:3], _CHUNK) for _ in range(2))
     found = Intermediates(aqk, akk, *(torch.zeros_like(x) for x in (k, v, q, k)))
@@ -255,7 +256,3 @@ def _sequences(
         places = [(start, stop - start) for start, stop in zip(bounds[:-1], bounds[1:])]
     slots = range(len(places)) if state_indices is None else state_indices.tolist()
     return [_Sequence(*place, slot) for place, slot in zip(places, slots)]
-
-
-def _normalized(x: Tensor) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt()

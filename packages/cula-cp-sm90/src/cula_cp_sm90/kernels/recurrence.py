@@ -20,18 +20,19 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.memory import by_token, swizzled
+from cula_core.cute.memory import by_token, repeated, swizzled
+from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME
-from cula_core.delta_rule.kernels.items import ITEM_WORDS, SLOTS, Items
+from cula_core.delta_rule.kernels.items import Item, Items
 from cula_core.delta_rule.kernels.states import States
 
 from ..arch import TARGET
 
 V_TILE = TARGET.v_tile
-GROUP = 128  # threads of a warpgroup
 BARRIER_TILE = 1
 
 
@@ -55,6 +56,7 @@ class KdaRecurrence(Items, States):
         self.tiles = config.tiles
         # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
         self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
+        self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
         self.divide(config)
 
     @cute.jit
@@ -200,8 +202,8 @@ class KdaRecurrence(Items, States):
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_x
             ).get_slice(tidx)
             own_o = o_base + group * (SLOTS * SQUARE)
-            sO = self.slots(own_o, (CHUNK, V_TILE), "k")
-            tOsO = store_o.partition_D(self.slots(own_o, (V_TILE, CHUNK), "mn"))
+            sO = repeated(own_o, (CHUNK, V_TILE), "k", self.dtype, SLOTS)
+            tOsO = store_o.partition_D(repeated(own_o, (V_TILE, CHUNK), "mn", self.dtype, SLOTS))
             o = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
 
         s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, HEAD_DIM)), F32)
@@ -215,7 +217,7 @@ class KdaRecurrence(Items, States):
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks sent so far: which output slot is next
 
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             token, batch, length, head = item.token, item.batch, item.length, item.head
@@ -224,7 +226,7 @@ class KdaRecurrence(Items, States):
             if item.row < 0:
                 chunks = 0
                 if cutlass.const_expr(not scan):
-                    self.clear_output(out, batch, token, length, head, column, tidx)
+                    self.outputs.clear(out, batch, token, length, head, column, tidx)
             self.start(s, initial, starts, item, column, part_s)
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
@@ -248,7 +250,7 @@ class KdaRecurrence(Items, States):
                 else:
                     issue(mma_x, o, s_a, qg[None, None, None, stage], True)
                     if c > 0:
-                        self.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(1)
                 x.store(v.load().to(F32) - x.load())
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
@@ -265,18 +267,18 @@ class KdaRecurrence(Items, States):
                 cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
                 at.advance()
                 if cutlass.const_expr(not scan):
-                    self.store_output(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                    self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                     turn = turn + 1
             if cutlass.const_expr(scan):
                 self.put(s, maps[item.segment, head, None, None], column, part_s)
             else:
                 if chunks > 0:
-                    self.finish(
+                    self.outputs.finish(
                         tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
                     )  # fmt: skip
                 if cutlass.const_expr(self.config.final_state):
                     self.save(s, final, item, column, part_s)
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
             if tidx < 32:
@@ -304,72 +306,6 @@ class KdaRecurrence(Items, States):
                         for b in cutlass.range_constexpr(2):
                             beyond = 8 * n + lane % 4 * 2 + a >= left
                             values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
-
-    # ---- outputs ----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def store_output(self, store_o, o: cute.Tensor, target: cute.Tensor):
-        rounded = cute.make_rmem_tensor(o.shape, self.dtype)
-        rounded.store(o.load().to(self.dtype))
-        cute.copy(store_o, store_o.retile(rounded), target)
-
-    @cute.jit
-    def send(self, tma, gO: cute.Tensor, sO: cute.Tensor, c, turn, group, tidx):
-        """Sends a full chunk; after its barrier the other slot may be written again."""
-        if tidx < 32:  # whichever thread of the warp is elected to copy
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=BARRIER_TILE + group, number_of_threads=GROUP)
-        if tidx < 32:
-            s, g = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(sO[None, None, turn % SLOTS], 0, 2),
-                cute.group_modes(gO[None, None, c], 0, 2),
-            )  # fmt: skip
-            cute.copy(tma, s, g)
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def finish(
-        self, tma, gO, sO, out, batch, token, length, head, column, chunks, turn, group, tidx
-    ):
-        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
-        left = length - (chunks - 1) * CHUNK
-        if left == CHUNK:
-            self.send(tma, gO, sO, chunks - 1, turn, group, tidx)
-        else:
-            if tidx < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=BARRIER_TILE + group, number_of_threads=GROUP)
-            units, target = self.rows_of(
-                out, batch, token + (chunks - 1) * CHUNK, head, column, tidx
-            )
-            source = units.partition_S(sO[None, None, turn % SLOTS])
-            held = cute.make_rmem_tensor(source[None, 0, 0].shape, self.dtype)
-            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-                if tidx // 8 + 16 * i < left:
-                    cute.autovec_copy(source[None, i, 0], held)
-                    cute.autovec_copy(held, target[None, i, 0])
-
-    @cute.jit
-    def clear_output(self, out, batch, token, length, head, column, tidx):
-        """The outputs of a skipped sequence are zero."""
-        for c in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
-            units, target = self.rows_of(out, batch, token + c * CHUNK, head, column, tidx)
-            zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
-            zeros.fill(0.0)
-            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-                if tidx // 8 + 16 * i < length - c * CHUNK:
-                    cute.autovec_copy(zeros, target[None, i, 0])
-
-    def rows_of(self, out, batch, token, head, column, tidx):
-        """64 tokens of this tile's outputs: thread t has 16 bytes, t % 8, of rows t // 8 + 16 i."""
-        units = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
-            cute.make_layout((GROUP // 8, 8), stride=(8, 1)),
-            cute.make_layout((1, 8)),
-        ).get_slice(tidx)
-        tokens = cute.domain_offset((token, 0), out[batch, None, head, None])
-        return units, units.partition_D(cute.local_tile(tokens, (CHUNK, V_TILE), (0, column)))
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

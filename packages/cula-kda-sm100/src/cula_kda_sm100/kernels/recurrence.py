@@ -26,10 +26,11 @@ from cutlass.memory import SmemAllocator
 
 from cula_core.cute.memory import by_token, swizzled, view
 from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, STAGED_AQK, T_PRIME, WIDE
 from cula_core.delta_rule.kernels.fragments import UNIT, unit_of_wide
-from cula_core.delta_rule.kernels.items import ITEM_WORDS, SLOTS, Items
+from cula_core.delta_rule.kernels.items import Item, Items
 from cula_core.delta_rule.kernels.states import States
 
 from ..arch import TARGET
@@ -235,7 +236,7 @@ class KdaRecurrence(Items, States):
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks so far
 
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             chunks = cute.ceil_div(item.length, CHUNK)
@@ -266,7 +267,7 @@ class KdaRecurrence(Items, States):
                 self.announce(ring.sync_object_empty.get_barrier(at.index))
                 at.advance()
                 turn = turn + 1
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
     def product(self, columns, major):
@@ -343,7 +344,7 @@ class KdaRecurrence(Items, States):
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks so far
 
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             token, batch, length, head = item.token, item.batch, item.length, item.head
@@ -394,7 +395,7 @@ class KdaRecurrence(Items, States):
                     )
                 if cutlass.const_expr(self.config.final_state):
                     self.save(s, final, item, item.tile, (group, tidx))
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
             if tidx < 32:

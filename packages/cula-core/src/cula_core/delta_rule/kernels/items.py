@@ -7,13 +7,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from ...cute.memory import swizzled, view
+from ...cute.memory import load_tile, repeated, view
 from ...cute.types import I32
+from ...cute.work import SLOTS, draw, post
 from ..config import CHUNK, RecurrenceConfig
 from .block import AQK, BLOCK, KH, QG, STAGED_AQK, STAGED_BLOCK, T_PRIME, runs
-
-SLOTS = 2  # of outputs and items
-ITEM_WORDS = 12  # of an item: whole 16-byte units
 
 
 class Item(NamedTuple):
@@ -61,19 +59,8 @@ class Items:
         cute.arch.fence_view_async_shared()
 
     def staged(self, base, offset, shape, major, dtype):
-        """A matrix of every stage, as [rows, columns, stage]."""
-        layout = swizzled(shape, major, dtype)
-        atom = 256 if major == "panels" else 1024
-        pointer = cute.recast_ptr((base + offset).align(atom), layout.inner, dtype=dtype)
-        stages = cute.make_layout(self.stages, stride=self.stage)
-        return cute.make_tensor(pointer, cute.append(layout.outer, stages))
-
-    def slots(self, base, shape, major):
-        """A matrix of every slot, as [rows, columns, slot]."""
-        layout = swizzled(shape, major, self.dtype)
-        pointer = cute.recast_ptr(base.align(1024), layout.inner, dtype=self.dtype)
-        slots = cute.make_layout(SLOTS, stride=shape[0] * shape[1])
-        return cute.make_tensor(pointer, cute.append(layout.outer, slots))
+        """Returns a matrix of every stage, as [rows, columns, stage]."""
+        return repeated(base + offset, shape, major, dtype, self.stages, self.stage)
 
     @cute.jit
     def load(
@@ -108,10 +95,9 @@ class Items:
             count = batch * parts * columns
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-        words = cute.make_tensor(item_words, cute.make_layout((ITEM_WORDS, SLOTS)))
         number = block
         if cutlass.const_expr(self.config.packed):
-            number = self.draw(counter, lane)
+            number = draw(counter, lane)
         while number < count:
             column = number % columns
             head, tile = column // per_head, column % per_head * self.tiles
@@ -137,15 +123,14 @@ class Items:
                     & ((part > 0) | (tile < self.config.v_tiles))
                 )
             if wanted:
-                items.producer_acquire(item_at)
-                if lane == 0:
-                    values = Item(
+                post(
+                    items, item_at, item_words,
+                    lambda: Item(
                         1, token, in_batch, length, sequence, row, segment, part == 0, part + 1 == parts_here, head,
                         tile,
-                    )  # fmt: skip
-                    for i in cutlass.range_constexpr(len(values)):
-                        words[i, item_at.index] = I32(values[i])
-                    items.producer_commit(item_at)
+                    ),
+                    lane,
+                )  # fmt: skip
                 item_at.advance()
                 if row < 0:
                     chunks = 0
@@ -162,19 +147,16 @@ class Items:
                             "k",
                             self.dtype,
                         )
-                        self.fetch(
+                        load_tile(
                             tma_v, mV, token + c * CHUNK, head, in_batch, (tile + i) % self.config.v_tiles,
                             sV[None, None, at.index], full,
                         )  # fmt: skip
                     at.advance()
             if cutlass.const_expr(self.config.packed):
-                number = self.draw(counter, lane)
+                number = draw(counter, lane)
             else:
                 number = number + ctas
-        items.producer_acquire(item_at)
-        if lane == 0:
-            words[0, item_at.index] = I32(0)
-            items.producer_commit(item_at)
+        post(items, item_at, item_words, lambda: (0,), lane)
 
     @cute.jit
     def describe(
@@ -201,14 +183,6 @@ class Items:
             return token, sequence, length, sequence, number, part, parts, slot
 
     @cute.jit
-    def draw(self, counter: cute.Tensor, lane: cutlass.Int32):
-        """The number of the next item in the order of the segment table."""
-        number = I32(0)
-        if lane == 0:
-            number = cute.arch.atomic_add(counter.iterator.llvm_ptr, I32(1))
-        return cute.arch.shuffle_sync(number, 0)
-
-    @cute.jit
     def fetch_block(self, bulk, block: cute.Tensor, base: cute.Pointer, stage, barrier):
         """Loads what the recurrence takes of a block."""
         pointer = block.iterator.align(128)
@@ -216,28 +190,3 @@ class Items:
             at = stage * self.stage + target - self.begin
             shared = view(base, at, size, unit=128)
             cute.copy(bulk, view(pointer, source, size), shared, mbar_ptr=barrier)
-
-    @cute.jit
-    def fetch(
-        self, tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier
-    ):
-        """Loads 64 tokens from `first` on; tokens past the end of the tensor arrive as zeros."""
-        rows = cute.domain_offset((first, 0), whole[None, None, head, batch])
-        source = cute.local_tile(rows, (CHUNK, self.config.v_tile), (0, column))
-        s, g = cpasync.tma_partition(
-            tma,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(source, 0, 2),
-        )
-        cute.copy(tma, g, s, tma_bar_ptr=barrier)
-
-    @cute.jit
-    def receive(self, items, at, item_words: cute.Pointer):
-        """The next item, as the loading warp described it."""
-        items.consumer_wait(at)
-        words = cute.make_tensor(item_words, cute.make_layout((ITEM_WORDS, SLOTS)))
-        item = Item(*(words[i, at.index] for i in range(len(Item._fields))))
-        items.consumer_release(at)
-        return item

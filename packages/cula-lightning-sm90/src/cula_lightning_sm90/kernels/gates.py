@@ -6,8 +6,11 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from .common import DTYPES, F32, GATE_SLOTS, LOG2_E, PAIR_SLOTS, SLOTS, Layout, floored
-from .config import CHUNK, Config
+from cula_core.cute.types import DTYPES, F32, LOG2_E
+from cula_core.cute.work import SLOTS, receive
+
+from ..config import CHUNK, Config
+from .layout import GATE_SLOTS, PAIR_SLOTS, Item, Layout, floored
 
 
 class Gates(Layout):
@@ -43,7 +46,7 @@ class Gates(Layout):
         steps = cute.make_rmem_tensor(2, F32)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, GATE_SLOTS)
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             length = item.length
@@ -64,7 +67,7 @@ class Gates(Layout):
                             steps[i] = step if first + 2 * lane + i < length else F32(0.0)
                         self.publish(gates, at, sums, steps, lane)
                         at.advance()
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
     @cute.jit
@@ -164,7 +167,7 @@ class PairedGates(Gates):
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, GATE_SLOTS)
         put_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PAIR_SLOTS)
         take_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PAIR_SLOTS)
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             slope = self.slope(head_decay, item.head, decay_factor)
@@ -203,6 +206,6 @@ class PairedGates(Gates):
                     take_at.advance()
                     self.publish(gates, at, sums, steps, lane)
                     at.advance()
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
         pair.producer_tail(put_at)  # nobody leaves while the other may send to it

@@ -17,22 +17,14 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from .common import (
-    F32,
-    GATE_SLOTS,
-    GROUP,
-    I32,
-    ITEM_WORDS,
-    PAIR_SLOTS,
-    SLOTS,
-    TABLE,
-    Item,
-    Layout,
-    by_token,
-    swizzled,
-)
-from .config import CHUNK, V_TILE, Config
+from cula_core.cute.memory import by_token, load_tile, swizzled
+from cula_core.cute.output import GROUP
+from cula_core.cute.types import F32, I32
+from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
+
+from ..config import CHUNK, V_TILE, Config
 from .gates import Gates, PairedGates
+from .layout import GATE_SLOTS, PAIR_SLOTS, TABLE, Item, Layout
 from .tiles import Tiles
 from .weights import Weights
 
@@ -294,10 +286,9 @@ class LightningPrefill(Layout):
             count = batch * (parts if self.forward else parts - 1) * columns
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-        words = cute.make_tensor(item_words, cute.make_layout((ITEM_WORDS, SLOTS)))
         number = block
         if cutlass.const_expr(self.problem.packed):
-            number = self.draw(counter, lane)
+            number = draw(counter, lane)
         while number < count:
             segment, column = number // columns, number % columns
             head, tile = column // per_head, column % per_head
@@ -311,15 +302,13 @@ class LightningPrefill(Layout):
             if cutlass.const_expr(not self.forward):
                 wanted = (part + 1 < parts_here) & (row >= 0)
             if wanted:
-                items.producer_acquire(item_at)
-                if lane == 0:
-                    first_tile = tile * self.tiles
-                    values = Item(
-                        1, token, in_batch, length, sequence, slot, part, parts_here, head, first_tile, row
-                    )  # fmt: skip
-                    for i in cutlass.range_constexpr(len(values)):
-                        words[i, item_at.index] = I32(values[i])
-                    items.producer_commit(item_at)
+                post(
+                    items, item_at, item_words,
+                    lambda: Item(
+                        1, token, in_batch, length, sequence, slot, part, parts_here, head, tile * self.tiles, row
+                    ),
+                    lane,
+                )  # fmt: skip
                 item_at.advance()
                 chunks = cute.ceil_div(length, CHUNK)
                 if row < 0:
@@ -329,15 +318,13 @@ class LightningPrefill(Layout):
                     full = ring.producer_get_barrier(at)
                     first = token + c * CHUNK
                     if cutlass.const_expr(self.forward):
-                        self.fetch(
+                        load_tile(
                             tma_q, mQ, first, head_k, in_batch, 0, sQ[None, None, at.index], full
                         )
-                    self.fetch(
-                        tma_k, mK, first, head_k, in_batch, 0, sK[None, None, at.index], full
-                    )
+                    load_tile(tma_k, mK, first, head_k, in_batch, 0, sK[None, None, at.index], full)
                     for i in cutlass.range_constexpr(self.tiles):
                         sV = self.staged(base, self.v_at + i * CHUNK * V_TILE, (CHUNK, V_TILE), "k")
-                        self.fetch(
+                        load_tile(
                             tma_v,
                             mV,
                             first,
@@ -349,13 +336,10 @@ class LightningPrefill(Layout):
                         )
                     at.advance()
             if cutlass.const_expr(self.problem.packed):
-                number = self.draw(counter, lane)
+                number = draw(counter, lane)
             else:
                 number = number + ctas
-        items.producer_acquire(item_at)
-        if lane == 0:
-            words[0, item_at.index] = I32(0)
-            items.producer_commit(item_at)
+        post(items, item_at, item_words, lambda: (0,), lane)
 
     @cute.jit
     def describe(
@@ -376,27 +360,3 @@ class LightningPrefill(Layout):
             token = part * segment_tokens
             length = cutlass.min(segment_tokens, tokens - token)
             return token, sequence, length, sequence, sequence * parts + part, part, parts
-
-    @cute.jit
-    def draw(self, counter: cute.Tensor, lane: cutlass.Int32):
-        """The number of the next item in the order of the segment table."""
-        number = I32(0)
-        if lane == 0:
-            number = cute.arch.atomic_add(counter.iterator.llvm_ptr, I32(1))
-        return cute.arch.shuffle_sync(number, 0)
-
-    @cute.jit
-    def fetch(
-        self, tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier
-    ):
-        """Loads 64 tokens from `first` on; tokens past the end of the tensor arrive as zeros."""
-        tiles = cute.domain_offset((first, 0), whole[None, None, head, batch])
-        source = cute.local_tile(tiles, (CHUNK, cute.size(shared, mode=[1])), (0, column))
-        s, g = cpasync.tma_partition(
-            tma,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(source, 0, 2),
-        )
-        cute.copy(tma, g, s, tma_bar_ptr=barrier)

@@ -5,19 +5,14 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from .common import (
-    BARRIER_WEIGHTS,
-    F32,
-    GATE_SLOTS,
-    GROUP,
-    SLOTS,
-    TABLE,
-    Layout,
-    exp2_in_two,
-    issue,
-    mma,
-)
-from .config import CHUNK
+from cula_core.cute.functions import exp2_pinned
+from cula_core.cute.output import GROUP, row_units
+from cula_core.cute.types import F32
+from cula_core.cute.wgmma import issue, mma
+from cula_core.cute.work import SLOTS, receive
+
+from ..config import CHUNK
+from .layout import BARRIER_WEIGHTS, GATE_SLOTS, TABLE, Item, Layout, exp2_in_two
 
 
 class Weights(Layout):
@@ -48,7 +43,7 @@ class Weights(Layout):
         row, column = tidx // 32 * 16 + lane // 4, lane % 4 * 2
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
         if cutlass.const_expr(self.forward):
-            product = mma(self.dtype, CHUNK, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+            product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
             part = product.get_slice(tidx)
             sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k")
             tPrQ = product.make_fragment_A(part.partition_A(sQ))
@@ -71,7 +66,7 @@ class Weights(Layout):
             sums, cute.make_layout((2, 4, CHUNK // 8, GATE_SLOTS), stride=(1, 2, 8, 2 * CHUNK))
         )[None, lane % 4, None, None]
 
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             length, head = item.length, item.head
@@ -107,9 +102,9 @@ class Weights(Layout):
                     own = self.inverse_norm(base + at.index * self.stage, tidx)
                     norm = cute.make_tensor(norms, cute.make_layout((GROUP, SLOTS)))
                     norm[tidx, out_at.index] = own
-                weight = cute.arch.exp2(here if tidx < CHUNK else to_end) * own
+                weight = exp2_pinned(here if tidx < CHUNK else to_end) * own
                 weight = weight * scale if tidx < CHUNK else weight
-                whole, lost = cute.arch.exp2(last), F32(0.0)
+                whole, lost = exp2_pinned(last), F32(0.0)
                 if cutlass.const_expr(self.problem.exact_state):
                     whole, lost = exp2_in_two(last)
                 total = total + last
@@ -149,7 +144,7 @@ class Weights(Layout):
             if cutlass.const_expr(not self.forward):
                 if (tidx == 0) & (item.tile == 0):
                     decays[item.slot, head] = total
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
     @cute.jit
@@ -159,7 +154,7 @@ class Weights(Layout):
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
                     distance = row + 8 * b - (column + 8 * n + a)
-                    factor = cute.arch.exp2(F32(distance) * slope) * scale
+                    factor = exp2_pinned(F32(distance) * slope) * scale
                     factors[a, b, n] = factor if distance >= 0 else F32(0.0)
 
     @cute.jit
@@ -185,14 +180,14 @@ class Weights(Layout):
                 for n in cutlass.range_constexpr(2 * block, 2 * block + 2):
                     for b in cutlass.range_constexpr(2):
                         for a in cutlass.range_constexpr(2):
-                            factor = cute.arch.exp2(row_sums[b] - column_sums[a, n]) * scale
+                            factor = exp2_pinned(row_sums[b] - column_sums[a, n]) * scale
                             past = row + 8 * b >= column + 8 * n + a
                             factors[a, b, n] = factor if past else F32(0.0)
 
     @cute.jit
     def clear_keys(self, keys: cute.Tensor, left, tidx):
         """Zeroes what lies past the end of a packed sequence: tokens of the next one, of any value."""
-        units = self.units(tidx)
+        units = row_units(self.dtype, tidx)
         target = units.partition_D(keys)
         zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
         zeros.fill(0.0)

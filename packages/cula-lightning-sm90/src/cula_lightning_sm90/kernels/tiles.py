@@ -3,16 +3,26 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from .common import BARRIER_TILE, F32, GROUP, I32, SLOTS, TABLE, Layout, as_operand, issue, mma
-from .config import CHUNK, V_TILE
+from cula_core.cute.functions import exp2_pinned
+from cula_core.cute.output import OutputTiles
+from cula_core.cute.types import F32, I32
+from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.work import SLOTS, receive
+
+from ..config import CHUNK, V_TILE, Config
+from .layout import BARRIER_TILE, TABLE, Item, Layout
 
 MAX_F16 = 65504.0
 
 
 class Tiles(Layout):
     """The state of 64 columns of v, transposed, [64, K] in fp32, in one warpgroup's registers from end to end."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
 
     @cute.jit
     def attend(
@@ -42,8 +52,8 @@ class Tiles(Layout):
         if cutlass.const_expr(self.config.split):  # the prescan's states are there
             cute.arch.griddepcontrol_wait()
         lane = tidx % 32
-        mma_o = mma(self.dtype, CHUNK, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
-        mma_s = mma(self.dtype, self.dim_k, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma_o = mma(self.dtype, CHUNK, OperandMajorMode.K)
+        mma_s = mma(self.dtype, self.dim_k, OperandMajorMode.MN)
         part_o, part_s = mma_o.get_slice(tidx), mma_s.get_slice(tidx)
         tOrQ = mma_o.make_fragment_B(
             part_o.partition_B(self.staged(base, 0, (CHUNK, self.dim_k), "k"))
@@ -76,7 +86,7 @@ class Tiles(Layout):
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks sent so far: which output slot is next
 
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             token, batch, length, sequence, slot, part, parts, head = item[1:9]
@@ -84,7 +94,7 @@ class Tiles(Layout):
             chunks = cute.ceil_div(length, CHUNK)
             if row < 0:
                 chunks = 0
-                self.clear_output(out, batch, token, length, head, column, tidx)
+                self.outputs.clear(out, batch, token, length, head, column, tidx)
             self.start(
                 s, part_s, initial, states, decays, sequence, slot, part, parts, head, column, row, tidx
             )  # fmt: skip
@@ -94,7 +104,7 @@ class Tiles(Layout):
                 left = cutlass.min(length - c * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
-                self.take_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
+                self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
                 self.weigh_values(v_weights[None, None, weights_at.index], v_a, w_a, rest_a)
                 s_a.store(as_operand(s, s_a).load().to(self.dtype))
                 self.decay(s, totals[None, weights_at.index])
@@ -104,7 +114,7 @@ class Tiles(Layout):
                 if cutlass.const_expr(self.problem.exact_state):
                     issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
                 if c > 0:
-                    self.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
+                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
                 by_token = cute.make_rmem_tensor((2, CHUNK // 8), F32)
                 cute.autovec_copy(o_weights[None, None, weights_at.index], by_token)
                 warpgroup.wait_group(2 if self.problem.exact_state else 1)
@@ -115,14 +125,14 @@ class Tiles(Layout):
                             by_pairs[a, b, n] = by_pairs[a, b, n] * by_token[a, n]
                 # With all this in flight two tiles have no registers to keep v in.
                 if cutlass.const_expr(self.problem.exact_state and self.tiles > 1):
-                    self.take_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
+                    self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
                 warpgroup.fence()
                 issue(mma_o, o, v_a, tOrP[None, None, None, weights_at.index], False)
                 warpgroup.wait_group(0)
                 self.release(ring, weights, at, weights_at)
                 at.advance()
                 weights_at.advance()
-                self.keep(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                 turn = turn + 1
                 if cutlass.const_expr(self.problem.checkpoints):
                     done = part * segment_tokens + (c + 1) * CHUNK
@@ -133,12 +143,12 @@ class Tiles(Layout):
                         at_row = at_row + done // checkpoint_every - 1
                         self.put(s, part_s, checkpoints, at_row, head, column)
             if chunks > 0:
-                self.finish(
+                self.outputs.finish(
                     tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx
                 )  # fmt: skip
             if cutlass.const_expr(self.problem.final_state):
                 self.save(s, part_s, final, sequence, part, parts, head, column, row)
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
         if tidx < 32:
             cute.arch.cp_async_bulk_wait_group(0)
@@ -159,8 +169,8 @@ class Tiles(Layout):
     ):
         """What a segment adds to the state, from zero, or for the first of a sequence from its initial state."""
         lane = tidx % 32
-        mma_v = mma(self.dtype, CHUNK, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
-        mma_s = mma(self.dtype, self.dim_k, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma_v = mma(self.dtype, CHUNK, OperandMajorMode.K)
+        mma_s = mma(self.dtype, self.dim_k, OperandMajorMode.MN)
         part_s = mma_s.get_slice(tidx)
         tSrK = mma_s.make_fragment_B(
             part_s.partition_B(self.staged(base, self.k_at, (self.dim_k, CHUNK), "mn"))
@@ -177,7 +187,7 @@ class Tiles(Layout):
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         weights_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
-        item = self.receive(items, item_at, item_words)
+        item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
             slot, head, column = item.slot, item.head, item.tile + tile
@@ -191,7 +201,7 @@ class Tiles(Layout):
             for _ in cutlass.range(cute.ceil_div(item.length, CHUNK), unroll=1):
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
-                self.take_values(load_v, tVsV[None, None, None, at.index], v_a, CHUNK, lane)
+                self.load_values(load_v, tVsV[None, None, None, at.index], v_a, CHUNK, lane)
                 self.weigh_values(v_weights[None, None, weights_at.index], v_a, w_a, rest_a)
                 self.decay(s, totals[None, weights_at.index])
                 warpgroup.fence()
@@ -203,7 +213,7 @@ class Tiles(Layout):
                 at.advance()
                 weights_at.advance()
             self.spill(s, states, slot, head, column, tidx)
-            item = self.receive(items, item_at, item_words)
+            item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
     def values(self, base, mma_v, tile, tidx):
@@ -223,7 +233,7 @@ class Tiles(Layout):
             weights.consumer_release(weights_at)
 
     @cute.jit
-    def take_values(self, load_v, source: cute.Tensor, v_a: cute.Tensor, left, lane):
+    def load_values(self, load_v, source: cute.Tensor, v_a: cute.Tensor, left, lane):
         """v^T of a chunk as an A operand."""
         v = cute.make_tensor(v_a.iterator, cute.make_layout((2, 2, CHUNK // 8)))
         whole = cute.make_tensor(v_a.iterator, cute.make_layout(((2, 2, CHUNK // 8), 1, 1)))
@@ -272,68 +282,6 @@ class Tiles(Layout):
         else:
             for i in cutlass.range_constexpr(cute.size(s)):
                 s[i] = s[i] * factor
-
-    # ---- outputs ----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def keep(self, store_o, o: cute.Tensor, target: cute.Tensor):
-        rounded = cute.make_rmem_tensor(o.shape, self.dtype)
-        rounded.store(o.load().to(self.dtype))
-        cute.copy(store_o, store_o.retile(rounded), target)
-
-    @cute.jit
-    def send(self, tma, gO: cute.Tensor, sO: cute.Tensor, c, turn, tile, tidx):
-        """Sends a full chunk; after its barrier the other slot may be written again."""
-        if tidx < 32:  # whichever thread of the warp is elected to copy
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=BARRIER_TILE + tile, number_of_threads=GROUP)
-        if tidx < 32:
-            s, g = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(sO[None, None, turn % SLOTS], 0, 2),
-                cute.group_modes(gO[None, None, c], 0, 2),
-            )  # fmt: skip
-            cute.copy(tma, s, g)
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def finish(
-        self, tma, gO, sO, out, batch, token, length, head, column, chunks, turn, tile, tidx
-    ):
-        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
-        left = length - (chunks - 1) * CHUNK
-        if left == CHUNK:
-            self.send(tma, gO, sO, chunks - 1, turn, tile, tidx)
-        else:
-            if tidx < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=BARRIER_TILE + tile, number_of_threads=GROUP)
-            units, target = self.rows_of(
-                out, batch, token + (chunks - 1) * CHUNK, head, column, tidx
-            )
-            source = units.partition_S(sO[None, None, turn % SLOTS])
-            held = cute.make_rmem_tensor(source[None, 0, 0].shape, self.dtype)
-            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-                if tidx // 8 + 16 * i < left:
-                    cute.autovec_copy(source[None, i, 0], held)
-                    cute.autovec_copy(held, target[None, i, 0])
-
-    @cute.jit
-    def clear_output(self, out, batch, token, length, head, column, tidx):
-        """The outputs of a skipped sequence are zero."""
-        for c in cutlass.range(cute.ceil_div(length, CHUNK), unroll=1):
-            units, target = self.rows_of(out, batch, token + c * CHUNK, head, column, tidx)
-            zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
-            zeros.fill(0.0)
-            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-                if tidx // 8 + 16 * i < length - c * CHUNK:
-                    cute.autovec_copy(zeros, target[None, i, 0])
-
-    def rows_of(self, out, batch, token, head, column, tidx):
-        """64 tokens of this tile's outputs, in units of 16 bytes."""
-        units = self.units(tidx)
-        tokens = cute.domain_offset((token, 0), out[batch, None, head, None])
-        return units, units.partition_D(cute.local_tile(tokens, (CHUNK, V_TILE), (0, column)))
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -395,7 +343,7 @@ class Tiles(Layout):
                         self.get(s, part_s, initial, row, head, column)
             if cutlass.const_expr(self.config.split):
                 for before in cutlass.range(slot - part, slot, unroll=1):
-                    factor = cute.arch.exp2(decays[before, head])
+                    factor = exp2_pinned(decays[before, head])
                     source = self.spilled(states, before, head, column, tidx)
                     for i in cutlass.range_constexpr(cute.size(s)):
                         s[i] = s[i] * factor + source[i]

@@ -1,0 +1,65 @@
+"""One call of the prefill operator: its arguments by name, as the operator's schema has them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# The pool of an in-place call has an argument of its own, so that no tensor is passed under two names.
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, Tensor(a!)? state_pool, "
+    "Tensor? state_indices, Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, "
+    "float scale, int decay_sign, bool state_v_first, bool l2norm, bool exact_state, int checkpoint_every, "
+    "int? num_splits) -> ()"
+)
+
+
+class Call(NamedTuple):
+    """The arguments of `prefill`, checked. A tuple, so that it is what the dispatcher takes.
+
+    q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV], head_decay [HV]: the log decay per token is g plus
+    decay_sign * head_decay. initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`;
+    state_pool is updated in place, at the rows that state_indices [N] name (negative: padding), and stands in place of
+    both others. checkpoints [B, T // n, HV, K, V] with n = checkpoint_every, or None and 0. cu_seqlens [N + 1].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    head_decay: Tensor | None
+    initial_state: Tensor | None
+    state_pool: Tensor | None
+    state_indices: Tensor | None
+    final_state: Tensor | None
+    checkpoints: Tensor | None
+    cu_seqlens: Tensor | None
+    out: Tensor
+    scale: float
+    decay_sign: int
+    state_v_first: bool
+    l2norm: bool
+    exact_state: bool
+    checkpoint_every: int
+    num_splits: int | None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether states are updated where they lie."""
+        return self.state_pool is not None
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The states that are read, whichever way they are given."""
+        return self.initial_state if self.state_pool is None else self.state_pool
+
+    @property
+    def final(self) -> Tensor | None:
+        """The states that are written."""
+        return self.final_state if self.state_pool is None else self.state_pool
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences there are."""
+        return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
