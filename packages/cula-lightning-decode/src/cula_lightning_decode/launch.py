@@ -9,6 +9,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from cula_core import tensors
+from cula_core.cute.artifacts import Unit
 from cula_core.cute.compile import compile as compile_kernel
 from cula_core.cute.fake import vector
 from cula_core.cute.types import DTYPES
@@ -57,6 +58,11 @@ def kernel(config: Config, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
     overlap = supports_overlap(arch)
     return LightningDecode(config, overlap=overlap), *fake_arguments(config.problem)
+
+
+def unit(config: Config, arch: str) -> Unit:
+    """Returns a config's kernel as something that can be compiled ahead of its first call."""
+    return Unit(lambda: kernel(config, arch), config, arch, (__name__,))
 
 
 @once

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cula_core import tensors
 from cula_core.cute import fake
+from cula_core.cute.artifacts import Unit
 from cula_core.cute.compile import compile as compile_kernel
 from cula_core.cute.schedule import COLUMNS, SegmentTable
 from cula_core.cute.types import DTYPES, INDICES, LOG2_E
@@ -91,6 +92,11 @@ def _workspace(*shape: object):
     strides = [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
     outer = cute.sym_int64(divisibility=math.prod(shape[2:]))
     return make_fake_tensor(cutlass.Float32, shape, stride=(outer, *strides), assumed_align=16)
+
+
+def unit(config: Config | TableConfig) -> Unit:
+    """Returns a config's kernel as something that can be compiled ahead of its first call."""
+    return Unit(lambda: kernel(config), config, ARCH, (__name__,))
 
 
 @once

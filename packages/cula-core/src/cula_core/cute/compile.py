@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import cutlass.base_dsl.runtime.cuda as runtime
 import cutlass.cute as cute
+from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.runtime import make_fake_stream
 
 _LOCK = threading.Lock()
@@ -20,10 +27,60 @@ def compile(
     arguments: fake tensors and numbers in the order of the kernel's `__call__`, without the stream, which is added.
     arch: "sm_80", "sm_90a", ... options: further options of `cute.compile`. Threads take turns.
     """
+    with _LOCK:
+        return _compile(kernel, arguments, arch, options)
+
+
+def compile_artifacts(
+    kernel: object, *arguments: object, arch: str, entry: str
+) -> tuple[str, bytes, bytes, tuple[int, ...]]:
+    """Compiles as `compile` does, but asks no GPU, and returns PTX, machine code, the object file of the host code with
+    the function `entry`, and the dynamic shared memory of each launch."""
+    with _LOCK, _no_device(), tempfile.TemporaryDirectory() as place:
+        options = (cute.KeepPTX, cute.KeepCUBIN, DumpDir(place))
+        made: Any = _compile(kernel, arguments, arch, options)
+        path = Path(place, "host.o")
+        made.export_to_c(str(path), function_name=entry)
+        found = made.artifacts
+        shared = tuple(launch_shared_bytes(str(made.ir_module)))
+        return str(found.PTX), bytes(found.CUBIN), path.read_bytes(), shared
+
+
+def _compile(
+    kernel: object, arguments: tuple[object, ...], arch: str, options: tuple
+) -> Callable[..., None]:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with _LOCK, warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Loops over the registers of a thread are unrolled on purpose.
         warnings.filterwarnings("ignore", message="This static loop has")
-        return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
-            kernel, *arguments, stream
-        )
+        chosen = (cute.GPUArch(arch), cute.EnableTVMFFI, *options)
+        return cute.compile[chosen](kernel, *arguments, stream)
+
+
+@contextmanager
+def _no_device():
+    """What is compiled must not depend on the card at hand, which `min_blocks_per_mp` may ask for its shared memory."""
+
+    def refuse(attribute: object, *_: object, **__: object) -> int:
+        raise RuntimeError(f"the kernel asks the current device for {attribute}")
+
+    original, runtime.get_device_attribute = runtime.get_device_attribute, refuse
+    try:
+        yield
+    finally:
+        runtime.get_device_attribute = original
+
+
+def launch_shared_bytes(host_code: str) -> list[int]:
+    """Returns the bytes of dynamic shared memory of every launch in host code (MLIR text) that asks for a constant."""
+    # Field 2 of cudaLaunchConfig_t; SSA names are unique within a function only.
+    config = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    field = rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] [^\n]*{config}"
+    found = []
+    for function in re.split(r"(?m)^  llvm\.func ", host_code):
+        constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i64\)", function))
+        for name in re.findall(field, function):
+            stored = re.search(rf"llvm\.store (%\w+), {name} : i64", function)
+            if stored and stored[1] in constants:
+                found.append(int(constants[stored[1]]))
+    return found

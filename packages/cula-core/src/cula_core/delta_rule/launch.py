@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import tensors
 from ..cute import fake
+from ..cute.artifacts import Unit
 from ..cute.compile import compile as compile_kernel
 from ..cute.schedule import COLUMNS, SegmentTable
 from ..cute.types import DTYPES, F32, INDICES
@@ -154,6 +155,13 @@ def kernel(target: Target, config: Config) -> tuple[object, ...]:
     if isinstance(config, MergeConfig):
         return KdaMerge(config), *merge_arguments(config)
     return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
+
+
+def unit(target: Target, config: Config, arch: str) -> Unit:
+    """Returns a config's kernel as something that can be compiled ahead of its first call."""
+    recurrence = target.recurrence.partition(":")[0]
+    modules = (__name__, recurrence) if isinstance(config, RecurrenceConfig) else (__name__,)
+    return Unit(lambda: kernel(target, config), config, arch, modules)
 
 
 @once

@@ -1,0 +1,128 @@
+"""What the DSL makes of a kernel, kept on disk: PTX, machine code, and the host code that checks and launches.
+
+The folder is $CULA_CACHE_DIR, else $XDG_CACHE_HOME/cula, else ~/.cache/cula. An entry is found without tracing and
+without importing the DSL; it is made again when a source that it depends on, its config, the architecture or the
+installed compiler changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..store import Store
+from .key import asked_for, made_with
+
+STORE = Store("CULA_CACHE_DIR", "cula")
+ENTRY = "cula_kernel"  # of the host code: the exported function is __tvm_ffi_cula_kernel
+_PARTS = ("ptx", "cubin", "o", "shared")
+_uncached: ContextVar[bool] = ContextVar("uncached", default=False)
+compiles = 0  # of this process, for tests
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A kernel that can be compiled: `make` returns it and its fake arguments, without the stream.
+
+    config: all that tells it apart from other kernels of the same source. modules: where the source begins; what they
+    import is followed.
+    """
+
+    make: Callable[[], tuple[object, ...]]
+    config: object
+    arch: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """What the DSL made of a kernel.
+
+    host_object: an object file whose only function is ENTRY. dynamic_shared_bytes: of each launch in the host code
+    that asks for a constant amount.
+    """
+
+    ptx: str
+    cubin: bytes
+    host_object: bytes
+    dynamic_shared_bytes: tuple[int, ...]
+
+
+@contextmanager
+def uncached():
+    """Neither reads nor writes the cache inside: for kernels that are changed in memory, which no source tells."""
+    token = _uncached.set(True)
+    try:
+        yield
+    finally:
+        _uncached.reset(token)
+
+
+def artifacts(unit: Unit) -> Artifacts:
+    """Returns what the DSL makes of a kernel, from the cache where it holds it. Processes wait for each other."""
+    if _uncached.get():
+        return _compiled(unit)
+    name = f"kernels/{made_with()}/{asked_for(unit.config, unit.arch, unit.modules)}"
+    found = _find(name)
+    if found is None:
+        with STORE.lock(name):
+            found = _find(name)
+            if found is None:
+                found = _compiled(unit)
+                _keep(name, unit, found)
+    return found
+
+
+def _find(name: str) -> Artifacts | None:
+    """An entry is its `.json`, which is written last, and parts that it holds the digests of."""
+    facts_path = STORE.find(f"{name}.json")
+    if facts_path is None:
+        return None
+    try:
+        digests = json.loads(facts_path.read_text())["sha256"]
+        parts = {}
+        for part in _PARTS:
+            path = STORE.find(f"{name}.{part}")
+            data = b"" if path is None else path.read_bytes()
+            if hashlib.sha256(data).hexdigest() != digests[part]:
+                raise ValueError(f"{name}.{part} is damaged")
+            parts[part] = data
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"an entry of {facts_path.parent} is made again: {error}", RuntimeWarning, stacklevel=3
+        )
+        STORE.discard(facts_path)
+        return None
+    shared = tuple(json.loads(parts["shared"]))
+    return Artifacts(parts["ptx"].decode(), parts["cubin"], parts["o"], shared)
+
+
+def _keep(name: str, unit: Unit, made: Artifacts) -> None:
+    shared = json.dumps(made.dynamic_shared_bytes).encode()
+    parts = dict(zip(_PARTS, (made.ptx.encode(), made.cubin, made.host_object, shared)))
+    digests = {part: hashlib.sha256(data).hexdigest() for part, data in parts.items()}
+    facts = {
+        "config": repr(unit.config),
+        "arch": unit.arch,
+        "modules": unit.modules,
+        "sha256": digests,
+    }
+    with STORE.scratch() as place:
+        for part, data in (*parts.items(), ("json", json.dumps(facts).encode())):
+            fresh = Path(place, part)
+            fresh.write_bytes(data)
+            STORE.publish(fresh, f"{name}.{part}")
+
+
+def _compiled(unit: Unit) -> Artifacts:
+    global compiles
+    from .compile import compile_artifacts
+
+    compiles += 1
+    return Artifacts(*compile_artifacts(*unit.make(), arch=unit.arch, entry=ENTRY))

@@ -1,0 +1,148 @@
+"""What a compiled kernel depends on, as hashes. Nothing of the DSL is imported, nor any module that is hashed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+FORMAT = 1
+# By name: to walk through all that is installed takes 25 ms, to read these takes one.
+DISTRIBUTIONS = (
+    *(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13")),
+    "apache-tvm-ffi",
+)  # fmt: skip
+# Settings of the DSL (CUTE_DSL_...) that change what it makes.
+SETTINGS = (
+    "COMPILER_OPT", "COMPILER_BACKEND", "ENABLE_ASSERTIONS", "LINEINFO", "DEBUG", "LOC_TRACEBACKS", "ENABLE_PYIR",
+    "AUTO_M2S", "TOLERATE_M2M", "LIBS",
+)  # fmt: skip
+
+
+def digest(*parts: object) -> str:
+    """Returns the SHA-256 of parts, which cannot be mistaken for other parts that join to the same text."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()
+
+
+def described(value: object) -> object:
+    """Returns a config as JSON has it: dataclasses by name and field. Raises TypeError for what has no stable text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [described(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: described(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__qualname__, **fields}
+    raise TypeError(f"a config holds a {type(value).__name__}, which has no stable text to hash")
+
+
+def asked_for(config: object, arch: str, modules: tuple[str, ...]) -> str:
+    """Returns the hash of what is wanted: a config, an architecture, and the sources that make the kernel."""
+    host = (platform.system(), platform.machine())
+    text = json.dumps([described(config), arch], sort_keys=True)
+    return digest(FORMAT, host, text, source_digest(modules))[:40]
+
+
+@functools.cache
+def made_with() -> str:
+    """Returns the hash of the installed compiler: digests that installers record, held against sizes on disk.
+
+    To hash 250 MB takes 0.7 s, to read RECORD a millisecond. Sizes find what another distribution has overwritten,
+    which versions do not: several wheels of the DSL unpack into one folder.
+    """
+    facts: list[object] = [os.environ.get(f"CUTE_DSL_{name}", "") for name in SETTINGS]
+    for name in DISTRIBUTIONS:
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        lines = [
+            line for line in (found.read_text("RECORD") or "").splitlines() if "sha256=" in line
+        ]
+        facts += [name, found.version, *sorted(lines)]
+        for line in lines:
+            path, _, size = line.rsplit(",", 2)
+            if path.endswith((".so", ".a")):
+                facts.append(f"{path} {size == str(os.stat(found.locate_file(path)).st_size)}")
+    return digest(*facts)[:16]
+
+
+@functools.cache
+def source_digest(modules: tuple[str, ...]) -> str:
+    """Returns the hash of the sources of modules and of all that they import of their own packages."""
+    return digest(
+        *(
+            part
+            for name, path in sorted(closure(modules).items())
+            for part in (name, path.read_bytes())
+        )
+    )
+
+
+@functools.cache
+def closure(modules: tuple[str, ...]) -> dict[str, Path]:
+    """Returns the files of modules and of every module of ours that they reach by import statements, by name.
+
+    Ours are the packages of `modules` and `cula_core`. Statements inside functions count. Of a package that is only on
+    the way to a module, the own file counts, and nothing that it imports.
+    """
+    ours = {name.partition(".")[0] for name in modules} | {"cula_core"}
+    found: dict[str, Path] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name in found or name.partition(".")[0] not in ours:
+            continue
+        path = _file(name)
+        if path is None:
+            continue
+        found[name] = path
+        waiting += _imported(name, path)
+    for name in list(found):
+        while "." in name:
+            name = name.rpartition(".")[0]
+            path = _file(name)
+            if path is not None:
+                found[name] = path
+    return found
+
+
+def _file(name: str) -> Path | None:
+    """The source of a module that is not imported for it; None if the name is no module."""
+    top, *rest = name.split(".")
+    loaded = sys.modules.get(top)
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for root in spec.submodule_search_locations:
+        base = Path(root, *rest)
+        for path in (base / "__init__.py", base.with_suffix(".py")):
+            if path.is_file():
+                return path
+    return None
+
+
+def _imported(name: str, path: Path) -> list[str]:
+    """Every name that a module's import statements may mean as a module."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    names = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parent = ".".join([*base, *([node.module] if node.module else [])])
+            names += [parent, *(f"{parent}.{alias.name}" for alias in node.names)]
+    return names
