@@ -27,7 +27,7 @@ from cula_core.cute.wgmma import as_operand, issue, mma
 from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME
-from cula_core.delta_rule.kernels.items import Item, Items
+from cula_core.delta_rule.kernels.items import Item, Loader, Stages
 from cula_core.delta_rule.kernels.states import States
 
 from ..arch import TARGET
@@ -36,7 +36,7 @@ V_TILE = TARGET.v_tile
 BARRIER_TILE = 1
 
 
-class KdaRecurrence(Items, States):
+class KdaRecurrence:
     """Persistent CTAs over items of work: (segment or sequence, value head, tiles of V).
 
     | thread role | warps | work |
@@ -57,7 +57,8 @@ class KdaRecurrence(Items, States):
         # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
         self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
         self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
-        self.divide(config)
+        self.stages = Stages(config)
+        self.loader, self.states = Loader(config, self.stages), States(config, self)
 
     @cute.jit
     def __call__(
@@ -111,8 +112,10 @@ class KdaRecurrence(Items, States):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * (self.stages + SLOTS))
-        base = smem.allocate_array(self.operand, self.stages * self.stage, byte_alignment=1024)
+        barriers = smem.allocate_array(cutlass.Int64, 2 * (self.stages.count + SLOTS))
+        base = smem.allocate_array(
+            self.operand, self.stages.count * self.stages.size, byte_alignment=1024
+        )
         o_base = None
         if cutlass.const_expr(not self.config.scan):
             o_base = smem.allocate_array(
@@ -122,7 +125,7 @@ class KdaRecurrence(Items, States):
         thread = pipeline.Agent.Thread
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
-            num_stages=self.stages,
+            num_stages=self.stages.count,
             producer_group=pipeline.CooperativeGroup(thread),
             consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
             tx_count=self.config.stage_bytes,
@@ -130,20 +133,20 @@ class KdaRecurrence(Items, States):
             defer_sync=True,
         )
         items = pipeline.PipelineAsync.create(
-            barrier_storage=barriers + 2 * self.stages,
+            barrier_storage=barriers + 2 * self.stages.count,
             num_stages=SLOTS,
             producer_group=pipeline.CooperativeGroup(thread, 1),
             consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
             defer_sync=True,
         )
         cute.arch.mbarrier_init_fence()
-        self.clear(base, tidx)
+        self.stages.clear(base, tidx, self.threads)
         cute.arch.sync_threads()
         if warp_idx >= 4 * self.tiles:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_decrease(24)
             if warp_idx == 4 * self.tiles:
-                self.load(
+                self.loader.load(
                     ring, items, base, item_words, blocks, tma_v, mV, indices, segments, counter, segment_tokens,
                     first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
@@ -187,12 +190,16 @@ class KdaRecurrence(Items, States):
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_x
         ).get_slice(tidx)
-        sV = self.staged(base + group * SQUARE, self.v_at, (V_TILE, CHUNK), "mn", self.dtype)
+        sV = self.stages.matrix(
+            base + group * SQUARE, self.stages.v_at, (V_TILE, CHUNK), "mn", self.dtype
+        )
         v_source = load_v.partition_S(sV)
         # Seen as the accumulator sees it, the same for all columns of v: (2 neighbours, 16 pairs) per thread.
         decays = cute.make_tensor(
-            cute.recast_ptr((base + (DECAY - self.begin)).align(16), dtype=F32),
-            cute.make_layout((V_TILE, HEAD_DIM, self.stages), stride=(0, 1, self.stage // 2)),
+            cute.recast_ptr((base + (DECAY - self.stages.begin)).align(16), dtype=F32),
+            cute.make_layout(
+                (V_TILE, HEAD_DIM, self.stages.count), stride=(0, 1, self.stages.size // 2)
+            ),
         )
         decays = part_s.partition_C(decays)[(None, 0, None), 0, 0, None]
         if cutlass.const_expr(not scan):
@@ -213,7 +220,7 @@ class KdaRecurrence(Items, States):
         x_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, CHUNK)))
         v = cute.make_rmem_tensor(x.shape, self.dtype)
         decay = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks sent so far: which output slot is next
 
@@ -227,7 +234,7 @@ class KdaRecurrence(Items, States):
                 chunks = 0
                 if cutlass.const_expr(not scan):
                     self.outputs.clear(out, batch, token, length, head, column, tidx)
-            self.start(s, initial, starts, item, column, part_s)
+            self.states.start(s, initial, starts, item, column, part_s)
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -270,14 +277,14 @@ class KdaRecurrence(Items, States):
                     self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                     turn = turn + 1
             if cutlass.const_expr(scan):
-                self.put(s, maps[item.segment, head, None, None], column, part_s)
+                self.write_state(s, maps[item.segment, head, None, None], column, part_s)
             else:
                 if chunks > 0:
                     self.outputs.finish(
                         tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
                     )  # fmt: skip
                 if cutlass.const_expr(self.config.final_state):
-                    self.save(s, final, item, column, part_s)
+                    self.states.save(s, final, item, column, part_s)
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
@@ -287,7 +294,7 @@ class KdaRecurrence(Items, States):
     def second(self, tiled_mma, part, base, offset, shape, major):
         """A matrix of the block as the second operand of a product, of every stage."""
         return tiled_mma.make_fragment_B(
-            part.partition_B(self.staged(base, offset - self.begin, shape, major, self.operand))
+            part.partition_B(self.stages.part(base, offset, shape, major))
         )
 
     @cute.jit
@@ -310,17 +317,17 @@ class KdaRecurrence(Items, States):
     # ---- states -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def get(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
+    def read_state(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
         tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
         cute.autovec_copy(part_s.partition_C(tile), s)
 
     @cute.jit
-    def put(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
+    def write_state(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
         tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
         cute.autovec_copy(s, part_s.partition_C(tile))
 
     @cute.jit
-    def identity(self, s: cute.Tensor, column, part_s):
+    def write_identity(self, s: cute.Tensor, column, part_s):
         where = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
         first = column * V_TILE
         for i in cutlass.range_constexpr(cute.size(s)):

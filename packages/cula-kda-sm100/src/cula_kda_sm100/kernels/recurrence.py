@@ -30,7 +30,7 @@ from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, STAGED_AQK, T_PRIME, WIDE
 from cula_core.delta_rule.kernels.fragments import UNIT, unit_of_wide
-from cula_core.delta_rule.kernels.items import Item, Items
+from cula_core.delta_rule.kernels.items import Item, Loader, Stages
 from cula_core.delta_rule.kernels.states import States
 
 from ..arch import TARGET
@@ -65,7 +65,7 @@ class Signal(IntEnum):
     COUNT = 8
 
 
-class KdaRecurrence(Items, States):
+class KdaRecurrence:
     """Persistent CTAs over items of work: (segment or sequence, value head).
 
     | thread role | warps | work |
@@ -86,7 +86,8 @@ class KdaRecurrence(Items, States):
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.tiles = config.tiles
         self.threads = THREADS + 128  # registers move between whole groups of four warps only
-        self.divide(config)
+        self.stages = Stages(config)
+        self.loader, self.states = Loader(config, self.stages), States(config, self)
 
     @cute.jit
     def __call__(
@@ -140,10 +141,12 @@ class KdaRecurrence(Items, States):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * (self.stages + SLOTS))
+        barriers = smem.allocate_array(cutlass.Int64, 2 * (self.stages.count + SLOTS))
         signals = smem.allocate_array(cutlass.Int64, Signal.COUNT)
         tmem_address = smem.allocate_array(I32, 1)
-        base = smem.allocate_array(self.operand, self.stages * self.stage, byte_alignment=1024)
+        base = smem.allocate_array(
+            self.operand, self.stages.count * self.stages.size, byte_alignment=1024
+        )
         o_base = None
         if cutlass.const_expr(not self.config.scan):
             o_base = smem.allocate_array(self.dtype, SLOTS * WIDE, byte_alignment=1024)
@@ -151,7 +154,7 @@ class KdaRecurrence(Items, States):
         thread = pipeline.Agent.Thread
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
-            num_stages=self.stages,
+            num_stages=self.stages.count,
             producer_group=pipeline.CooperativeGroup(thread),
             # The threads that have the state, and the tensor cores.
             consumer_group=pipeline.CooperativeGroup(thread, THREADS + 1),
@@ -160,7 +163,7 @@ class KdaRecurrence(Items, States):
             defer_sync=True,
         )
         items = pipeline.PipelineAsync.create(
-            barrier_storage=barriers + 2 * self.stages,
+            barrier_storage=barriers + 2 * self.stages.count,
             num_stages=SLOTS,
             producer_group=pipeline.CooperativeGroup(thread, 1),
             consumer_group=pipeline.CooperativeGroup(thread, THREADS + 32),
@@ -173,7 +176,7 @@ class KdaRecurrence(Items, States):
         if warp_idx == THREADS // 32:
             cute.arch.alloc_tmem(TMEM_COLUMNS, tmem_address)
             cute.arch.relinquish_tmem_alloc_permit()
-        self.clear(base, tidx)
+        self.stages.clear(base, tidx, self.threads)
         before_sync()
         cute.arch.sync_threads()
         after_sync()
@@ -183,7 +186,7 @@ class KdaRecurrence(Items, States):
             if warp_idx == THREADS // 32:
                 self.multiply(ring, items, base, item_words, signals, tmem)
             elif warp_idx == THREADS // 32 + 1:
-                self.load(
+                self.loader.load(
                     ring, items, base, item_words, blocks, tma_v, mV, indices, segments, counter, segment_tokens,
                     first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
@@ -232,7 +235,7 @@ class KdaRecurrence(Items, States):
         if cutlass.const_expr(not scan):
             qg = self.second(by_keys, base, QG, (CHUNK, HEAD_DIM), "k")
             aqk = self.second(by_keys, base, STAGED_AQK, (CHUNK, CHUNK), "panels")
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks so far
 
@@ -285,7 +288,7 @@ class KdaRecurrence(Items, States):
 
     def second(self, tiled_mma, base, offset, shape, major):
         """A matrix of the block as the second operand of a product, of every stage."""
-        staged = self.staged(base, offset - self.begin, shape, major, self.operand)
+        staged = self.stages.part(base, offset, shape, major)
         return tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(staged))
 
     def outputs(self, tmem, slot):
@@ -340,7 +343,7 @@ class KdaRecurrence(Items, States):
         s_sum = self.reader(tmem + Tmem.S_SUM, channels, group, tidx)
 
         s = registers(F32, channels)
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         turn = I32(0)  # chunks so far
 
@@ -353,7 +356,7 @@ class KdaRecurrence(Items, States):
                 chunks = 0
                 if cutlass.const_expr(not scan):
                     self.clear_output(out, batch, token, length, head, tidx)
-            self.start(s, initial, starts, item, item.tile, (group, tidx))
+            self.states.start(s, initial, starts, item, item.tile, (group, tidx))
             gO = None
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
@@ -386,7 +389,7 @@ class KdaRecurrence(Items, States):
                 s.store(s.load() + added.load())
                 turn = turn + 1
             if cutlass.const_expr(scan):
-                self.put(s, maps[item.segment, head, None, None], item.tile, (group, tidx))
+                self.write_state(s, maps[item.segment, head, None, None], item.tile, (group, tidx))
             else:
                 if chunks > 0:
                     self.store_output(tmem, signals, o_base, turn - 1, group, tidx)
@@ -394,7 +397,7 @@ class KdaRecurrence(Items, States):
                         tma_o, gO, o_base, out, batch, token, length, head, chunks, turn - 1, tidx
                     )
                 if cutlass.const_expr(self.config.final_state):
-                    self.save(s, final, item, item.tile, (group, tidx))
+                    self.states.save(s, final, item, item.tile, (group, tidx))
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
@@ -443,7 +446,7 @@ class KdaRecurrence(Items, States):
         """v^T of a chunk; zero past the end, and for the columns of M."""
         v = registers(self.dtype, CHUNK // GROUPS)
         whole = cute.recast_ptr(
-            (base + (stage * self.stage + self.v_at)).align(1024), dtype=self.dtype
+            (base + (stage * self.stages.size + self.stages.v_at)).align(1024), dtype=self.dtype
         )
         self.move(whole, v, group, tidx, True)
         if cutlass.const_expr(self.config.scan):
@@ -489,7 +492,7 @@ class KdaRecurrence(Items, States):
         """Of the thread's K channels [neighbour, pair]."""
         channels = HEAD_DIM // GROUPS
         decay = cute.make_rmem_tensor((2, channels // 8), F32)
-        start = (base + (stage * self.stage + DECAY - self.begin)).align(16)
+        start = (base + (stage * self.stages.size + DECAY - self.stages.begin)).align(16)
         whole = cute.recast_ptr(start, dtype=F32)
         for n in cutlass.range_constexpr(channels // 8):
             cute.autovec_copy(
@@ -576,16 +579,16 @@ class KdaRecurrence(Items, States):
                     for i in range(2):
                         yield row + 16 * half + 8 * r + lane // 4, channel + 8 * n + i
 
-    def get(self, s: cute.Tensor, state: cute.Tensor, tile, where):
+    def read_state(self, s: cute.Tensor, state: cute.Tensor, tile, where):
         for i, (row, channel) in enumerate(self.places(*where)):
             s[i] = state[tile * V_TILE + row, channel]
 
-    def put(self, s: cute.Tensor, state: cute.Tensor, tile, where):
+    def write_state(self, s: cute.Tensor, state: cute.Tensor, tile, where):
         for i, (row, channel) in enumerate(self.places(*where)):
             state[tile * V_TILE + row, channel] = s[i]
 
     @cute.jit
-    def identity(self, s: cute.Tensor, tile, where):
+    def write_identity(self, s: cute.Tensor, tile, where):
         for i, (row, channel) in enumerate(self.places(*where)):
             s[i] = F32(1.0) if tile * V_TILE + row == channel else F32(0.0)
 

@@ -8,7 +8,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...cute.memory import load_tile, repeated, view
-from ...cute.types import I32
+from ...cute.types import DTYPES, I32
 from ...cute.work import SLOTS, draw, post
 from ..config import CHUNK, RecurrenceConfig
 from .block import AQK, BLOCK, KH, QG, STAGED_AQK, STAGED_BLOCK, T_PRIME, runs
@@ -34,33 +34,65 @@ class Item(NamedTuple):
     tile: cutlass.Int32
 
 
-class Items:
-    """Part of `KdaRecurrence`: how its stages are divided up, and what fills them."""
+class Segment(NamedTuple):
+    """Where the tokens of an item are: token, batch, length and sequence as in `Item`.
 
-    def divide(self, config: RecurrenceConfig):
-        """Elements of 16 bits: which part of a block a stage has, and where v is behind it."""
-        self.stages = config.stages
+    number: of the segment among those of all sequences; part, parts: among those of its sequence. slot: of its first
+    chunk among the blocks.
+    """
+
+    token: cutlass.Int32
+    batch: cutlass.Int32
+    length: cutlass.Int32
+    sequence: cutlass.Int32
+    number: cutlass.Int32
+    part: cutlass.Int32
+    parts: cutlass.Int32
+    slot: cutlass.Int32
+
+
+class Stages:
+    """How the recurrence's stages lie in shared memory: a part of a block, and behind it v of every tile.
+
+    Sizes and offsets are in elements of 16 bits. begin, end: the part of a block that a stage has. size: of a stage.
+    v_at: where v begins in it.
+    """
+
+    def __init__(self, config: RecurrenceConfig):
+        self.config, self.count = config, config.stages
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.begin, self.end = (KH, AQK) if config.scan else (QG, BLOCK)
         self.squares = (STAGED_AQK if config.scan else STAGED_BLOCK) - T_PRIME
         self.v_at = (T_PRIME + self.squares - self.begin + 511) // 512 * 512
-        self.stage = self.v_at + self.tiles * CHUNK * self.config.v_tile
-        # Tiles of a head: of a scan also those of M.
-        self.columns = self.config.v_tiles * (2 if config.scan else 1)
+        self.size = self.v_at + config.tiles * CHUNK * config.v_tile
 
     @cute.jit
-    def clear(self, base: cute.Pointer, tidx):
-        """Zeros where T' and Aqk will be: nothing overwrites those above the diagonal."""
+    def clear(self, base: cute.Pointer, tidx, threads: cutlass.Constexpr):
+        """Writes zeros where T' and Aqk will be: nothing overwrites those above the diagonal."""
         zeros = cute.make_rmem_tensor(8, self.operand)
         zeros.fill(0.0)
-        for stage in cutlass.range_constexpr(self.stages):
-            first = stage * self.stage + T_PRIME - self.begin
-            for unit in cutlass.range(tidx, self.squares // 8, self.threads, unroll=1):
+        for stage in cutlass.range_constexpr(self.count):
+            first = stage * self.size + T_PRIME - self.begin
+            for unit in cutlass.range(tidx, self.squares // 8, threads, unroll=1):
                 cute.autovec_copy(zeros, view(base, first + 8 * unit, 8))
         cute.arch.fence_view_async_shared()
 
-    def staged(self, base, offset, shape, major, dtype):
+    def matrix(self, base, offset, shape, major, dtype):
         """Returns a matrix of every stage, as [rows, columns, stage]."""
-        return repeated(base + offset, shape, major, dtype, self.stages, self.stage)
+        return repeated(base + offset, shape, major, dtype, self.count, self.size)
+
+    def part(self, base, offset, shape, major):
+        """Returns the matrix of the block that begins at `offset` there, of every stage."""
+        return self.matrix(base, offset - self.begin, shape, major, self.operand)
+
+
+class Loader:
+    """The warp that hands out items of work, and loads their chunks into the stages."""
+
+    def __init__(self, config: RecurrenceConfig, stages: Stages):
+        self.config, self.stages = config, stages
+        # Tiles of a head: of a scan also those of M.
+        self.columns = config.v_tiles * (2 if config.scan else 1)
 
     @cute.jit
     def load(
@@ -81,53 +113,52 @@ class Items:
         tokens: cutlass.Int32,
         batch: cutlass.Int32,
     ):
-        """Hands out items and loads their chunks, ahead of everybody."""
+        """Hands out items and loads their chunks, ahead of the other warps."""
+        tiles = self.config.tiles
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
-        per_head = self.columns // self.tiles
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.stages.operand)
+        per_head = self.columns // tiles
         columns = heads_v * per_head
         parts = cute.ceil_div(tokens, segment_tokens)
         if cutlass.const_expr(self.config.packed):
             count = segments[0, 0] * columns
         else:
             count = batch * parts * columns
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         number = block
         if cutlass.const_expr(self.config.packed):
             number = draw(counter, lane)
         while number < count:
             column = number % columns
-            head, tile = column // per_head, column % per_head * self.tiles
-            described = self.describe(segments, number // columns, segment_tokens, parts, tokens)
-            token, in_batch, length, sequence, segment, part, parts_here, slot = described
-            row = sequence
+            head, tile = column // per_head, column % per_head * tiles
+            segment = self.segment(segments, number // columns, segment_tokens, parts, tokens)
+            row = segment.sequence
             if cutlass.const_expr(self.config.indexed):
-                row = indices[sequence]
-            # Of the chunks those whose blocks are there.
-            chunks = cute.ceil_div(length, CHUNK)
-            skipped = cutlass.min(cutlass.max(first_slot - slot, 0), chunks)
-            until = cutlass.min(cutlass.max(first_slot + blocks.shape[0] - slot, 0), chunks)
-            token = token + skipped * CHUNK
-            length = cutlass.min(length, until * CHUNK) - skipped * CHUNK
+                row = indices[segment.sequence]
+            # Only the chunks whose blocks this piece of the call has.
+            chunks = cute.ceil_div(segment.length, CHUNK)
+            skipped = cutlass.min(cutlass.max(first_slot - segment.slot, 0), chunks)
+            until = cutlass.max(first_slot + blocks.shape[0] - segment.slot, 0)
+            until = cutlass.min(until, chunks)
+            token = segment.token + skipped * CHUNK
+            length = cutlass.min(segment.length, until * CHUNK) - skipped * CHUNK
             chunks = until - skipped
-            slot = slot + skipped - first_slot
+            slot = segment.slot + skipped - first_slot
             wanted = cutlass.Boolean(True)
             if cutlass.const_expr(self.config.scan):
                 # The last segment's map is not needed; the first one starts from the initial state.
-                wanted = (
-                    (part + 1 < parts_here)
-                    & (row >= 0)
-                    & ((part > 0) | (tile < self.config.v_tiles))
-                )
+                more = segment.part + 1 < segment.parts
+                wanted = more & (row >= 0) & ((segment.part > 0) | (tile < self.config.v_tiles))
             if wanted:
                 post(
                     items, item_at, item_words,
                     lambda: Item(
-                        1, token, in_batch, length, sequence, row, segment, part == 0, part + 1 == parts_here, head,
-                        tile,
+                        valid=1, token=token, batch=segment.batch, length=length, sequence=segment.sequence, row=row,
+                        segment=segment.number, first=segment.part == 0, last=segment.part + 1 == segment.parts,
+                        head=head, tile=tile,
                     ),
                     lane,
                 )  # fmt: skip
@@ -139,16 +170,16 @@ class Items:
                     full = ring.producer_get_barrier(at)
                     with cute.arch.elect_one():
                         self.fetch_block(bulk, blocks[slot + c, head, None], base, at.index, full)
-                    for i in cutlass.range_constexpr(self.tiles):
-                        sV = self.staged(
+                    for i in cutlass.range_constexpr(tiles):
+                        sV = self.stages.matrix(
                             base,
-                            self.v_at + i * CHUNK * self.config.v_tile,
+                            self.stages.v_at + i * CHUNK * self.config.v_tile,
                             (CHUNK, self.config.v_tile),
                             "k",
-                            self.dtype,
+                            self.stages.dtype,
                         )
                         load_tile(
-                            tma_v, mV, token + c * CHUNK, head, in_batch, (tile + i) % self.config.v_tiles,
+                            tma_v, mV, token + c * CHUNK, head, segment.batch, (tile + i) % self.config.v_tiles,
                             sV[None, None, at.index], full,
                         )  # fmt: skip
                     at.advance()
@@ -159,7 +190,7 @@ class Items:
         post(items, item_at, item_words, lambda: (0,), lane)
 
     @cute.jit
-    def describe(
+    def segment(
         self,
         segments: cute.Tensor,
         number: cutlass.Int32,
@@ -167,26 +198,26 @@ class Items:
         parts: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
-        """(first token, batch, length, sequence, segment, part, parts, slot of the first chunk) of an item."""
+        """Returns the segment of an item of work, before anything of it is left to another piece of the call."""
         if cutlass.const_expr(self.config.packed):
             row = segments[1 + number, None]
             token, length, sequence, part = row[0], row[1], row[2], row[4]
             start = token - part * segment_tokens
             slot = start // CHUNK + sequence + part * segment_tokens // CHUNK
-            segment = start // segment_tokens + sequence + part
-            return token, I32(0), length, sequence, segment, part, row[5], slot
+            numbered = start // segment_tokens + sequence + part
+            return Segment(token, I32(0), length, sequence, numbered, part, row[5], slot)
         else:
             sequence, part = number // parts, number % parts
             token = part * segment_tokens
             length = cutlass.min(segment_tokens, tokens - token)
             slot = sequence * cute.ceil_div(tokens, CHUNK) + token // CHUNK
-            return token, sequence, length, sequence, number, part, parts, slot
+            return Segment(token, sequence, length, sequence, number, part, parts, slot)
 
     @cute.jit
     def fetch_block(self, bulk, block: cute.Tensor, base: cute.Pointer, stage, barrier):
-        """Loads what the recurrence takes of a block."""
+        """Loads the part of a block that a stage has."""
         pointer = block.iterator.align(128)
-        for source, target, size in runs(self.begin, self.end):
-            at = stage * self.stage + target - self.begin
+        for source, target, size in runs(self.stages.begin, self.stages.end):
+            at = stage * self.stages.size + target - self.stages.begin
             shared = view(base, at, size, unit=128)
             cute.copy(bulk, view(pointer, source, size), shared, mbar_ptr=barrier)
