@@ -1,12 +1,12 @@
 """Registers of a thread of the chunk-parallel kernel: units of 8 channels, and products of rows with rows by mma.sync.
 
-The lane 4 n + t of a warp has tokens 2 n and 2 n + 1 of a sub-block, and of 32 channels the unit t. As a first operand
-the tokens are rows n and n + 8, as a second one column n of two tiles; which channels an instruction takes is of no
-account, as long as it is the same ones on both sides.
+Lane 4 n + t of a warp has the tokens 2 n and 2 n + 1 of a sub-block, and unit t of every 32 channels. As a first
+operand of a product its tokens are the rows n and n + 8, as a second operand column n of two tiles. An instruction may
+sum over any channels in any order, as long as both operands agree.
 
-In shared memory a warp has a line of 8 units for each of its 16 tokens. They are swapped in a line so that ldmatrix and
-a lane's own 16 bytes fall on all banks; global memory is read and written by whole lines, in 8 lanes, a lane taking the
-same unit of every fourth token (`place_in_line`).
+In shared memory a warp has a line of 8 units for each of its 16 tokens. Units are swapped within a line (`swizzle`), so
+that ldmatrix and a lane's own accesses of 16 bytes use all banks. Global memory is read and written by whole lines: 8
+lanes share one, and a lane has the same unit of every fourth token (`place_in_line`).
 """
 
 import cutlass
@@ -24,7 +24,7 @@ ROUNDS = OF_WARP // 32  # in which its lanes take them
 
 
 def row_of(acc, r, c):
-    """Element c of 4 neighbouring columns of token r among the registers of two tiles: columns are dealt in turn."""
+    """Returns element c of 4 neighbouring columns of token r among the registers of two tiles, which take turns."""
     return acc[2 * r + c // 2, c % 2]
 
 
@@ -45,63 +45,72 @@ def rows_by_rows_tf32(sums: cute.Tensor, x: cute.Tensor):
             cute.gemm(tf32, acc, left, right, acc)
 
 
+def swizzle(unit, row):
+    """Returns where a unit of a line lies: swapped with another one of the line, another in each of 8 rows."""
+    return unit ^ row
+
+
 def unit_of(row, at, size):
-    """Channels of a row of memory from `at` on, a multiple of 8."""
+    """Returns channels of a row of memory from `at` on, a multiple of 8."""
     return view(row.iterator, at, size, UNIT)
 
 
 def unit_of_panel(block, offset, panel, sub, lane, j):
-    """The j-th unit that a lane takes of a line, in the block: `panel` of 64 channels of a [64, 128] matrix."""
-    first = (sub * SUB + lane // LINE) * 64 + (lane % LINE ^ lane // LINE) * UNIT
+    """Returns the j-th unit that a lane has of a line, in the block: `panel` of 64 channels of a [64, 128] matrix."""
+    first = (sub * SUB + lane // LINE) * 64 + swizzle(lane % LINE, lane // LINE) * UNIT
     at = (first ^ 4 * UNIT * (j % 2)) + 4 * 64 * j + offset + panel * (CHUNK * 64)
     return view(block.iterator, at, UNIT)
 
 
 def unit_of_wide(row, unit):
-    """Where the unit 0 ... 15 of a row of a [64, 128] matrix begins: panels of a line a row."""
+    """Returns where unit 0 ... 15 of a row of a [64, 128] matrix begins: panels of a line a row."""
     return (
-        unit // LINE * (CHUNK * LINE * UNIT) + row * (LINE * UNIT) + (unit % LINE ^ row % 8) * UNIT
+        unit // LINE * (CHUNK * LINE * UNIT)
+        + row * (LINE * UNIT)
+        + swizzle(unit % LINE, row % 8) * UNIT
     )
 
 
 def unit_of_triangle(row, column):
-    """Where 8 columns from `column` on of a row of T' or Aqk begin; the row is not above the panel."""
+    """Returns where 8 columns from `column` on of a row of T' or Aqk begin; the row is not above the panel."""
     panel, unit = column // SUB, column % SUB // UNIT
     # Panels before have 64, 48, ... rows, and this one begins with row 16 panel.
     above = SUB * SUB // 2 * panel * (2 * CHUNK // SUB - 1 - panel)
-    return above + row * SUB + (unit ^ row // 4 % 2) * UNIT
+    return above + row * SUB + swizzle(unit, row // 4 % 2) * UNIT
 
 
 def place_of(pair, unit):
-    """Where unit 0 ... 7 of the even one of two tokens lies among those of a warp. That of the odd one is a line
-    further on, and unit u ^ x at place ^ x."""
-    return 2 * LINE * pair + (unit ^ pair % 2 * 4 ^ pair // 2)
+    """Returns where unit 0 ... 7 of the even one of two tokens lies among those of a warp.
+
+    That of the odd one is a line further on, and unit u ^ x lies at place ^ x.
+    """
+    return 2 * LINE * pair + swizzle(swizzle(unit, pair % 2 * 4), pair // 2)
 
 
 def place_of_unit(place, m, r):
-    """Where the thread's unit m of token r lies: place is that of its first one."""
-    return (place ^ 4 * m) + LINE * r
+    """Returns where the thread's unit m of token r lies: place is that of its first one."""
+    return swizzle(place, 4 * m) + LINE * r
 
 
 def place_in_line(lane, j):
-    """Where the j-th of four units lies that a lane takes of lines: unit lane % 8 of token lane // 8 + 4 j."""
-    return ((lane ^ lane // 16 * 4) ^ j) + 4 * LINE * j
+    """Returns where the j-th of four units lies that a lane has of lines: unit lane % 8 of token lane // 8 + 4 j."""
+    return swizzle(swizzle(lane, lane // 16 * 4), j) + 4 * LINE * j
 
 
 def fetch_first(units: cute.Tensor, first, m, step, lane, x: cute.Tensor):
-    """Of units of 16 bits [channel, place] 16 channels for one tile of 16 rows: x is
+    """Loads 16 channels for one tile of 16 rows from units of 16 bits [channel, place]: x is
     [2 channels, token, half of the channels]. first: where those of the wanted warp begin."""
     _fetch(units, first, lane // 16, 4 * m + 2 * step, lane // 8 % 2, lane, x)
 
 
 def fetch_second(units: cute.Tensor, first, m, step, lane, x: cute.Tensor):
-    """The same for two tiles of 8 columns: x is [2 channels, half of the channels, token]."""
+    """Loads the same for two tiles of 8 columns: x is [2 channels, half of the channels, token]."""
     _fetch(units, first, lane // 8 % 2, 4 * m + 2 * step, lane // 16, lane, x)
 
 
 @cute.jit
 def _fetch(units, first, half, unit, token, lane, x):
-    """Lane 8 i + n brings row n of the i-th of four matrices, from the unit's first or second neighbour."""
+    """Loads four matrices: lane 8 i + n addresses row n of the i-th, in the unit or its neighbour."""
     copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), units.element_type)
     at = (first + LINE * token + place_of(lane % 8, half)) ^ unit
     source = view(units.iterator, at * UNIT, UNIT)
@@ -120,8 +129,20 @@ def rows_by_rows(mma: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
 
 
 @cute.jit
+def write_columns(
+    target: cute.Tensor, values: cute.Tensor, row, column, left, dtype: cutlass.Constexpr
+):
+    """Writes four or eight neighbours of a row of the caller's [T, 64], unless the row is past the end."""
+    if row < left:
+        rounded = cute.make_rmem_tensor(values.shape, dtype)
+        rounded.store(values.load().to(dtype))
+        size = cute.size(values)
+        cute.autovec_copy(rounded, view(target[row, None].iterator, column, size))
+
+
+@cute.jit
 def copy_sums(g: cute.Tensor, planes: cute.Tensor, back: cutlass.Constexpr):
-    """The running sums of a unit to the thread's place in shared memory, or back."""
+    """Copies the running sums of a unit to the thread's place in shared memory, or back."""
     for i in cutlass.range_constexpr(cute.size(g) // 4):
         part = cute.make_tensor(g.iterator + 4 * i, cute.make_layout(4))
         if cutlass.const_expr(back):
@@ -132,7 +153,7 @@ def copy_sums(g: cute.Tensor, planes: cute.Tensor, back: cutlass.Constexpr):
 
 @cute.jit
 def widen_pair(raw: cute.Tensor, pair: cutlass.Constexpr, wide: cute.Tensor):
-    """Two channels [channel, token, q or k] in fp32."""
+    """Converts two channels [channel, token, q or k] to fp32."""
     for which in cutlass.range_constexpr(2):
         for r in cutlass.range_constexpr(2):
             where = raw.iterator + 2 * pair + UNIT * (r + 2 * which)
@@ -141,7 +162,7 @@ def widen_pair(raw: cute.Tensor, pair: cutlass.Constexpr, wide: cute.Tensor):
 
 @cute.jit
 def widen(narrow: cute.Tensor, wide: cute.Tensor):
-    """16 bits to fp32, two at once where they are bfloat16: their upper half is the number."""
+    """Converts 16 bits to fp32, two at once where they are bfloat16: their upper half is the number."""
     if cutlass.const_expr(narrow.element_type is cutlass.BFloat16):
         words = cute.recast_tensor(narrow, I32)
         bits = cute.recast_tensor(wide, I32)

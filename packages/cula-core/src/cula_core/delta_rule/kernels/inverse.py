@@ -4,15 +4,17 @@ A Neumann series would be shorter, and wrong by orders of magnitude where keys r
 1 at most, which is why fp16 holds them, whatever the dtype of the operands is.
 """
 
+from enum import IntEnum
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
 from ...cute.memory import view
-from ...cute.types import F16, F32
-from ..config import CHUNK, SUB
+from ...cute.types import DTYPES, F16, F32
+from ..config import CHUNK, SUB, PrepareConfig
 from .block import T_PRIME
-from .fragments import UNIT, unit_of_triangle
+from .fragments import UNIT, unit_of_triangle, write_columns
 
 GROUP = 128  # threads that invert
 SUBS = CHUNK // SUB
@@ -22,15 +24,29 @@ AKK_STRIDE = CHUNK - SUB + 8
 DIAG_STRIDE = SUB + 4
 AKK = (CHUNK - SUB) * AKK_STRIDE
 INVERSE_BYTES = 2 * (AKK + CHUNK * STRIDE) + 4 * CHUNK * DIAG_STRIDE
-BARRIER_HALF, BARRIER_SPAN, BARRIER_GROUP = 1, 2, 3
+
+
+class Barrier(IntEnum):
+    """Named barriers of the chunk-parallel kernel."""
+
+    HALF = 1  # the first half of the threads has read what the inverse overwrites
+    SPAN = 2  # decays over sub-blocks are there
+    GROUP = 3  # the threads that invert
 
 
 class Inverse:
-    """Two warps substitute and form the Schur complements, four bring Akk and all take T' away."""
+    """Inverts by a group of threads: all of them store Akk, and two warps substitute and form the Schur complements.
+    Then twice as many threads store T'."""
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
 
     def matrices(self, base: cute.Pointer):
-        """Of INVERSE_BYTES of shared memory: Akk from row 16 on without its diagonal blocks, its inverse, and Akk's
-        diagonal blocks."""
+        """Returns views of INVERSE_BYTES of shared memory.
+
+        They are Akk from row 16 on without its diagonal blocks, its inverse, and the diagonal blocks of Akk.
+        """
         base = cute.recast_ptr(base, dtype=F16)
         below = cute.make_layout((CHUNK - SUB, CHUNK - SUB), stride=(AKK_STRIDE, 1))
         whole = cute.make_layout((CHUNK, CHUNK), stride=(STRIDE, 1))
@@ -44,7 +60,10 @@ class Inverse:
 
     @cute.jit
     def invert(self, base: cute.Pointer, diag, acc, betas, sub, lane, row, tidx):
-        """diag, acc: products of keys as the MMA leaves them; base: memory for `matrices` that nobody else reads."""
+        """Inverts I + Akk.
+
+        diag, acc: products of keys as the MMA leaves them. base: memory for `matrices` that nobody else reads.
+        """
         sA, sInv, sZ = self.matrices(base)
         self.store_akk(sA, sZ, diag, acc, betas, sub, lane, row)
         self.sync_group()
@@ -59,11 +78,11 @@ class Inverse:
             self.complement(sA, sInv, pair + 2, 0, 2, lane)
 
     def sync_group(self):
-        cute.arch.barrier(barrier_id=BARRIER_GROUP, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=Barrier.GROUP, number_of_threads=GROUP)
 
     @cute.jit
     def store_akk(self, sA: cute.Tensor, sZ: cute.Tensor, diag, acc, betas, sub, lane, row):
-        """Akk = beta_i k_i k_j ..., j < i."""
+        """Stores Akk = beta_i k_i k_j ..., j < i."""
         for r in cutlass.range_constexpr(2):
             beta = betas[row + r]
             own = cute.make_rmem_tensor(4, F32)
@@ -83,7 +102,7 @@ class Inverse:
 
     @cute.jit
     def substitute(self, z: cute.Tensor, sInv: cute.Tensor, number, column):
-        """One column of the inverse of a diagonal block."""
+        """Computes one column of the inverse of a diagonal block."""
         x = cute.make_rmem_tensor(SUB, F32)
         z_row = cute.make_rmem_tensor(SUB, F32)
         for i in cutlass.range_constexpr(SUB):
@@ -101,7 +120,7 @@ class Inverse:
 
     @cute.jit
     def complement(self, sA, sInv, to, first, size: cutlass.Constexpr, lane):
-        """Blocks (to, first ..) of the inverse: -sum over m of inverse(to, m) Akk(m, ..) inverse(.., ..)."""
+        """Computes blocks (to, first ..) of the inverse: -sum over m of inverse(to, m) Akk(m, ..) inverse(.., ..)."""
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(F16, F32, (SUB, 8, SUB)), permutation_mnk=(SUB, SUB, SUB)
         )
@@ -151,7 +170,7 @@ class Inverse:
         cute.copy(load, load.partition_S(tile(matrix, i, j)), load.retile(fragment))
 
     def fetch_b(self, mma, matrix, i, j, fragment, lane):
-        """A row-major tile as the second operand: ldmatrix transposes."""
+        """Loads a row-major tile as the second operand: ldmatrix transposes."""
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), F16)
         load = cute.make_tiled_copy_B(atom, mma).get_slice(lane)
         source = tile(matrix, i, j)
@@ -160,8 +179,10 @@ class Inverse:
 
     @cute.jit
     def store_tprime(self, base: cute.Pointer, block, akk, betas, tidx, left):
-        """T' goes to the block. Of 256 threads each has a unit of two rows, from the diagonal on; the caller gets whole
-        rows, without beta."""
+        """Writes T' to the block, and for the caller whole rows of the inverse, which have no beta.
+
+        Each of 256 threads has a unit of two rows, from the diagonal on.
+        """
         units = CHUNK // UNIT  # of a row
         row, column = tidx // units, tidx % units * UNIT
         apart = 2 * GROUP // units
@@ -183,14 +204,14 @@ class Inverse:
                 if cutlass.const_expr(self.config.intra):
                     for c in cutlass.range_constexpr(UNIT):
                         weighed[c] = held[c].to(F32)
-                    self.write_columns(akk, weighed, row + apart * i, column, left)
+                    write_columns(akk, weighed, row + apart * i, column, left, self.dtype)
             elif cutlass.const_expr(self.config.intra):
                 weighed.fill(0.0)
-                self.write_columns(akk, weighed, row + apart * i, column, left)
+                write_columns(akk, weighed, row + apart * i, column, left, self.dtype)
 
 
 def tile(matrix, i, j):
-    """Block (i, j) of a matrix in shared memory."""
+    """Returns block (i, j) of a matrix in shared memory."""
     stride = matrix.stride[0]
     pointer = matrix.iterator + cute.assume(i * SUB * stride + j * SUB, divby=8)
     return cute.make_tensor(pointer, cute.make_layout((SUB, SUB), stride=(stride, 1)))

@@ -14,6 +14,8 @@ channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and
     I after J            (2^g x) 2^(e of those between) (2^(e - g) k)    16 bits: every factor is <= 1
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
@@ -42,9 +44,10 @@ from .fragments import (
     unit_of_panel,
     unit_of_triangle,
     widen_pair,
+    write_columns,
 )
-from .inverse import BARRIER_HALF, BARRIER_SPAN, GROUP, INVERSE_BYTES, SUBS, Inverse
-from .tokens import Tokens
+from .inverse import GROUP, INVERSE_BYTES, SUBS, Barrier, Inverse
+from .tokens import Gate, Tokens
 
 THREADS = 2 * GROUP
 PLACES = THREADS // 32 * OF_WARP  # of units, in shared memory
@@ -57,7 +60,55 @@ BLOCKS_PER_MP = 3
 TF32_CUT = 1 + 1.44 * 2.0**-11
 
 
-class KdaPrepare(Tokens, Inverse):
+class Thread(NamedTuple):
+    """Which tokens and channels a thread has.
+
+    half, sub: the half of the channels and the sub-block of its warp. lines, place: where the units of its warp begin
+    in shared memory, and its own. row, channel: its first token and channel; the others are the next token, and the
+    channels 32 further on.
+    """
+
+    tidx: cutlass.Int32
+    lane: cutlass.Int32
+    half: cutlass.Int32
+    sub: cutlass.Int32
+    lines: cutlass.Int32
+    place: cutlass.Int32
+    row: cutlass.Int32 = None
+    channel: cutlass.Int32 = None
+
+    def with_tokens(self):
+        """Returns the same with row and channel, which are computed for chunks that have tokens only."""
+        row = self.sub * SUB + self.lane // 4 * 2
+        channel = self.half * (HEAD_DIM // 2) + self.lane % 4 * UNIT
+        return self._replace(row=row, channel=channel)
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA.
+
+    raw: q and k as they come, by units [channel, place, q or k]; where they are, x holds 2^g q, 2^g k and 2^(e - g) k.
+    base: INVERSE_BYTES, which hold the gates by units of 16 bytes [channel, place] (of fp32 those of the second 32
+    channels), then products for the other half of the channels, diag [register, thread, tile], each warp's where its
+    own gates were, and at last what the inverse needs. ends: 2^e [channel, sub-block]. spans: decays [channel,
+    sub-block, before or behind it]. norms: squares [half of the channels, token, q or k]. sums: running sums where
+    decays have no bound [float, thread, plane, unit], else None.
+    """
+
+    raw: cute.Tensor
+    x: cute.Tensor
+    base: cute.Pointer
+    gates: cute.Tensor
+    diag: cute.Tensor
+    ends: cute.Tensor
+    spans: cute.Tensor
+    norms: cute.Tensor
+    bias: cute.Tensor
+    betas: cute.Tensor
+    sums: cute.Tensor
+
+
+class KdaPrepare:
     """One CTA per chunk and value head.
 
     | warps | work |
@@ -77,6 +128,7 @@ class KdaPrepare(Tokens, Inverse):
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.tokens, self.inverse = Tokens(config), Inverse(config)
 
     @cute.jit
     def __call__(
@@ -148,167 +200,180 @@ class KdaPrepare(Tokens, Inverse):
         # The last chunk first: what is written last is still in the L2 when the recurrence begins.
         slot = slots - 1 - number
         batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
-        tidx, _, _ = cute.arch.thread_idx()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = tidx % 32
-        half, sub = warp_idx // SUBS, warp_idx % SUBS
-        lines = warp_idx * OF_WARP  # where those of the warp begin
-        place = lines + place_of(lane // 4, lane % 4)  # of the thread's first unit
-
-        smem = SmemAllocator()
-        x_base = smem.allocate_array(self.operand, 3 * UNIT * PLACES, byte_alignment=128)
-        # Gates by 16 bytes [channel, place], of fp32 those of the second 32 channels. Later products for the other half
-        # of the channels, and at last what the inverse needs.
-        gate_dtype = DTYPES[self.config.gate_dtype]
-        plane = 128 // gate_dtype.width
-        shared = smem.allocate_array(F32, INVERSE_BYTES // 4, byte_alignment=128)
-        sG = cute.make_tensor(
-            cute.recast_ptr(shared, dtype=gate_dtype), cute.make_layout((plane, PLACES))
-        )
-        # [register, thread, tile]; a warp has them where its own gates were.
-        exchanged = cute.make_layout((4, (32, THREADS // 32), 2), stride=(1, (4, 4 * OF_WARP), 128))
-        sDiag = cute.make_tensor(shared, exchanged)
-        ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
-        # [channel, sub-block, before or behind it]
-        spans = smem.allocate_tensor(
-            self.operand, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
-        )
-        # [half of the channels, token, q or k]
-        norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
-        sBias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
-        betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
-        # [channel, place, 2^g q or 2^g k or 2^(e - g) k]; q and k lie there before.
-        units = cute.make_layout((UNIT, PLACES, 3))
-        sX = cute.make_tensor(x_base, units)
-        sRaw = cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units)
-        sSums = None
-        if cutlass.const_expr(not self.config.bounded):  # [float, thread, plane, unit]
-            planes = cute.make_layout((4, THREADS, UNIT // 2, 2))
-            sSums = smem.allocate_tensor(F32, planes, byte_alignment=16)
+        lanes = self.thread()
+        shared = self.allocate()
         if left > 0:
-            # First token and channel of the thread; the others are the next one and 32 further on.
-            row = sub * SUB + lane // 4 * 2
-            channel = half * (HEAD_DIM // 2) + lane % 4 * UNIT
+            thread = lanes.with_tokens()
             # Rows past the end read the last one; their decays, keys and queries are made zero.
             inside = (
-                F32(1.0) if row < left else F32(0.0),
-                F32(1.0) if row + 1 < left else F32(0.0),
+                F32(1.0) if thread.row < left else F32(0.0),
+                F32(1.0) if thread.row + 1 < left else F32(0.0),
             )
-            asked = sub * SUB + lane // LINE
-            rows = [token + cutlass.min(asked + 4 * j, left - 1) for j in range(ROUNDS)]
-            wanted = half * (HEAD_DIM // 2) + lane % LINE * UNIT
-            self.load(mQ[batch, None, head_k, None], sRaw[None, None, 0], rows, wanted, lines, lane)
-            self.load(mK[batch, None, head_k, None], sRaw[None, None, 1], rows, wanted, lines, lane)
+            rows, channel = self.tokens.lines(token, left, thread)
+            for which, x in enumerate((mQ, mK)):
+                own = x[batch, None, head_k, None]
+                self.tokens.load(own, shared.raw[None, None, which], rows, channel, thread)
             gate = mG[batch, None, head, None]
-            g_raw = cute.make_rmem_tensor((UNIT, 2), gate_dtype)
-            if cutlass.const_expr(plane < UNIT):
-                for r in cutlass.range_constexpr(2):
-                    source = gate[token + cutlass.min(row + r, left - 1), None]
-                    cute.autovec_copy(unit_of(source, channel, UNIT), g_raw[None, r])
-                wanted = half * (HEAD_DIM // 2) + 32 + lane % LINE * plane
-            self.load(gate, sG, rows, wanted, lines, lane)
-            if cutlass.const_expr(self.config.bias):
-                if tidx < HEAD_DIM // 4:
-                    own = view(bias[head, None].iterator, 4 * tidx, 4)
-                    copy_async(own, view(sBias.iterator, 4 * tidx, 4))
-            elif cutlass.const_expr(self.config.gate != "log"):
-                if tidx < HEAD_DIM:
-                    sBias[tidx] = F32(0.0)
+            raw = self.tokens.load_gates(gate, shared, rows, channel, token, left, thread)
+            self.load_bias(bias, head, shared, thread.tidx)
             cute.arch.cp_async_commit_group()
-            self.strengths(mBeta[batch, None, head], betas, token, left, tidx)
+            self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             speed = F32(1.0)
             if cutlass.const_expr(self.config.rate):
                 speed = exp2(rate[head] * LOG2_E)
             speed = speed * -LOG2_E
             cute.arch.cp_async_wait_group(0)
             norm = cute.make_rmem_tensor((2, 2), F32)  # [token, q or k]
-            self.normalize(sRaw, norms, norm, scale, inside, row, half, lane, tidx)
-
-            diag = cute.make_rmem_tensor((4, 2, 2), F32)  # [registers of C, tile, q or k]
-            diag.fill(0.0)
-            # Whether the lanes 4, 8 and 16 below have earlier tokens.
-            earlier = tuple(lane >= 4 << p for p in range(3))
-            g = cute.make_rmem_tensor((UNIT, 2), F32)  # [channel, token]
-            for m in cutlass.range_constexpr(2):
-                if cutlass.const_expr(m == 1 or plane == UNIT):
-                    at = place_of_unit(place, m, 0)
-                    if cutlass.const_expr(plane < UNIT):
-                        at = lines + place_of(lane // 4, lane % 4 * 2)
-                    for r in cutlass.range_constexpr(2):
-                        for i in cutlass.range_constexpr(UNIT // plane):
-                            part = cute.make_tensor(
-                                g_raw.iterator + plane * i + UNIT * r, cute.make_layout(plane)
-                            )
-                            cute.autovec_copy(sG[None, (at ^ i) + LINE * r], part)
-                bias_unit = unit_of(sBias, channel + 32 * m, UNIT)
-                gates = (g_raw, bias_unit, speed, lower_bound, inside, earlier)
-                if cutlass.const_expr(self.config.bounded):
-                    self.products(
-                        sRaw, sX, norm, gates, g, diag, ends, m, channel, sub, lane, place
-                    )
-                else:
-                    for pair in cutlass.range_constexpr(UNIT // 2):
-                        self.decays(gates, g, 2 * pair)
-                    copy_sums(g, sSums[None, tidx, None, m], False)
-            if cutlass.const_expr(not self.config.bounded):
-                self.halve(sRaw, sSums, norm, g, diag, lane, place, tidx)
-                for m in cutlass.range_constexpr(2):
-                    copy_sums(g, sSums[None, tidx, None, m], True)
-                    self.products(sRaw, sX, norm, None, g, diag, ends, m, channel, sub, lane, place)
-            mine = self.exchange(diag, sDiag, half, tidx)
+            self.tokens.normalize(shared, norm, scale, inside, thread)
+            diag = self.transform(shared, raw, norm, speed, lower_bound, inside, thread)
+            mine = self.exchange(diag, shared.diag, thread.half, thread.tidx)
             block = blocks[slot, head, None]
             aqk, akk = None, None
             if cutlass.const_expr(self.config.intra):
                 aqk = cute.domain_offset((token, 0), mAqk[batch, None, head, None])
                 akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
-            cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(2):
-                other = sDiag[None, tidx ^ GROUP, i].load()
-                mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
-            if half == 0:
-                cute.arch.barrier_arrive(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
-                self.span(ends, spans, block, tidx)
-            acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
-            acc.fill(0.0)
-            self.multiply(sX, ends, acc, sub, half, lane)
-            if half == 0:
-                self.attend(block, aqk, mine, acc, sub, lane, row, left)
-                cute.arch.barrier(barrier_id=BARRIER_SPAN, number_of_threads=GROUP)
-                self.store(sX, block, spans, sub, lane)
+            self.hand_on(shared, mine, block, aqk, akk, left, thread)
+
+    # ---- threads and memory -----------------------------------------------------------------------------------------
+
+    def thread(self):
+        """Returns where the thread is, before anything is known of its tokens."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tidx % 32
+        half, sub = warp_idx // SUBS, warp_idx % SUBS
+        lines = warp_idx * OF_WARP
+        place = lines + place_of(lane // 4, lane % 4)
+        return Thread(tidx, lane, half, sub, lines, place)
+
+    def allocate(self):
+        """Returns the shared memory of the CTA."""
+        smem = SmemAllocator()
+        x_base = smem.allocate_array(self.operand, 3 * UNIT * PLACES, byte_alignment=128)
+        gate_dtype = DTYPES[self.config.gate_dtype]
+        base = smem.allocate_array(F32, INVERSE_BYTES // 4, byte_alignment=128)
+        gates = cute.make_tensor(
+            cute.recast_ptr(base, dtype=gate_dtype),
+            cute.make_layout((128 // gate_dtype.width, PLACES)),
+        )
+        exchanged = cute.make_layout((4, (32, THREADS // 32), 2), stride=(1, (4, 4 * OF_WARP), 128))
+        ends = smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS)), byte_alignment=16)
+        spans = smem.allocate_tensor(
+            self.operand, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
+        )
+        norms = smem.allocate_tensor(F32, cute.make_layout((2, CHUNK, 2)), byte_alignment=16)
+        bias = smem.allocate_tensor(F32, cute.make_layout(HEAD_DIM), byte_alignment=16)
+        betas = smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16)
+        units = cute.make_layout((UNIT, PLACES, 3))
+        sums = None
+        if cutlass.const_expr(not self.config.bounded):
+            planes = cute.make_layout((4, THREADS, UNIT // 2, 2))
+            sums = smem.allocate_tensor(F32, planes, byte_alignment=16)
+        return Shared(
+            raw=cute.make_tensor(cute.recast_ptr(x_base, dtype=self.dtype), units),
+            x=cute.make_tensor(x_base, units),
+            base=base,
+            gates=gates,
+            diag=cute.make_tensor(base, exchanged),
+            ends=ends,
+            spans=spans,
+            norms=norms,
+            bias=bias,
+            betas=betas,
+            sums=sums,
+        )
+
+    @cute.jit
+    def load_bias(self, bias: cute.Tensor, head, shared, tidx):
+        """Starts to load dt_bias of the head; zero where there is none, and nothing where no gate is computed."""
+        if cutlass.const_expr(self.config.bias):
+            if tidx < HEAD_DIM // 4:
+                own = view(bias[head, None].iterator, 4 * tidx, 4)
+                copy_async(own, view(shared.bias.iterator, 4 * tidx, 4))
+        elif cutlass.const_expr(self.config.gate != "log"):
+            if tidx < HEAD_DIM:
+                shared.bias[tidx] = F32(0.0)
+
+    # ---- roles ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def transform(self, shared, raw: cute.Tensor, norm, speed, lower_bound, inside, thread):
+        """Computes decays, writes 2^g q, 2^g k and 2^(e - g) k, and returns the products inside the sub-block, of the
+        warp's channels: [registers of C, tile, q or k]."""
+        diag = cute.make_rmem_tensor((4, 2, 2), F32)
+        diag.fill(0.0)
+        earlier = tuple(thread.lane >= 4 << p for p in range(3))
+        g = cute.make_rmem_tensor((UNIT, 2), F32)  # [channel, token]
+        for m in cutlass.range_constexpr(2):
+            self.tokens.fetch_gates(shared, raw, m, thread)
+            bias = unit_of(shared.bias, thread.channel + 32 * m, UNIT)
+            gate = Gate(raw, bias, speed, lower_bound, inside, earlier)
+            if cutlass.const_expr(self.config.bounded):
+                self.products(shared, norm, gate, g, diag, m, thread)
             else:
-                cute.arch.barrier(barrier_id=BARRIER_HALF, number_of_threads=THREADS)
-                self.invert(shared, mine, acc, betas, sub, lane, row, tidx - GROUP)
-            cute.arch.sync_threads()
-            self.store_tprime(shared, block, akk, betas, tidx, left)
+                for pair in cutlass.range_constexpr(UNIT // 2):
+                    self.tokens.decays(gate, g, 2 * pair)
+                copy_sums(g, shared.sums[None, thread.tidx, None, m], False)
+        if cutlass.const_expr(not self.config.bounded):
+            self.halve(shared, norm, g, diag, thread)
+            for m in cutlass.range_constexpr(2):
+                copy_sums(g, shared.sums[None, thread.tidx, None, m], True)
+                self.products(shared, norm, None, g, diag, m, thread)
+        return diag
+
+    @cute.jit
+    def hand_on(self, shared, mine: cute.Tensor, block, aqk, akk, left, thread):
+        """Writes the block: Aqk and the operands by the first half of the threads, while the second inverts."""
+        half, sub, lane, tidx = thread.half, thread.sub, thread.lane, thread.tidx
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(2):
+            other = shared.diag[None, tidx ^ GROUP, i].load()
+            mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
+        if half == 0:
+            cute.arch.barrier_arrive(barrier_id=Barrier.HALF, number_of_threads=THREADS)
+            self.span(shared.ends, shared.spans, block, tidx)
+        acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
+        acc.fill(0.0)
+        self.multiply(shared.x, shared.ends, acc, sub, half, lane)
+        if half == 0:
+            self.attend(block, aqk, mine, acc, sub, lane, thread.row, left)
+            cute.arch.barrier(barrier_id=Barrier.SPAN, number_of_threads=GROUP)
+            self.store(shared.x, block, shared.spans, sub, lane)
+        else:
+            cute.arch.barrier(barrier_id=Barrier.HALF, number_of_threads=THREADS)
+            self.inverse.invert(
+                shared.base, mine, acc, shared.betas, sub, lane, thread.row, tidx - GROUP
+            )
+        cute.arch.sync_threads()
+        self.inverse.store_tprime(shared.base, block, akk, shared.betas, tidx, left)
 
     # ---- operands and products --------------------------------------------------------------------------------------
 
     @cute.jit
-    def products(
-        self, sRaw, sX, norm, gates, g, diag, ends, m: cutlass.Constexpr, channel, sub, lane, place
-    ):
-        """2^g q, 2^g k and 2^(e - g) k of a unit, and where decays are bounded its products inside the sub-block."""
+    def products(self, shared, norm, gate, g, diag, m: cutlass.Constexpr, thread):
+        """Writes 2^g q, 2^g k and 2^(e - g) k of a unit, and where decays are bounded adds its products inside the
+        sub-block."""
         wide = cute.make_rmem_tensor((2, 2, 2), F32)
         last = cute.make_rmem_tensor(2, F32)
         end = cute.make_rmem_tensor(2, F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, 2^g q, 2^g k, 2^-g k]
-        raw = self.own_unit(sRaw, m, place)
+        raw = self.own_unit(shared.raw, m, thread.place)
         # Half a unit at a time: whole ones would be faster to store, and do not fit into 80 registers.
         for part in cutlass.range_constexpr(2):
             rounded = cute.make_rmem_tensor((HALF, 2, 3), self.operand)
             for pair in cutlass.range_constexpr(HALF // 2):
                 first = HALF * part + 2 * pair
                 if cutlass.const_expr(self.config.bounded):
-                    self.decays(gates, g, first)
+                    self.tokens.decays(gate, g, first)
                 widen_pair(raw, first // 2, wide)
                 for i in cutlass.range_constexpr(2):
                     last[i] = cute.arch.shuffle_sync(
                         g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
                     )
                     end[i] = exp2(last[i])
-                if lane >= 28:
-                    at = sub * HEAD_DIM + channel + 32 * m + first
-                    cute.autovec_copy(end, view(ends.iterator, at, 2))
+                if thread.lane >= 28:
+                    at = thread.sub * HEAD_DIM + thread.channel + 32 * m + first
+                    cute.autovec_copy(end, view(shared.ends.iterator, at, 2))
                 for r in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
                         c = first + i
@@ -334,14 +399,14 @@ class KdaPrepare(Tokens, Inverse):
                         here.store(two.load().to(self.operand))
             for which in cutlass.range_constexpr(3):
                 for r in cutlass.range_constexpr(2):
-                    unit = sX[None, place_of_unit(place, m, r), which]
+                    unit = shared.x[None, place_of_unit(thread.place, m, r), which]
                     cute.autovec_copy(
                         rounded[None, r, which], view(unit.iterator, HALF * part, HALF)
                     )
 
     @cute.jit
     def own_unit(self, sRaw: cute.Tensor, m, place):
-        """Unit m of the thread's queries and keys: [channel, token, q or k]."""
+        """Returns unit m of the thread's queries and keys: [channel, token, q or k]."""
         raw = cute.make_rmem_tensor((UNIT, 2, 2), self.dtype)
         for which in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
@@ -350,9 +415,13 @@ class KdaPrepare(Tokens, Inverse):
         return raw
 
     @cute.jit
-    def halve(self, sRaw, sSums, norm, g, diag: cute.Tensor, lane, place, tidx):
-        """Products inside a sub-block where decays have no bound: tokens in different halves of 16, 8, 4 or 2 meet in
-        the last token of the first half, so that the factors of both are at most 1; a token meets itself as it is."""
+    def halve(self, shared, norm, g, diag: cute.Tensor, thread):
+        """Computes products inside a sub-block where decays have no bound.
+
+        Of two tokens in different halves of 16, 8, 4 or 2, both factors are taken relative to the last token of the
+        first half, so that they are at most 1. The product of a token with itself needs no factor.
+        """
+        lane = thread.lane
         wide = cute.make_rmem_tensor((2, 2, 2), F32)
         x = cute.make_rmem_tensor((2, 2, 3), F32)  # [token, channel, q, k, k]
         for level in cutlass.range(HALVINGS + 1, unroll=1):
@@ -365,8 +434,8 @@ class KdaPrepare(Tokens, Inverse):
             sums = cute.make_rmem_tensor((4, 2, 2), F32)
             sums.fill(0.0)
             for m in cutlass.range(2, unroll=1):
-                raw = self.own_unit(sRaw, m, place)
-                copy_sums(g, sSums[None, tidx, None, m], True)
+                raw = self.own_unit(shared.raw, m, thread.place)
+                copy_sums(g, shared.sums[None, thread.tidx, None, m], True)
                 for pair in cutlass.range_constexpr(UNIT // 2):
                     widen_pair(raw, pair, wide)
                     for i in cutlass.range_constexpr(2):
@@ -486,18 +555,9 @@ class KdaPrepare(Tokens, Inverse):
                     rounded.store(own.load().to(self.operand))
                     cute.autovec_copy(rounded, view(target.iterator, r * SUB, 4))
                     if cutlass.const_expr(self.config.intra):
-                        self.write_columns(aqk, own, row + r, (sub - d) * SUB + column, left)
+                        write_columns(aqk, own, row + r, (sub - d) * SUB + column, left, self.dtype)
             elif cutlass.const_expr(self.config.intra):
                 own.fill(0.0)
                 for r in cutlass.range_constexpr(2):
                     # Behind the diagonal are sub-blocks sub + 1 ... 3, here d = 3 ... sub + 1.
-                    self.write_columns(aqk, own, row + r, d * SUB + column, left)
-
-    @cute.jit
-    def write_columns(self, target: cute.Tensor, values: cute.Tensor, row, column, left):
-        """Four or eight neighbours of a row of the caller's [T, 64]."""
-        if row < left:
-            rounded = cute.make_rmem_tensor(values.shape, self.dtype)
-            rounded.store(values.load().to(self.dtype))
-            size = cute.size(values)
-            cute.autovec_copy(rounded, view(target[row, None].iterator, column, size))
+                    write_columns(aqk, own, row + r, d * SUB + column, left, self.dtype)

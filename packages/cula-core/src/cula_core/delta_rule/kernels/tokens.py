@@ -1,4 +1,6 @@
-"""What a thread of the chunk-parallel kernel knows of its two tokens: q, k, beta, norms and decays."""
+"""The inputs of the chunk-parallel kernel: q, k, beta, norms and decays of the two tokens that a thread has."""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -6,27 +8,95 @@ from cutlass.cute.nvgpu import warp
 
 from ...cute.functions import exp2, sigmoid
 from ...cute.memory import copy_async, view
-from ...cute.types import F32, LOG2_E
-from ..config import CHUNK
-from .fragments import OF_WARP, ROUNDS, UNIT, fetch_first, place_in_line, rows_by_rows, widen
+from ...cute.types import DTYPES, F32, LOG2_E
+from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
+from .fragments import (
+    LINE,
+    OF_WARP,
+    ROUNDS,
+    UNIT,
+    fetch_first,
+    place_in_line,
+    place_of,
+    place_of_unit,
+    rows_by_rows,
+    swizzle,
+    unit_of,
+    widen,
+)
 
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
 FLOOR = -150.0
 
 
+class Gate(NamedTuple):
+    """What the decays of a unit of channels are computed from.
+
+    raw: gates [channel, token] of the thread's unit and two tokens. bias: dt_bias of the unit. speed: -exp(A_log) in
+    log2 units. inside: 1 for each of the two tokens, 0 for rows past the end. earlier: whether the lanes 4, 8 and 16
+    below have earlier tokens.
+    """
+
+    raw: cute.Tensor
+    bias: cute.Tensor
+    speed: cutlass.Float32
+    lower_bound: cutlass.Float32
+    inside: tuple
+    earlier: tuple
+
+
 class Tokens:
-    """Reads and transforms the inputs; part of `KdaPrepare`."""
+    """Loads the inputs and transforms them. thread and shared: `Thread` and `Shared` of the kernel."""
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype, self.gate_dtype = DTYPES[config.dtype], DTYPES[config.gate_dtype]
+        self.plane = 128 // self.gate_dtype.width  # gates of 16 bytes
+
+    def lines(self, token, left, thread):
+        """Returns the rows of which a lane loads 16 bytes each, and the channel; rows past the end are the last one."""
+        first = thread.sub * SUB + thread.lane // LINE
+        rows = [token + cutlass.min(first + 4 * j, left - 1) for j in range(ROUNDS)]
+        return rows, thread.half * (HEAD_DIM // 2) + thread.lane % LINE * UNIT
 
     @cute.jit
-    def load(self, x: cute.Tensor, units: cute.Tensor, rows, channel, first, lane):
-        """Asks for 16 bytes of each of the rows from this channel on, for the lines [channel, place] of the warp."""
+    def load_gates(self, gate: cute.Tensor, shared, rows, channel, token, left, thread):
+        """Starts to load the warp's gates. Returns registers for a unit of two tokens, which hold those of the first 32
+        channels where gates are fp32: shared memory has room for the second only."""
+        raw = cute.make_rmem_tensor((UNIT, 2), self.gate_dtype)
+        if cutlass.const_expr(self.plane < UNIT):
+            for r in cutlass.range_constexpr(2):
+                source = gate[token + cutlass.min(thread.row + r, left - 1), None]
+                cute.autovec_copy(unit_of(source, thread.channel, UNIT), raw[None, r])
+            channel = thread.half * (HEAD_DIM // 2) + 32 + thread.lane % LINE * self.plane
+        self.load(gate, shared.gates, rows, channel, thread)
+        return raw
+
+    @cute.jit
+    def fetch_gates(self, shared, raw: cute.Tensor, m: cutlass.Constexpr, thread):
+        """Sets the registers to the thread's unit m of gates."""
+        if cutlass.const_expr(m == 1 or self.plane == UNIT):
+            at = place_of_unit(thread.place, m, 0)
+            if cutlass.const_expr(self.plane < UNIT):
+                at = thread.lines + place_of(thread.lane // 4, thread.lane % 4 * 2)
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(UNIT // self.plane):
+                    part = cute.make_tensor(
+                        raw.iterator + self.plane * i + UNIT * r, cute.make_layout(self.plane)
+                    )
+                    cute.autovec_copy(shared.gates[None, swizzle(at, i) + LINE * r], part)
+
+    @cute.jit
+    def load(self, x: cute.Tensor, units: cute.Tensor, rows, channel, thread):
+        """Starts to load 16 bytes of each row from the channel on, by whole lines, to units [channel, place]."""
         for j in cutlass.range_constexpr(ROUNDS):
             source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
-            copy_async(source, units[None, first + place_in_line(lane, j)])
+            copy_async(source, units[None, thread.lines + place_in_line(thread.lane, j)])
 
     @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
+        """Writes the strengths of the chunk's tokens to shared memory; zero past the end."""
         if tidx < CHUNK:
             strength = F32(0.0)
             if tidx < left:
@@ -38,19 +108,13 @@ class Tokens:
             betas[tidx] = strength
 
     @cute.jit
-    def normalize(
-        self,
-        sRaw: cute.Tensor,
-        norms: cute.Tensor,
-        norm: cute.Tensor,
-        scale,
-        inside,
-        row,
-        half,
-        lane,
-        tidx,
-    ):
-        """Factors of q and k for the thread's tokens: squares are the diagonal of the product of rows with rows."""
+    def normalize(self, shared, norm: cute.Tensor, scale, inside, thread):
+        """Sets the factors of q and k for the thread's tokens [token, q or k].
+
+        Squares are the diagonal of the product of rows with rows.
+        """
+        row, half, lane = thread.row, thread.half, thread.lane
+        norms = shared.norms
         norm.fill(1.0)
         if cutlass.const_expr(self.config.l2norm):
             mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
@@ -60,8 +124,8 @@ class Tokens:
             for which in cutlass.range_constexpr(2):
                 acc = cute.make_rmem_tensor((4, 2), F32)
                 acc.fill(0.0)
-                units = sRaw[None, None, which]
-                lines = (tidx - lane) // 32 * OF_WARP
+                units = shared.raw[None, None, which]
+                lines = (thread.tidx - lane) // 32 * OF_WARP
                 for m in cutlass.range_constexpr(2):
                     for step in cutlass.range_constexpr(2):
                         fetch_first(units, lines, m, step, lane, a)
@@ -89,13 +153,10 @@ class Tokens:
             norm[r, 1] = norm[r, 1] * inside[r]
 
     @cute.jit
-    def decays(self, gates, g: cute.Tensor, first: cutlass.Constexpr):
-        """Running sums of log2 decays over the 16 tokens of the sub-block, for channels `first` and
-        `first` + 1 of g.
-
-        gates: raw gates [channel, token] and dt_bias of a unit, -exp(A_log) in log2 units, lower bound, 1 or for rows
-        past the end 0, whether lanes below have earlier tokens."""
-        raw, bias, speed, lower_bound, inside, earlier = gates
+    def decays(self, gate, g: cute.Tensor, first: cutlass.Constexpr):
+        """Computes the running sums of log2 decays over the 16 tokens of the sub-block, for channels `first` and
+        `first` + 1 of g, from a `Gate`."""
+        raw, bias, speed, lower_bound, inside, earlier = gate
         if cutlass.const_expr(self.config.gate == "log"):
             # Or the compiler starts on all pairs at once, and runs out of registers.
             cute.arch.sync_warp()
