@@ -16,7 +16,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report, results
+from benchmarks.harness import report, results
 
 MIN_POINTS = 3
 COLORS = {

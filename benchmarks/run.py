@@ -16,11 +16,11 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import progress, registry, report, results
-from benchmarks.harness import Timing
-from benchmarks.measure import DEFAULT_METHODS, Run
-from benchmarks.provenance import gpu_slug, provenance, read_smi
-from benchmarks.registry import CheckFailed, Op, Provider, Setting
+from benchmarks.harness import progress, registry, report, results
+from benchmarks.harness.measure import DEFAULT_METHODS, Run
+from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
+from benchmarks.harness.registry import CheckFailed, Op, Provider, Setting
+from benchmarks.harness.timers import Timing
 
 DEFAULT_PATH = "default"
 
@@ -102,7 +102,7 @@ def _measure(
 ) -> int:
     import torch
 
-    from benchmarks import gpu
+    from benchmarks.harness import gpu
 
     # Inference code records no autograd graph, and neither shall the peer's.
     with torch.inference_mode():

@@ -21,14 +21,11 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import (
-    emulator_report,
-    kda_tables,
-    lite_quality_rows,
-    lite_tables,
-    report,
-    results,
-)
+from benchmarks.emulator import tables as emulator_tables
+from benchmarks.harness import report, results
+from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lite import quality_rows
+from benchmarks.ops.lite import tables as lite_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
@@ -58,14 +55,14 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         )
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
-    if op in emulator_report.TABLES:
-        return emulator_report.region(op, path)
+    if op in emulator_tables.TABLES:
+        return emulator_tables.region(op, path)
     pattern = chosen.get("settings", "*")
-    of_quality = op == lite_quality_rows.OP
-    result = (lite_quality_rows if of_quality else results).load(path)
+    of_quality = op == quality_rows.OP
+    result = (quality_rows if of_quality else results).load(path)
     method = chosen.get("method", results.device_method(result))
     if of_quality:
-        table = lite_quality_rows.table(result, pattern)
+        table = quality_rows.table(result, pattern)
     else:
         table = lite_tables.TABLES.get(name or "", report.table)(result, method, pattern)
     if not table[1]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import results
-from benchmarks.harness import Timing
-from benchmarks.measure import Run
-from benchmarks.ops import _decode
-from benchmarks.registry import Op, Provider, Setting
+from benchmarks.harness import results
+from benchmarks.harness.measure import Run
+from benchmarks.harness.registry import Op, Provider, Setting
+from benchmarks.harness.timers import Timing
+from benchmarks.ops.decode import problem as decode
 
 
 class FakeBackend:
@@ -142,8 +142,8 @@ def _decode_result(
     }
     rows = []
     for batch in batches:
-        setting = _decode.setting(batch)
-        moved = _decode.moved(setting)
+        setting = decode.setting(batch)
+        moved = decode.moved(setting)
         for name, (role, tbs) in rates.items():
             time = moved / tbs / 1e6
             rows.append(

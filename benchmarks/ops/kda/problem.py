@@ -1,0 +1,268 @@
+"""Problems, inputs, oracle, check and byte counts of KDA prefill.
+
+    S'_t = diag(exp(g_t)) S_(t-1)
+    S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T          o_t = scale * S_t^T q_t
+
+q and k are normalized inside, and the log decays come from raw gates x inside: g = -5 sigmoid(exp(A_log) (x + bias)).
+x is standard normal. The bias, in another order in every head, spreads the mean log decays of the channels from -1e-3
+to -4, and A_log lowers the smallest to -1e-5 in the last head. beta is sigmoid(x - c), taken before the call, in the
+dtype of q; c runs from 0 in the first head to 6 in the last, where new tokens erase next to nothing. So there a state
+that is handed on wrongly, by a call or by a segment, is seen thousands of tokens later. Every setting returns final
+states.
+
+`_sequences.py` has the lengths of packed sequences. Features, one at a time, after a "+" in the name:
+    gva           four value heads per query head
+    fp16          float16 instead of bfloat16
+    state         an initial state
+    pool          initial states are rows of a pool, found through indices and updated in place
+    fp32gate      float32 raw gates
+    unbounded     log decays -exp(A_log) softplus(x + bias), which no bound holds; exp(A_log) from 1 to 16
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness.registry import Setting
+from benchmarks.ops.decode.problem import _within
+from benchmarks.ops.sequences import (
+    KINDS,
+    SPARE_ROWS,
+    Offsets,
+    SpareRows,
+    batch_of,
+    checked_heads,
+    has,
+    is_packed,
+    named,
+    offsets_of,
+    query_heads,
+    refuse_not_finite,
+    sequences_of,
+    spans,
+    worst_head,
+)
+
+DIM = 128
+L2_EPS = 1e-6
+LOWER_BOUND = -5.0
+BIASES = (-9.0, 1.5)
+BOUNDED_RATES = (-0.5, 0.5)
+UNBOUNDED_RATES = (0.0, math.log(16))
+FORGETTING = (0.0, -6.0)
+
+FEATURES = ("gva", "fp16", "state", "pool", "fp32gate", "unbounded")
+
+# Tokens that the oracle takes at once.
+ORACLE_CHUNK = 64
+LIMIT = 3e-3
+
+Result = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Inputs:
+    """One buffer set: q, k [B,T,H,K], v [B,T,HV,V], gate [B,T,HV,K] and beta [B,T,HV]; A_log [HV], dt_bias [HV K] fp32.
+
+    state fp32 [N or rows of the pool,HV,K,V] and indices int32 [N] are None where there is no initial state, or no
+    pool.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    beta: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    offsets: Offsets | None
+    state: Tensor | None
+    indices: Tensor | None
+
+
+def setting(
+    tokens: int,
+    batch: int = 1,
+    heads: int = 64,
+    sequences: int | None = None,
+    lengths: str = "uniform",
+    feature: str | None = None,
+) -> Setting:
+    """A dense problem of B x T tokens, or with `sequences` a packed one of T tokens in all.
+
+    Named like B2-T4096-H64, N10-T8192-skewed-H64, N2-T33792-long-H8 and B1-T4096-H64+pool.
+    """
+    if lengths not in KINDS or feature not in (None, *FEATURES):
+        raise ValueError(f"setting: unknown lengths or feature: {lengths}, {feature}")
+    return named(tokens, batch, heads, sequences, lengths, feature)
+
+
+def is_bounded(problem: Setting) -> bool:
+    return not has(problem, "unbounded")
+
+
+def longest(problem: Setting) -> int:
+    """Tokens of the longest sequence."""
+    return max(end - start for _, start, end in spans(problem))
+
+
+def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
+    """Fresh random data of one buffer set."""
+    p, count = problem.params, sequences_of(problem)
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = torch.float16 if has(problem, "fp16") else torch.bfloat16
+
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def spread(ends: tuple[float, float], steps: int) -> Tensor:
+        return torch.linspace(*ends, steps, device=device)
+
+    heads, tokens, query = p["H"], (batch_of(problem), p["T"]), query_heads(problem)
+    order = torch.rand(heads, DIM, generator=generator, device=device).argsort(-1)
+    state, indices = None, None
+    if has(problem, "state"):
+        state = randn(count, heads, DIM, DIM, dtype=torch.float32)
+    if has(problem, "pool"):
+        state = randn(count + SPARE_ROWS, heads, DIM, DIM, dtype=torch.float32)
+        rows = torch.randperm(len(state), generator=generator, device=device)
+        indices = rows[:count].to(torch.int32)
+    return Inputs(
+        q=randn(*tokens, query, DIM),
+        k=randn(*tokens, query, DIM),
+        v=randn(*tokens, heads, DIM),
+        gate=randn(*tokens, heads, DIM, dtype=torch.float32 if has(problem, "fp32gate") else dtype),
+        beta=(randn(*tokens, heads) + spread(FORGETTING, heads)).sigmoid().to(dtype),
+        A_log=spread(BOUNDED_RATES if is_bounded(problem) else UNBOUNDED_RATES, heads),
+        dt_bias=spread(BIASES, DIM)[order].flatten(),
+        offsets=offsets_of(problem, device),
+        state=state,
+        indices=indices,
+    )
+
+
+def state_bytes(problem: Setting) -> int:
+    """One state per sequence and value head."""
+    return sequences_of(problem) * problem.params["H"] * DIM * DIM * 4
+
+
+def read(problem: Setting) -> int:
+    """Bytes of all inputs but the workspace, each once."""
+    p, tokens = problem.params, batch_of(problem) * problem.params["T"]
+    activations = tokens * (2 * query_heads(problem) + p["H"]) * DIM * 2
+    gates = tokens * p["H"] * (DIM * (4 if has(problem, "fp32gate") else 2) + 2)
+    parameters = 4 * p["H"] * (1 + DIM)
+    initial = state_bytes(problem) if has(problem, "state") or has(problem, "pool") else 0
+    offsets = 4 * (p["N"] + 1) if is_packed(problem) else 0
+    indices = 4 * sequences_of(problem) if has(problem, "pool") else 0
+    return activations + gates + parameters + initial + offsets + indices
+
+
+def written(problem: Setting) -> int:
+    """Bytes of o and final states, each once."""
+    p = problem.params
+    return batch_of(problem) * p["T"] * p["H"] * DIM * 2 + state_bytes(problem)
+
+
+def moved(problem: Setting) -> int:
+    """The fewest bytes of a call."""
+    return read(problem) + written(problem)
+
+
+def log_decays(problem: Setting, x: Inputs, heads: list[int]) -> Tensor:
+    """fp64 log decays [B,T,heads,K] of the raw gates."""
+    shifted = x.gate[:, :, heads].double() + x.dt_bias.view(-1, DIM)[heads].double()
+    rate = x.A_log[heads].double().exp()[:, None]
+    if is_bounded(problem):
+        return LOWER_BOUND * torch.sigmoid(rate * shifted)
+    # Above its threshold torch's softplus is the identity; it is put out of reach.
+    return -rate * F.softplus(shifted, threshold=1e3)
+
+
+def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Result:
+    """fp64 outputs [B,T,heads,V] and final states [N,heads,K,V] of value heads `heads`, chunk by chunk."""
+    group = problem.params["H"] // query_heads(problem)
+    q, k = (t[:, :, [h // group for h in heads]].double() for t in (x.q, x.k))
+    q, k = (t / (t.square().sum(-1, keepdim=True) + L2_EPS).sqrt() for t in (q, k))
+    v, beta = x.v[:, :, heads].double(), x.beta[:, :, heads, None].double()
+    log_decay = log_decays(problem, x, heads)
+    output, final = torch.empty_like(v), []
+    for n, (b, start, end) in enumerate(spans(problem)):
+        state = torch.zeros(len(heads), DIM, DIM, dtype=torch.float64, device=v.device)
+        if x.state is not None:
+            state = x.state[n if x.indices is None else int(x.indices[n])][heads].double()
+        for a in range(start, end, ORACLE_CHUNK):
+            part = slice(a, min(a + ORACLE_CHUNK, end))
+            chunk = (t[b, part].transpose(0, 1) for t in (q, k, v, beta, log_decay))
+            o, state = _chunk(*chunk, state)
+            output[b, part] = o.transpose(0, 1)
+        final.append(state)
+    return output, torch.stack(final)
+
+
+def _chunk(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+) -> Result:
+    """Outputs and the state after a chunk; all [heads,L,D] but beta [heads,L,1].
+
+    What token i adds to the state, the row u_i of k_i u_i^T, depends on the rows before it:
+    u_i + beta_i sum over j < i of (k_i . k_j decayed from j to i) u_j = beta_i (v_i - state^T (k_i decayed)).
+    """
+    since = log_decay.cumsum(-2)
+    causal = torch.ones(2 * since.shape[-2:-1], dtype=torch.bool, device=q.device).tril()
+    # Masked before exp, which would overflow above the diagonal.
+    between = (since[:, :, None] - since[:, None]).masked_fill(~causal[..., None], -torch.inf)
+    decayed = between.exp() * k[:, None]
+    overlap, scores = ((decayed @ t[..., None])[..., 0] for t in (k, q))
+    # The solver takes the diagonal for ones and does not look above it.
+    added = torch.linalg.solve_triangular(
+        beta * overlap,
+        beta * (v - (since.exp() * k) @ state),
+        upper=False,
+        unitriangular=True,
+    )
+    output = (since.exp() * q) @ state + scores @ added
+    kept = since[:, -1:].exp().mT * state
+    fed = ((since[:, -1:] - since).exp() * k).mT @ added
+    return output * q.shape[-1] ** -0.5, kept + fed
+
+
+# What the oracle said of the last setting: providers are checked one after the other, on the same inputs.
+_expected: dict[tuple[str, str], Result] = {}
+
+
+def check_kda(
+    run: Callable[[Setting, Inputs], Result],
+    problem: Setting,
+    device: Any,
+    limit: float = LIMIT,
+) -> dict[str, float]:
+    """Compares `run(setting, inputs) -> (o, final states [N,HV,K,V])` with the fp64 oracle, on fresh data.
+
+    `run` fills outputs and workspaces it allocates itself with NaN first. CheckFailed names the quantity, its error and
+    the limit.
+    """
+    x = make_inputs(problem, device, seed=20_231)
+    heads = checked_heads(problem.params["H"])
+    known = (problem.name, str(device))
+    if known not in _expected:
+        _expected.clear()
+        _expected[known] = oracle(problem, x, heads)
+    output, state = _expected[known]
+    spare = SpareRows(x.state, x.indices)
+    o, final = run(problem, x)
+    refuse_not_finite(problem, output=o, final_state=final)
+    spare.refuse_changed(problem)
+    errors = {
+        "output": worst_head(o[:, :, heads], output, 2),
+        "state": worst_head(final[:, heads], state, 1),
+    }
+    _within(problem, errors, dict.fromkeys(errors, limit))
+    return errors

@@ -1,0 +1,5 @@
+"""Lightning and simple GLA prefill."""
+
+OPS = (
+    "lightning_prefill",
+)

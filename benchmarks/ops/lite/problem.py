@@ -1,0 +1,355 @@
+"""Problems, inputs, oracle, check, bytes and arithmetic of skip-list attention.
+
+    out = softmax(q k^T / sqrt(D) over the listed key tiles) v          lse = its logarithm of sums
+
+A query tile is BLOCK_M rows, a key tile BLOCK_N keys. Masks are int32 [B, H, Mt, W]; bit n % 32 of word n // 32 says
+that key tile n is listed. Of the tiles visited, a call also reports those it keeps: the first one, and every other that
+lifts the logit of some row by more than a threshold (log2 units) above the largest that came before.
+
+Kinds of problems, all of random data:
+
+    dense   no mask, no decisions
+    full    every tile listed and kept: what deciding costs
+    list    a share of the tiles listed, drawn at random, equally many in every query tile, and all of them kept
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.registry import CheckFailed, Setting
+from benchmarks.ops.decode.problem import _within
+from benchmarks.ops.lite import workloads
+from benchmarks.ops.sequences import worst_head
+
+BLOCK_M = 128
+BLOCK_N = 64
+WORD = 32
+LOG2E = math.log2(math.e)
+
+KINDS = ("dense", "full", "list")
+# The threshold that is timed: nothing is ever skipped.
+KEEP_ALL = -math.inf
+
+# Rows that the oracle takes at once; a multiple of BLOCK_M.
+ORACLE_ROWS = 1024
+OUTPUT_LIMIT = 5e-3
+LSE_LIMIT = 1e-3
+# Decisions this close to the threshold may differ, in log2 units and relative to the margin.
+UNDECIDED = 1e-2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest relative RMSE (relative L2 error) of a head's output and error of lse, and what is undecided."""
+
+    output: float = OUTPUT_LIMIT
+    lse: float = LSE_LIMIT
+    undecided: float = UNDECIDED
+
+
+EXACT = Limits()
+# Scores from 8-bit integers are off by 0.012 on random data, relatively so are probabilities and outputs; lse of a
+# causal row with a single key is its score.
+INT8 = Limits(output=2e-2, lse=5e-2, undecided=2e-1)
+
+
+@dataclass
+class Inputs:
+    """One buffer set: q, k, v [B, S, H, D] bf16, and the read mask int32 [B, H, Mt, W], None for dense problems."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+
+@dataclass
+class Result:
+    """out [B, S, H, D]; lse [B, H, S] fp32 and the write mask, None where an implementation has none."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    write: Tensor | None = None
+
+
+# (problem, inputs, threshold or None for dense, direction)
+Runner = Callable[[Setting, Inputs, float | None, int], Result]
+
+
+def setting(
+    kind: str,
+    tokens: int,
+    batch: int = 1,
+    heads: int = 16,
+    dim: int = 128,
+    causal: bool = False,
+    density: float = 1.0,
+) -> Setting:
+    """Named like dense-B1-S4096-H16-D128, full-B1-S8192-H16-D128-causal and list3.1-B1-S16384-H24-D128.
+
+    `density` is the share of tiles listed, of lists only, which are not causal: some rows would see nothing.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
+    if (kind == "list") != (density != 1.0) or not 0 < density <= 1:
+        raise ValueError(f"density: expected below 1 for lists and 1 for others, got {density}")
+    if kind == "list" and causal:
+        raise ValueError("causal: expected False for lists, got True")
+    percent = f"{round(100 * density, 1):g}" if kind == "list" else ""
+    name = f"{kind}{percent}-B{batch}-S{tokens}-H{heads}-D{dim}" + ("-causal" if causal else "")
+    params = {"kind": kind, "B": batch, "S": tokens, "H": heads, "D": dim, "causal": causal}
+    return Setting(name, {**params, "density": density})
+
+
+def is_dense(problem: Setting) -> bool:
+    return problem.params["kind"] == "dense"
+
+
+def tiles(tokens: int) -> tuple[int, int]:
+    """Query tiles and key tiles."""
+    return -(-tokens // BLOCK_M), -(-tokens // BLOCK_N)
+
+
+def listed_tiles(problem: Setting) -> int:
+    """Key tiles listed in every query tile."""
+    return max(1, round(problem.params["density"] * tiles(problem.params["S"])[1]))
+
+
+def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
+    """Fresh random data of one buffer set."""
+    p = problem.params
+    shape = workloads.Shape(p["B"], (1, 1, p["S"]), p["H"], p["D"])
+    q, k, v = next(workloads.random(shape, 1, device, seed))
+    mask = None
+    if not is_dense(problem):
+        generator = torch.Generator(device).manual_seed(seed)
+        rows = (p["B"], p["H"], tiles(p["S"])[0])
+        mask = random_mask(rows, tiles(p["S"])[1], listed_tiles(problem), generator)
+    return Inputs(q, k, v, mask)
+
+
+def random_mask(
+    rows: tuple[int, ...], key_tiles: int, listed: int, generator: torch.Generator
+) -> Tensor:
+    """A mask [*rows, W] with `listed` bits in every row, drawn without repetition."""
+    order = torch.rand(*rows, key_tiles, generator=generator, device=generator.device)
+    bits = torch.zeros_like(order, dtype=torch.bool)
+    return pack(bits.scatter_(-1, order.topk(listed).indices, True))
+
+
+def pack(bits: Tensor) -> Tensor:
+    """bool [..., Nt] to int32 words [..., W]."""
+    missing = -bits.shape[-1] % WORD
+    parts = torch.nn.functional.pad(bits.long(), (0, missing)).unflatten(-1, (-1, WORD))
+    words = (parts << torch.arange(WORD, device=bits.device)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def unpack(mask: Tensor) -> Tensor:
+    """int32 words [..., W] to bool [..., 32 W]."""
+    shifts = torch.arange(WORD, device=mask.device, dtype=torch.int32)
+    return ((mask[..., None] >> shifts) & 1).bool().flatten(-2)
+
+
+def visible(problem: Setting, device: Any) -> Tensor:
+    """Tiles that some row sees, bool [Mt, Nt]; all unless causal."""
+    rows, keys = tiles(problem.params["S"])
+    if not problem.params["causal"]:
+        return torch.ones(rows, keys, dtype=torch.bool, device=device)
+    ends = (torch.arange(1, rows + 1, device=device) * BLOCK_M).clamp(max=problem.params["S"])
+    return torch.arange(keys, device=device) * BLOCK_N < ends[:, None]
+
+
+def visited(problem: Setting, mask: Tensor | None, device: Any) -> Tensor:
+    """The tiles a call looks at: those listed (all without a mask) and visible, bool [B, H, Mt, Nt]."""
+    p, seen = problem.params, visible(problem, device)
+    if mask is None:
+        return seen.expand(p["B"], p["H"], *seen.shape)
+    return unpack(mask)[..., : seen.shape[1]] & seen
+
+
+def activation_bytes(problem: Setting) -> int:
+    """Bytes of one of q, k, v and out."""
+    p = problem.params
+    return p["B"] * p["S"] * p["H"] * p["D"] * 2
+
+
+def mask_bytes(problem: Setting) -> int:
+    p, (rows, keys) = problem.params, tiles(problem.params["S"])
+    return 0 if is_dense(problem) else p["B"] * p["H"] * rows * -(-keys // WORD) * 4
+
+
+def read(problem: Setting) -> int:
+    """Bytes of q, k, v and the read mask, each once."""
+    return 3 * activation_bytes(problem) + mask_bytes(problem)
+
+
+def moved(problem: Setting) -> int:
+    """The fewest bytes of a call: also out, lse and the write mask."""
+    p = problem.params
+    return (
+        read(problem)
+        + activation_bytes(problem)
+        + 4 * p["B"] * p["H"] * p["S"]
+        + mask_bytes(problem)
+    )
+
+
+def flops(problem: Setting) -> int:
+    """Operations of both products over the listed tiles; a causal problem counts half of them."""
+    p = problem.params
+    keys = p["S"] * listed_tiles(problem) // tiles(p["S"])[1]
+    return 4 * p["B"] * p["H"] * p["S"] * keys * p["D"] // (2 if p["causal"] else 1)
+
+
+def checked_heads(batch: int, heads: int) -> list[tuple[int, int]]:
+    """Batch row and head of the first, a middle and the last one."""
+    return sorted({(0, 0), (batch - 1, heads // 2), (batch - 1, heads - 1)})
+
+
+@dataclass
+class Expected:
+    """fp64 results of P heads: out [P, S, D], lse [P, S], and the largest logit of every row and key tile.
+
+    peaks [P, Mt, BLOCK_M, Nt] are in log2 units, -inf for rows that do not exist and keys that are not visible.
+    """
+
+    out: Tensor
+    lse: Tensor
+    peaks: Tensor
+
+
+def oracle(
+    problem: Setting, x: Inputs, listed: Tensor | None, heads: list[tuple[int, int]]
+) -> Expected:
+    """fp64 results of (batch row, head) pairs over the tiles `listed` [B, H, Mt, Nt], all keys without."""
+    found = [_head(problem, x, None if listed is None else listed[b, h], b, h) for b, h in heads]
+    return Expected(*(torch.stack(parts) for parts in zip(*found)))
+
+
+def _head(
+    problem: Setting, x: Inputs, listed: Tensor | None, b: int, h: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (t[b, :, h].double() for t in (x.q, x.k, x.v))
+    tokens, key_tiles = len(q), tiles(len(q))[1]
+    parts = []
+    for start in range(0, tokens, ORACLE_ROWS):
+        rows = torch.arange(start, min(start + ORACLE_ROWS, tokens), device=q.device)
+        logits = q[rows] @ k.mT * q.shape[-1] ** -0.5
+        if problem.params["causal"]:
+            later = torch.arange(tokens, device=q.device) > rows[:, None]
+            logits = logits.masked_fill(later, -torch.inf)
+        padding = (0, key_tiles * BLOCK_N - tokens, 0, -len(rows) % BLOCK_M)
+        padded = torch.nn.functional.pad(logits * LOG2E, padding, value=-torch.inf)
+        peaks = padded.unflatten(1, (key_tiles, BLOCK_N)).amax(-1).unflatten(0, (-1, BLOCK_M))
+        if listed is not None:
+            wanted = listed[rows // BLOCK_M].repeat_interleave(BLOCK_N, 1)[:, :tokens]
+            logits = logits.masked_fill(~wanted, -torch.inf)
+        lse = logits.logsumexp(-1)
+        parts.append(((logits - lse[:, None]).exp() @ v, lse, peaks))
+    out, lse, peaks = (torch.cat(p) for p in zip(*parts))
+    return out, lse, peaks
+
+
+def margins(peaks: Tensor, seen: Tensor, direction: int) -> Tensor:
+    """By how much every visited tile lifts some row above all tiles before it, [..., Mt, Nt]; +inf for the first.
+
+    Tiles are visited upwards, or downwards where direction is -1; -inf stands for tiles that are not visited.
+    """
+    if direction < 0:
+        return margins(peaks.flip(-1), seen.flip(-1), 1).flip(-1)
+    so_far = peaks.masked_fill(~seen[..., None, :], -torch.inf).cummax(-1).values
+    before = torch.nn.functional.pad(so_far[..., :-1], (1, 0), value=-torch.inf)
+    # -inf - -inf: a row that has seen nothing, and sees nothing here, keeps no tile.
+    lift = (peaks - before).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    first = seen & (seen.cumsum(-1) == 1)
+    return lift.amax(-2).masked_fill(~seen, -torch.inf).masked_fill(first, torch.inf)
+
+
+def check_dense(
+    run: Callable[[Setting, Inputs], Result], problem: Setting, device: Any, limits: Limits = EXACT
+) -> dict[str, float]:
+    """Compares attention over all keys, whatever the problem lists, with the fp64 oracle on fresh data."""
+    x = make_inputs(problem, device, seed=20_231)
+    heads = checked_heads(problem.params["B"], problem.params["H"])
+    errors = _errors(problem, run(problem, x), oracle(problem, x, None, heads), heads)
+    return _checked(problem, errors, limits)
+
+
+def check_listed(
+    run: Runner, problem: Setting, device: Any, limits: Limits = EXACT
+) -> dict[str, float]:
+    """Compares attention over the listed tiles with the fp64 oracle on fresh data, and what it writes with the rule.
+
+    The first call is the one that is timed, and must keep every visible tile that is listed. A second one goes the
+    other way, with a threshold that at least half of the tiles pass: its results must be as good, it must keep the
+    first tile and nothing that was not listed, and, away from the threshold, decide like the oracle.
+    """
+    x = make_inputs(problem, device, seed=20_231)
+    heads = checked_heads(problem.params["B"], problem.params["H"])
+    seen = visited(problem, x.mask, device)
+    want = oracle(problem, x, seen, heads)
+    before = x.mask.clone()
+
+    timed = run(problem, x, KEEP_ALL, 1)
+    errors = _checked(problem, _errors(problem, timed, want, heads), limits)
+    if not torch.equal(_kept(problem, timed, seen), seen):
+        raise CheckFailed(f"{problem.name}: the write mask has lost tiles that nothing skips")
+
+    index = tuple(torch.tensor(heads, device=device).T)
+    lifts = margins(want.peaks, seen[index], -1)
+    finite = lifts[lifts.isfinite()]
+    threshold = min(float(finite.median()), 0.0) if len(finite) else 0.0
+    back = run(problem, x, threshold, -1)
+    other = _checked(problem, _errors(problem, back, want, heads), limits)
+    kept = _kept(problem, back, seen)
+    order = seen.flip(-1).cumsum(-1).flip(-1)
+    if not bool(kept[seen & (order == 1)].all()):
+        raise CheckFailed(f"{problem.name}: the write mask lacks the first tile of a query tile")
+    decided = (lifts - threshold).abs() > limits.undecided * (1 + lifts.abs())
+    if not torch.equal(kept[index] & decided, seen[index] & (lifts > threshold) & decided):
+        raise CheckFailed(f"{problem.name}: the write mask differs from the rule")
+    if not torch.equal(x.mask, before):
+        raise CheckFailed(f"{problem.name}: the read mask was changed")
+    return {name: max(error, other[name]) for name, error in errors.items()}
+
+
+def _kept(problem: Setting, result: Result, seen: Tensor) -> Tensor:
+    """The tiles of a write mask, which must be a part of those visited and end in zeros."""
+    if result.write is None:
+        raise CheckFailed(f"{problem.name}: there is no write mask")
+    bits = unpack(result.write)
+    kept, behind = bits[..., : seen.shape[-1]], bits[..., seen.shape[-1] :]
+    if kept.shape != seen.shape or bool(behind.any()):
+        raise CheckFailed(f"{problem.name}: the write mask has bits behind the last tile")
+    if bool((kept & ~seen).any()):
+        raise CheckFailed(f"{problem.name}: the write mask has tiles that were not visited")
+    return kept
+
+
+def _errors(
+    problem: Setting, got: Result, want: Expected, heads: list[tuple[int, int]]
+) -> dict[str, float]:
+    for name, tensor in (("output", got.out), ("lse", got.lse)):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise CheckFailed(f"{problem.name}: {name} holds values that are not finite")
+    out = torch.stack([got.out[b, :, h] for b, h in heads])
+    errors = {"output": worst_head(out, want.out, 0)}
+    if got.lse is not None:
+        lse = torch.stack([got.lse[b, h] for b, h in heads])
+        errors["lse"] = float((lse.double() - want.lse).abs().max())
+    return errors
+
+
+def _checked(problem: Setting, errors: dict[str, float], limits: Limits) -> dict[str, float]:
+    """The errors, of which none is too large."""
+    most = {"output": limits.output, "lse": limits.lse}
+    _within(problem, errors, most, measures={"lse": "largest error"})
+    return errors

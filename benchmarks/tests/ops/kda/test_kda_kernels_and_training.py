@@ -1,0 +1,159 @@
+"""KDA prefill kernel by kernel, and with its gradients."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.harness.registry import CheckFailed
+from benchmarks.ops.kda import kda_prefill_kernels, kda_training
+from benchmarks.ops.kda import model as kda_model
+from benchmarks.ops.kda import problem as kda
+from benchmarks.ops.kda import providers as kda_providers
+from benchmarks.ops.kda.problem import setting
+from benchmarks.ops.kda.providers import CULA
+
+KERNELS = {p.name: p for p in kda_prefill_kernels.OP.providers}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of kernels with their arguments, as if this machine were a Hopper GPU."""
+    from cula_cp_sm90 import launch, ops
+
+    calls = []
+
+    def compile_for(device):
+        return lambda config: (
+            lambda *given: calls.append((kda_prefill_kernels.kernel_of(config), given))
+        )
+
+    monkeypatch.setattr(launch, "_compile_for", compile_for)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda q: True)
+    monkeypatch.setattr(ops, "_require_target", lambda device: None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "problem, all_of_them",
+    [
+        (setting(128, heads=2), ["prepare", "recurrence"]),
+        (setting(8192, heads=1), ["prepare", "scan", "merge", "recurrence"]),
+    ],
+    ids=["whole", "cut"],
+)
+def test_each_kernel_is_launched_alone(launched, problem, all_of_them):
+    x = kda.make_inputs(problem, "cpu", 0)
+    for name, provider in KERNELS.items():
+        launched.clear()
+        provider.bind(problem, x)()
+        names = [kernel for kernel, _ in launched]
+        if name == "cula":
+            assert names == all_of_them
+        elif name == kda_prefill_kernels.REPEATED:
+            assert names == ["prepare"]
+        else:
+            assert names == [name] * (name in all_of_them)
+    launched.clear()
+    kda_providers.workspace(problem, "cpu").zero_()
+    kda_prefill_kernels._in_two(problem, x)
+    assert [kernel for kernel, _ in launched] == all_of_them
+    assert bool((kda_providers.workspace(problem, "cpu") == 255).all())
+
+
+def test_what_is_repeated_is_one_chunk(launched):
+    problem = setting(256, batch=2, heads=3)
+    x = kda.make_inputs(problem, "cpu", 0)
+    KERNELS[kda_prefill_kernels.REPEATED].bind(problem, x)()
+    ((_, (q, k, g, beta, *_)),) = launched
+    for given, whole in ((q, x.q), (k, x.k), (g, x.gate), (beta, x.beta)):
+        assert given.shape[:3] == (8, 64, 3) and given.stride(0) == 0
+        assert given.data_ptr() == whole.data_ptr() and torch.equal(given[7], whole[0, :64])
+
+
+def test_bytes_of_kernels():
+    whole, cut = setting(512), setting(4096, heads=4)
+    w = kda_model.work(cut, kda_model.H200)
+    moved = {name: p.moved(cut) for name, p in KERNELS.items()}
+    assert moved["prepare"] == w.prepare_bytes and moved["recurrence"] == w.walk_bytes
+    assert moved["scan"] == w.scan_bytes
+    # 4 segments: the map and the state that it adds to, and the start.
+    assert moved["merge"] == 4 * 4 * 3 * 65_536
+    assert KERNELS["prepare_repeated"].moved(whole) == 512 * 59_904
+    assert KERNELS["cula"].moved(whole) == CULA.moved(whole)
+
+
+def test_what_is_left_out_says_why():
+    for name in ("scan", "merge"):
+        assert KERNELS[name].supports(setting(4096)) == "with many heads no sequence is cut"
+        assert KERNELS[name].supports(setting(8192, heads=4)) is None
+    assert KERNELS["prepare"].supports(setting(4096)) is None
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(kda, "DIM", 16)
+
+
+def in_bf16(problem, x, spoil=None):
+    """The reference's gradients in the dtypes of the inputs, perhaps one of them spoiled."""
+
+    def run():
+        found = dict(zip(kda_training.LEAVES, kda_training.step("reference", problem, x)()))
+        if spoil is not None:
+            found[spoil] = found[spoil] * 1.03
+        return tuple(found.values())
+
+    return run
+
+
+@pytest.mark.parametrize("problem", [setting(100, heads=4), setting(100, heads=4, sequences=3)])
+def test_gradients_are_checked_one_by_one(small, problem, monkeypatch):
+    ours, fla = (dataclasses.replace(p, bind=in_bf16) for p in kda_training.OP.providers)
+    monkeypatch.setattr(kda_training, "OP", SimpleNamespace(providers=(ours, fla)))
+    with torch.inference_mode():  # as every benchmark runs
+        errors = kda_training.check(ours, problem, "cpu")
+    assert set(errors) == set(kda_training.LEAVES) and max(errors.values()) < 5e-3
+    for name in kda_training.LEAVES:
+        bind = functools.partial(in_bf16, spoil=name)
+        wrong = dataclasses.replace(ours, bind=bind)
+        with pytest.raises(CheckFailed, match=f"gradient of {name} of cula: .*, limit 2.00e-02"):
+            kda_training.check(wrong, problem, "cpu")
+        # FLA may be so far off, and then so may we, whose backward it is.
+        theirs = dataclasses.replace(fla, bind=bind)
+        assert kda_training.check(theirs, problem, "cpu")[name] > kda_training.LIMIT
+        with monkeypatch.context() as patch:
+            patch.setattr(kda_training, "OP", SimpleNamespace(providers=(ours, theirs)))
+            assert kda_training.check(wrong, problem, "cpu")[name] > kda_training.LIMIT
+
+
+def test_a_step_is_the_derivative_of_the_outputs(small):
+    problem = setting(40, heads=2)
+    x = kda.make_inputs(problem, "cpu", 0)
+    found = kda_training.step("reference", problem, kda_training.heads_of(x, [0, 1]))()
+    given = kda_training.heads_of(x, [0, 1])
+    nudge = 1e-6
+    for index in ((0, 7, 1, 3), (0, 39, 0, 0)):
+        sums = []
+        for sign in (1, -1):
+            v = given.v.clone()
+            v[index] += sign * nudge
+            options = kda_providers.activation(problem, given) | {"impl": "reference"}
+            o, _ = kda_training.chunk_kda(given.q, given.k, v, **options)
+            sums.append((o * given.v).sum())
+        slope = (sums[0] - sums[1]) / (2 * nudge)
+        torch.testing.assert_close(found[2][index], slope, rtol=1e-5, atol=1e-8)
+
+
+def test_who_trains_and_who_cannot(monkeypatch):
+    ours, fla = kda_training.OP.providers
+    assert kda_training.impl(ours.name) == "cula-cp-sm90" and kda_training.impl(fla.name) == "fla"
+    assert ours.moved(setting(512)) == 2 * CULA.moved(setting(512))
+    monkeypatch.setitem(kda_providers._MISSING, "cula_cp_sm90", lambda: "not installed")
+    assert ours.supports(setting(512)) == "not installed"
+    monkeypatch.setitem(kda_providers._MISSING, "cula_cp_sm90", lambda: None)
+    monkeypatch.setattr(kda_providers, "_fla_missing", lambda: None)
+    assert "needs a CUDA device" in ours.supports(setting(512))
