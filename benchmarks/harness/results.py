@@ -79,13 +79,13 @@ def _ratio(other_us: float | None, row: Mapping[str, Any]) -> float | None:
 
 def validate(result: Any) -> None:
     """ValueError naming the first field that is missing, of a wrong type or impossible."""
-    _has(result, FIELDS, "result")
+    require_fields(result, FIELDS, "result")
     if result["schema"] != SCHEMA:
         raise ValueError(f"schema: expected {SCHEMA}, got {result['schema']}")
     seen = set()
     for number, row in enumerate(result["rows"]):
         where = f"rows[{number}]"
-        _has(row, ROW_FIELDS, where)
+        require_fields(row, ROW_FIELDS, where)
         if row["method"] not in METHODS:
             raise ValueError(f"{where}.method: expected one of {METHODS}, got {row['method']!r}")
         if not 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]:
@@ -96,7 +96,8 @@ def validate(result: Any) -> None:
         seen.add(key)
 
 
-def _has(value: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
+def require_fields(value: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
+    """ValueError unless `value` is a dict that has all `fields`, each of one of its types; `where` names the value."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object, got {type(value).__name__}")
     for name, types in fields.items():

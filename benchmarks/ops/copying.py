@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import CheckFailed, Provider, Setting
+from benchmarks.ops.checks import SEED
 
 NOTE = (
     "copy_ceiling is torch.neg from one fp32 buffer to another: half of the bytes read, half written. A plain copy_ is "
@@ -17,14 +18,14 @@ NOTE = (
 
 
 def copy(moved: int, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What is read, and the call, which writes it with the other sign; `moved` bytes in all."""
+    """A source tensor, and a call that writes it with the other sign elsewhere; the call moves `moved` bytes in all."""
     source = torch.empty(moved // 8, device=device)
     target = torch.empty_like(source)
     return source, lambda: torch.neg(source, out=target)
 
 
 def ceiling(moved: Callable[[Setting], int]) -> Provider:
-    """Moves as many bytes as the op, up to 7."""
+    """A provider that moves as many bytes as the op, rounded down to a multiple of 8."""
 
     def whole(problem: Setting) -> int:
         return moved(problem) // 8 * 8
@@ -36,9 +37,9 @@ def ceiling(moved: Callable[[Setting], int]) -> Provider:
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The copy is exact."""
+    """Raises CheckFailed unless the copy is exact."""
     source, call = copy(provider.moved(problem), device)
-    source.normal_(generator=torch.Generator(device).manual_seed(20_231))
+    source.normal_(generator=torch.Generator(device).manual_seed(SEED))
     if not torch.equal(call(), -source):
         raise CheckFailed(f"{problem.name}: the copy is not exact")
     return {}

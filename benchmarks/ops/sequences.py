@@ -1,10 +1,15 @@
-"""Problems over sequences, rows of a batch or packed: names, lengths, offsets, and errors head by head.
+"""Problems over sequences, which are rows of a batch or packed: names, lengths, offsets, initial states and bytes.
 
-Packed settings are named after how the lengths of their N sequences, all of them >= 1, make up the tokens:
-    uniform   equal up to one token
-    random    N - 1 distinct cuts, drawn from all positions between two tokens
-    skewed    one sequence has half of all tokens, the others a geometric series of ratio 0.7; in random order
-    long      the first sequence has all tokens but SHORT of each other one
+The name of a packed setting says how the lengths of its N sequences, each at least 1, add up to its tokens:
+    uniform   all lengths are equal up to one token
+    random    N - 1 distinct cuts are drawn from all positions between two tokens
+    skewed    one sequence has half of all tokens, the others form a geometric series of ratio 0.7; the order is random
+    long      the first sequence is long, and every other one has SHORT tokens
+
+A problem has at most one feature. Those that are known here:
+    gva       there are GROUP value heads per query head
+    state     the call gets an initial state of every sequence
+    pool      initial states are rows of a pool, found through indices, and the call updates them in place
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.registry import CheckFailed, Setting
+from benchmarks.harness.registry import Setting
 
 GROUP = 4
 SPARE_ROWS = 2
@@ -97,7 +102,7 @@ def query_heads(problem: Setting) -> int:
 
 
 def lengths_of(sequences: int, tokens: int, kind: str, seed: int = 0) -> list[int]:
-    """Lengths of packed sequences, see the head of this module; they sum to `tokens`."""
+    """Lengths of packed sequences of a kind that the docstring of this module describes; they sum to `tokens`."""
     if not 1 <= sequences <= tokens:
         raise ValueError(f"sequences: expected 1..{tokens}, got {sequences}")
     generator = random.Random(seed)
@@ -148,7 +153,7 @@ def spans(problem: Setting) -> list[tuple[int, int, int]]:
 
 
 def offsets_of(problem: Setting, device: Any) -> Offsets | None:
-    """The same tensors for all buffer sets of a setting: whoever plans ahead per tensor plans once."""
+    """The same tensors for all buffer sets of a setting, so that a peer that plans once per tensor plans once."""
     p = problem.params
     return _offsets(p["N"], p["T"], p["lengths"], str(device)) if is_packed(problem) else None
 
@@ -159,39 +164,54 @@ def _offsets(sequences: int, tokens: int, kind: str, device: str) -> Offsets:
     return Offsets(ends.to(device, torch.int32), ends.to(device), ends)
 
 
-def checked_heads(heads: int) -> list[int]:
-    """First, middle and last value head."""
-    return sorted({0, heads // 2, heads - 1})
+def initial_states(
+    problem: Setting, dim: int, generator: torch.Generator
+) -> tuple[Tensor | None, Tensor | None]:
+    """Random initial states, fp32 [N or rows of the pool, H, dim, dim], and the int32 row of every sequence [N].
+
+    Both are None where a problem has no initial states, and the rows are None where it has no pool.
+    """
+    count, state, indices = sequences_of(problem), None, None
+    if has(problem, "pool"):
+        count += SPARE_ROWS
+    if has(problem, "state") or has(problem, "pool"):
+        shape = (count, problem.params["H"], dim, dim)
+        state = torch.randn(shape, generator=generator, device=generator.device)
+    if has(problem, "pool"):
+        rows = torch.randperm(count, generator=generator, device=generator.device)
+        indices = rows[: sequences_of(problem)].to(torch.int32)
+    return state, indices
 
 
-def worst_head(got: Tensor, want: Tensor, axis: int) -> float:
-    """Relative RMSE of the worst head, so that one with a large state does not hide the others."""
-    dims = [d for d in range(want.dim()) if d != axis]
-    errors = (got.double() - want).square().sum(dims) / want.square().sum(dims)
-    return float(errors.sqrt().max())
+def initial_state_of(
+    sequence: int, state: Tensor | None, indices: Tensor | None, like: Tensor, heads: list[int]
+) -> Tensor:
+    """The fp64 state [heads, K, V] that a sequence starts from, zeros where it is given none.
+
+    `like` is v of the problem; its last dimension is K and V.
+    """
+    if state is None:
+        dim = like.shape[-1]
+        return torch.zeros(len(heads), dim, dim, dtype=torch.float64, device=like.device)
+    return state[sequence if indices is None else int(indices[sequence])][heads].double()
 
 
-def refuse_not_finite(problem: Setting, **tensors: Tensor) -> None:
-    """CheckFailed names the first tensor that holds NaN or infinity."""
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            name = name.replace("_", " ")
-            raise CheckFailed(f"{problem.name}: {name} holds values that are not finite")
+def state_bytes(problem: Setting, dim: int) -> int:
+    """Bytes of one fp32 state per sequence and value head."""
+    return sequences_of(problem) * problem.params["H"] * dim * dim * 4
 
 
-class SpareRows:
-    """Rows of a state pool that no sequence owns, as they were; none without a pool."""
+def input_bytes(problem: Setting, dim: int) -> int:
+    """Bytes of q, k, v, initial states, offsets and indices, each once; gates are not among them."""
+    p, tokens = problem.params, batch_of(problem) * problem.params["T"]
+    activations = tokens * (2 * query_heads(problem) + p["H"]) * dim * 2
+    initial = state_bytes(problem, dim) if has(problem, "state") or has(problem, "pool") else 0
+    offsets = 4 * (p["N"] + 1) if is_packed(problem) else 0
+    indices = 4 * sequences_of(problem) if has(problem, "pool") else 0
+    return activations + initial + offsets + indices
 
-    def __init__(self, state: Tensor | None, indices: Tensor | None) -> None:
-        self.pool: Tensor | None = None
-        if state is not None and indices is not None:
-            owned = torch.zeros(len(state), dtype=torch.bool, device=state.device)
-            owned[indices.long()] = True
-            self.pool, self.rows = state, (~owned).nonzero()[:, 0]
-            self.before = state[self.rows].clone()
 
-    def refuse_changed(self, problem: Setting) -> None:
-        if self.pool is not None and not torch.equal(self.pool[self.rows], self.before):
-            raise CheckFailed(
-                f"{problem.name}: rows of the pool that no sequence owns were changed"
-            )
+def output_bytes(problem: Setting, dim: int) -> int:
+    """Bytes of o and of the final states, each once."""
+    p = problem.params
+    return batch_of(problem) * p["T"] * p["H"] * dim * 2 + state_bytes(problem, dim)

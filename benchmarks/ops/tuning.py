@@ -11,21 +11,27 @@ from typing import Any
 TUNING_MS = {"warmup": 2, "rep": 8}
 
 
-def tune_anew(kernel: Any) -> None:
-    """Empties the choices of the autotuner inside `kernel` and lets it choose faster."""
-    import triton
-
+def forget(kernel: Any) -> Any:
+    """Empties the choices of the autotuner inside `kernel`, and returns that autotuner."""
     while not hasattr(kernel, "configs"):
         kernel = kernel.fn
     kernel.cache_results = False
     kernel.cache.clear()
+    return kernel
+
+
+def tune_anew(kernel: Any) -> None:
+    """Empties the choices of the autotuner inside `kernel`, and makes it choose faster."""
+    import triton
+
+    kernel = forget(kernel)
     if not isinstance(kernel.run, _CompiledFirst):
         kernel.do_bench = functools.partial(triton.testing.do_bench, **TUNING_MS)
         kernel.run = _CompiledFirst(kernel)
 
 
 class _CompiledFirst:
-    """Runs an autotuner, whose candidates are compiled in parallel where it would compile one after the other."""
+    """Runs an autotuner after compiling its candidates in parallel; alone it compiles one after the other."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner, self.tuned_run = tuner, tuner.run

@@ -75,10 +75,10 @@ def document(
 ) -> str:
     """The whole page."""
     sections = [
-        "# Lightning decode on 80 multiprocessors\n\nWritten by `benchmarks/ops/decode/decode_80sm.py` from the result files "
-        "beside it; change those, not this page.\n\nQuestion: does single-token decode saturate the memory of an H20 "
-        f"({H20.sms} multiprocessors, {H20.bandwidth_tbs} TB/s by its datasheet)? No H20 was at hand. The kernel ran "
-        f"on {green['place']['sms_seen']} multiprocessors of a {green['provenance']['gpu']} instead.",
+        "# Lightning decode on 80 multiprocessors\n\nWritten by `benchmarks/ops/decode/decode_80sm.py` from the "
+        "result files beside it; change those, not this page.\n\nQuestion: does single-token decode saturate the "
+        f"memory of an H20 ({H20.sms} multiprocessors, {H20.bandwidth_tbs} TB/s by its datasheet)? No H20 was at hand. "
+        f"The kernel ran on {green['place']['sms_seen']} multiprocessors of a {green['provenance']['gpu']} instead.",
         _measured(green, whole),
         _counters(counters),
         _variants(variants),

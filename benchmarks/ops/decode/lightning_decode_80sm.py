@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 from benchmarks.harness import gpu
 from benchmarks.harness.registry import Setting
-from benchmarks.ops.decode import lightning_decode
+from benchmarks.ops.decode import internals, lightning_decode
 from benchmarks.ops.decode.problem import setting
 
 SMS = 80
@@ -29,13 +28,9 @@ def settings(quick: bool) -> list[Setting]:
 
 @contextmanager
 def narrow_card(sms: int = SMS) -> Iterator[gpu.Place]:
-    """A green context, in which the kernel package takes the card to have no more than these multiprocessors."""
-    from cula_lightning_decode import launch
-
-    launch.kernel_for.cache_clear()
-    with gpu.green(sms) as place, mock.patch.object(launch, "multiprocessors", lambda device: sms):
+    """A green context of `sms` multiprocessors, in which the kernel package chooses tiles for a card of that size."""
+    with gpu.green(sms) as place, internals.multiprocessors(sms):
         yield place
-    launch.kernel_for.cache_clear()
 
 
 OP = dataclasses.replace(

@@ -14,8 +14,8 @@ from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops.decode import lightning_decode
 from benchmarks.ops.decode import problem as decode
 from benchmarks.ops.decode import providers as decode_providers
+from benchmarks.ops.decode.internals import Config, Problem, candidates, compiled_here
 from benchmarks.ops.decode.problem import Inputs, setting
-from cula_lightning_decode.config import Config, Problem, candidates
 
 BATCHES = (1, 16, 64, 256)
 LAYOUTS = tuple(itertools.product(("fp32", "bf16"), ("kv", "vk")))
@@ -51,11 +51,7 @@ def configurations(chosen: Setting) -> dict[str, Config]:
 
 
 def _call(name: str, chosen: Setting, x: Inputs, out: Tensor | None = None) -> Callable[[], Any]:
-    from cula_lightning_decode.launch import compile as compile_config
-
-    major, minor = torch.cuda.get_device_capability()
-    arch = f"sm_{major}{minor}" + "a" * (major >= 9)
-    kernel = compile_config(configurations(chosen)[name], arch)
+    kernel = compiled_here(configurations(chosen)[name])
     out = torch.empty_like(x.v) if out is None else out
     scale = decode.DIM**-0.5
     return lambda: kernel(x.q, x.k, x.v, x.state, x.decay, x.indices, None, None, out, scale)

@@ -1,4 +1,4 @@
-"""Inputs, oracle, check and byte counts of Lightning decode, shared by the ops that measure it.
+"""Problems, inputs, oracle, check and byte counts of Lightning decode.
 
     S <- exp(-decay) S + k v^T          o = scale * q^T S
 
@@ -10,7 +10,7 @@ nothing to add, multiplies by -1: exact, the same kernel as any other factor, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import CheckFailed, Setting
+from benchmarks.ops.checks import SEED, relative_rmse, require_finite, require_within
 
 HEADS = 64
 DIM = 128
@@ -91,29 +92,29 @@ def decays(device: Any) -> Tensor:
 
 
 def v_first(problem: Setting) -> bool:
+    """Whether states are stored as [B,H,V,K]."""
     return problem.params["layout"] == "vk"
 
 
-def state_bytes(problem: Setting) -> int:
-    return problem.params["B"] * HEADS * DIM * DIM * DTYPES[problem.params["state"]].itemsize
+def state_bytes(problem: Setting, dtype: str | None = None) -> int:
+    """Bytes of all states in a storage type of DTYPES, or in the problem's own."""
+    size = DTYPES[dtype or problem.params["state"]].itemsize
+    return problem.params["B"] * HEADS * DIM * DIM * size
 
 
 def moved(problem: Setting, written_state: str | None = None) -> int:
-    """Bytes of one call: q, k, v, decay (and indices) read, o written, state read and, unless verifying, written.
+    """Bytes of one call, which reads q, k, v, decay, indices and the state, and writes o and perhaps the state.
 
-    `written_state` names the storage type of the new state when it is not the one that was read.
+    A call that verifies writes no state. `written_state` names the storage type of the new state where it is another
+    than that of the state that was read.
     """
     p = problem.params
-    activations = (
-        4 * p["B"] * p["T"] * HEADS * DIM * 2 + HEADS * 4 + (p["B"] * 4 if p["indexed"] else 0)
-    )
-    old = state_bytes(problem)
-    new = (
-        old
-        if written_state is None
-        else old // DTYPES[p["state"]].itemsize * DTYPES[written_state].itemsize
-    )
-    return activations + old + (new if p["commit"] else 0)
+    activations = 4 * p["B"] * p["T"] * HEADS * DIM * 2
+    small = HEADS * 4 + (p["B"] * 4 if p["indexed"] else 0)
+    written = 0
+    if p["commit"]:
+        written = state_bytes(problem, written_state)
+    return activations + small + state_bytes(problem) + written
 
 
 def recurrence(x: Inputs, rows: Tensor, state: Tensor, first: bool) -> tuple[Tensor, Tensor]:
@@ -128,29 +129,26 @@ def recurrence(x: Inputs, rows: Tensor, state: Tensor, first: bool) -> tuple[Ten
     return torch.stack(outputs, 1), s.transpose(-1, -2) if first else s
 
 
-def relative_rmse(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
 def check_rows(batch: int, seed: int = 0) -> list[int]:
-    """First row, last row and random ones between: enough to catch a wrong stride or a short grid, and quick."""
+    """The first row, the last one and random ones between, which show a wrong stride or a grid that is too small."""
     middle = torch.randperm(batch, generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted(dict.fromkeys([0, batch - 1, *middle][: CHECKED_ROWS + 1]))
 
 
-def check_decode(run: Any, problem: Setting, device: Any) -> dict[str, float]:
+def check_decode(
+    run: Callable[[Setting, Inputs], tuple[Tensor, Tensor | None]], problem: Setting, device: Any
+) -> dict[str, float]:
     """Compares `run(setting, inputs) -> (o, state after the call or None)` with the recurrence, on fresh data.
 
-    `run` fills outputs it allocates itself with NaN first. CheckFailed names the quantity, its error and the limit.
+    `run` fills outputs that it allocates itself with NaN first.
     """
-    x = make_inputs(problem, device, seed=20_231)
+    x = make_inputs(problem, device, seed=SEED)
     rows = torch.tensor(check_rows(problem.params["B"]), device=device)
     slots = rows if x.indices is None else x.indices[rows].long()
     before = x.state[slots].clone()
     want_o, want_state = recurrence(x, rows, before, v_first(problem))
     o, state = run(problem, x)
-    if not bool(torch.isfinite(o).all()):
-        raise CheckFailed(f"{problem.name}: output holds values that are not finite")
+    require_finite(problem, output=o)
     errors = {"output": relative_rmse(o[rows], want_o)}
     limits = {"output": OUTPUT_LIMIT}
     if problem.params["commit"]:
@@ -158,21 +156,5 @@ def check_decode(run: Any, problem: Setting, device: Any) -> dict[str, float]:
         limits["state"] = STATE_LIMIT[DTYPES[problem.params["state"]]]
     elif not torch.equal(x.state[slots], before):
         raise CheckFailed(f"{problem.name}: commit=False changed the state")
-    _within(problem, errors, limits)
+    require_within(problem, errors, limits)
     return errors
-
-
-def _within(
-    problem: Setting,
-    errors: Mapping[str, float],
-    limits: Mapping[str, float],
-    measures: Mapping[str, str] | None = None,
-) -> None:
-    """measures: what an error is, where it is not a relative RMSE."""
-    for name, error in errors.items():
-        # Written so that NaN fails too.
-        if not error <= limits[name]:
-            what = (measures or {}).get(name, "relative RMSE")
-            raise CheckFailed(
-                f"{problem.name}: {what} of the {name} is {error:.2e}, limit {limits[name]:.0e}"
-            )

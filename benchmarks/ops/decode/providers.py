@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,26 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import CheckFailed, Provider, Setting
+from benchmarks.ops.checks import SEED
 from benchmarks.ops.decode import problem as decode
 from benchmarks.ops.decode.problem import Inputs
+from benchmarks.ops.installed import missing
+from benchmarks.ops.tuning import forget
 
-
-def _installed(module: str) -> Callable[[], str | None]:
-    """None when importable, else the reason; an import of a GPU package can fail in many ways, each worth showing."""
-
-    @functools.cache
-    def probe() -> str | None:
-        try:
-            __import__(module)
-        except Exception as error:
-            return f"{module} cannot be imported: {error}"
-        return None
-
-    return probe
-
-
-_cula_missing = _installed("cula_lightning_decode")
-_fla_missing = _installed("fla.ops.simple_gla")
+_cula_missing = missing("cula_lightning_decode")
+_fla_missing = missing("fla.ops.simple_gla")
 
 
 def _cula_call(problem: Setting, x: Inputs, out: Tensor | None = None) -> Callable[[], Tensor]:
@@ -77,15 +64,10 @@ def _fla_supports(problem: Setting) -> str | None:
 
 
 def _fla_prepare(problem: Setting) -> None:
-    """Tunes the peer anew for every setting: its autotuner's key leaves the batch out and keeps the first choice."""
+    """Tunes the peer anew for every setting, because its autotuner's key leaves the batch out."""
     from fla.ops.common.fused_recurrent import fused_recurrent_fwd_kernel
 
-    kernel = fused_recurrent_fwd_kernel
-    while kernel is not None and not hasattr(kernel, "configs"):
-        kernel = getattr(kernel, "fn", None)
-    if kernel is not None:
-        kernel.cache_results = False
-        kernel.cache.clear()
+    forget(fused_recurrent_fwd_kernel)
 
 
 def _ceiling_call(problem: Setting, x: Inputs) -> Callable[[], Tensor]:
@@ -126,7 +108,7 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
 
 def _check_ceiling(problem: Setting, device: Any) -> dict[str, float]:
-    x = decode.make_inputs(problem, device, seed=20_231)
+    x = decode.make_inputs(problem, device, seed=SEED)
     want = -x.state[-1:].clone()
     _ceiling_call(problem, x)()
     if not torch.equal(x.state[-1:], want):

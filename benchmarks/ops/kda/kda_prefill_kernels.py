@@ -6,61 +6,42 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 
 from benchmarks.harness.registry import Provider, Setting
-from benchmarks.ops.kda import kda_prefill
-from benchmarks.ops.kda import model as kda_model
+from benchmarks.ops.kda import internals, kda_prefill
 from benchmarks.ops.kda import problem as kda
 from benchmarks.ops.kda import providers as kda_providers
 from benchmarks.ops.kda.problem import Inputs, Result, setting
-from benchmarks.ops.kda.providers import CULA, MANY_HEADS, within
+from benchmarks.ops.kda.providers import CULA, MANY_HEADS, bind_inside
+from benchmarks.ops.kda.work import H200, STATE_BYTES, work
 from benchmarks.ops.sequences import batch_of
 
-CHUNK = 64
-KERNELS = ("prepare", "scan", "merge", "recurrence")
 CUT_KERNELS = ("scan", "merge")
 REPEATED = "prepare_repeated"
 
 
-def kernel_of(config: Any) -> str:
-    """Which of KERNELS a config is compiled to."""
-    name = type(config).__name__.removesuffix("Config").lower()
-    return "scan" if name == "recurrence" and config.scan else name
-
-
 def _only(kernels: Collection[str]) -> AbstractContextManager[Any]:
-    """Within it calls launch these kernels and leave the others out."""
-    launch = import_module(f"{kda_providers.package()}.launch")
-    compile_for = launch._compile_for
-
-    def chosen(device: torch.device) -> Callable[[Any], Callable[..., None]]:
-        compiled = compile_for(device)
-        return lambda config: (
-            compiled(config) if kernel_of(config) in kernels else lambda *arguments: None
-        )
-
-    return mock.patch.object(launch, "_compile_for", chosen)
+    return internals.launching_only(internals.package(), kernels)
 
 
 def _alone(kernel: str, problem: Setting, x: Inputs) -> Callable[[], Result]:
-    return within(functools.partial(_only, {kernel}), problem, x)
+    return bind_inside(functools.partial(_only, {kernel}), problem, x)
 
 
 def repeated(problem: Setting, x: Inputs) -> tuple[Setting, Inputs]:
-    """As many chunks, all of the first one's tokens: sequences of one chunk, whose rows lie in the same memory."""
-    chunks = batch_of(problem) * problem.params["T"] // CHUNK
+    """A problem of as many chunks, each a sequence of its own, whose inputs are all the memory of the first chunk."""
+    size = internals.sizes(internals.package()).chunk
+    chunks = batch_of(problem) * problem.params["T"] // size
 
     def chunk(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:1, :CHUNK].expand(chunks, *tensor[0, :CHUNK].shape)
+        return tensor[:1, :size].expand(chunks, *tensor[0, :size].shape)
 
     names = ("q", "k", "v", "gate", "beta")
     same = dataclasses.replace(x, **{name: chunk(getattr(x, name)) for name in names})
-    return setting(CHUNK, chunks, problem.params["H"]), same
+    return setting(size, chunks, problem.params["H"]), same
 
 
 def _repeated(problem: Setting, x: Inputs) -> Callable[[], Result]:
@@ -68,11 +49,11 @@ def _repeated(problem: Setting, x: Inputs) -> Callable[[], Result]:
 
 
 def moved(kernel: str, problem: Setting) -> int:
-    """Bytes, as the model counts them; of what is repeated the blocks that are written alone."""
-    w = kda_model.work(problem, kda_model.H200)
+    """Bytes of a kernel as the model counts them; of REPEATED only those that it writes."""
+    w = work(problem, H200)
     if kernel == REPEATED:
-        return w.chunk_heads * import_module(f"{kda_model.H200.package}.config").BLOCK_BYTES
-    of_merge = kda_model.STATE_BYTES * 3 * w.parts * problem.params["H"] * batch_of(problem)
+        return w.chunk_heads * internals.sizes(H200.package).block_bytes
+    of_merge = STATE_BYTES * 3 * w.parts * problem.params["H"] * batch_of(problem)
     known = {"prepare": w.prepare_bytes, "scan": w.scan_bytes, "merge": of_merge}
     return known.get(kernel, w.walk_bytes)
 
@@ -97,17 +78,17 @@ def _variant(kernel: str) -> Provider:
 
 
 def _in_two(problem: Setting, x: Inputs) -> Result:
-    """A call that launches nothing but prepare, then one that launches all the others."""
+    """Runs a call that launches nothing but prepare, then a call that launches all the others."""
     call = CULA.bind(problem, x)
     kda_providers.workspace(problem, x.q.device).fill_(255)  # NaN in every format
     with _only({"prepare"}):
         call()
-    with _only(set(KERNELS) - {"prepare"}):
+    with _only(set(internals.KERNELS) - {"prepare"}):
         return call()
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """Of a kernel alone: that prepare and the others, in calls of their own, are the whole, against the fp64 oracle."""
+    """Checks that a call of prepare and then a call of the other kernels give the oracle's results."""
     if provider.role != "variant":
         return kda_providers.check(provider, problem, device)
     return kda.check_kda(_in_two, problem, device, kda.LIMIT)
@@ -126,7 +107,7 @@ OP = dataclasses.replace(
     name="kda_prefill_kernels",
     title="KDA prefill kernel by kernel, K=V=128",
     settings=settings,
-    providers=(CULA, *map(_variant, (*KERNELS, REPEATED))),
+    providers=(CULA, *map(_variant, (*internals.KERNELS, REPEATED))),
     check=check,
     notes=(
         "prepare, scan, merge, recurrence: calls that launch this kernel alone; cula launches all of them. With few "

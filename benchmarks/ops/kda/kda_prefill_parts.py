@@ -6,35 +6,32 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
 from benchmarks.harness.registry import Provider, Setting
-from benchmarks.ops.kda import kda_prefill
+from benchmarks.ops.kda import internals, kda_prefill
 from benchmarks.ops.kda import problem as kda
 from benchmarks.ops.kda import providers as kda_providers
 from benchmarks.ops.kda.problem import Inputs, Result, setting
-from benchmarks.ops.kda.providers import CEILING, CULA, within
+from benchmarks.ops.kda.providers import CEILING, CULA, bind_inside
 
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 
 def _cut(parts: int) -> AbstractContextManager[Any]:
-    """Within it calls that may cut sequences cut the longest one into so many segments."""
-    return mock.patch(f"{kda_providers.package()}.config.parts_of", lambda *shape: parts)
+    return internals.cut_into(internals.package(), parts)
 
 
 def _call(parts: int, problem: Setting, x: Inputs) -> Callable[[], Result]:
-    return within(functools.partial(_cut, parts), problem, x)
+    return bind_inside(functools.partial(_cut, parts), problem, x)
 
 
 def _supports(parts: int, problem: Setting) -> str | None:
     if refused := CULA.supports(problem):
         return refused
-    config = import_module(f"{kda_providers.package()}.config")
-    if parts > 1 and kda.longest(problem) < parts * config.MIN_SEGMENT_CHUNKS * config.CHUNK:
-        return f"segments have at least {config.MIN_SEGMENT_CHUNKS} chunks"
+    sizes = internals.sizes(internals.package())
+    if parts > 1 and kda.longest(problem) < parts * sizes.min_segment:
+        return f"segments have at least {sizes.min_segment // sizes.chunk} chunks"
     return None
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import cula
 from benchmarks.harness.registry import CheckFailed, Provider, Setting
+from benchmarks.ops.checks import SEED, checked_heads, require_finite, worst_head
 from benchmarks.ops.kda import kda_prefill
 from benchmarks.ops.kda import problem as kda
 from benchmarks.ops.kda import providers as kda_providers
+from benchmarks.ops.kda.internals import package
 from benchmarks.ops.kda.problem import Inputs, setting
 from benchmarks.ops.kda.providers import CULA, FLA
-from benchmarks.ops.sequences import refuse_not_finite, worst_head
 from benchmarks.ops.tuning import TUNING_MS, tune_anew
 from cula.kda import chunk_kda
 
@@ -40,7 +41,7 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
             packing = {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
             packing = {name: tensor.clone() for name, tensor in packing.items()}
     q, k, v, g, beta, A_log, dt_bias = leaves
-    options = kda_providers.activation(problem, x) | {"impl": impl, **packing}
+    options = kda_providers.gate_arguments(problem, x) | {"impl": impl, **packing}
     options |= {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
 
     def run() -> tuple[Tensor, ...]:
@@ -53,7 +54,7 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
 
 def impl(provider: str) -> str:
     """What cula calls a provider."""
-    return "fla" if provider == "fla" else (kda_providers.package() or "").replace("_", "-")
+    return "fla" if provider == "fla" else (package() or "").replace("_", "-")
 
 
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
@@ -104,10 +105,10 @@ def heads_of(x: Inputs, heads: list[int]) -> Inputs:
 
 def errors_of(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """Relative RMSE of gradients, by name, of the worst of some heads, against those of the reference in fp64."""
-    x = kda.make_inputs(problem, device, seed=20_231)
+    x = kda.make_inputs(problem, device, seed=SEED)
     found = dict(zip(LEAVES, provider.bind(problem, x)(), strict=True))
-    refuse_not_finite(problem, **found)
-    heads = kda.checked_heads(problem.params["H"])
+    require_finite(problem, **found)
+    heads = checked_heads(problem.params["H"])
     want = dict(zip(LEAVES, step("reference", problem, heads_of(x, heads))(), strict=True))
     found = of_heads(found, heads)
     return {name: worst_head(found[name], want[name], dim) for name, dim in LEAVES.items()}

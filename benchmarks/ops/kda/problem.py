@@ -3,20 +3,18 @@
     S'_t = diag(exp(g_t)) S_(t-1)
     S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T          o_t = scale * S_t^T q_t
 
-q and k are normalized inside, and the log decays come from raw gates x inside: g = -5 sigmoid(exp(A_log) (x + bias)).
+The call normalizes q and k itself, and computes log decays from raw gates x: g = -5 sigmoid(exp(A_log) (x + bias)).
 x is standard normal. The bias, in another order in every head, spreads the mean log decays of the channels from -1e-3
-to -4, and A_log lowers the smallest to -1e-5 in the last head. beta is sigmoid(x - c), taken before the call, in the
-dtype of q; c runs from 0 in the first head to 6 in the last, where new tokens erase next to nothing. So there a state
-that is handed on wrongly, by a call or by a segment, is seen thousands of tokens later. Every setting returns final
+to -4, and A_log lowers the smallest to -1e-5 in the last head. beta is sigmoid(x - c), computed before the call, in the
+dtype of q; c runs from 0 in the first head to 6 in the last, where new tokens erase next to nothing. So an error in a
+state that a call or a segment hands on shows in the last head thousands of tokens later. Every setting returns final
 states.
 
-`_sequences.py` has the lengths of packed sequences. Features, one at a time, after a "+" in the name:
-    gva           four value heads per query head
-    fp16          float16 instead of bfloat16
-    state         an initial state
-    pool          initial states are rows of a pool, found through indices and updated in place
-    fp32gate      float32 raw gates
-    unbounded     log decays -exp(A_log) softplus(x + bias), which no bound holds; exp(A_log) from 1 to 16
+`ops/sequences.py` describes the lengths of packed sequences and the features gva, state and pool. A problem has at most
+one feature, whose name follows a "+" in the name of the setting. Other features:
+    fp16          tensors are float16 instead of bfloat16
+    fp32gate      raw gates are float32
+    unbounded     log decays are -exp(A_log) softplus(x + bias), which have no lower bound; exp(A_log) runs from 1 to 16
 """
 
 from __future__ import annotations
@@ -31,23 +29,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.registry import Setting
-from benchmarks.ops.decode.problem import _within
+from benchmarks.ops.checks import (
+    SEED,
+    SpareRows,
+    checked_heads,
+    require_finite,
+    require_within,
+    worst_head,
+)
 from benchmarks.ops.sequences import (
     KINDS,
-    SPARE_ROWS,
     Offsets,
-    SpareRows,
     batch_of,
-    checked_heads,
     has,
-    is_packed,
+    initial_state_of,
+    initial_states,
+    input_bytes,
     named,
     offsets_of,
+    output_bytes,
     query_heads,
-    refuse_not_finite,
-    sequences_of,
     spans,
-    worst_head,
 )
 
 DIM = 128
@@ -60,7 +62,7 @@ FORGETTING = (0.0, -6.0)
 
 FEATURES = ("gva", "fp16", "state", "pool", "fp32gate", "unbounded")
 
-# Tokens that the oracle takes at once.
+# How many tokens the oracle computes at once.
 ORACLE_CHUNK = 64
 LIMIT = 3e-3
 
@@ -105,6 +107,7 @@ def setting(
 
 
 def is_bounded(problem: Setting) -> bool:
+    """Whether the log decays have a lower bound."""
     return not has(problem, "unbounded")
 
 
@@ -115,7 +118,7 @@ def longest(problem: Setting) -> int:
 
 def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     """Fresh random data of one buffer set."""
-    p, count = problem.params, sequences_of(problem)
+    p = problem.params
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch.float16 if has(problem, "fp16") else torch.bfloat16
 
@@ -127,13 +130,7 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
 
     heads, tokens, query = p["H"], (batch_of(problem), p["T"]), query_heads(problem)
     order = torch.rand(heads, DIM, generator=generator, device=device).argsort(-1)
-    state, indices = None, None
-    if has(problem, "state"):
-        state = randn(count, heads, DIM, DIM, dtype=torch.float32)
-    if has(problem, "pool"):
-        state = randn(count + SPARE_ROWS, heads, DIM, DIM, dtype=torch.float32)
-        rows = torch.randperm(len(state), generator=generator, device=device)
-        indices = rows[:count].to(torch.int32)
+    state, indices = initial_states(problem, DIM, generator)
     return Inputs(
         q=randn(*tokens, query, DIM),
         k=randn(*tokens, query, DIM),
@@ -148,32 +145,17 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     )
 
 
-def state_bytes(problem: Setting) -> int:
-    """One state per sequence and value head."""
-    return sequences_of(problem) * problem.params["H"] * DIM * DIM * 4
-
-
 def read(problem: Setting) -> int:
     """Bytes of all inputs but the workspace, each once."""
-    p, tokens = problem.params, batch_of(problem) * problem.params["T"]
-    activations = tokens * (2 * query_heads(problem) + p["H"]) * DIM * 2
-    gates = tokens * p["H"] * (DIM * (4 if has(problem, "fp32gate") else 2) + 2)
-    parameters = 4 * p["H"] * (1 + DIM)
-    initial = state_bytes(problem) if has(problem, "state") or has(problem, "pool") else 0
-    offsets = 4 * (p["N"] + 1) if is_packed(problem) else 0
-    indices = 4 * sequences_of(problem) if has(problem, "pool") else 0
-    return activations + gates + parameters + initial + offsets + indices
-
-
-def written(problem: Setting) -> int:
-    """Bytes of o and final states, each once."""
-    p = problem.params
-    return batch_of(problem) * p["T"] * p["H"] * DIM * 2 + state_bytes(problem)
+    heads, tokens = problem.params["H"], batch_of(problem) * problem.params["T"]
+    gates = tokens * heads * (DIM * (4 if has(problem, "fp32gate") else 2) + 2)
+    parameters = 4 * heads * (1 + DIM)
+    return input_bytes(problem, DIM) + gates + parameters
 
 
 def moved(problem: Setting) -> int:
     """The fewest bytes of a call."""
-    return read(problem) + written(problem)
+    return read(problem) + output_bytes(problem, DIM)
 
 
 def log_decays(problem: Setting, x: Inputs, heads: list[int]) -> Tensor:
@@ -195,9 +177,7 @@ def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Result:
     log_decay = log_decays(problem, x, heads)
     output, final = torch.empty_like(v), []
     for n, (b, start, end) in enumerate(spans(problem)):
-        state = torch.zeros(len(heads), DIM, DIM, dtype=torch.float64, device=v.device)
-        if x.state is not None:
-            state = x.state[n if x.indices is None else int(x.indices[n])][heads].double()
+        state = initial_state_of(n, x.state, x.indices, v, heads)
         for a in range(start, end, ORACLE_CHUNK):
             part = slice(a, min(a + ORACLE_CHUNK, end))
             chunk = (t[b, part].transpose(0, 1) for t in (q, k, v, beta, log_decay))
@@ -212,7 +192,7 @@ def _chunk(
 ) -> Result:
     """Outputs and the state after a chunk; all [heads,L,D] but beta [heads,L,1].
 
-    What token i adds to the state, the row u_i of k_i u_i^T, depends on the rows before it:
+    Token i adds k_i u_i^T to the state, where u_i depends on the tokens before it:
     u_i + beta_i sum over j < i of (k_i . k_j decayed from j to i) u_j = beta_i (v_i - state^T (k_i decayed)).
     """
     since = log_decay.cumsum(-2)
@@ -234,7 +214,7 @@ def _chunk(
     return output * q.shape[-1] ** -0.5, kept + fed
 
 
-# What the oracle said of the last setting: providers are checked one after the other, on the same inputs.
+# The oracle's results of the last setting, because providers are checked one after the other on the same inputs.
 _expected: dict[tuple[str, str], Result] = {}
 
 
@@ -246,10 +226,9 @@ def check_kda(
 ) -> dict[str, float]:
     """Compares `run(setting, inputs) -> (o, final states [N,HV,K,V])` with the fp64 oracle, on fresh data.
 
-    `run` fills outputs and workspaces it allocates itself with NaN first. CheckFailed names the quantity, its error and
-    the limit.
+    `run` fills outputs and workspaces that it allocates itself with NaN first.
     """
-    x = make_inputs(problem, device, seed=20_231)
+    x = make_inputs(problem, device, seed=SEED)
     heads = checked_heads(problem.params["H"])
     known = (problem.name, str(device))
     if known not in _expected:
@@ -258,11 +237,11 @@ def check_kda(
     output, state = _expected[known]
     spare = SpareRows(x.state, x.indices)
     o, final = run(problem, x)
-    refuse_not_finite(problem, output=o, final_state=final)
-    spare.refuse_changed(problem)
+    require_finite(problem, output=o, final_state=final)
+    spare.require_unchanged(problem)
     errors = {
         "output": worst_head(o[:, :, heads], output, 2),
         "state": worst_head(final[:, heads], state, 1),
     }
-    _within(problem, errors, dict.fromkeys(errors, limit))
+    require_within(problem, errors, dict.fromkeys(errors, limit))
     return errors

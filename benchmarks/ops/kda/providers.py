@@ -13,8 +13,9 @@ from torch import Tensor
 
 from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops import copying
-from benchmarks.ops.decode.providers import _installed
+from benchmarks.ops.installed import missing
 from benchmarks.ops.kda import problem as kda
+from benchmarks.ops.kda.internals import PACKAGES, package
 from benchmarks.ops.kda.problem import Inputs, Result
 from benchmarks.ops.sequences import batch_of, has, is_packed
 from benchmarks.ops.tuning import tune_anew
@@ -24,14 +25,12 @@ MANY_HEADS = 64
 CUTTABLE = 2048
 FLA_LIMIT = 1e-2
 
-# Our package for each compute capability, by import name. A CPU takes the reference, which is the same in all.
-PACKAGES = {(9, 0): "cula_cp_sm90", (10, 0): "cula_kda_sm100", (10, 3): "cula_kda_sm100"}
-_MISSING = {name: _installed(name) for name in PACKAGES.values()}
-_fla_missing = _installed("fla.ops.kda")
+_MISSING = {name: missing(name) for name in PACKAGES.values()}
+_fla_missing = missing("fla.ops.kda")
 
 
-def activation(problem: Setting, x: Inputs) -> dict[str, Any]:
-    """Arguments that everyone has."""
+def gate_arguments(problem: Setting, x: Inputs) -> dict[str, Any]:
+    """The gates, beta and their flags, under the names that every implementation uses."""
     bounded = kda.is_bounded(problem)
     return {
         "g": x.gate,
@@ -45,12 +44,6 @@ def activation(problem: Setting, x: Inputs) -> dict[str, Any]:
     }
 
 
-def package() -> str | None:
-    """Import name of the package whose kernels this machine's GPU runs; None if there is none for it."""
-    on_gpu = torch.cuda.is_available()
-    return PACKAGES.get(torch.cuda.get_device_capability() if on_gpu else (9, 0))
-
-
 def _cula_supports(problem: Setting) -> str | None:
     name = package()
     if name is None:
@@ -60,7 +53,7 @@ def _cula_supports(problem: Setting) -> str | None:
 
 
 def _choice_supports(problem: Setting) -> str | None:
-    """Both choices are timed where there is one to make."""
+    """Timing with and without cutting is limited to problems where cutting can pay."""
     if kda.longest(problem) < CUTTABLE:
         return "no sequence is long enough to be cut"
     if problem.params["feature"] or (problem.params["H"] >= MANY_HEADS and not is_packed(problem)):
@@ -69,7 +62,7 @@ def _choice_supports(problem: Setting) -> str | None:
 
 
 def workspace(problem: Setting, device: Any) -> Tensor:
-    """What one call needs between its kernels. All calls share it, as those of a model do."""
+    """The workspace of a call; all calls share one, as those of a model do."""
     p = problem.params
     size = import_module(package()).kda_workspace_bytes(
         batch_of(problem), p["T"], p["H"], p.get("N")
@@ -87,7 +80,7 @@ def _cula_call(
     problem: Setting, x: Inputs, out: Tensor | None = None, cp: bool | str = "auto"
 ) -> Callable[[], Result]:
     chunk_kda = import_module(package()).chunk_kda
-    options = {**activation(problem, x), "use_intracard_cp": cp, "out": out}
+    options = {**gate_arguments(problem, x), "use_intracard_cp": cp, "out": out}
     options["workspace"] = workspace(problem, x.q.device)
     if x.offsets is not None:
         options |= {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
@@ -113,7 +106,7 @@ def _fla_supports(problem: Setting) -> str | None:
 def _fla_call(problem: Setting, x: Inputs) -> Callable[[], Result]:
     from fla.ops.kda import chunk_kda
 
-    options = activation(problem, x)
+    options = gate_arguments(problem, x)
     if x.offsets is not None:
         options |= {"cu_seqlens": x.offsets.int64, "cu_seqlens_cpu": x.offsets.host}
     return lambda: chunk_kda(
@@ -142,29 +135,25 @@ def _fla_prepare(problem: Setting) -> None:
 
 
 CULA = Provider("cula", "ours", _cula_call, kda.moved, supports=_cula_supports)
-SERIAL = Provider(
-    "cula_serial",
-    "variant",
-    functools.partial(_cula_call, cp=False),
-    kda.moved,
-    supports=_choice_supports,
-)
-CUT = Provider(
-    "cula_cp",
-    "variant",
-    functools.partial(_cula_call, cp=True),
-    kda.moved,
-    supports=_choice_supports,
+SERIAL, CUT = (
+    Provider(
+        name,
+        "variant",
+        functools.partial(_cula_call, cp=cp),
+        kda.moved,
+        supports=_choice_supports,
+    )
+    for name, cp in (("cula_serial", False), ("cula_cp", True))
 )
 FLA = Provider("fla", "peer", _fla_call, kda.moved, supports=_fla_supports, prepare=_fla_prepare)
 CEILING = copying.ceiling(kda.moved)
 PROVIDERS = (CULA, SERIAL, CUT, FLA, CEILING)
 
 
-def within(
+def bind_inside(
     context: Callable[[], AbstractContextManager[Any]], problem: Setting, x: Inputs
 ) -> Callable[[], Result]:
-    """Our call, each time inside a context of its own."""
+    """Binds our call, and enters a new context around every one of its runs."""
     call = CULA.bind(problem, x)
 
     def run() -> Result:

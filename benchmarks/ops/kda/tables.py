@@ -21,7 +21,7 @@ MAIN = [f"B{b}-T{t}-H64" for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)
 
 
 def prediction_table(content: Mapping[str, Any], published: Mapping[str, Any]) -> Table:
-    """In milliseconds, beside what is published of others."""
+    """Predicted milliseconds of the main settings, beside published times of other implementations."""
     rows = {(r["card"], r["setting"]): r for r in content["rows"]}
     theirs = {(r["card"], r["setting"]): r for r in published["rows"]}
     header, lines = ["setting"], []
@@ -34,23 +34,25 @@ def prediction_table(content: Mapping[str, Any], published: Mapping[str, Any]) -
             line.append(f"{mid:.3f} ({low:.3f}-{high:.3f})")
             figures = theirs.get((card, name))
             line += [f"{figures[who]:.3f}" if figures else "-" for who in ("cula_ms", "fla_ms")]
-        lines.append([*line, *(binding(rows[card, name]) for card in CARDS[:1])])
+        lines.append([*line, *(limits(rows[card, name]) for card in CARDS[:1])])
     return [*header, f"binds {CARDS[0]} (prepare, recurrence)"], lines
 
 
-def binding(row: Mapping[str, Any]) -> str:
+def limits(row: Mapping[str, Any]) -> str:
+    """The terms that limit the kernels of a row, in the order in which the kernels run."""
     return ", ".join(row["binds"].values())
 
 
-def binding_table(content: Mapping[str, Any]) -> Table:
-    """Every setting on every card."""
+def limits_table(content: Mapping[str, Any]) -> Table:
+    """Predicted microseconds of every setting on every card, and what limits them."""
     header = ["setting", "card", "predicted, us", "binds (prepare, scan if any, recurrence)"]
     return header, [
-        [r["setting"], r["card"], f"{r['mid_us']:.1f}", binding(r)] for r in content["rows"]
+        [r["setting"], r["card"], f"{r['mid_us']:.1f}", limits(r)] for r in content["rows"]
     ]
 
 
 def held_out_table(content: Mapping[str, Any]) -> Table:
+    """Measured and modelled times of whole calls on the H200."""
     lines = []
     for r in content["held_out"]["rows"]:
         error = r["modelled_us"] / r["measured_us"] - 1
@@ -60,7 +62,7 @@ def held_out_table(content: Mapping[str, Any]) -> Table:
 
 
 def captions(content: Mapping[str, Any], published: Mapping[str, Any]) -> tuple[str, str]:
-    """Of the predictions, and of the check."""
+    """The captions of the table of predictions and of the table that checks the model."""
     c, held, own = content["constants"], content["held_out"], content["fitted"]
     low, mid, high = (content["assumed"]["hand_over_clk"][case] for case in CASES)
     predicted = (
@@ -82,12 +84,13 @@ def captions(content: Mapping[str, Any], published: Mapping[str, Any]) -> tuple[
 
 
 def published(root: Path = results.RESULTS) -> dict[str, Any]:
+    """The file of published times."""
     path = results.result_path(PUBLISHED, "published", root)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def region(path: Path, name: str | None, root: Path) -> str:
-    """The lines of a region."""
+    """The lines of a region of a document; `name` is the table that it asks for."""
     content, others = json.loads(path.read_text(encoding="utf-8")), published(root)
     predicted, check = captions(content, others)
     if name is None:

@@ -5,14 +5,12 @@
 Mode "decay": d_t = -(8 / H) (1 - 10 / 32) h for head h, the decays of layer 10 of 32. Mode "gate":
 d_t = logsigmoid(x) / 16 with standard normal x, float32 per token and head. Every setting returns final states.
 
-`_sequences.py` has the lengths of packed sequences. Features, one at a time, after a "+" in the name:
-    gva           four value heads per query head
-    fp16          float16 activations
-    state         an initial state
-    pool          initial states are rows of a pool, found through indices and updated in place
-    l2norm        q and k are normalized inside
-    exact         state updates with two 16-bit terms
-    checkpoints   the state after every 1024 tokens of a sequence is written too
+`ops/sequences.py` describes the lengths of packed sequences and the features gva, state and pool. A problem has at most
+one feature, whose name follows a "+" in the name of the setting. Other features:
+    fp16          activations are float16
+    l2norm        the call normalizes q and k itself
+    exact         the call splits the operands of state updates into two 16-bit terms
+    checkpoints   the call also writes the state after every 1024 tokens of a sequence
 """
 
 from __future__ import annotations
@@ -25,23 +23,27 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import Setting
-from benchmarks.ops.decode.problem import _within
+from benchmarks.ops.checks import (
+    SEED,
+    SpareRows,
+    checked_heads,
+    require_finite,
+    require_within,
+    worst_head,
+)
 from benchmarks.ops.sequences import (
     KINDS,
-    SPARE_ROWS,
     Offsets,
-    SpareRows,
     batch_of,
-    checked_heads,
     has,
-    is_packed,
+    initial_state_of,
+    initial_states,
+    input_bytes,
     named,
     offsets_of,
+    output_bytes,
     query_heads,
-    refuse_not_finite,
-    sequences_of,
     spans,
-    worst_head,
 )
 
 DIM = 128
@@ -52,7 +54,7 @@ L2_EPS = 1e-6
 MODES = ("decay", "gate")
 FEATURES = ("gva", "fp16", "state", "pool", "l2norm", "exact", "checkpoints")
 
-# Tokens that the oracle takes at once; divides EVERY.
+# How many tokens the oracle computes at once; it divides EVERY.
 ORACLE_CHUNK = 256
 OUTPUT_LIMIT = 5e-3
 STATE_LIMIT = 3e-3
@@ -108,7 +110,7 @@ def decays(heads: int, device: Any) -> Tensor:
 
 def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     """Fresh random data of one buffer set."""
-    p, batch, count = problem.params, batch_of(problem), sequences_of(problem)
+    p, batch = problem.params, batch_of(problem)
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch.float16 if has(problem, "fp16") else torch.bfloat16
 
@@ -116,13 +118,7 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     tokens, heads = (batch, p["T"]), p["H"]
-    matrices, state, indices = (heads, DIM, DIM), None, None
-    if has(problem, "state"):
-        state = randn(count, *matrices)
-    if has(problem, "pool"):
-        state = randn(count + SPARE_ROWS, *matrices)
-        rows = torch.randperm(len(state), generator=generator, device=device)
-        indices = rows[:count].to(torch.int32)
+    state, indices = initial_states(problem, DIM, generator)
     gated = p["mode"] == "gate"
     return Inputs(
         q=randn(*tokens, query_heads(problem), DIM, dtype=dtype),
@@ -133,37 +129,25 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
         offsets=offsets_of(problem, device),
         state=state,
         indices=indices,
-        checkpoints=torch.full((batch, p["T"] // EVERY, *matrices), torch.nan, device=device)
+        checkpoints=torch.full((batch, p["T"] // EVERY, heads, DIM, DIM), torch.nan, device=device)
         if has(problem, "checkpoints")
         else None,
     )
 
 
-def state_bytes(problem: Setting) -> int:
-    """One state per sequence and value head."""
-    return sequences_of(problem) * problem.params["H"] * DIM * DIM * 4
-
-
 def read(problem: Setting) -> int:
     """Bytes of q, k, v, gate or decay, initial states, and the small integers, each once."""
-    p, tokens = problem.params, batch_of(problem) * problem.params["T"]
-    activations = tokens * (2 * query_heads(problem) + p["H"]) * DIM * 2
-    gates = 4 * p["H"] * (tokens if p["mode"] == "gate" else 1)
-    initial = state_bytes(problem) if has(problem, "state") or has(problem, "pool") else 0
-    offsets = 4 * (p["N"] + 1) if is_packed(problem) else 0
-    indices = 4 * sequences_of(problem) if has(problem, "pool") else 0
-    return activations + gates + initial + offsets + indices
+    p = problem.params
+    gates = 4 * p["H"] * (batch_of(problem) * p["T"] if p["mode"] == "gate" else 1)
+    return input_bytes(problem, DIM) + gates
 
 
 def written(problem: Setting) -> int:
     """Bytes of o, final states and checkpoints, each once."""
-    heads = problem.params["H"]
-    saved = sum((end - start) // EVERY for _, start, end in spans(problem))
-    return (
-        batch_of(problem) * problem.params["T"] * heads * DIM * 2
-        + state_bytes(problem)
-        + (saved * heads * DIM * DIM * 4 if has(problem, "checkpoints") else 0)
-    )
+    saved = 0
+    if has(problem, "checkpoints"):
+        saved = sum((end - start) // EVERY for _, start, end in spans(problem))
+    return output_bytes(problem, DIM) + saved * problem.params["H"] * DIM * DIM * 4
 
 
 def moved(problem: Setting) -> int:
@@ -193,9 +177,7 @@ def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Expected:
         log_decay = -x.decay[heads].double().expand(v.shape[:3])
     output, final, saved = torch.empty_like(v), [], {}
     for n, (b, start, end) in enumerate(spans(problem)):
-        state = torch.zeros(len(heads), DIM, DIM, dtype=torch.float64, device=v.device)
-        if x.state is not None:
-            state = x.state[n if x.indices is None else int(x.indices[n])][heads].double()
+        state = initial_state_of(n, x.state, x.indices, v, heads)
         for a in range(start, end, ORACLE_CHUNK):
             part = slice(a, min(a + ORACLE_CHUNK, end))
             chunk = (t[b, part].transpose(0, 1) for t in (q, k, v, log_decay))
@@ -228,18 +210,18 @@ def check_prefill(
 ) -> dict[str, float]:
     """Compares `run(setting, inputs) -> (o, final states [N,HV,K,V])` with the fp64 oracle, on fresh data.
 
-    `run` fills outputs it allocates itself with NaN first. With state_heads, only the final states of so many first
-    heads are looked at. CheckFailed names the quantity, its error and the limit.
+    `run` fills outputs that it allocates itself with NaN first. With `state_heads`, only the final states of that many
+    first heads are compared.
     """
-    x = make_inputs(problem, device, seed=20_231)
+    x = make_inputs(problem, device, seed=SEED)
     state_heads = problem.params["H"] if state_heads is None else state_heads
     heads = sorted({*checked_heads(problem.params["H"]), state_heads - 1})
     with_state = [i for i, head in enumerate(heads) if head < state_heads]
     want, spare = oracle(problem, x, heads), SpareRows(x.state, x.indices)
     o, final = run(problem, x)
     final = final[:, :state_heads]
-    refuse_not_finite(problem, output=o, final_state=final)
-    spare.refuse_changed(problem)
+    require_finite(problem, output=o, final_state=final)
+    spare.require_unchanged(problem)
     errors = {
         "output": worst_head(o[:, :, heads], want.output, 2),
         "state": worst_head(final[:, [heads[i] for i in with_state]], want.state[:, with_state], 1),
@@ -250,5 +232,5 @@ def check_prefill(
         errors["checkpoints"] = worst_head(got, torch.stack(list(want.checkpoints.values())), 1)
     state_limit = EXACT_STATE_LIMIT if has(problem, "exact") else STATE_LIMIT
     limits = {"output": OUTPUT_LIMIT, "state": state_limit, "checkpoints": state_limit}
-    _within(problem, errors, limits)
+    require_within(problem, errors, limits)
     return errors

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops import copying
-from benchmarks.ops.decode.providers import _installed
+from benchmarks.ops.installed import missing
 from benchmarks.ops.lightning import problem as lightning
 from benchmarks.ops.lightning.problem import Inputs, Result
 from benchmarks.ops.sequences import has, spans
 from benchmarks.ops.tuning import tune_anew
 
-_cula_missing = _installed("cula_lightning_sm90")
-_fla_missing = _installed("fla.ops.simple_gla")
+_cula_missing = missing("cula_lightning_sm90")
+_fla_missing = missing("fla.ops.simple_gla")
 
 
 def _cula_supports(problem: Setting) -> str | None:

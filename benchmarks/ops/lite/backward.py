@@ -2,8 +2,8 @@
 
     dq, dk, dv of out = softmax(q k^T / sqrt(D) over the listed key tiles) v, given dout, out and lse
 
-Problems are those of `lite`. The forward pass that leaves out and lse runs before the time that is taken; whatever the
-backward pass needs beside them is part of it.
+Problems are those of `problem.py`. The forward pass, which leaves out and lse, runs before the timed call; everything
+else that the backward pass needs is part of the timed call.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import CheckFailed, Provider, Setting
-from benchmarks.ops.decode.problem import _within
+from benchmarks.ops.checks import SEED, require_finite, require_within, worst_head
 from benchmarks.ops.lite import problem as lite
-from benchmarks.ops.lite.providers import _lite_dense_supports, _lite_supports, _torch_supports
-from benchmarks.ops.sequences import worst_head
+from benchmarks.ops.lite.providers import dense_supports, lite_supports, torch_supports
 
 GRADIENT_LIMIT = 5e-3
 
@@ -55,7 +54,7 @@ def moved(problem: Setting) -> int:
 
 
 def flops(problem: Setting) -> int:
-    """Operations of the five products over the listed tiles, 10 B H S^2 D for all; half of them in causal problems."""
+    """Operations of the five products over the listed tiles: 10 B H S^2 D for all tiles, half of that if causal."""
     return lite.flops(problem) * 5 // 2
 
 
@@ -65,6 +64,7 @@ def _lite_bind(
     """Binds the operator that autograd calls; `dense` leaves out the list."""
 
     def bind(problem: Setting, x: Inputs) -> Bound:
+        from benchmarks.ops.lite.internals import backward_operator
         from liteattention_sm89 import lite_attention
 
         p, mask = problem.params, None if dense else x.mask
@@ -73,10 +73,10 @@ def _lite_bind(
         out, lse, _ = lite_attention(
             x.q, x.k, x.v, mask, threshold=threshold, causal=causal, block_m=tiles[0], block_n=tiles[1]
         )  # fmt: skip
-        backward = torch.ops.liteattention_sm89.backward.default
+        differentiate = backward_operator()
         given = (x.dout, None, x.q, x.k, x.v, out, lse, mask, None, None)
         how = (p["S"], p["S"], p["D"] ** -0.5, causal, *tiles, deterministic)
-        return lambda: backward(*given, *how)
+        return lambda: differentiate(*given, *how)
 
     return bind
 
@@ -108,16 +108,16 @@ def _unlisted(problem: Setting) -> int:
     return moved(problem) - lite.mask_bytes(problem)
 
 
-LITE = Provider("lite", "ours", _lite_bind(), moved, supports=_lite_supports)
+LITE = Provider("lite", "ours", _lite_bind(), moved, supports=lite_supports)
 # dq in a kernel of its own, which computes scores once more, in place of atomics.
 LITE_DETERMINISTIC = Provider(
-    "lite_deterministic", "variant", _lite_bind(deterministic=True), moved, supports=_lite_supports
+    "lite_deterministic", "variant", _lite_bind(deterministic=True), moved, supports=lite_supports
 )
-# Our own dense kernel on the inputs of a problem with lists: what skipping saves.
+# Our own dense kernel on the inputs of a problem with lists, which shows what skipping saves.
 LITE_DENSE = Provider(
-    "lite_dense", "peer", _lite_bind(dense=True), _unlisted, supports=_lite_dense_supports
+    "lite_dense", "peer", _lite_bind(dense=True), _unlisted, supports=dense_supports
 )
-TORCH_FLASH = Provider("torch_flash", "peer", _torch_bind, _unlisted, supports=_torch_supports)
+TORCH_FLASH = Provider("torch_flash", "peer", _torch_bind, _unlisted, supports=torch_supports)
 PROVIDERS = (LITE, LITE_DETERMINISTIC, LITE_DENSE, TORCH_FLASH)
 
 
@@ -126,9 +126,9 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
     What is called deterministic must give the same bits twice.
     """
-    x = make_inputs(problem, device, seed=20_231)
+    x = make_inputs(problem, device, seed=SEED)
     call = provider.bind(problem, x)
-    # Where the allocator will probably put the gradients, nothing is left of earlier results.
+    # The allocator will probably put the gradients where these tensors are, so that no earlier results are left there.
     spoiled = [torch.full_like(x.q, torch.nan) for _ in range(3)]
     del spoiled
     found = dict(zip(("dq", "dk", "dv"), call(), strict=True))
@@ -136,10 +136,9 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
     mask = None if provider.name == LITE_DENSE.name else x.mask
     errors = {}
     for (name, got), want in zip(found.items(), oracle(problem, x, mask, heads), strict=True):
-        if not bool(torch.isfinite(got).all()):
-            raise CheckFailed(f"{problem.name}: {name} holds values that are not finite")
+        require_finite(problem, **{name: got})
         errors[name] = worst_head(torch.stack([got[b, :, h] for b, h in heads]), want, 0)
-    _within(problem, errors, dict.fromkeys(errors, GRADIENT_LIMIT))
+    require_within(problem, errors, dict.fromkeys(errors, GRADIENT_LIMIT))
     if provider.name == LITE_DETERMINISTIC.name:
         for (name, got), again in zip(found.items(), call(), strict=True):
             if not torch.equal(got, again):
@@ -151,7 +150,7 @@ def oracle(
     problem: Setting, x: Inputs, mask: Tensor | None, heads: list[tuple[int, int]]
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv of (batch row, head) pairs in fp64, [P, S, D] each; over all tiles without a mask."""
-    from liteattention_sm89.reference import masked_gradients
+    from benchmarks.ops.lite.internals import masked_gradients
 
     tensors = [
         torch.stack([t[b, :, h] for b, h in heads], 1)[None].double()

@@ -1,16 +1,16 @@
 """Problems, inputs, oracle, check, bytes and arithmetic of skip-list attention.
 
-    out = softmax(q k^T / sqrt(D) over the listed key tiles) v          lse = its logarithm of sums
+    out = softmax(q k^T / sqrt(D) over the listed key tiles) v          lse = the logarithm of the softmax's denominator
 
 A query tile is BLOCK_M rows, a key tile BLOCK_N keys. Masks are int32 [B, H, Mt, W]; bit n % 32 of word n // 32 says
-that key tile n is listed. Of the tiles visited, a call also reports those it keeps: the first one, and every other that
-lifts the logit of some row by more than a threshold (log2 units) above the largest that came before.
+that key tile n is listed. A call also reports which of the tiles that it visits it keeps: the first one, and every tile
+that contains, for some row, a logit larger by more than a threshold (log2 units) than all logits of the row before it.
 
 Kinds of problems, all of random data:
 
     dense   no mask, no decisions
-    full    every tile listed and kept: what deciding costs
-    list    a share of the tiles listed, drawn at random, equally many in every query tile, and all of them kept
+    full    every tile is listed and kept, which shows the cost of the decisions
+    list    a share of the tiles, drawn at random, is listed: equally many for every query tile; all of them are kept
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import CheckFailed, Setting
-from benchmarks.ops.decode.problem import _within
+from benchmarks.ops.checks import SEED, require_finite, require_within, worst_head
 from benchmarks.ops.lite import workloads
-from benchmarks.ops.sequences import worst_head
 
 BLOCK_M = 128
 BLOCK_N = 64
@@ -37,7 +36,7 @@ KINDS = ("dense", "full", "list")
 # The threshold that is timed: nothing is ever skipped.
 KEEP_ALL = -math.inf
 
-# Rows that the oracle takes at once; a multiple of BLOCK_M.
+# How many rows the oracle computes at once; a multiple of BLOCK_M.
 ORACLE_ROWS = 1024
 OUTPUT_LIMIT = 5e-3
 LSE_LIMIT = 1e-3
@@ -47,7 +46,7 @@ UNDECIDED = 1e-2
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest relative RMSE (relative L2 error) of a head's output and error of lse, and what is undecided."""
+    """The limits of a check: the relative RMSE of a head's output, the error of lse, and UNDECIDED."""
 
     output: float = OUTPUT_LIMIT
     lse: float = LSE_LIMIT
@@ -55,8 +54,8 @@ class Limits:
 
 
 EXACT = Limits()
-# Scores from 8-bit integers are off by 0.012 on random data, relatively so are probabilities and outputs; lse of a
-# causal row with a single key is its score.
+# Scores from 8-bit integers have an error of 0.012 on random data, which is the relative error of probabilities and of
+# outputs too. A causal row with a single key has its score for an lse.
 INT8 = Limits(output=2e-2, lse=5e-2, undecided=2e-1)
 
 
@@ -94,7 +93,8 @@ def setting(
 ) -> Setting:
     """Named like dense-B1-S4096-H16-D128, full-B1-S8192-H16-D128-causal and list3.1-B1-S16384-H24-D128.
 
-    `density` is the share of tiles listed, of lists only, which are not causal: some rows would see nothing.
+    `density` is the share of tiles that are listed, and 1 unless `kind` is "list". Lists are never causal, because some
+    rows would have no key then.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
@@ -113,12 +113,12 @@ def is_dense(problem: Setting) -> bool:
 
 
 def tiles(tokens: int) -> tuple[int, int]:
-    """Query tiles and key tiles."""
+    """The numbers of query tiles and of key tiles."""
     return -(-tokens // BLOCK_M), -(-tokens // BLOCK_N)
 
 
 def listed_tiles(problem: Setting) -> int:
-    """Key tiles listed in every query tile."""
+    """How many key tiles are listed for every query tile."""
     return max(1, round(problem.params["density"] * tiles(problem.params["S"])[1]))
 
 
@@ -159,7 +159,7 @@ def unpack(mask: Tensor) -> Tensor:
 
 
 def visible(problem: Setting, device: Any) -> Tensor:
-    """Tiles that some row sees, bool [Mt, Nt]; all unless causal."""
+    """Tiles with a key that some row may use, bool [Mt, Nt]; all of them unless the problem is causal."""
     rows, keys = tiles(problem.params["S"])
     if not problem.params["causal"]:
         return torch.ones(rows, keys, dtype=torch.bool, device=device)
@@ -168,7 +168,10 @@ def visible(problem: Setting, device: Any) -> Tensor:
 
 
 def visited(problem: Setting, mask: Tensor | None, device: Any) -> Tensor:
-    """The tiles a call looks at: those listed (all without a mask) and visible, bool [B, H, Mt, Nt]."""
+    """The tiles that a call visits, which are the visible ones that are listed, bool [B, H, Mt, Nt].
+
+    Without a mask all tiles count as listed.
+    """
     p, seen = problem.params, visible(problem, device)
     if mask is None:
         return seen.expand(p["B"], p["H"], *seen.shape)
@@ -182,6 +185,7 @@ def activation_bytes(problem: Setting) -> int:
 
 
 def mask_bytes(problem: Setting) -> int:
+    """Bytes of one mask."""
     p, (rows, keys) = problem.params, tiles(problem.params["S"])
     return 0 if is_dense(problem) else p["B"] * p["H"] * rows * -(-keys // WORD) * 4
 
@@ -194,12 +198,8 @@ def read(problem: Setting) -> int:
 def moved(problem: Setting) -> int:
     """The fewest bytes of a call: also out, lse and the write mask."""
     p = problem.params
-    return (
-        read(problem)
-        + activation_bytes(problem)
-        + 4 * p["B"] * p["H"] * p["S"]
-        + mask_bytes(problem)
-    )
+    lse = 4 * p["B"] * p["H"] * p["S"]
+    return read(problem) + activation_bytes(problem) + lse + mask_bytes(problem)
 
 
 def flops(problem: Setting) -> int:
@@ -229,7 +229,7 @@ class Expected:
 def oracle(
     problem: Setting, x: Inputs, listed: Tensor | None, heads: list[tuple[int, int]]
 ) -> Expected:
-    """fp64 results of (batch row, head) pairs over the tiles `listed` [B, H, Mt, Nt], all keys without."""
+    """fp64 results of (batch row, head) pairs over the tiles `listed` [B, H, Mt, Nt]; None lists all."""
     found = [_head(problem, x, None if listed is None else listed[b, h], b, h) for b, h in heads]
     return Expected(*(torch.stack(parts) for parts in zip(*found)))
 
@@ -259,15 +259,16 @@ def _head(
 
 
 def margins(peaks: Tensor, seen: Tensor, direction: int) -> Tensor:
-    """By how much every visited tile lifts some row above all tiles before it, [..., Mt, Nt]; +inf for the first.
+    """By how much the largest logit of a row in a tile exceeds all before it, for the best row, [..., Mt, Nt].
 
-    Tiles are visited upwards, or downwards where direction is -1; -inf stands for tiles that are not visited.
+    It is +inf for the first tile and -inf for tiles that are not visited. Tiles are visited upwards, or downwards where
+    direction is -1.
     """
     if direction < 0:
         return margins(peaks.flip(-1), seen.flip(-1), 1).flip(-1)
     so_far = peaks.masked_fill(~seen[..., None, :], -torch.inf).cummax(-1).values
     before = torch.nn.functional.pad(so_far[..., :-1], (1, 0), value=-torch.inf)
-    # -inf - -inf: a row that has seen nothing, and sees nothing here, keeps no tile.
+    # -inf - -inf belongs to a row without keys so far and in this tile; such a row keeps no tile.
     lift = (peaks - before).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     first = seen & (seen.cumsum(-1) == 1)
     return lift.amax(-2).masked_fill(~seen, -torch.inf).masked_fill(first, torch.inf)
@@ -276,8 +277,8 @@ def margins(peaks: Tensor, seen: Tensor, direction: int) -> Tensor:
 def check_dense(
     run: Callable[[Setting, Inputs], Result], problem: Setting, device: Any, limits: Limits = EXACT
 ) -> dict[str, float]:
-    """Compares attention over all keys, whatever the problem lists, with the fp64 oracle on fresh data."""
-    x = make_inputs(problem, device, seed=20_231)
+    """Compares attention over all keys with the fp64 oracle on fresh data; lists of the problem are ignored."""
+    x = make_inputs(problem, device, seed=SEED)
     heads = checked_heads(problem.params["B"], problem.params["H"])
     errors = _errors(problem, run(problem, x), oracle(problem, x, None, heads), heads)
     return _checked(problem, errors, limits)
@@ -286,13 +287,14 @@ def check_dense(
 def check_listed(
     run: Runner, problem: Setting, device: Any, limits: Limits = EXACT
 ) -> dict[str, float]:
-    """Compares attention over the listed tiles with the fp64 oracle on fresh data, and what it writes with the rule.
+    """Compares attention over the listed tiles, and the write mask, with the fp64 oracle on fresh data.
 
-    The first call is the one that is timed, and must keep every visible tile that is listed. A second one goes the
-    other way, with a threshold that at least half of the tiles pass: its results must be as good, it must keep the
-    first tile and nothing that was not listed, and, away from the threshold, decide like the oracle.
+    The first call is the one that is timed, and must keep every tile that it visits. The second one visits tiles in the
+    other direction, with a threshold that at least half of the tiles exceed. Its results must be as exact, and it must
+    keep the first tile, no tile that is not listed, and otherwise the tiles that the oracle keeps; tiles close to the
+    threshold are not compared.
     """
-    x = make_inputs(problem, device, seed=20_231)
+    x = make_inputs(problem, device, seed=SEED)
     heads = checked_heads(problem.params["B"], problem.params["H"])
     seen = visited(problem, x.mask, device)
     want = oracle(problem, x, seen, heads)
@@ -310,9 +312,7 @@ def check_listed(
     back = run(problem, x, threshold, -1)
     other = _checked(problem, _errors(problem, back, want, heads), limits)
     kept = _kept(problem, back, seen)
-    order = seen.flip(-1).cumsum(-1).flip(-1)
-    if not bool(kept[seen & (order == 1)].all()):
-        raise CheckFailed(f"{problem.name}: the write mask lacks the first tile of a query tile")
+    _require_first_tiles(problem, kept, seen)
     decided = (lifts - threshold).abs() > limits.undecided * (1 + lifts.abs())
     if not torch.equal(kept[index] & decided, seen[index] & (lifts > threshold) & decided):
         raise CheckFailed(f"{problem.name}: the write mask differs from the rule")
@@ -321,8 +321,15 @@ def check_listed(
     return {name: max(error, other[name]) for name, error in errors.items()}
 
 
+def _require_first_tiles(problem: Setting, kept: Tensor, seen: Tensor) -> None:
+    """Raises CheckFailed unless every query tile keeps the tile that it visits first, going downwards."""
+    order = seen.flip(-1).cumsum(-1).flip(-1)
+    if not bool(kept[seen & (order == 1)].all()):
+        raise CheckFailed(f"{problem.name}: the write mask lacks the first tile of a query tile")
+
+
 def _kept(problem: Setting, result: Result, seen: Tensor) -> Tensor:
-    """The tiles of a write mask, which must be a part of those visited and end in zeros."""
+    """The tiles of a write mask; CheckFailed if some were not visited, or if bits behind the last tile are set."""
     if result.write is None:
         raise CheckFailed(f"{problem.name}: there is no write mask")
     bits = unpack(result.write)
@@ -337,9 +344,7 @@ def _kept(problem: Setting, result: Result, seen: Tensor) -> Tensor:
 def _errors(
     problem: Setting, got: Result, want: Expected, heads: list[tuple[int, int]]
 ) -> dict[str, float]:
-    for name, tensor in (("output", got.out), ("lse", got.lse)):
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise CheckFailed(f"{problem.name}: {name} holds values that are not finite")
+    require_finite(problem, output=got.out, **({} if got.lse is None else {"lse": got.lse}))
     out = torch.stack([got.out[b, :, h] for b, h in heads])
     errors = {"output": worst_head(out, want.out, 0)}
     if got.lse is not None:
@@ -349,7 +354,7 @@ def _errors(
 
 
 def _checked(problem: Setting, errors: dict[str, float], limits: Limits) -> dict[str, float]:
-    """The errors, of which none is too large."""
+    """Returns the errors, or raises CheckFailed for one that is too large."""
     most = {"output": limits.output, "lse": limits.lse}
-    _within(problem, errors, most, measures={"lse": "largest error"})
+    require_within(problem, errors, most, measures={"lse": "largest error"})
     return errors

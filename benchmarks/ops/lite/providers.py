@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import Provider, Setting
-from benchmarks.ops.decode.providers import _installed
+from benchmarks.ops.installed import missing
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite.problem import KEEP_ALL, Inputs, Result
 
 LiteResult = tuple[Tensor, Tensor, Tensor | None]
 
-_lite_missing = _installed("liteattention_sm89")
+_lite_missing = missing("liteattention_sm89")
 
 
-def _lite_supports(problem: Setting) -> str | None:
+def lite_supports(problem: Setting) -> str | None:
+    """Why our kernels cannot serve a problem here, or None."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "liteattention-sm89 needs compute capability 8.0 or newer"
     return _lite_missing()
@@ -72,8 +73,9 @@ def _lite_dense_result(problem: Setting, x: Inputs, int8: bool = False) -> Resul
     return Result(out, lse)
 
 
-def _lite_dense_supports(problem: Setting) -> str | None:
-    return "is lite itself" if lite.is_dense(problem) else _lite_supports(problem)
+def dense_supports(problem: Setting) -> str | None:
+    """Why our dense kernel is not timed beside our kernel with lists, or None."""
+    return "is lite itself" if lite.is_dense(problem) else lite_supports(problem)
 
 
 def _torch_call(backend: str) -> Callable[[Setting, Inputs], Callable[[], Tensor]]:
@@ -94,7 +96,8 @@ def _torch_call(backend: str) -> Callable[[Setting, Inputs], Callable[[], Tensor
     return bind
 
 
-def _torch_supports(problem: Setting) -> str | None:
+def torch_supports(problem: Setting) -> str | None:
+    """Why torch's attention cannot serve a problem here, or None."""
     if not lite.is_dense(problem):
         return "takes no lists of tiles"
     return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
@@ -104,36 +107,36 @@ def _torch_moved(problem: Setting) -> int:
     return 4 * lite.activation_bytes(problem)
 
 
-LITE = Provider("lite", "ours", _lite_call, lite.moved, supports=_lite_supports)
-# Scores from 8-bit integers; rounding q and k is part of every call: k is read once more, the integers go out and back.
+LITE = Provider("lite", "ours", _lite_call, lite.moved, supports=lite_supports)
+# Scores from 8-bit integers. Every call rounds q and k: it reads k once more, and writes and reads the integers.
 LITE_INT8 = Provider(
     "lite_int8",
     "variant",
     functools.partial(_lite_call, int8=True),
     lambda problem: lite.moved(problem) + 3 * lite.activation_bytes(problem),
-    supports=_lite_supports,
+    supports=lite_supports,
 )
-# Our own dense kernel on the inputs of a problem with lists: what skipping costs, and what it saves.
+# Our own dense kernel on the inputs of a problem with lists, which shows what skipping costs and what it saves.
 LITE_DENSE = Provider(
     "lite_dense",
     "peer",
     _lite_dense_call,
     lambda problem: lite.moved(problem) - 2 * lite.mask_bytes(problem),
-    supports=_lite_dense_supports,
+    supports=dense_supports,
 )
 TORCH_FLASH = Provider(
     "torch_flash",
     "peer",
     _torch_call("FLASH_ATTENTION"),
     _torch_moved,
-    supports=_torch_supports,
+    supports=torch_supports,
 )
 TORCH_CUDNN = Provider(
     "torch_cudnn",
     "peer",
     _torch_call("CUDNN_ATTENTION"),
     _torch_moved,
-    supports=_torch_supports,
+    supports=torch_supports,
 )
 PROVIDERS = (LITE, LITE_INT8, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
 

@@ -1,26 +1,25 @@
 """Quality against speed of skip-list attention, on workloads that change from step to step.
 
-    python benchmarks/ops/lite/quality.py [--json [PATH]] [--workloads NAME ...] [--sizes S ...] [--device cpu] [--small]
+    python benchmarks/ops/lite/quality.py [--json [PATH]] [--workloads NAME ...] [--sizes S ...] [--device cpu]
+        [--small]
 
-Every threshold runs through the steps of a workload with lists of its own, one after the other as a model would call
-it. Each step is compared with dense attention in fp32. Then the call of the last step is timed, in turns with dense
-attention by the same kernel and by torch's backends, and after that all steps together. `quality_plot.py` draws
+For every threshold a module with lists of its own runs the steps of a workload one after the other, as a model would
+call it. Each step is compared with dense attention in fp32. Then the call of the last step is timed, in turns with
+dense attention by the same kernel and by torch's backends, and after that all steps together. `quality_plot.py` draws
 the result.
 
-On the CPU, or with --small, the size is tiny; times on the CPU are those of the reference implementation: a trial only.
+On the CPU, or with --small, the size is tiny. Times on the CPU are those of the reference implementation, so such a run
+is only a trial.
 Exit codes: 0 measured, 1 a result was wrong, 2 wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,258 +27,32 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
-from torch import Tensor
 
-from benchmarks.harness import report, results, timers
+from benchmarks.harness import report, results
 from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import Stats, Timing
-from benchmarks.ops.lite import problem as lite
-from benchmarks.ops.lite import providers as lite_providers
+from benchmarks.harness.timers import Timing
 from benchmarks.ops.lite import quality_rows
-from benchmarks.ops.lite.quality_rows import DENSE, NOTES, OP, Label, case_name
-from benchmarks.ops.lite.workloads import GRIDS, HEAD_TYPES, WORKLOADS, Shape, Step, structured
+from benchmarks.ops.lite.quality_rows import OP
+from benchmarks.ops.lite.quality_study import (
+    ALL,
+    FULL,
+    FULL_STEPS,
+    FULL_TRIED,
+    SMALL,
+    SMALL_STEPS,
+    SMALL_THRESHOLDS,
+    SMALL_TRIED,
+    THRESHOLDS,
+    Case,
+    HostBackend,
+    Study,
+    cases,
+)
 
 DEFAULT_PATH = "default"
-THRESHOLDS = (-2.0, -4.0, -6.0, -8.0, -10.0, -12.0, -14.0, -16.0)
-# Relative L1 errors that thresholds are calibrated to.
-TARGETS = (0.01, 0.05)
-SEED = 20_231
-# Relative L2 distance from exact attention over the same tiles.
-INEXACT_LIMIT = 5e-3
-# From this length on only the structured workloads run, with one kind of calibration, and not every step is compared.
-LONG = 16_384
 # Seconds after which no other workload is started.
 LIMIT = 125.0
-
-
-@dataclass(frozen=True)
-class Workload:
-    """make(shape, steps, device, seed) yields q, k, v; `refresh`: lists are reset every so many steps."""
-
-    name: str
-    make: Callable[..., Iterator[Step]]
-    refresh: int | None = None
-
-
-STRUCTURED = (
-    *(Workload(name, functools.partial(structured, types=(name,))) for name in HEAD_TYPES),
-    Workload("mixed", structured),
-)
-ALL = (
-    *STRUCTURED,
-    Workload("random", WORKLOADS["random"]),
-    Workload("drift", WORKLOADS["drift"]),
-    Workload("drift-refresh", WORKLOADS["drift"], refresh=4),
-    Workload("simulation", WORKLOADS["simulation"]),
-)
-FULL = (
-    Shape(1, GRIDS[4096], 16, 128),
-    Shape(1, GRIDS[8192], 16, 128),
-    Shape(1, GRIDS[16384], 24, 128),
-)
-SMALL = (Shape(1, (4, 8, 16), 4, 32),)
-# Steps of a trajectory, and thresholds tried by a calibration.
-FULL_STEPS, SMALL_STEPS = 12, 4
-FULL_TRIED, SMALL_TRIED = 8, 4
-SMALL_THRESHOLDS = (-2.0, -6.0, -12.0)
-
-
-class HostBackend:
-    """`timers.Backend`, as far as wall times on the CPU need it."""
-
-    graphs = False
-
-    def synchronize(self) -> None:
-        pass
-
-    def clock(self) -> float:
-        return time.perf_counter()
-
-
-@dataclass
-class Study:
-    """What one invocation measures and on what."""
-
-    device: str
-    backend: Any
-    timing: Timing
-    l2_bytes: int
-    steps: int = FULL_STEPS
-    tried: int = FULL_TRIED
-    thresholds: Sequence[float] = THRESHOLDS
-    targets: Sequence[float] = TARGETS
-    release: Callable[[], None] = lambda: None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
-
-    def run(self, workload: Workload, shape: Shape) -> None:
-        """Appends one row per threshold and a dense one; CheckFailed, and no row, if a result is wrong."""
-        from liteattention_sm89.replay import replay
-
-        where = case_name(workload.name, shape)
-        steps = list(workload.make(shape, self.steps, self.device, SEED))
-        modules = self._modules(workload, shape, steps)
-        every = 3 if shape.tokens >= LONG else 1
-        named = {label.name: module for label, module in modules.items()}
-        tracks = replay(steps, named, refresh=workload.refresh, every=every, deep=True)
-        self._check(where, "lite", {name: track.last.inexact for name, track in tracks.items()})
-        dense = self._dense(where, shape, steps[-1])
-        stats = self._steady(shape, steps[-1], tracks, dense)
-        dense_us = {name: stats[name].median_us for name in dense}
-        method = "graph" if self.backend.graphs else "eager-host"
-        for label, module in modules.items():
-            self.rows.append(
-                quality_rows.row(
-                    workload.name,
-                    workload.refresh,
-                    shape,
-                    label,
-                    tracks[label.name],
-                    method,
-                    stats["lite_dense" if label is DENSE else label.name],
-                    dense_us,
-                    self._trajectory(module, steps, workload.refresh),
-                )
-            )
-
-    def _modules(
-        self, workload: Workload, shape: Shape, steps: Sequence[Step]
-    ) -> dict[Label, torch.nn.Module]:
-        """A module for every threshold, those of the sweep and those calibrated, and a dense one."""
-        from liteattention_sm89 import LiteAttention
-        from liteattention_sm89.replay import calibrated, threshold_for
-
-        size = {"max_batch_size": shape.batch}
-        found = {Label(f"thr{t:g}"): LiteAttention(threshold=t, **size) for t in self.thresholds}
-        for target in self.targets if workload.refresh is None else ():
-            label = Label(f"L1-{target:g}", target, "trajectory")
-            threshold = threshold_for(steps, target, max_steps=self.tried)
-            found[label] = LiteAttention(threshold=threshold, **size)
-            if shape.tokens < LONG:
-                label = Label(f"L1-{target:g}-per-step", target, "step")
-                config = calibrated(steps, target, max_steps=self.tried)
-                found[label] = LiteAttention(config=config, **size)
-        return {**found, DENSE: LiteAttention(enable_skipping=False, **size)}
-
-    def _check(self, where: str, provider: str, errors: Mapping[str, float]) -> None:
-        self.checks.append({"setting": where, "provider": provider, "errors": dict(errors)})
-        for name, error in errors.items():
-            if not error <= INEXACT_LIMIT:
-                raise CheckFailed(
-                    f"{where}: {provider} {name} has a relative L2 error of {error:.2e} over the tiles that it "
-                    f"visited, the limit is {INEXACT_LIMIT:.0e}"
-                )
-
-    def _dense(
-        self, where: str, shape: Shape, step: Step
-    ) -> dict[str, Callable[[Step], Callable[[], Any]]]:
-        """The dense implementations that run here and are right: name -> what binds them to a step."""
-        from liteattention_sm89.quality import compare
-
-        problem = lite.setting("dense", shape.tokens, shape.batch, shape.heads, shape.dim)
-        providers = [lite_providers.LITE, lite_providers.TORCH_FLASH]
-        if self.backend.graphs:
-            providers.append(lite_providers.TORCH_CUDNN)
-        found = {}
-        for provider in providers:
-            bind = functools.partial(_bound, provider, problem)
-            if provider is lite_providers.LITE:
-                found["lite_dense"] = bind  # compared as the row without skipping
-                continue
-            try:
-                out: Tensor = bind(step)().transpose(1, 2)
-            except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                self.skipped.append({"setting": where, "provider": provider.name, "reason": reason})
-                continue
-            (quality,) = compare(*step, [(out, None)])
-            self._check(where, provider.name, {"dense": quality.l2})
-            found[provider.name] = bind
-        return found
-
-    def _steady(
-        self, shape: Shape, step: Step, tracks: Mapping[str, Any], dense: Mapping[str, Any]
-    ) -> dict[str, Stats]:
-        """Times of the last step's call, of every threshold and every dense implementation, in turns."""
-        read = 3 * 2 * math.prod(shape.full)
-        count = timers.buffer_sets(read, self.l2_bytes, resident=False)
-        sets = [step, *(tuple(x.clone() for x in step) for _ in range(count - 1))]
-        calls = {name: [bind(inputs) for inputs in sets] for name, bind in dense.items()}
-        for name, track in tracks.items():
-            if track.mask is not None:
-                calls[name] = [_last_call(inputs, track) for inputs in sets]
-        if self.backend.graphs:
-            return timers.time_graphs(self.backend, calls, self.timing, keep=True)
-        return timers.time_eager_host(self.backend, calls, self.timing)
-
-    def _trajectory(self, module: Any, steps: Sequence[Step], refresh: int | None) -> float:
-        """Microseconds of all steps from full lists on, resets included; on a GPU the median of three replays."""
-
-        def call() -> None:
-            for number, step in enumerate(steps):
-                if number % (refresh or len(steps)) == 0:
-                    module.reset_skip_state()
-                module(*step)
-
-        if not self.backend.graphs:
-            start = self.backend.clock()
-            call()
-            return (self.backend.clock() - start) * 1e6
-        # The module has run these steps before: its kernels are compiled and its buffers are there.
-        replayed = self.backend.capture([call], False)
-        times = self.backend.time_each([replayed] * 4)[1:]
-        self.release()
-        return timers.percentile(times, 50)
-
-    def result(self, origin: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
-        """The content of a result file."""
-        return {
-            "schema": results.SCHEMA,
-            "op": OP,
-            "title": "Skip-list attention: quality against speed",
-            "provenance": origin,
-            "place": place,
-            "method": {
-                "timing": dataclasses.asdict(self.timing),
-                "l2_bytes": self.l2_bytes,
-                "l2_factor": timers.L2_FACTOR,
-                "steps": self.steps,
-                "seed": SEED,
-                "thresholds_tried": self.tried,
-            },
-            "notes": list(NOTES),
-            "checks": self.checks,
-            "skipped": self.skipped,
-            "rows": self.rows,
-        }
-
-
-def _bound(provider: Any, problem: Any, step: Step) -> Callable[[], Any]:
-    return provider.bind(problem, lite.Inputs(*step, None))
-
-
-def _last_call(step: Step, track: Any) -> Callable[[], Any]:
-    """The call as it ran, with a copy of the list that it read."""
-    from liteattention_sm89 import lite_attention
-
-    mask = track.mask.clone()
-    options = {"threshold": track.thresholds[-1], "direction": track.direction}
-    return lambda: lite_attention(*step, mask, **options)
-
-
-def cases(
-    sizes: Sequence[Shape], names: Sequence[str] | None = None
-) -> list[tuple[Workload, Shape]]:
-    """What runs on which size, the small sizes first; on long ones the structured workloads, unless named."""
-    by_name = {w.name: w for w in ALL}
-    found = []
-    for shape in sizes:
-        usual = STRUCTURED if shape.tokens >= LONG else ALL
-        chosen = usual if names is None else [by_name[name] for name in names]
-        found += [(workload, shape) for workload in chosen]
-    return found
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -322,17 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = {**provenance(), "clocks_before": read_smi()}
     study = _study(device, origin, small, thresholds)
     try:
-        # Inference code records no autograd graph.
-        with torch.inference_mode():
-            for workload, shape in cases(sizes, args.workloads):
-                name, elapsed = case_name(workload.name, shape), time.monotonic() - started
-                if elapsed > args.limit:
-                    reason = f"not started after {args.limit:g} s"
-                    study.skipped.append({"setting": name, "provider": "lite", "reason": reason})
-                    continue
-                print(f"{elapsed:6.1f} s  {name}", flush=True)
-                study.run(workload, shape)
-                study.release()
+        _run(study, cases(sizes, args.workloads), started, args.limit)
     except CheckFailed as error:
         return _fail(error, code=1)
     print(f"{time.monotonic() - started:6.1f} s")
@@ -347,6 +110,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     _publish(study.result(origin, place), args.json)
     return 0
+
+
+def _run(study: Study, chosen: Sequence[Case], started: float, limit: float) -> None:
+    """Runs the cases one after the other; after `limit` seconds it notes the others as skipped."""
+    # Inference code records no autograd graph.
+    with torch.inference_mode():
+        for case in chosen:
+            elapsed = time.monotonic() - started
+            if elapsed > limit:
+                reason = f"not started after {limit:g} s"
+                study.skipped.append({"setting": case.name, "provider": "lite", "reason": reason})
+                continue
+            print(f"{elapsed:6.1f} s  {case.name}", flush=True)
+            study.run(case)
+            study.release()
 
 
 def _study(

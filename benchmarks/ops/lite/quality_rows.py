@@ -1,24 +1,20 @@
-"""The rows of `quality.py`: their fields, checking, reading, and a table.
+"""The rows that `quality.py` writes: their fields, how they are checked and read, and their table.
 
-A row is the timing of the last step's call, as `results.py` has it, and the fields of `FIELDS`.
+A row has the fields of `harness/results.py`, for the timed call of the last step, and those of FIELDS. No torch is
+needed here, because documents are made without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.harness import report, results
-from benchmarks.harness.timers import Stats
-
-if TYPE_CHECKING:  # they need torch, and tables are made without
-    from benchmarks.ops.lite.workloads import Shape
 
 OP = "lite_quality"
-# How a row's threshold was chosen: given, one for the whole trajectory, or one per step by the package's calibration.
+# How a row's threshold was chosen: by hand, once for the whole trajectory, or per step by the package's calibration.
 CALIBRATIONS = (None, "trajectory", "step")
 
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -61,110 +57,12 @@ NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class Label:
-    """Names a row within its workload and size, and says how its thresholds were chosen."""
-
-    name: str
-    target: float | None = None
-    calibration: str | None = None
-
-
-DENSE = Label("dense")
-
-
-def case_name(workload: str, shape: Shape) -> str:
-    return f"{workload}-B{shape.batch}-S{shape.tokens}-H{shape.heads}-D{shape.dim}"
-
-
-def row(
-    workload: str,
-    refresh: int | None,
-    shape: Shape,
-    label: Label,
-    track: Any,
-    method: str,
-    stats: Stats,
-    dense_us: Mapping[str, float],
-    trajectory_us: float,
-) -> dict[str, Any]:
-    """A row from what a module did (`liteattention_sm89.replay.Trajectory`) and how long that took."""
-    from benchmarks.ops.lite import problem as lite
-
-    last, time_us = track.last, stats.median_us
-    best, ours = min(dense_us, key=dense_us.__getitem__), dense_us["lite_dense"]
-    best_us = dense_us[best]
-    kind = "dense" if track.mask is None else "full"
-    moved = lite.moved(lite.setting(kind, shape.tokens, shape.batch, shape.heads, shape.dim))
-    size = {"B": shape.batch, "S": shape.tokens, "H": shape.heads, "D": shape.dim}
-    per_step = label.calibration == "step"
-    found = {
-        "setting": f"{case_name(workload, shape)}-{label.name}",
-        "params": {"workload": workload, "label": label.name, **size},
-        "l2": "cold",
-        "provider": "lite",
-        "role": "ours",
-        "method": method,
-        "median_us": time_us,
-        "p20_us": stats.p20_us,
-        "p80_us": stats.p80_us,
-        "samples": stats.samples,
-        "calls_per_sample": stats.calls_per_sample,
-        "bytes": moved,
-        "gbps": moved / time_us / 1e3,
-        "floor_us": None,
-        "ratio_ceiling": None,
-        "ratio_floor": None,
-        "workload": workload,
-        "dtype": "bfloat16",
-        "refresh": refresh,
-        "threshold": None if per_step else track.thresholds[-1],
-        "thresholds": track.thresholds if per_step else [],
-        "target": label.target,
-        "calibration": label.calibration,
-        "density": last.density,
-        "mean_density": track.mean_density,
-        "rel_l1": last.l1,
-        "rel_l2": last.l2,
-        "worst_head_l1": last.worst_l1,
-        "worst_step_l1": track.worst.l1,
-        "dropped_mean": last.dropped,
-        "dropped_p99": last.dropped_p99,
-        "inexact": last.inexact,
-        "oracle_l1": last.best_l1,
-        "oracle_l2": last.best_l2,
-        "oracle_dropped": last.best_dropped,
-        "best_dense": best,
-        "dense_us": dict(dense_us),
-        "speedup": best_us / time_us,
-        "speedup_lite_dense": ours / time_us,
-        "efficiency": last.density * best_us / time_us,
-        "efficiency_lite_dense": last.density * ours / time_us,
-        "trajectory_us": trajectory_us,
-        "trajectory_speedup": best_us * len(track.density) / trajectory_us,
-        "density_by_step": track.density,
-        "l1_by_step": {str(step): quality.l1 for step, quality in track.quality.items()},
-    }
-    return _rounded(found)
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to six digits, so that files stay small."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, list):
-        return [_rounded(x) for x in value]
-    if isinstance(value, dict):
-        return {key: _rounded(x) for key, x in value.items()}
-    return value
-
-
 def validate(result: Any) -> None:
-    """`results.validate`, and the same for `FIELDS`."""
+    """Does what `results.validate` does, and the same for FIELDS."""
     results.validate(result)
     for number, row in enumerate(result["rows"]):
         where = f"rows[{number}]"
-        results._has(row, FIELDS, where)
+        results.require_fields(row, FIELDS, where)
         for name in SHARES:
             # Sums of rounded probabilities may exceed 1 a little.
             if not 0 <= row[name] <= 1.0001:

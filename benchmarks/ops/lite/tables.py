@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.harness import report
 from benchmarks.harness.report import Table
 
-# Keys of a tile, as in `ops/_lite.py`, which needs torch.
+# Keys of a tile: the BLOCK_N of `problem.py`, which cannot be imported here because it needs torch.
 TILE = 64
-# It has a table of its own.
+# The provider that has a table of its own.
 INT8 = "lite_int8"
 
 Row = Mapping[str, Any]

@@ -1,22 +1,20 @@
 """KDA prefill's oracle, checks, byte counts and settings; on the CPU with four heads of 16."""
 
-import dataclasses
 import math
 import sys
 import types
 from collections import Counter
 from fnmatch import fnmatchcase
-from importlib import import_module
 
 import pytest
 import torch
 
 from benchmarks import plot
 from benchmarks.harness import registry, results
-from benchmarks.harness.measure import Run
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import Timing, buffer_sets
+from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops import sequences
+from benchmarks.ops.checks import worst_head
 from benchmarks.ops.kda import kda_prefill, kda_prefill_parts
 from benchmarks.ops.kda import problem as kda
 from benchmarks.ops.kda import providers as kda_providers
@@ -26,12 +24,6 @@ from benchmarks.ops.kda.providers import CEILING, CULA, CUT, FLA, SERIAL
 ALL = kda_prefill.settings(False)
 BY_NAME = {s.name: s for s in ALL}
 H200_L2 = 62_914_560
-
-
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(kda, "DIM", 16)
-    monkeypatch.setattr(kda, "ORACLE_CHUNK", 32)
 
 
 def problem_of(tokens=100, heads=4, **options):
@@ -156,8 +148,8 @@ def test_what_is_timed_is_the_call_that_was_checked(small, problem):
     want, final = naive(problem, y)
     o, state = CULA.bind(problem, x)()
     state = state if x.indices is None else x.state[x.indices.long()]
-    assert sequences.worst_head(o, want.double(), 2) < kda.LIMIT
-    assert sequences.worst_head(state, final.double(), 1) < 1e-5
+    assert worst_head(o, want.double(), 2) < kda.LIMIT
+    assert worst_head(state, final.double(), 1) < 1e-5
 
 
 def test_a_state_that_the_last_head_was_given_is_seen_to_the_end():
@@ -166,7 +158,7 @@ def test_a_state_that_the_last_head_was_given_is_seen_to_the_end():
     x = kda.make_inputs(problem, "cpu", 0)
     _, given = kda.oracle(problem, x, [2])
     x.state.mul_(0.9)
-    assert sequences.worst_head(kda.oracle(problem, x, [2])[1], given, 1) > 2 * kda.LIMIT
+    assert worst_head(kda.oracle(problem, x, [2])[1], given, 1) > 2 * kda.LIMIT
 
 
 def test_the_oracle_does_not_depend_on_its_chunks(small, monkeypatch):
@@ -304,17 +296,6 @@ def test_both_choices_are_timed_where_there_is_one():
         assert "few heads" in provider.supports(BY_NAME["B1-T4096-H64+gva"])
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """Makes torch claim a GPU of a compute capability."""
-
-    def claim(*capability):
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-
-    return claim
-
-
 @pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
 def test_cula_says_which_gpu_it_needs(card, capability):
     card(*capability)
@@ -402,56 +383,24 @@ def test_fla_says_what_it_does_not_do():
     assert FLA.supports(BY_NAME["B1-T4096-H64+pool"]) == "takes no pool indices"
 
 
-class Tuner:
-    """The parts of Triton's autotuner that are looked at."""
-
-    def __init__(self):
-        self.configs, self.cache, self.run = ["a", "b"], {"key": "a"}, None
-
-
 @pytest.fixture
-def peer(monkeypatch):
-    """Modules named as FLA's and Triton's."""
-    calls, tuners = [], []
-
-    def module(name, **content):
-        made = types.ModuleType(name)
-        made.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
-
-    def tuned():
-        tuners.append(Tuner())
-        return types.SimpleNamespace(fn=tuners[-1])
-
-    def chunk_kda(q, k, v, **options):
-        calls.append(options)
-        return v, options["initial_state"]
-
-    for name in ("fla", "fla.modules", "fla.ops"):
-        module(name)
-    module("fla.modules.norm", l2norm=types.SimpleNamespace(l2norm_fwd_kernel=tuned()))
-    module(
-        "fla.ops.common",
-        chunk_delta_h=types.SimpleNamespace(chunk_gated_delta_rule_fwd_kernel_h_blockdim64=tuned()),
-    )
-    module("fla.ops.gla", chunk=types.SimpleNamespace(chunk_gla_fwd_kernel_o=tuned()))
-    module(
+def peer(peers):
+    """FLA's modules."""
+    peers.module("fla.modules.norm", l2norm=peers.kernels("l2norm_fwd_kernel"))
+    states = peers.kernels("chunk_gated_delta_rule_fwd_kernel_h_blockdim64")
+    peers.module("fla.ops.common", chunk_delta_h=states)
+    peers.module("fla.ops.gla", chunk=peers.kernels("chunk_gla_fwd_kernel_o"))
+    peers.module(
         "fla.ops.kda",
-        chunk_kda=chunk_kda,
-        chunk_intra=types.SimpleNamespace(
-            chunk_kda_fwd_kernel_intra_sub_chunk=tuned(),
-            chunk_kda_fwd_kernel_inter_solve_fused=tuned(),
+        chunk_kda=peers.call,
+        chunk_intra=peers.kernels(
+            "chunk_kda_fwd_kernel_intra_sub_chunk", "chunk_kda_fwd_kernel_inter_solve_fused"
         ),
-        chunk_intra_token_parallel=types.SimpleNamespace(
-            chunk_kda_fwd_kernel_intra_token_parallel=tuned()
-        ),
-        gate=types.SimpleNamespace(kda_gate_chunk_cumsum_vector_kernel=tuned()),
-        wy_fast=types.SimpleNamespace(recompute_w_u_fwd_kda_kernel=tuned()),
+        chunk_intra_token_parallel=peers.kernels("chunk_kda_fwd_kernel_intra_token_parallel"),
+        gate=peers.kernels("kda_gate_chunk_cumsum_vector_kernel"),
+        wy_fast=peers.kernels("recompute_w_u_fwd_kda_kernel"),
     )
-    testing = module("triton.testing", do_bench=lambda call, **options: options)
-    module("triton", testing=testing)
-    return types.SimpleNamespace(calls=calls, tuners=tuners)
+    return peers
 
 
 def test_fla_is_called_with_its_own_conventions(small, peer):
@@ -478,8 +427,8 @@ def test_every_kernel_of_fla_is_tuned_anew_for_every_setting(peer):
 
 
 @pytest.fixture
-def measured(small, peer, ours, backend, toy_result, monkeypatch):
-    """The op from settings to a result on the fake device, where cula takes 10, FLA 25 and the copy 8 us."""
+def result(small, peer, ours, measured, monkeypatch):
+    """The op on the fake device, where cula takes 10, FLA 25 and the copy 8 us."""
     costs = {"cula": 10.0, "cula_serial": 12.0, "cula_cp": 11.0, "fla": 25.0, "copy_ceiling": 8.0}
     monkeypatch.setitem(kda_providers._MISSING, "cula_cp_sm90", lambda: None)
     monkeypatch.setattr(kda_providers, "_fla_missing", lambda: None)
@@ -488,31 +437,21 @@ def measured(small, peer, ours, backend, toy_result, monkeypatch):
     monkeypatch.setattr(kda_providers, "_RESULTS", dict.fromkeys(costs, naive))
     chosen = [problem_of(t, heads=h) for h in (2, 4) for t in (24, 32, 48)]
     chosen += [problem_of(48, sequences=3, lengths="skewed"), problem_of(24, feature="pool")]
-    providers = tuple(
-        dataclasses.replace(p, bind=lambda s, x, n=p.name: backend.call(n, costs[n]))
-        for p in kda_prefill.OP.providers
-    )
-    timing = Timing(rounds=2, block=2, graph_us=50.0)
-    run = Run(
-        dataclasses.replace(kda_prefill.OP, providers=providers),
-        providers, timing, backend, "cpu", l2_bytes=1000, floor_tbs=4.3, methods=("graph",),
-    )  # fmt: skip
-    run.measure(chosen)
-    return run.result(toy_result["provenance"], toy_result["place"])
+    return measured(kda_prefill.OP, lambda name, problem: costs[name], chosen)
 
 
-def test_a_run_checks_everyone_and_yields_rows(measured):
-    results.validate(measured)
-    assert {c["provider"] for c in measured["checks"]} == {p.name for p in kda_prefill.OP.providers}
-    found = Counter(row["provider"] for row in measured["rows"])
+def test_a_run_checks_everyone_and_yields_rows(result):
+    results.validate(result)
+    assert {c["provider"] for c in result["checks"]} == {p.name for p in kda_prefill.OP.providers}
+    found = Counter(row["provider"] for row in result["rows"])
     assert found == {"cula": 8, "cula_serial": 2, "cula_cp": 2, "fla": 7, "copy_ceiling": 8}
-    ours = results.rows_of(measured, setting="B1-T48-H2", provider="cula")[0]
+    ours = results.rows_of(result, setting="B1-T48-H2", provider="cula")[0]
     assert (ours["ratio_fla"], ours["ratio_ceiling"]) == (2.5, 0.8)
 
 
-def test_time_over_length_is_drawn(measured, tmp_path):
-    assert list(plot.panels(measured, "T", "B*-H4")) == ["B=1, H=4, L2 cold"]
-    plot.draw(measured, tmp_path / "prefill.png", "T", "B*-H?")
+def test_time_over_length_is_drawn(result, tmp_path):
+    assert list(plot.panels(result, "T", "B*-H4")) == ["B=1, H=4, L2 cold"]
+    plot.draw(result, tmp_path / "prefill.png", "T", "B*-H?")
     assert (tmp_path / "prefill.png").stat().st_size > 10_000
 
 
@@ -532,47 +471,3 @@ def test_auto_is_never_far_behind_the_better_of_on_and_off():
         assert len(both) >= 32
         for name, t in both.items():
             assert t["cula"] <= 1.03 * min(t["cula_serial"], t["cula_cp"]), name
-
-
-# ---- numbers of segments ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-def test_parts_are_those_that_the_planner_may_take(card, capability):
-    card(*capability)
-    config = import_module(f"{kda_providers.package()}.config")
-    problem = problem_of(5 * 1024, heads=1)
-    variants = {p.name: p for p in kda_prefill_parts.OP.providers if p.role == "variant"}
-    served = {name for name, p in variants.items() if p.supports(problem) is None}
-    assert served == {f"parts_{n}" for n in range(1, 6)}
-    shape = (1, 5 * 1024, 1, None, 132, 1 << 30)
-    chosen = config.plan(*shape)
-    for name in served:
-        with kda_prefill_parts._cut(kda_prefill_parts.VARIANTS[name]):
-            assert name == f"parts_{config.plan(*shape).segments}"
-    assert config.plan(*shape) == chosen
-
-
-def test_every_number_of_parts_is_checked_and_timed(small, monkeypatch):
-    seen = []
-
-    def chunk_kda(q, k, v, **options):
-        from cula_cp_sm90 import config
-
-        seen.append(config.parts_of(0, 0, 0, 0, "auto"))
-        return v, None
-
-    def result(problem, x):
-        chunk_kda(x.q, x.k, x.v)
-        return naive(problem, x)
-
-    monkeypatch.setattr("cula_cp_sm90.chunk_kda", chunk_kda)
-    monkeypatch.setitem(kda_providers._RESULTS, "cula", result)
-    problem = problem_of(40)
-    x = kda.make_inputs(problem, "cpu", 0)
-    for provider in kda_prefill_parts.OP.providers:
-        if provider.role == "variant":
-            provider.bind(problem, x)()
-            assert kda_prefill_parts.check(provider, problem, "cpu")["output"] < kda.LIMIT
-    assert seen == [n for n in kda_prefill_parts.PARTS for _ in range(2)]
-    assert kda_prefill_parts.check(CEILING, problem, "cpu") == {}

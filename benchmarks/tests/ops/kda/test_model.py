@@ -1,19 +1,17 @@
-"""The model of KDA prefill: its counts, its constants, how far off it is on the H200, and its files."""
+"""The model of KDA prefill: its terms, its constants, its errors on the H200, and its file."""
 
 import json
-import warnings
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 
-from benchmarks import tables
 from benchmarks.harness import results
-from benchmarks.ops.kda import model
+from benchmarks.ops.kda import internals, model
 from benchmarks.ops.kda import tables as kda_tables
-from benchmarks.ops.kda.model import GB200, GB300, H200, Chains, Constants, Work
+from benchmarks.ops.kda.model import Chains, Constants
 from benchmarks.ops.kda.problem import setting
+from benchmarks.ops.kda.work import GB200, GB300, H200, Work, work
 
 # The worst error of a time that the fit has not seen, relative to the measured one, and the error in the median.
 WORST, MEDIAN = 0.12, 0.03
@@ -25,59 +23,6 @@ def document():
     return model.document()
 
 
-def test_work_of_a_small_call_by_hand():
-    # 8 chunks x 64 heads. q, k and gates of a chunk 16,384 bytes each, beta 128, a block 59,904; v and o 16,384 each.
-    w = model.work(setting(512), H200)
-    assert (w.chunk_heads, w.tiles, w.parts, w.packed) == (512, 1, 1, False)
-    assert w.prepare_bytes == 512 * (3 * 16_384 + 128 + 59_904) == 55_902_208
-    # Final states of 65,536 bytes.
-    assert w.walk_bytes == 512 * (59_904 + 2 * 16_384) + 64 * 65_536 == 51_642_368
-    # 128 CTAs of one tile fit on 132 multiprocessors: a sequence each.
-    assert (w.walk_chunks, w.scan_bytes, w.scan_chunks) == (8, 0, 0)
-
-
-def test_work_of_a_cut_call_by_hand():
-    # 4 segments of 16 chunks, 4 heads: all but the last are scanned, the first one's V columns alone.
-    w = model.work(setting(4096, heads=4), H200)
-    assert (w.chunk_heads, w.parts, w.walk_chunks, w.scan_chunks) == (256, 4, 16, 16)
-    # kh, kg, T' without what lies above its diagonal, decay, v; maps of 64 KB in one half or two.
-    scanned = 2 * 16_384 + 5_120 + 512 + 16_384
-    assert w.scan_bytes == 4 * (48 * scanned + 5 * 65_536)
-    # Starts of all segments, and final states.
-    assert w.walk_bytes == 256 * 92_672 + 65_536 * 4 * (4 + 1)
-
-
-def test_features_change_bytes():
-    plain, gva, fp32, state = (
-        model.work(setting(4096, feature=f), H200) for f in (None, "gva", "fp32gate", "state")
-    )
-    heads = plain.chunk_heads
-    assert plain.prepare_bytes - gva.prepare_bytes == heads * 2 * 16_384 * 3 // 4
-    assert fp32.prepare_bytes - plain.prepare_bytes == heads * 16_384
-    assert state.walk_bytes - plain.walk_bytes == 64 * 65_536
-
-
-def test_packed_sequences_count_their_own_chunks():
-    w = model.work(setting(4096, sequences=10), H200)  # 410 tokens each or 409: 7 chunks
-    assert w.packed and w.chunk_heads == 10 * 7 * 64
-    # 640 items, both tiles each, on 132 CTAs: 5 at most.
-    assert (w.tiles, w.walk_chunks) == (2, 35)
-
-
-@pytest.mark.parametrize(
-    "items, ctas, most",
-    [
-        ([], 3, 0),
-        ([5], 3, 5),
-        ([4, 4, 4, 4], 3, 8),
-        ([1, 1, 1, 1, 4], 2, 4),
-        ([3, 3, 2, 2, 2], 2, 7),
-    ],
-)
-def test_items_go_longest_first_to_who_is_free(items, ctas, most):
-    assert model.busiest(items, ctas) == most
-
-
 def test_terms_by_hand():
     w = Work(1000, 1, 1, False, 8_000_000, 4_000_000, 10, 0, 0)
     card = replace(H200, sms=100, clock_ghz=2.0, memory_tbs=5.0)
@@ -85,7 +30,7 @@ def test_terms_by_hand():
     # 10 chunk-heads x 6000 clk at 2 GHz against 8 MB at 4 TB/s; 10 us of chain with 1 us of memory.
     assert found.kernels["prepare"] == pytest.approx(5 + 30)
     assert found.kernels["recurrence"] == pytest.approx(5 + 10)
-    assert found.binds == {"prepare": "throughput", "recurrence": "chain"}
+    assert found.limits == {"prepare": "throughput", "recurrence": "chain"}
     assert found.us == pytest.approx(sum(found.kernels.values()))
     cut = replace(w, parts=4, packed=True, scan_bytes=4_000_000, scan_chunks=5)
     longer = model.estimate(cut, card, FIT, Chains({1: 1.0}, 1.0))
@@ -98,7 +43,7 @@ def test_more_work_takes_longer_and_a_better_card_less(card):
     chains = model.hopper_chains() if card is H200 else model.blackwell_chains(card, 300)
 
     def us(tokens, batch=1, on=card):
-        return model.estimate(model.work(setting(tokens, batch), card), on, FIT, chains).us
+        return model.estimate(work(setting(tokens, batch), card), on, FIT, chains).us
 
     by_tokens = [us(t) for t in (512, 1024, 4096, 8192, 16384)]
     assert by_tokens == sorted(set(by_tokens))
@@ -115,38 +60,17 @@ def test_blackwells_chain_by_hand():
     assert model.blackwell_chains(GB200, 0).forward[1] == pytest.approx(1024 / 1900)
 
 
-def compiled(package, config, target):
-    """Instructions by opcode without modifiers."""
-    from cutlass.cute.runtime import make_fake_stream
-
-    from cula_emulator import resources
-
-    launch = import_module(f"{package}.launch")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This static loop has")
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        report = resources.compile(*launch.kernel(config), stream, arch=target)
-    counts = Counter()
-    for name, count in report.kernel.instructions.items():
-        counts[name.split(".")[0]] += count
-    return counts
-
-
 @pytest.mark.parametrize("card", [H200, GB200, GB300], ids=lambda card: card.name)
-def test_instructions_of_prepare(card):
-    config = import_module(f"{card.package}.config").PrepareConfig(*["bfloat16"] * 3)
-    counts = compiled(card.package, config, card.target)
+def test_instructions_of_prepare(card, instructions_of_prepare):
+    counts = instructions_of_prepare(card.package, card.target)
     found = sum(counts.values()) - counts["NOP"] - counts["BRA"]
     # Other compilers may count a few more or less.
     assert found == pytest.approx(model.INSTRUCTIONS[card.target], rel=0.03)
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_products_of_the_recurrence(scan):
-    config = import_module(f"{GB200.package}.config").RecurrenceConfig(
-        "bfloat16", scan=scan, split=scan, final_state=not scan
-    )
-    counts = compiled(GB200.package, config, GB200.target)
+def test_products_of_the_recurrence(scan, instructions_of_recurrence):
+    counts = instructions_of_recurrence(GB200.package, GB200.target, scan)
     assert counts["UTCHMMA"] == sum(n for n, _ in model.products(scan).values())
 
 
@@ -193,7 +117,7 @@ def test_prepare_is_held_up_by_the_multiprocessors(document):
 
 
 def test_blackwells_planner_has_the_constants_of_the_model(document):
-    arch, c = import_module(f"{GB200.package}.arch"), document["constants"]
+    arch, c = internals.planner_constants(GB200.package), document["constants"]
     pace = GB200.memory_tbs * c["share"] * 1e6  # bytes in a microsecond
     # A block, v and o; for each of the scan's two halves half of v and a block without what only o needs.
     assert pytest.approx(92_672 / pace, rel=0.02) == arch.BLOCK_US
@@ -215,30 +139,3 @@ def test_cases_are_in_order(document):
 def test_the_file_is_what_the_model_gives(document):
     path = results.result_path(kda_tables.OP, "predicted")
     assert json.loads(path.read_text()) == json.loads(model.as_json(document))
-
-
-def test_tables_say_what_they_are(document):
-    published = kda_tables.published()
-    header, lines = kda_tables.prediction_table(document, published)
-    assert [line[0] for line in lines] == kda_tables.MAIN
-    assert all("predicted" in name or "published" in name for name in header[1:-1])
-    predicted, _ = kda_tables.captions(document, published)
-    assert "predicted, not measured" in predicted and "not run by us" in predicted
-    by_name = {line[0]: line for line in lines}
-    assert by_name["B1-T16384-H64"][2:4] == ["1.883", "2.706"]
-    assert by_name["B2-T16384-H64"][5:7] == ["3.870", "5.510"]
-    assert by_name["B2-T512-H64"][2:4] == ["-", "-"]
-
-
-def test_regions_are_filled_and_unknown_tables_refused():
-    text = "<!-- bench:kda_prefill_blackwell:predicted{} -->\nold\n<!-- /bench -->\n"
-    assert "| B1-T512-H64 |" in tables.rendered(text.format(""))
-    assert "modelled, us" in tables.rendered(text.format(" table=held_out"))
-    with pytest.raises(ValueError, match="held_out"):
-        tables.rendered(text.format(" table=rates"))
-
-
-def test_the_document_is_current():
-    page = tables.ROOT / "docs" / "kda-sm100.md"
-    assert "bench:kda_prefill_blackwell:predicted -->" in page.read_text()
-    assert tables.update([page], check=True) == []

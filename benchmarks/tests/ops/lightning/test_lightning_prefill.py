@@ -1,9 +1,6 @@
 """Lightning prefill's oracle, checks, byte counts and settings; on the CPU with four heads of 16."""
 
-import dataclasses
 import math
-import sys
-import types
 from collections import Counter
 from fnmatch import fnmatchcase
 
@@ -12,10 +9,10 @@ import torch
 
 from benchmarks import plot, tables
 from benchmarks.harness import registry, report, results
-from benchmarks.harness.measure import Run
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import Timing, buffer_sets
+from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops import copying, sequences, tuning
+from benchmarks.ops.checks import worst_head
 from benchmarks.ops.lightning import lightning_prefill
 from benchmarks.ops.lightning import problem as lightning
 from benchmarks.ops.lightning import providers as lightning_providers
@@ -178,8 +175,8 @@ def test_what_is_timed_is_the_call_that_was_checked(small, problem):
     want, final = naive(problem, y)
     o, state = CULA.bind(problem, x)()
     state = state if x.indices is None else state[x.indices.long()]
-    assert sequences.worst_head(o, want.double(), 2) < 5e-3
-    assert sequences.worst_head(state, final.double(), 1) < 1e-5
+    assert worst_head(o, want.double(), 2) < 5e-3
+    assert worst_head(state, final.double(), 1) < 1e-5
 
 
 def test_buffer_sets_differ_and_repeat_from_their_seed_but_share_offsets(small):
@@ -278,72 +275,27 @@ def test_fla_says_what_it_does_not_do(feature):
     assert reason and "cannot be imported" not in reason
 
 
-def test_cula_says_which_gpu_it_needs(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
+def test_cula_says_which_gpu_it_needs(card):
+    card(8, 9)
     assert CULA.supports(problem_of()) == "cula-lightning-sm90 needs compute capability 9.0"
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    card(9, 0)
     assert CULA.supports(problem_of()) is None
 
 
-class Tuner:
-    """The parts of Triton's autotuner that are used: what it chose, and one entry for compiling, one for running."""
-
-    def __init__(self):
-        self.configs, self.cache, self.cache_results, self.log = ["a", "b"], {}, True, []
-        self.fn = None
-
-    def warmup(self, *args, **kwargs):
-        self.log.append(("compile", args, kwargs))
-
-    def run(self, *args, **kwargs):
-        self.cache.setdefault("key", "a")
-        self.log.append(("run", args, kwargs))
-        return "result"
-
-
 @pytest.fixture
-def peer(monkeypatch):
-    """Modules named as FLA's and Triton's, with an implementation that is the naive one."""
-    calls = []
-
-    def module(name, **content):
-        made = types.ModuleType(name)
-        made.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
-
-    def chunk_simple_gla(q, k, v, **options):
-        calls.append(options)
-        return v, options["initial_state"]
-
-    class Mode:
-        def __init__(self, pool):
-            self.pool = pool
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            pass
-
-    chunk_h = module(
-        "fla.ops.common.chunk_h",
-        chunk_fwd_kernel_h=types.SimpleNamespace(fn=Tuner()),
-        prepare_chunk_offsets=lambda ends, size: torch.cat(
-            [ends.new_zeros(1), ((ends.diff() + size - 1) // size).cumsum(0)]
-        ),
+def peer(peers):
+    """FLA's modules; one of its kernels is a bare autotuner."""
+    chunk_h = peers.kernels("chunk_fwd_kernel_h")
+    chunk_h.prepare_chunk_offsets = lambda ends, size: torch.cat(
+        [ends.new_zeros(1), ((ends.diff() + size - 1) // size).cumsum(0)]
     )
-    chunk_o = module("fla.ops.common.chunk_o", chunk_fwd_kernel_o=Tuner())
-    cumsum = module("fla.ops.utils.cumsum", chunk_local_cumsum_scalar_kernel=Tuner())
-    module("fla")
-    module("fla.ops")
-    module("fla.ops.common", chunk_h=chunk_h, chunk_o=chunk_o)
-    module("fla.ops.utils", cumsum=cumsum)
-    module("fla.ops.simple_gla", chunk_simple_gla=chunk_simple_gla)
-    testing = module("triton.testing", do_bench=lambda call, **options: options)
-    module("triton", AsyncCompileMode=Mode, testing=testing)
-    return types.SimpleNamespace(calls=calls, chunk_h=chunk_h, tuner=chunk_o.chunk_fwd_kernel_o)
+    chunk_o = peers.kernels("chunk_fwd_kernel_o")
+    chunk_o.chunk_fwd_kernel_o = chunk_o.chunk_fwd_kernel_o.fn
+    peers.module("fla.ops.common", chunk_h=chunk_h, chunk_o=chunk_o)
+    peers.module("fla.ops.utils", cumsum=peers.kernels("chunk_local_cumsum_scalar_kernel"))
+    peers.module("fla.ops.simple_gla", chunk_simple_gla=peers.call)
+    peers.chunk_h, peers.tuner = chunk_h, chunk_o.chunk_fwd_kernel_o
+    return peers
 
 
 def test_fla_is_called_with_its_own_conventions(small, peer):
@@ -388,44 +340,34 @@ def test_fla_reads_the_end_of_its_offsets_on_the_host(peer):
 
 
 @pytest.fixture
-def measured(small, peer, backend, toy_result, monkeypatch):
-    """The op from settings to a result on the fake device, where cula takes 10, FLA 25 and the copy 8 us."""
+def result(small, peer, measured, monkeypatch):
+    """The op on the fake device, where cula takes 10, FLA 25 and the copy 8 us."""
     costs = {"cula": 10.0, "fla": 25.0, "copy_ceiling": 8.0}
     monkeypatch.setattr(lightning_providers, "_fla_missing", lambda: None)
     monkeypatch.setitem(lightning_providers._RESULTS, "fla", naive)
     chosen = [problem_of(t) for t in (64, 128, 192)]
     chosen += [problem_of(64, sequences=3), problem_of(64, feature="gva")]
-    providers = tuple(
-        dataclasses.replace(p, bind=lambda s, x, n=p.name: backend.call(n, costs[n]))
-        for p in lightning_prefill.OP.providers
-    )
-    timing = Timing(rounds=2, block=2, graph_us=50.0)
-    run = Run(
-        dataclasses.replace(lightning_prefill.OP, providers=providers),
-        providers, timing, backend, "cpu", l2_bytes=1000, floor_tbs=4.3, methods=("graph",),
-    )  # fmt: skip
-    run.measure(chosen)
-    return run.result(toy_result["provenance"], toy_result["place"])
+    return measured(lightning_prefill.OP, lambda name, problem: costs[name], chosen)
 
 
-def test_a_run_checks_everyone_and_yields_rows(measured):
-    results.validate(measured)
-    assert {c["provider"] for c in measured["checks"]} == {"cula", "fla", "copy_ceiling"}
-    assert len(measured["rows"]) == 5 * 3 - 1
-    assert measured["skipped"] == [
+def test_a_run_checks_everyone_and_yields_rows(result):
+    results.validate(result)
+    assert {c["provider"] for c in result["checks"]} == {"cula", "fla", "copy_ceiling"}
+    assert len(result["rows"]) == 5 * 3 - 1
+    assert result["skipped"] == [
         {"setting": "B1-T64-H4+gva", "provider": "fla", "reason": "takes no grouped value heads"}
     ]
-    ours = results.rows_of(measured, setting="N3-T64-uniform-H4", provider="cula")[0]
+    ours = results.rows_of(result, setting="N3-T64-uniform-H4", provider="cula")[0]
     assert (ours["ratio_fla"], ours["ratio_ceiling"]) == (2.5, 0.8)
 
 
-def test_a_region_may_end_in_the_geometric_mean(measured, tmp_path):
-    next(r for r in measured["rows"] if r["role"] == "ours")["ratio_fla"] = 10.0
-    assert report.geometric_mean(measured, "graph", "*-H4", "fla") == (
+def test_a_region_may_end_in_the_geometric_mean(result, tmp_path):
+    next(r for r in result["rows"] if r["role"] == "ours")["ratio_fla"] = 10.0
+    assert report.geometric_mean(result, "graph", "*-H4", "fla") == (
         pytest.approx((10 * 2.5**3) ** (1 / 4)),
         4,
     )
-    results.save(measured, results.result_path("lightning_prefill", "toy-100", tmp_path))
+    results.save(result, results.result_path("lightning_prefill", "toy-100", tmp_path))
     page = tmp_path / "README.md"
     page.write_text(
         "<!-- bench:lightning_prefill:toy-100 settings=*-H4 mean=fla -->\n<!-- /bench -->\n"
@@ -437,9 +379,9 @@ def test_a_region_may_end_in_the_geometric_mean(measured, tmp_path):
         tables.rendered(page.read_text().replace("settings=*-H4", "settings=*"), tmp_path)
 
 
-def test_time_over_length_is_drawn(measured, tmp_path):
-    assert list(plot.panels(measured, "T", "B*-H4")) == ["B=1, H=4, mode=decay, L2 cold"]
-    plot.draw(measured, tmp_path / "prefill.png", "T", "B*-H4")
+def test_time_over_length_is_drawn(result, tmp_path):
+    assert list(plot.panels(result, "T", "B*-H4")) == ["B=1, H=4, mode=decay, L2 cold"]
+    plot.draw(result, tmp_path / "prefill.png", "T", "B*-H4")
     assert (tmp_path / "prefill.png").stat().st_size > 10_000
 
 

@@ -9,15 +9,14 @@ import torch
 
 from benchmarks import plot
 from benchmarks.harness import registry, report, results
-from benchmarks.harness.measure import Run
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import Timing, buffer_sets
+from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops.lite import lite_attention, workloads
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
 from benchmarks.ops.lite.problem import Result, setting
 from benchmarks.ops.lite.providers import LITE, LITE_DENSE, LITE_INT8, TORCH_CUDNN, TORCH_FLASH
-from benchmarks.ops.lite.workloads import HEAD_TYPES, WORKLOADS, Shape
+from benchmarks.ops.lite.workloads import Shape
 
 ALL = lite_attention.settings(False)
 BY_NAME = {s.name: s for s in ALL}
@@ -346,14 +345,13 @@ def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
     assert rows * 6 < 2e9 and lite.ORACLE_ROWS % lite.BLOCK_M == 0
 
 
-def test_providers_say_what_they_need(monkeypatch):
+def test_providers_say_what_they_need(monkeypatch, card):
     dense, full = BY_NAME["dense-B1-S4096-H16-D128"], BY_NAME["full-B1-S4096-H16-D128"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert TORCH_CUDNN.supports(dense) == TORCH_FLASH.supports(dense) == "needs an NVIDIA GPU"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    card(7, 5)
     assert LITE.supports(full) == "liteattention-sm89 needs compute capability 8.0 or newer"
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
+    card(8, 9)
     assert LITE.supports(full) is LITE.supports(dense) is LITE_DENSE.supports(full) is None
     assert all(LITE_INT8.supports(s) is None for s in ALL)
     assert LITE_DENSE.supports(dense) == "is lite itself"
@@ -382,133 +380,9 @@ def test_torch_is_called_with_one_backend_and_no_copies(monkeypatch, provider):
     assert chosen == [{TORCH_FLASH: "FLASH_ATTENTION", TORCH_CUDNN: "CUDNN_ATTENTION"}[provider]]
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_workloads_repeat_and_differ_by_seed_and_step(name):
-    shape = Shape(2, (4, 4, 4), 5, 32)
-    first, again, other = (list(WORKLOADS[name](shape, 3, "cpu", seed)) for seed in (1, 1, 2))
-    assert len(first) == 3
-    for step, same, different in zip(first, again, other):
-        for a, b, c in zip(step, same, different):
-            assert a.shape == (2, 64, 5, 32) and a.dtype == torch.bfloat16 and a.isfinite().all()
-            assert torch.equal(a, b) and not torch.equal(a, c)
-    for before, after in zip(first, first[1:]):
-        assert not any(torch.equal(a, b) for a, b in zip(before, after))
-
-
-def test_grids_hold_their_tokens():
-    for tokens, grid in workloads.GRIDS.items():
-        assert Shape(1, grid, 1, 2).tokens == tokens
-
-
-def logits(step, h=0, b=0):
-    """In log2 units, [S, S]."""
-    q, k, _ = step
-    return q[b, :, h].float() @ k[b, :, h].float().T * (q.shape[-1] ** -0.5 / LN2)
-
-
-def next_mask(step, read, threshold, direction, size):
-    """The lists that head 0 leaves behind, square tiles; bool [M, N]."""
-    tops = logits(step).unflatten(1, (-1, size)).amax(-1).unflatten(0, (-1, size))
-    peaks = tops[None]
-    return (lite.margins(peaks, read[None], direction) > threshold)[0]
-
-
-def test_simulation_settles_on_the_diagonal():
-    """The published densities: half of the tiles after one pass, the diagonal after two, for thresholds of -5 to 0."""
-    steps = list(workloads.simulation(Shape(1, (1, 1, 1024), 1, 128), 3, "cpu", 0))
-    for threshold in (-1.0, -4.0):
-        read = torch.ones(8, 8, dtype=torch.bool)
-        read = next_mask(steps[0], read, threshold, 1, 128)
-        assert torch.equal(read, torch.ones(8, 8, dtype=torch.bool).tril())
-        read = next_mask(steps[1], read, threshold, -1, 128)
-        assert torch.equal(read, torch.eye(8, dtype=torch.bool))
-    (q, k, v), later = steps[0], steps[2]
-    assert float((k - q).float().std()) == pytest.approx(0.3, rel=0.05)
-    for a, b in zip((q, k, v), later):
-        assert float((a.float() - b.float()).std()) == pytest.approx(0.02, rel=0.15)
-
-
-def test_nothing_can_be_skipped_at_random():
-    (step,) = workloads.random(Shape(1, (1, 1, 1024), 1, 128), 1, "cpu", 0)
-    every = torch.ones(8, 8, dtype=torch.bool)
-    assert torch.equal(next_mask(step, every, -10.0, 1, 128), every)
-    assert float(logits(step).std()) == pytest.approx(1 / LN2, rel=0.02)
-
-
-@pytest.mark.parametrize("name", HEAD_TYPES)
-def test_structured_logits_fall_with_the_distance(name):
-    """Averaged over tokens and 32 heads they follow the kernel up to the noise of as many random features."""
-    shape, kind = Shape(1, (6, 6, 6), 32, 64), HEAD_TYPES[name]
-    (q, k, _), *_ = workloads.structured(shape, 1, "cpu", 3, dtype=torch.float32, types=(name,))
-    signal = 1 - workloads.LEVELS[0] ** 2 / 2
-    scores = torch.einsum("shd,thd->st", q[0], k[0]).view(6, 6, 6, 6, 6, 6) / 32 * 64**-0.5
-    for axis, reach in enumerate(kind.reach):
-        for distance in (0, 1, 3):
-            places = [torch.arange(6)] * 3
-            start = torch.meshgrid(
-                *(p[: 6 - distance] if a == axis else p for a, p in enumerate(places)),
-                indexing="ij",
-            )
-            end = [p + distance * (a == axis) for a, p in enumerate(start)]
-            found = float(scores[(*start, *end)].mean())
-            want = signal * kind.peak * math.exp(-((distance / reach) ** 2) / 2)
-            assert found == pytest.approx(want, abs=0.06 * kind.peak)
-
-
-def test_structured_noise_fades_and_remembers():
-    """Differences between two tokens at the same place in two batch rows are noise alone."""
-    steps = [
-        q[0, :, :].float() - q[1, :, :].float()
-        for q, _, _ in workloads.structured(
-            Shape(2, (4, 8, 8), 4, 32), 8, "cpu", 0, dtype=torch.float32
-        )
-    ]
-    levels = [float(d.std()) / (0.35 * math.sqrt(2)) for d in steps]
-    assert levels == pytest.approx([0.8 - 0.1 * t for t in range(8)], rel=0.02)
-    a, b = (d.flatten() for d in steps[:2])
-    assert float(torch.corrcoef(torch.stack([a, b]))[0, 1]) == pytest.approx(
-        math.sqrt(1 - 0.25**2), abs=0.01
-    )
-
-
-def test_structured_values_are_smooth():
-    _, _, v = next(
-        workloads.structured(Shape(1, (4, 8, 8), 8, 32), 1, "cpu", 0, dtype=torch.float32)
-    )
-    grid = v[0].view(4, 8, 8, 8, 32)
-    assert float(v.std()) == pytest.approx(math.sqrt(1 + 0.08**2), rel=0.02)
-    for axis in range(3):
-        product = float((grid * grid.roll(1, axis)).mean())
-        assert product == pytest.approx(0.25, abs=0.03)
-    assert float((grid * grid.roll(2, 2)).mean()) == pytest.approx(0.0, abs=0.03)
-
-
-def mass(step, listed, size):
-    """Share of the attention of head 0 that the listed tiles hold, averaged over the rows."""
-    weights = (logits(step) * LN2).softmax(-1).unflatten(1, (-1, size)).sum(-1)
-    return float(weights.unflatten(0, (-1, size)).mean(1)[listed].sum() / len(listed))
-
-
-def test_drift_moves_what_matters_where_a_list_cannot_follow():
-    shape, size = Shape(1, (8, 8, 8), 1, 64), 32
-    steps = list(workloads.drift(shape, 6, "cpu", 0, at=4))
-    read, held, shares = torch.ones(16, 16, dtype=torch.bool), [], []
-    for number, step in enumerate(steps):
-        held.append(mass(step, read, size))
-        shares.append(float(read.float().mean()))
-        read = next_mask(step, read, -6.0, 1 if number % 2 == 0 else -1, size)
-    assert shares[3] < 0.6 and held[3] > 0.9
-    assert held[4] < 0.5
-    settled = logits(steps[3]).argmax(-1), logits(steps[5]).argmax(-1)
-    assert float(((settled[1] - settled[0]) % 512 == 256).float().mean()) > 0.5
-    default = list(workloads.drift(shape, 6, "cpu", 0))
-    assert torch.equal(default[2][0], steps[2][0]) and not torch.equal(default[3][0], steps[3][0])
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(default, steps))
-
-
 @pytest.fixture
-def measured(small, backend, toy_result, monkeypatch):
-    """The op from settings to a result on the fake device, where every provider takes its own time."""
+def result(small, measured, monkeypatch):
+    """The op on the fake device, where every provider takes a time of its own per token."""
     costs = {
         "lite": 10.0,
         "lite_int8": 9.0,
@@ -517,16 +391,9 @@ def measured(small, backend, toy_result, monkeypatch):
         "torch_cudnn": 8.0,
     }
     monkeypatch.setattr(lite_providers, "_lite_missing", lambda: None)
-    providers = tuple(
-        dataclasses.replace(
-            p,
-            bind=lambda s, x, n=p.name: backend.call(n, costs[n] * s.params["S"] / 64),
-            supports=p.supports
-            if p.name.startswith("lite")
-            else lambda s: None if s.params["kind"] == "dense" else "takes no lists of tiles",
-        )
-        for p in lite_attention.OP.providers
-    )
+
+    def dense_only(problem):
+        return None if problem.params["kind"] == "dense" else "takes no lists of tiles"
 
     def check(provider, problem, device):
         if provider.name.startswith("torch"):
@@ -535,36 +402,39 @@ def measured(small, backend, toy_result, monkeypatch):
             return lite.check_listed(naive, problem, device)
         return lite.check_dense(lambda p, x: naive(p, x, dense=True), problem, device)
 
-    run = Run(
-        dataclasses.replace(lite_attention.OP, providers=providers, check=check),
-        providers, Timing(rounds=2, block=2, graph_us=50.0), backend, "cpu",
-        l2_bytes=1000, floor_tbs=4.3, methods=("graph",),
-    )  # fmt: skip
-    run.measure(problem_of(kind, t) for kind in ("dense", "full", "list") for t in (32, 64, 96))
-    return run.result(toy_result["provenance"], toy_result["place"])
+    return measured(
+        lite_attention.OP,
+        lambda name, problem: costs[name] * problem.params["S"] / 64,
+        [problem_of(kind, t) for kind in ("dense", "full", "list") for t in (32, 64, 96)],
+        providers=[
+            dataclasses.replace(p, supports=dense_only) if p.name.startswith("torch") else p
+            for p in lite_attention.OP.providers
+        ],
+        check=check,
+    )
 
 
-def test_a_run_yields_rates_and_ratios(measured):
-    results.validate(measured)
-    assert len(measured["rows"]) == 3 * (4 + 3 + 3)
-    row = results.rows_of(measured, setting="full-B1-S64-H3-D16", provider="lite")[0]
+def test_a_run_yields_rates_and_ratios(result):
+    results.validate(result)
+    assert len(result["rows"]) == 3 * (4 + 3 + 3)
+    row = results.rows_of(result, setting="full-B1-S64-H3-D16", provider="lite")[0]
     assert row["ratio_lite_dense"] == 4.0 and "ratio_torch_flash" not in row
     assert row["tflops"] == round(4 * 3 * 64 * 64 * 16 / 10.0 / 1e6, 1)
-    row = results.rows_of(measured, setting="dense-B1-S64-H3-D16", provider="lite")[0]
+    row = results.rows_of(result, setting="dense-B1-S64-H3-D16", provider="lite")[0]
     assert (row["ratio_torch_flash"], row["ratio_torch_cudnn"]) == (1.2, 0.8)
-    assert {s["reason"] for s in measured["skipped"]} == {
+    assert {s["reason"] for s in result["skipped"]} == {
         "is lite itself", "takes no lists of tiles",
     }  # fmt: skip
-    assert {e for c in measured["checks"] for e in c["errors"]} == {"output", "lse"}
+    assert {e for c in result["checks"] for e in c["errors"]} == {"output", "lse"}
 
 
-def test_rates_of_arithmetic_are_shown_and_drawn(measured, tmp_path):
-    for row in measured["rows"]:
+def test_rates_of_arithmetic_are_shown_and_drawn(result, tmp_path):
+    for row in result["rows"]:
         row["tflops"] = row["params"]["S"] * 4.0
-    header, (line, *_) = report.table(measured, "graph", "list*")
+    header, (line, *_) = report.table(result, "graph", "list*")
     assert header[-4:] == ["lite TFLOP/s", "x lite_dense", "of ceiling", "of floor"]
     assert line[-4] == "128"
-    plot.draw(measured, tmp_path / "lite.png", "S", "dense*")
+    plot.draw(result, tmp_path / "lite.png", "S", "dense*")
     assert (tmp_path / "lite.png").stat().st_size > 10_000
 
 

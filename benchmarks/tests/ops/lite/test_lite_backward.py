@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks.harness import registry, results
-from benchmarks.harness.measure import Run
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import Timing, buffer_sets
+from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops.lite import backward, lite_attention, lite_backward
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
@@ -259,22 +258,13 @@ def test_providers_say_what_they_need(monkeypatch):
     assert LITE.supports(listed) == LITE_DETERMINISTIC.supports(dense) == "not installed"
 
 
-def test_a_run_yields_rates_and_ratios(backend, toy_result, monkeypatch):
+def test_a_run_yields_rates_and_ratios(measured, card, monkeypatch):
     costs = {"lite": 10.0, "lite_deterministic": 15.0, "lite_dense": 30.0, "torch_flash": 12.0}
     monkeypatch.setattr(lite_providers, "_lite_missing", lambda: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    providers = tuple(
-        dataclasses.replace(p, bind=lambda s, x, n=p.name: backend.call(n, costs[n]))
-        for p in lite_backward.OP.providers
+    card(9, 0)
+    result = measured(
+        lite_backward.OP, lambda name, problem: costs[name], SMALL, check=lambda *_: {"dq": 0.0}
     )
-    run = Run(
-        dataclasses.replace(lite_backward.OP, providers=providers, check=lambda *_: {"dq": 0.0}),
-        providers, Timing(rounds=2, block=2, graph_us=50.0), backend, "cpu",
-        l2_bytes=1000, floor_tbs=4.3, methods=("graph",),
-    )  # fmt: skip
-    run.measure(SMALL)
-    result = run.result(toy_result["provenance"], toy_result["place"])
     results.validate(result)
     assert len(result["rows"]) == 2 * 3 + 2 * 3
     (row,) = results.rows_of(result, setting=LIST.name, provider="lite")
