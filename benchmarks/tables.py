@@ -2,12 +2,16 @@
 
     python benchmarks/tables.py [--check] [FILE.md ...]
 
-A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
-is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`; `mean=PEER`
-adds the geometric mean of the ratio to that peer over all of these settings; `table=NAME` is one of `lite_tables.py`.
-The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`), `lite_quality` and `kda_prefill_blackwell:predicted`
-(`kda_tables.py`) have tables of their own.
-Without files, every markdown file of the repository is looked at.
+A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
+replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
+`method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
+`table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
+`emulator_agreement:h200`), of `lite_quality` and of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`) have tables
+of their own.
+Without files, the command reads every markdown file of the repository.
+
+With --check it changes nothing, and fails where a document has drifted from its result file, or where an op has no
+result of any GPU and is not in `WITHOUT_RESULTS` of `ops/__init__.py`.
 """
 
 from __future__ import annotations
@@ -15,20 +19,23 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import ops
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import report, results
+from benchmarks.harness import registry, report, results
 from benchmarks.ops.kda import tables as kda_tables
 from benchmarks.ops.lite import quality_rows
 from benchmarks.ops.lite import tables as lite_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
+# Folders of result files that no GPU gave.
+NOT_GPUS = {"cpu", "predicted", "published"}
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -117,11 +124,32 @@ def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> 
     return drifted
 
 
+def without_results(
+    names: Iterable[str], excused: Mapping[str, str], root: Path = results.RESULTS
+) -> list[str]:
+    """A sentence for every op without a result of a GPU that is not excused, and for every excuse that no op needs."""
+    names = list(names)
+    measured = {p.stem for p in root.glob("*/*.json") if p.parent.name not in NOT_GPUS}
+    found = [
+        f"{name}: no result of a GPU, and no reason in WITHOUT_RESULTS"
+        for name in names
+        if name not in measured and not excused.get(name)
+    ]
+    for name in excused:
+        if name not in names:
+            found.append(f"{name}: WITHOUT_RESULTS names an op that is not registered")
+        elif name in measured:
+            found.append(f"{name}: has a result now; remove it from WITHOUT_RESULTS")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes result tables into markdown documents.")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 when a document has drifted"
+        "--check",
+        action="store_true",
+        help="change nothing; exit 1 when a document has drifted or an op has no result",
     )
     args = parser.parse_args(argv)
     try:
@@ -131,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for path in drifted:
         print(f"{path}: tables {'differ from' if args.check else 'updated from'} the result files")
-    return 1 if args.check and drifted else 0
+    unmeasured = without_results(registry.names(), ops.WITHOUT_RESULTS) if args.check else []
+    for line in unmeasured:
+        print(line)
+    return 1 if args.check and (drifted or unmeasured) else 0
 
 
 if __name__ == "__main__":

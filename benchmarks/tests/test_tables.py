@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import plot, tables
+from benchmarks import ops, plot, tables
 from benchmarks.harness import report, results
 from benchmarks.ops.decode import decode_80sm
 from benchmarks.ops.decode.decode_80sm import H20, H200, project
@@ -124,6 +124,43 @@ def test_documents_leave_out_hidden_and_generated_folders(tmp_path):
         (tmp_path / name).write_text("")
     found = [str(p.relative_to(tmp_path)) for p in tables.documents(tmp_path)]
     assert found == ["README.md", "docs/a.md"]
+
+
+@pytest.mark.parametrize(
+    ("excused", "found"),
+    [
+        ({}, ["other: no result of a GPU, and no reason in WITHOUT_RESULTS"]),
+        ({"other": ""}, ["other: no result of a GPU, and no reason in WITHOUT_RESULTS"]),
+        ({"other": "not measured yet"}, []),
+        (
+            {"other": "not measured yet", "toy": "no"},
+            ["toy: has a result now; remove it from WITHOUT_RESULTS"],
+        ),
+        (
+            {"other": "not measured yet", "gone": "no"},
+            ["gone: WITHOUT_RESULTS names an op that is not registered"],
+        ),
+    ],
+)
+def test_every_op_has_a_result_or_a_reason(root, excused, found):
+    """Figures of a CPU, of a model and of others are no result of an op."""
+    for folder in tables.NOT_GPUS:
+        (root / folder).mkdir()
+        (root / folder / "other.json").write_text("{}")
+    assert tables.without_results(["toy", "other"], excused, root) == found
+
+
+def test_check_fails_for_an_op_without_a_result(monkeypatch, capsys, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("No tables.")
+    assert tables.main([str(page), "--check"]) == 0 and capsys.readouterr().out == ""
+    monkeypatch.setattr(ops, "WITHOUT_RESULTS", {})
+    assert tables.main([str(page), "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: no result of a GPU, and no reason in WITHOUT_RESULTS"
+        for name in ("kda_prefill_parts", "kda_training")
+    ]
+    assert tables.main([str(page)]) == 0
 
 
 def test_the_repository_itself_has_no_drift():
