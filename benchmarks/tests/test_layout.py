@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from benchmarks import ops
+from benchmarks import ops, tables
 from benchmarks.harness import registry
 from tools.import_rules import imports
 
@@ -119,3 +122,25 @@ def test_every_module_that_defines_an_op_is_registered():
         if isinstance(node.value, ast.Call)
     }
     assert defining == set(registry.modules().values())
+
+
+def named_in_documents() -> set[str]:
+    """Files of the benchmarks that documents name by their path in the repository."""
+    texts = [path.read_text() for path in tables.documents()]
+    return {name for text in texts for name in re.findall(r"benchmarks/[\w/]+\.py\b", text)}
+
+
+def test_files_that_documents_name_are_there():
+    named = named_in_documents()
+    assert "benchmarks/run.py" in named
+    assert [name for name in sorted(named) if not (tables.ROOT / name).is_file()] == []
+
+
+COMMANDS = sorted(name for name in named_in_documents() if "/tests/" not in name)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_that_documents_name_run_from_anywhere(command, tmp_path):
+    words = [sys.executable, str(tables.ROOT / command), "--help"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
