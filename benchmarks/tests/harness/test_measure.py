@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.harness import registry, results
+from benchmarks.harness import results
 from benchmarks.harness.registry import CheckFailed
 
 
@@ -75,73 +75,3 @@ def test_without_graphs_calls_are_queued_and_say_so(toy_run, backend):
     toy_run.measure(toy_run.op.settings(True))
     assert {r["method"] for r in toy_run.rows} == {"queued-event", "eager-host", "eager-event"}
     assert backend.captured == []
-
-
-def test_result_is_valid_and_survives_a_round_trip(toy_result, tmp_path):
-    path = tmp_path / "toy" / "op.json"
-    results.save(toy_result, path)
-    assert results.load(path) == toy_result
-
-
-def test_result_files_hold_one_row_per_line(toy_result, tmp_path):
-    results.save(toy_result, tmp_path / "op.json")
-    lines = (tmp_path / "op.json").read_text().splitlines()
-    assert sum(line.startswith('  {"setting"') for line in lines) == len(toy_result["rows"])
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda r: r.pop("rows"), "result.rows: missing"),
-        (lambda r: r.update(schema=2), "schema: expected 1"),
-        (lambda r: r["rows"][0].pop("gbps"), r"rows\[0\].gbps: missing"),
-        (lambda r: r["rows"][0].update(median_us="1"), r"rows\[0\].median_us: expected int/float"),
-        (lambda r: r["rows"][0].update(samples=True), r"rows\[0\].samples: expected int"),
-        (lambda r: r["rows"][0].update(p20_us=1e6), r"rows\[0\]: expected 0 < p20_us"),
-        (lambda r: r["rows"][0].update(method="guess"), r"rows\[0\].method"),
-        (lambda r: r["rows"].append(r["rows"][0]), "appears twice"),
-    ],
-)
-def test_validation_names_the_field(toy_result, spoil, message):
-    spoil(toy_result)
-    with pytest.raises(ValueError, match=message):
-        results.validate(toy_result)
-
-
-def test_registry_lists_ops_and_refuses_unknown_ones():
-    assert {"lightning_decode", "lightning_decode_80sm"} <= set(registry.names())
-    assert not any(name.startswith("_") for name in registry.names())
-    with pytest.raises(ValueError, match="lightning_decode"):
-        registry.get("nothing")
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_every_op_declares_unique_settings_and_one_of_ours(name):
-    op = registry.get(name)
-    assert op.name == name
-    for quick in (True, False):
-        names = [s.name for s in op.settings(quick)]
-        assert len(names) == len(set(names)) > 0
-    assert all(op.floor_bytes(s) > 0 and op.set_bytes(s) > 0 for s in op.settings(False))
-
-
-def test_settings_are_selected_by_pattern_in_their_own_order(toy):
-    both = toy.settings(False)
-    assert registry.select(both, None) == both
-    assert registry.select(both, ["large", "s*"]) == both
-    assert [s.name for s in registry.select(both, ["l*"])] == ["large"]
-    with pytest.raises(ValueError, match="'x\\*' matches none"):
-        registry.select(both, ["l*", "x*"])
-
-
-def test_peers_are_chosen_by_name(toy):
-    assert [p.name for p in registry.choose(toy, None)] == ["ours", "other", "limit"]
-    assert [p.name for p in registry.choose(toy, ["none"])] == ["ours", "limit"]
-    assert [p.name for p in registry.choose(toy, ["other"])] == ["ours", "other", "limit"]
-    with pytest.raises(ValueError, match="no peer named limit"):
-        registry.choose(toy, ["limit"])
-
-
-def test_an_op_has_exactly_one_of_ours(toy):
-    with pytest.raises(ValueError, match="exactly one"):
-        dataclasses.replace(toy, providers=toy.providers[1:])
