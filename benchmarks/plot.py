@@ -17,6 +17,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import report, results
+from benchmarks.harness.commands import draw_result
 
 MIN_POINTS = 3
 COLORS = {
@@ -138,8 +139,6 @@ def _panel_title(row: Row, x: str, merge: Sequence[str] = ()) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Draws a result file as a PNG.")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--out", type=Path, help="default: beside the result file")
     parser.add_argument("--x", default="B", help="parameter on the x axis")
     parser.add_argument(
         "--settings", default="*", metavar="PATTERN", help="shell pattern of setting names"
@@ -147,15 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", nargs="+", default=[], metavar="PARAMETER", help="draw what differs here as one"
     )
-    args = parser.parse_args(argv)
-    out = args.out or args.result.with_suffix(".png")
-    try:
+
+    def draw_file(args: argparse.Namespace, out: Path) -> None:
         draw(results.load(args.result), out, args.x, args.settings, args.merge)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {out}")
-    return 0
+
+    return draw_result(parser, draw_file, argv)
 
 
 if __name__ == "__main__":

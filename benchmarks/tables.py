@@ -28,6 +28,7 @@ if __package__ in (None, ""):
 from benchmarks import ops
 from benchmarks.emulator import tables as emulator_tables
 from benchmarks.harness import registry, report, results
+from benchmarks.harness.commands import fail
 from benchmarks.ops.kda import tables as kda_tables
 from benchmarks.ops.lite import quality_rows
 from benchmarks.ops.lite import tables as lite_tables
@@ -155,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         drifted = update(args.files or documents(), args.check)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     for path in drifted:
         print(f"{path}: tables {'differ from' if args.check else 'updated from'} the result files")
     unmeasured = without_results(registry.names(), ops.WITHOUT_RESULTS) if args.check else []

@@ -21,6 +21,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.harness import report, results
+from benchmarks.harness.commands import fail
 
 OURS, CEILING = "cula", "inplace_ceiling"
 NAME = "decode_80sm.md"
@@ -317,8 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = page(args.gpu)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     if args.check:
         drifted = not path.exists() or path.read_text(encoding="utf-8") != text
         print(f"{path}: differs from the result files" if drifted else f"{path}: up to date")

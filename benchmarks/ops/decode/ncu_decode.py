@@ -23,6 +23,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.harness import results
+from benchmarks.harness.commands import fail
 from benchmarks.harness.provenance import gpu_slug, provenance
 
 SCHEMA = 1
@@ -218,8 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         found = profile(args.batches, args.sms, args.state, args.layout, args.raw)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return fail(error, code=1)
     path = args.json or results.result_path("ncu_decode", gpu_slug(found["provenance"]["gpu"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -29,28 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.registry import Setting
-from benchmarks.ops.checks import (
-    SEED,
-    SpareRows,
-    checked_heads,
-    require_finite,
-    require_within,
-    worst_head,
-)
-from benchmarks.ops.sequences import (
-    KINDS,
-    Offsets,
-    batch_of,
-    has,
-    initial_state_of,
-    initial_states,
-    input_bytes,
-    named,
-    offsets_of,
-    output_bytes,
-    query_heads,
-    spans,
-)
+from benchmarks.ops import checks
+from benchmarks.ops import sequences as seq
 
 DIM = 128
 L2_EPS = 1e-6
@@ -84,7 +64,7 @@ class Inputs:
     beta: Tensor
     A_log: Tensor
     dt_bias: Tensor
-    offsets: Offsets | None
+    offsets: seq.Offsets | None
     state: Tensor | None
     indices: Tensor | None
 
@@ -101,26 +81,27 @@ def setting(
 
     Named like B2-T4096-H64, N10-T8192-skewed-H64, N2-T33792-long-H8 and B1-T4096-H64+pool.
     """
-    if lengths not in KINDS or feature not in (None, *FEATURES):
+    if lengths not in seq.KINDS or feature not in (None, *FEATURES):
         raise ValueError(f"setting: unknown lengths or feature: {lengths}, {feature}")
-    return named(tokens, batch, heads, sequences, lengths, feature)
+    return seq.named(tokens, batch, heads, sequences, lengths, feature)
 
 
 def is_bounded(problem: Setting) -> bool:
     """Whether the log decays have a lower bound."""
-    return not has(problem, "unbounded")
+    return not seq.has(problem, "unbounded")
 
 
 def longest(problem: Setting) -> int:
     """Tokens of the longest sequence."""
-    return max(end - start for _, start, end in spans(problem))
+    return max(end - start for _, start, end in seq.spans(problem))
 
 
 def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     """Fresh random data of one buffer set."""
     p = problem.params
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = torch.float16 if has(problem, "fp16") else torch.bfloat16
+    dtype = torch.float16 if seq.has(problem, "fp16") else torch.bfloat16
+    gate_dtype = torch.float32 if seq.has(problem, "fp32gate") else dtype
 
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -128,18 +109,18 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     def spread(ends: tuple[float, float], steps: int) -> Tensor:
         return torch.linspace(*ends, steps, device=device)
 
-    heads, tokens, query = p["H"], (batch_of(problem), p["T"]), query_heads(problem)
+    heads, tokens, query = p["H"], (seq.batch_of(problem), p["T"]), seq.query_heads(problem)
     order = torch.rand(heads, DIM, generator=generator, device=device).argsort(-1)
-    state, indices = initial_states(problem, DIM, generator)
+    state, indices = seq.initial_states(problem, DIM, generator)
     return Inputs(
         q=randn(*tokens, query, DIM),
         k=randn(*tokens, query, DIM),
         v=randn(*tokens, heads, DIM),
-        gate=randn(*tokens, heads, DIM, dtype=torch.float32 if has(problem, "fp32gate") else dtype),
+        gate=randn(*tokens, heads, DIM, dtype=gate_dtype),
         beta=(randn(*tokens, heads) + spread(FORGETTING, heads)).sigmoid().to(dtype),
         A_log=spread(BOUNDED_RATES if is_bounded(problem) else UNBOUNDED_RATES, heads),
         dt_bias=spread(BIASES, DIM)[order].flatten(),
-        offsets=offsets_of(problem, device),
+        offsets=seq.offsets_of(problem, device),
         state=state,
         indices=indices,
     )
@@ -147,15 +128,15 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
 
 def read(problem: Setting) -> int:
     """Bytes of all inputs but the workspace, each once."""
-    heads, tokens = problem.params["H"], batch_of(problem) * problem.params["T"]
-    gates = tokens * heads * (DIM * (4 if has(problem, "fp32gate") else 2) + 2)
+    heads, tokens = problem.params["H"], seq.batch_of(problem) * problem.params["T"]
+    gates = tokens * heads * (DIM * (4 if seq.has(problem, "fp32gate") else 2) + 2)
     parameters = 4 * heads * (1 + DIM)
-    return input_bytes(problem, DIM) + gates + parameters
+    return seq.input_bytes(problem, DIM) + gates + parameters
 
 
 def moved(problem: Setting) -> int:
     """The fewest bytes of a call."""
-    return read(problem) + output_bytes(problem, DIM)
+    return read(problem) + seq.output_bytes(problem, DIM)
 
 
 def log_decays(problem: Setting, x: Inputs, heads: list[int]) -> Tensor:
@@ -170,14 +151,14 @@ def log_decays(problem: Setting, x: Inputs, heads: list[int]) -> Tensor:
 
 def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Result:
     """fp64 outputs [B,T,heads,V] and final states [N,heads,K,V] of value heads `heads`, chunk by chunk."""
-    group = problem.params["H"] // query_heads(problem)
+    group = problem.params["H"] // seq.query_heads(problem)
     q, k = (t[:, :, [h // group for h in heads]].double() for t in (x.q, x.k))
     q, k = (t / (t.square().sum(-1, keepdim=True) + L2_EPS).sqrt() for t in (q, k))
     v, beta = x.v[:, :, heads].double(), x.beta[:, :, heads, None].double()
     log_decay = log_decays(problem, x, heads)
     output, final = torch.empty_like(v), []
-    for n, (b, start, end) in enumerate(spans(problem)):
-        state = initial_state_of(n, x.state, x.indices, v, heads)
+    for n, (b, start, end) in enumerate(seq.spans(problem)):
+        state = seq.initial_state_of(n, x.state, x.indices, v, heads)
         for a in range(start, end, ORACLE_CHUNK):
             part = slice(a, min(a + ORACLE_CHUNK, end))
             chunk = (t[b, part].transpose(0, 1) for t in (q, k, v, beta, log_decay))
@@ -228,20 +209,20 @@ def check_kda(
 
     `run` fills outputs and workspaces that it allocates itself with NaN first.
     """
-    x = make_inputs(problem, device, seed=SEED)
-    heads = checked_heads(problem.params["H"])
+    x = make_inputs(problem, device, seed=checks.SEED)
+    heads = checks.checked_heads(problem.params["H"])
     known = (problem.name, str(device))
     if known not in _expected:
         _expected.clear()
         _expected[known] = oracle(problem, x, heads)
     output, state = _expected[known]
-    spare = SpareRows(x.state, x.indices)
+    spare = checks.SpareRows(x.state, x.indices)
     o, final = run(problem, x)
-    require_finite(problem, output=o, final_state=final)
+    checks.require_finite(problem, output=o, final_state=final)
     spare.require_unchanged(problem)
     errors = {
-        "output": worst_head(o[:, :, heads], output, 2),
-        "state": worst_head(final[:, heads], state, 1),
+        "output": checks.worst_head(o[:, :, heads], output, 2),
+        "state": checks.worst_head(final[:, heads], state, 1),
     }
-    require_within(problem, errors, dict.fromkeys(errors, limit))
+    checks.require_within(problem, errors, dict.fromkeys(errors, limit))
     return errors

@@ -23,28 +23,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import Setting
-from benchmarks.ops.checks import (
-    SEED,
-    SpareRows,
-    checked_heads,
-    require_finite,
-    require_within,
-    worst_head,
-)
-from benchmarks.ops.sequences import (
-    KINDS,
-    Offsets,
-    batch_of,
-    has,
-    initial_state_of,
-    initial_states,
-    input_bytes,
-    named,
-    offsets_of,
-    output_bytes,
-    query_heads,
-    spans,
-)
+from benchmarks.ops import checks
+from benchmarks.ops import sequences as seq
 
 DIM = 128
 LAYER, LAYERS = 10, 32
@@ -76,7 +56,7 @@ class Inputs:
     v: Tensor
     decay: Tensor | None
     gate: Tensor | None
-    offsets: Offsets | None
+    offsets: seq.Offsets | None
     state: Tensor | None
     indices: Tensor | None
     checkpoints: Tensor | None
@@ -95,10 +75,10 @@ def setting(
 
     Named like B2-T4096-H64, B1-T65536-H8-gate, N10-T8192-skewed-H64 and N10-T8192-random-H64+pool.
     """
-    if mode not in MODES or lengths not in KINDS or feature not in (None, *FEATURES):
+    if mode not in MODES or lengths not in seq.KINDS or feature not in (None, *FEATURES):
         raise ValueError(f"setting: unknown mode, lengths or feature: {mode}, {lengths}, {feature}")
     suffix = "-gate" if mode == "gate" else ""
-    return named(tokens, batch, heads, sequences, lengths, feature, suffix, mode=mode)
+    return seq.named(tokens, batch, heads, sequences, lengths, feature, suffix, mode=mode)
 
 
 def decays(heads: int, device: Any) -> Tensor:
@@ -110,27 +90,27 @@ def decays(heads: int, device: Any) -> Tensor:
 
 def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     """Fresh random data of one buffer set."""
-    p, batch = problem.params, batch_of(problem)
+    p, batch = problem.params, seq.batch_of(problem)
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = torch.float16 if has(problem, "fp16") else torch.bfloat16
+    dtype = torch.float16 if seq.has(problem, "fp16") else torch.bfloat16
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     tokens, heads = (batch, p["T"]), p["H"]
-    state, indices = initial_states(problem, DIM, generator)
+    state, indices = seq.initial_states(problem, DIM, generator)
     gated = p["mode"] == "gate"
     return Inputs(
-        q=randn(*tokens, query_heads(problem), DIM, dtype=dtype),
-        k=randn(*tokens, query_heads(problem), DIM, dtype=dtype) * DIM**-0.5,
+        q=randn(*tokens, seq.query_heads(problem), DIM, dtype=dtype),
+        k=randn(*tokens, seq.query_heads(problem), DIM, dtype=dtype) * DIM**-0.5,
         v=randn(*tokens, heads, DIM, dtype=dtype),
         decay=None if gated else decays(heads, device),
         gate=torch.nn.functional.logsigmoid(randn(*tokens, heads)) / 16 if gated else None,
-        offsets=offsets_of(problem, device),
+        offsets=seq.offsets_of(problem, device),
         state=state,
         indices=indices,
         checkpoints=torch.full((batch, p["T"] // EVERY, heads, DIM, DIM), torch.nan, device=device)
-        if has(problem, "checkpoints")
+        if seq.has(problem, "checkpoints")
         else None,
     )
 
@@ -138,16 +118,16 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
 def read(problem: Setting) -> int:
     """Bytes of q, k, v, gate or decay, initial states, and the small integers, each once."""
     p = problem.params
-    gates = 4 * p["H"] * (batch_of(problem) * p["T"] if p["mode"] == "gate" else 1)
-    return input_bytes(problem, DIM) + gates
+    gates = 4 * p["H"] * (seq.batch_of(problem) * p["T"] if p["mode"] == "gate" else 1)
+    return seq.input_bytes(problem, DIM) + gates
 
 
 def written(problem: Setting) -> int:
     """Bytes of o, final states and checkpoints, each once."""
     saved = 0
-    if has(problem, "checkpoints"):
-        saved = sum((end - start) // EVERY for _, start, end in spans(problem))
-    return output_bytes(problem, DIM) + saved * problem.params["H"] * DIM * DIM * 4
+    if seq.has(problem, "checkpoints"):
+        saved = sum((end - start) // EVERY for _, start, end in seq.spans(problem))
+    return seq.output_bytes(problem, DIM) + saved * problem.params["H"] * DIM * DIM * 4
 
 
 def moved(problem: Setting) -> int:
@@ -166,18 +146,18 @@ class Expected:
 
 def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Expected:
     """fp64 results of value heads `heads`, sequence by sequence, chunk by chunk."""
-    group = problem.params["H"] // query_heads(problem)
+    group = problem.params["H"] // seq.query_heads(problem)
     q, k = (t[:, :, [h // group for h in heads]].double() for t in (x.q, x.k))
     v = x.v[:, :, heads].double()
-    if has(problem, "l2norm"):
+    if seq.has(problem, "l2norm"):
         q, k = (t / (t.square().sum(-1, keepdim=True) + L2_EPS).sqrt() for t in (q, k))
     if x.gate is not None:
         log_decay = x.gate[:, :, heads].double()
     else:
         log_decay = -x.decay[heads].double().expand(v.shape[:3])
     output, final, saved = torch.empty_like(v), [], {}
-    for n, (b, start, end) in enumerate(spans(problem)):
-        state = initial_state_of(n, x.state, x.indices, v, heads)
+    for n, (b, start, end) in enumerate(seq.spans(problem)):
+        state = seq.initial_state_of(n, x.state, x.indices, v, heads)
         for a in range(start, end, ORACLE_CHUNK):
             part = slice(a, min(a + ORACLE_CHUNK, end))
             chunk = (t[b, part].transpose(0, 1) for t in (q, k, v, log_decay))
@@ -213,24 +193,28 @@ def check_prefill(
     `run` fills outputs that it allocates itself with NaN first. With `state_heads`, only the final states of that many
     first heads are compared.
     """
-    x = make_inputs(problem, device, seed=SEED)
+    x = make_inputs(problem, device, seed=checks.SEED)
     state_heads = problem.params["H"] if state_heads is None else state_heads
-    heads = sorted({*checked_heads(problem.params["H"]), state_heads - 1})
+    heads = sorted({*checks.checked_heads(problem.params["H"]), state_heads - 1})
     with_state = [i for i, head in enumerate(heads) if head < state_heads]
-    want, spare = oracle(problem, x, heads), SpareRows(x.state, x.indices)
+    want, spare = oracle(problem, x, heads), checks.SpareRows(x.state, x.indices)
     o, final = run(problem, x)
     final = final[:, :state_heads]
-    require_finite(problem, output=o, final_state=final)
+    checks.require_finite(problem, output=o, final_state=final)
     spare.require_unchanged(problem)
     errors = {
-        "output": worst_head(o[:, :, heads], want.output, 2),
-        "state": worst_head(final[:, [heads[i] for i in with_state]], want.state[:, with_state], 1),
+        "output": checks.worst_head(o[:, :, heads], want.output, 2),
+        "state": checks.worst_head(
+            final[:, [heads[i] for i in with_state]], want.state[:, with_state], 1
+        ),
     }
     if want.checkpoints:
         rows = list(want.checkpoints)
         got = x.checkpoints.flatten(0, 1)[rows][:, heads]
-        errors["checkpoints"] = worst_head(got, torch.stack(list(want.checkpoints.values())), 1)
-    state_limit = EXACT_STATE_LIMIT if has(problem, "exact") else STATE_LIMIT
+        errors["checkpoints"] = checks.worst_head(
+            got, torch.stack(list(want.checkpoints.values())), 1
+        )
+    state_limit = EXACT_STATE_LIMIT if seq.has(problem, "exact") else STATE_LIMIT
     limits = {"output": OUTPUT_LIMIT, "state": state_limit, "checkpoints": state_limit}
-    require_within(problem, errors, limits)
+    checks.require_within(problem, errors, limits)
     return errors

@@ -29,6 +29,7 @@ if __package__ in (None, ""):
 import torch
 
 from benchmarks.harness import report, results
+from benchmarks.harness.commands import add_json, fail, json_path
 from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.harness.timers import Timing
@@ -50,7 +51,6 @@ from benchmarks.ops.lite.quality_study import (
     cases,
 )
 
-DEFAULT_PATH = "default"
 # Seconds after which no other workload is started.
 LIMIT = 125.0
 
@@ -73,10 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--limit", type=float, default=LIMIT, metavar="SECONDS",
         help="after these nothing new is started (%(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--json", nargs="?", const=DEFAULT_PATH, metavar="PATH",
-        help=f"write the result, without PATH to benchmarks/results/<gpu>/{OP}.json",
-    )  # fmt: skip
+    add_json(parser, OP)
     return parser.parse_args(argv)
 
 
@@ -84,20 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     started, args = time.monotonic(), parse(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        return _fail("device: torch sees no CUDA device")
+        return fail("device: torch sees no CUDA device")
     small = args.small or device == "cpu"
     sizes = SMALL if small else FULL
     if args.sizes and not (sizes := tuple(s for s in sizes if s.tokens in args.sizes)):
-        return _fail(f"sizes: there is none of {args.sizes}")
+        return fail(f"sizes: there is none of {args.sizes}")
     thresholds = args.thresholds or (SMALL_THRESHOLDS if small else THRESHOLDS)
     if bad := [t for t in thresholds if not -math.inf < t <= 0]:
-        return _fail(f"thresholds: expected finite log2 units, at most 0, got {bad}")
+        return fail(f"thresholds: expected finite log2 units, at most 0, got {bad}")
     origin = {**provenance(), "clocks_before": read_smi()}
     study = _study(device, origin, small, thresholds)
     try:
         _run(study, cases(sizes, args.workloads), started, args.limit)
     except CheckFailed as error:
-        return _fail(error, code=1)
+        return fail(error, code=1)
     print(f"{time.monotonic() - started:6.1f} s")
     origin["clocks_after"] = read_smi()
     if device == "cpu":
@@ -150,15 +147,9 @@ def _publish(result: dict[str, Any], path: str | None) -> None:
         print(f"skipped {skipped['setting']}, {skipped['provider']}: {skipped['reason']}")
     print(report.origin(result))
     if path is not None:
-        card = gpu_slug(result["provenance"]["gpu"])
-        target = results.result_path(OP, card) if path == DEFAULT_PATH else Path(path)
+        target = json_path(path, OP, gpu_slug(result["provenance"]["gpu"]))
         results.save(result, target)
         print(f"wrote {target}")
-
-
-def _fail(reason: object, code: int = 2) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.harness import report
+from benchmarks.harness.commands import draw_result
 from benchmarks.ops.lite import quality_rows
 
 Row = Mapping[str, Any]
@@ -196,17 +197,7 @@ def _of(result: Row, size: Sequence[int]) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Draws a result of quality.py as a PNG.")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--out", type=Path, help="default: beside the result file")
-    args = parser.parse_args(argv)
-    out = args.out or args.result.with_suffix(".png")
-    try:
-        draw(quality_rows.load(args.result), out)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {out}")
-    return 0
+    return draw_result(parser, lambda args, out: draw(quality_rows.load(args.result), out), argv)
 
 
 if __name__ == "__main__":

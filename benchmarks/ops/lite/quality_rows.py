@@ -76,13 +76,8 @@ def validate(result: Any) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checked result file."""
-    result = results.load(path)
-    try:
-        validate(result)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return result
+    """The content of a result file of `quality.py`, checked."""
+    return results.load(path, validate)
 
 
 COLUMNS = {

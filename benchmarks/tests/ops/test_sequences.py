@@ -66,3 +66,50 @@ def test_offsets_are_made_once():
     assert (
         offsets.int32.tolist() == offsets.int64.tolist() == offsets.host.tolist() == [0, 3, 6, 10]
     )
+
+
+def test_main_sizes_are_ten_dense_and_eighteen_packed_problems():
+    common = {"batch": 1, "heads": 8, "sequences": None, "lengths": "uniform", "feature": None}
+    main = [named(**common | size) for size in sequences.main_sizes()]
+    assert len({s.name for s in main}) == len(main) == 28
+    dense = {(s.params["B"], s.params["T"]) for s in main if not sequences.is_packed(s)}
+    assert dense == {(b, t) for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)}
+    packed = [s.params for s in main if sequences.is_packed(s)]
+    assert {(p["N"], p["T"], p["lengths"]) for p in packed} == {
+        (n, t, kind)
+        for n in (10, 20)
+        for t in (4096, 8192, 16384)
+        for kind in ("uniform", "random", "skewed")
+    }
+
+
+@pytest.mark.parametrize("feature", [None, "state", "pool"])
+def test_initial_states(feature):
+    """Sequences own rows of a pool, which has SPARE_ROWS more."""
+    problem = named(10, 1, 4, 3, "uniform", feature)
+    state, indices = sequences.initial_states(problem, 2, torch.Generator().manual_seed(0))
+    v = torch.zeros(1, 10, 4, 2)
+    first, last = (sequences.initial_state_of(n, state, indices, v, [1, 3]) for n in (0, 2))
+    assert first.dtype == torch.float64 and first.shape == (2, 2, 2)
+    assert (state is None) == (feature is None) and (indices is None) == (feature != "pool")
+    if feature is None:
+        assert not first.any()
+    elif feature == "state":
+        assert state.shape == (3, 4, 2, 2) and torch.equal(last, state[2, [1, 3]].double())
+    else:
+        assert state.shape == (5, 4, 2, 2) and len(set(indices.tolist())) == 3
+        assert torch.equal(last, state[int(indices[2]), [1, 3]].double())
+
+
+def test_bytes_of_inputs_and_outputs():
+    """10 tokens in 3 sequences, 4 value heads of 2 channels; gva has one query head."""
+    moved = {
+        f: (sequences.input_bytes(p, 2), sequences.output_bytes(p, 2))
+        for f in (None, "gva", "state", "pool")
+        for p in [named(10, 1, 4, 3, "uniform", f)]
+    }
+    states, offsets = 3 * 4 * 2 * 2 * 4, 4 * 4
+    assert moved[None] == (10 * 3 * 4 * 2 * 2 + offsets, 10 * 4 * 2 * 2 + states)
+    assert moved["gva"] == (10 * (1 + 1 + 4) * 2 * 2 + offsets, moved[None][1])
+    assert moved["state"] == (moved[None][0] + states, moved[None][1])
+    assert moved["pool"] == (moved["state"][0] + 3 * 4, moved[None][1])

@@ -12,7 +12,6 @@ import torch
 from benchmarks import plot
 from benchmarks.harness import registry, results
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops import sequences
 from benchmarks.ops.checks import worst_head
 from benchmarks.ops.kda import kda_prefill, kda_prefill_parts
@@ -20,10 +19,10 @@ from benchmarks.ops.kda import problem as kda
 from benchmarks.ops.kda import providers as kda_providers
 from benchmarks.ops.kda.problem import FEATURES, setting
 from benchmarks.ops.kda.providers import CEILING, CULA, CUT, FLA, SERIAL
+from benchmarks.tests.ops.common import assert_fits_the_h200, token_by_token
 
 ALL = kda_prefill.settings(False)
 BY_NAME = {s.name: s for s in ALL}
-H200_L2 = 62_914_560
 
 
 def problem_of(tokens=100, heads=4, **options):
@@ -34,38 +33,25 @@ def sigmoid(x):
     return 1 / (1 + torch.exp(-x))
 
 
-def naive(problem, x, *, forget=True, transpose=False, whole=False, carry=True, erase=True):
-    """Token by token in fp64 with explicit loops over sequences and heads; the flags plant one mistake each."""
-    out, finals = torch.zeros_like(x.v), []
+def naive(problem, x, *, forget=True, erase=True, **mistake):
+    """Token by token in fp64; `forget`, `erase` and the flags of `token_by_token` plant one mistake each."""
     group = x.v.shape[2] // x.q.shape[2]
-    for n, (b, start, end) in enumerate(sequences.spans(problem)):
-        slot = n if x.indices is None else int(x.indices[n])
-        heads = []
-        for h in range(x.v.shape[2]):
-            rate, bias = x.A_log[h].double().exp(), x.dt_bias.view(-1, kda.DIM)[h].double()
-            s = torch.zeros(kda.DIM, kda.DIM, dtype=torch.float64)
-            if x.state is not None and carry:
-                s = x.state[slot, h].double()
-            if whole and n:
-                s = finals[-1][h].double()
-            for t in range(start, end):
-                q, k = (y[b, t, h // group].double() for y in (x.q, x.k))
-                q, k = (y / math.sqrt(float(y @ y) + 1e-6) for y in (q, k))
-                shifted = x.gate[b, t, h].double() + bias
-                if sequences.has(problem, "unbounded"):
-                    g = -rate * torch.log1p(shifted.exp())
-                else:
-                    g = -5 * sigmoid(rate * shifted)
-                s = s * (g.exp()[:, None] if forget else 1.0)
-                seen = k @ s if erase else 0.0
-                s = s + x.beta[b, t, h].double() * torch.outer(k, x.v[b, t, h].double() - seen)
-                out[b, t, h] = (q @ s) * kda.DIM**-0.5
-            heads.append(s)
-        finals.append(torch.stack(heads).float())
-        if x.indices is not None:
-            x.state[slot] = finals[-1]
-    final = torch.stack(finals)
-    return out, final.mT if transpose else final
+
+    def step(b, t, h, start, s):
+        q, k = (y[b, t, h // group].double() for y in (x.q, x.k))
+        q, k = (y / math.sqrt(float(y @ y) + 1e-6) for y in (q, k))
+        rate, bias = x.A_log[h].double().exp(), x.dt_bias.view(-1, kda.DIM)[h].double()
+        shifted = x.gate[b, t, h].double() + bias
+        if sequences.has(problem, "unbounded"):
+            g = -rate * torch.log1p(shifted.exp())
+        else:
+            g = -5 * sigmoid(rate * shifted)
+        s = s * (g.exp()[:, None] if forget else 1.0)
+        seen = k @ s if erase else 0.0
+        s = s + x.beta[b, t, h].double() * torch.outer(k, x.v[b, t, h].double() - seen)
+        return s, (q @ s) * kda.DIM**-0.5
+
+    return token_by_token(problem, x, step, **mistake)
 
 
 CHECKED = [
@@ -219,15 +205,7 @@ def test_the_main_settings_are_those_28():
     main = [s for s in ALL if fnmatchcase(s.name, kda_prefill.MAIN)]
     assert len(main) == 28 and all(s.l2 == "cold" for s in main)
     assert all((s.params["H"], s.params["feature"]) == (64, False) for s in main)
-    dense = {(s.params["B"], s.params["T"]) for s in main if not sequences.is_packed(s)}
-    assert dense == {(b, t) for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)}
-    packed = [s.params for s in main if sequences.is_packed(s)]
-    assert {(p["N"], p["T"], p["lengths"]) for p in packed} == {
-        (n, t, kind)
-        for n in (10, 20)
-        for t in (4096, 8192, 16384)
-        for kind in ("uniform", "random", "skewed")
-    }
+    assert main == [setting(**size) for size in sequences.main_sizes()]
 
 
 def test_the_long_settings_are_those_32():
@@ -275,10 +253,8 @@ def test_bytes_are_counted_as_the_baselines_have_them():
 
 @pytest.mark.parametrize("problem", ALL, ids=lambda p: p.name)
 def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
-    sets = buffer_sets(kda.read(problem), H200_L2, resident=False)
-    assert sets * kda.read(problem) > 3 * H200_L2
     # Inputs, results kept by the graphs of four implementations, and the buffers of the copy.
-    assert sets * 6 * kda.moved(problem) < 30e9
+    assert_fits_the_h200(kda.read(problem), 6 * kda.moved(problem))
     assert 0 <= kda.moved(problem) - CEILING.moved(problem) < 8
 
 

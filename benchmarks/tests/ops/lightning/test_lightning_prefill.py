@@ -10,7 +10,6 @@ import torch
 from benchmarks import plot, tables
 from benchmarks.harness import registry, report, results
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops import copying, sequences, tuning
 from benchmarks.ops.checks import worst_head
 from benchmarks.ops.lightning import lightning_prefill
@@ -18,10 +17,10 @@ from benchmarks.ops.lightning import problem as lightning
 from benchmarks.ops.lightning import providers as lightning_providers
 from benchmarks.ops.lightning.problem import FEATURES, setting
 from benchmarks.ops.lightning.providers import CEILING, CULA, FLA
+from benchmarks.tests.ops.common import assert_fits_the_h200, token_by_token
 
 ALL = lightning_prefill.settings(False)
 BY_NAME = {s.name: s for s in ALL}
-H200_L2 = 62_914_560
 
 
 @pytest.fixture
@@ -35,37 +34,22 @@ def problem_of(tokens=150, heads=4, **options):
     return setting(tokens, heads=heads, **options)
 
 
-def naive(problem, x, *, forget=True, transpose=False, whole=False, carry=True):
-    """Token by token in fp64 with explicit loops over sequences and heads; the flags plant one mistake each."""
-    out, finals = torch.zeros_like(x.v), []
+def naive(problem, x, *, forget=True, **mistake):
+    """Token by token in fp64; `forget` and the flags of `token_by_token` plant one mistake each."""
     group = x.v.shape[2] // x.q.shape[2]
-    spans = sequences.spans(problem)
-    for n, (b, start, end) in enumerate(spans):
-        slot = n if x.indices is None else int(x.indices[n])
-        heads = []
-        for h in range(x.v.shape[2]):
-            s = torch.zeros(lightning.DIM, lightning.DIM, dtype=torch.float64)
-            if x.state is not None and carry:
-                s = x.state[slot, h].double()
-            if whole and heads and n:
-                s = finals[-1][h].double()
-            for t in range(start, end):
-                q, k = (y[b, t, h // group].double() for y in (x.q, x.k))
-                if sequences.has(problem, "l2norm"):
-                    q, k = (y / math.sqrt(float(y @ y) + 1e-6) for y in (q, k))
-                g = float(x.gate[b, t, h]) if x.gate is not None else -float(x.decay[h])
-                s = s * (math.exp(g) if forget else 1.0) + torch.outer(k, x.v[b, t, h].double())
-                out[b, t, h] = (q @ s) * lightning.DIM**-0.5
-                done = t + 1 - start
-                if x.checkpoints is not None and done % lightning.EVERY == 0:
-                    first = start // lightning.EVERY
-                    x.checkpoints[b, first + done // lightning.EVERY - 1, h] = s
-            heads.append(s)
-        finals.append(torch.stack(heads).float())
-        if x.indices is not None:
-            x.state[slot] = finals[-1]
-    final = torch.stack(finals)
-    return out, final.mT if transpose else final
+
+    def step(b, t, h, start, s):
+        q, k = (y[b, t, h // group].double() for y in (x.q, x.k))
+        if sequences.has(problem, "l2norm"):
+            q, k = (y / math.sqrt(float(y @ y) + 1e-6) for y in (q, k))
+        g = float(x.gate[b, t, h]) if x.gate is not None else -float(x.decay[h])
+        s = s * (math.exp(g) if forget else 1.0) + torch.outer(k, x.v[b, t, h].double())
+        done = t + 1 - start
+        if x.checkpoints is not None and done % lightning.EVERY == 0:
+            x.checkpoints[b, start // lightning.EVERY + done // lightning.EVERY - 1, h] = s
+        return s, (q @ s) * lightning.DIM**-0.5
+
+    return token_by_token(problem, x, step, **mistake)
 
 
 CHECKED = [
@@ -215,15 +199,7 @@ def test_the_main_settings_are_those_28():
     assert all(
         (s.params["H"], s.params["mode"], s.params["feature"]) == (64, "decay", False) for s in main
     )
-    dense = {(s.params["B"], s.params["T"]) for s in main if not sequences.is_packed(s)}
-    assert dense == {(b, t) for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)}
-    packed = [s.params for s in main if sequences.is_packed(s)]
-    assert {(p["N"], p["T"], p["lengths"]) for p in packed} == {
-        (n, t, kind)
-        for n in (10, 20)
-        for t in (4096, 8192, 16384)
-        for kind in ("uniform", "random", "skewed")
-    }
+    assert main == [setting(**size) for size in sequences.main_sizes()]
 
 
 def test_every_pattern_of_the_readme_selects_what_it_says():
@@ -260,10 +236,8 @@ def test_bytes_are_counted_as_the_baselines_have_them():
 
 @pytest.mark.parametrize("problem", ALL, ids=lambda p: p.name)
 def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
-    sets = buffer_sets(lightning.read(problem), H200_L2, resident=False)
-    assert sets * lightning.read(problem) > 3 * H200_L2
     # Inputs, results kept by two graphs of two implementations, and the buffers of the copy.
-    assert sets * 6 * lightning.moved(problem) < 30e9
+    assert_fits_the_h200(lightning.read(problem), 6 * lightning.moved(problem))
     assert 0 <= lightning.moved(problem) - CEILING.moved(problem) < 8
 
 

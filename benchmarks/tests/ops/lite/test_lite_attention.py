@@ -10,17 +10,16 @@ import torch
 from benchmarks import plot
 from benchmarks.harness import registry, report, results
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops.lite import lite_attention, workloads
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
 from benchmarks.ops.lite.problem import Result, setting
 from benchmarks.ops.lite.providers import LITE, LITE_DENSE, LITE_INT8, TORCH_CUDNN, TORCH_FLASH
 from benchmarks.ops.lite.workloads import Shape
+from benchmarks.tests.ops.common import assert_every_setting_is_measured, assert_fits_the_h200
 
 ALL = lite_attention.settings(False)
 BY_NAME = {s.name: s for s in ALL}
-H200_L2 = 62_914_560
 LN2 = math.log(2)
 
 
@@ -338,9 +337,7 @@ def test_bytes_are_those_of_all_tensors():
 
 @pytest.mark.parametrize("problem", ALL, ids=name_of)
 def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
-    sets = buffer_sets(lite.read(problem), H200_L2, resident=False)
-    assert sets * lite.read(problem) > 3 * H200_L2
-    assert sets * 6 * lite.moved(problem) < 30e9
+    assert_fits_the_h200(lite.read(problem), 6 * lite.moved(problem))
     rows = lite.ORACLE_ROWS * problem.params["S"] * 8
     assert rows * 6 < 2e9 and lite.ORACLE_ROWS % lite.BLOCK_M == 0
 
@@ -439,9 +436,4 @@ def test_rates_of_arithmetic_are_shown_and_drawn(result, tmp_path):
 
 
 def test_measured_results_hold_every_setting():
-    for path in results.RESULTS.glob("*/lite_attention.json"):
-        result = results.load(path)
-        for provider in ("lite", "lite_int8"):
-            found = results.rows_of(result, provider=provider, method="graph")
-            assert [r["setting"] for r in found] == list(BY_NAME)
-        assert all(r["tflops"] > 0 for r in result["rows"])
+    assert_every_setting_is_measured("lite_attention", BY_NAME, ("lite", "lite_int8"))

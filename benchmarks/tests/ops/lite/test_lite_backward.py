@@ -8,16 +8,15 @@ import torch
 
 from benchmarks.harness import registry, results
 from benchmarks.harness.registry import CheckFailed
-from benchmarks.harness.timers import buffer_sets
 from benchmarks.ops.lite import backward, lite_attention, lite_backward
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
 from benchmarks.ops.lite.backward import LITE, LITE_DENSE, LITE_DETERMINISTIC, TORCH_FLASH
 from benchmarks.ops.lite.problem import setting
+from benchmarks.tests.ops.common import assert_every_setting_is_measured, assert_fits_the_h200
 
 ALL = lite_backward.settings(False)
 BY_NAME = {s.name: s for s in ALL}
-H200_L2 = 62_914_560
 
 LIST = setting("list", 500, batch=2, heads=3, dim=32, density=0.3)
 SMALL = [
@@ -242,10 +241,8 @@ def test_bytes_are_those_of_all_tensors():
 
 @pytest.mark.parametrize("problem", ALL, ids=name_of)
 def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
-    sets = buffer_sets(backward.read(problem), H200_L2, resident=False)
-    assert sets * backward.read(problem) > 3 * H200_L2
     # Inputs, an out per provider, gradients and fp32 workspace of every captured call.
-    assert sets * 4 * 2 * backward.moved(problem) < 30e9
+    assert_fits_the_h200(backward.read(problem), 4 * 2 * backward.moved(problem))
 
 
 def test_providers_say_what_they_need(monkeypatch):
@@ -275,9 +272,4 @@ def test_a_run_yields_rates_and_ratios(measured, card, monkeypatch):
 
 
 def test_measured_results_hold_every_setting():
-    for path in results.RESULTS.glob("*/lite_backward.json"):
-        result = results.load(path)
-        for provider in ("lite", "lite_deterministic"):
-            found = results.rows_of(result, provider=provider, method="graph")
-            assert [r["setting"] for r in found] == list(BY_NAME)
-        assert all(r["tflops"] > 0 for r in result["rows"])
+    assert_every_setting_is_measured("lite_backward", BY_NAME, ("lite", "lite_deterministic"))
