@@ -1,4 +1,4 @@
-"""Draws a result file as a PNG: time over batch of every provider with the floor, and the share of the ceiling.
+"""Draws a result file as a PNG: the time of every provider with the floor, and its rate, over a parameter.
 
 python benchmarks/plot.py RESULT.json [--out PATH.png] [--x B] [--settings PATTERN] [--merge PARAMETER ...]
 """
@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 def panels(
     result: Mapping[str, Any], x: str, pattern: str = "*", merge: Sequence[str] = ()
 ) -> dict[str, list[Row]]:
-    """Rows of the device method by panel: one per combination of all parameters but `x` with enough points.
+    """The rows of the device method by panel: a panel per combination of all parameters but `x` with enough points.
 
     Problems that differ in the parameters of `merge` share a panel.
     """
@@ -144,7 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--settings", default="*", metavar="PATTERN", help="shell pattern of setting names"
     )
     parser.add_argument(
-        "--merge", nargs="+", default=[], metavar="PARAMETER", help="draw what differs here as one"
+        "--merge",
+        nargs="+",
+        default=[],
+        metavar="PARAMETER",
+        help="parameters that may differ within a panel",
     )
 
     def draw_file(args: argparse.Namespace, out: Path) -> None:

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _absent(
     settings: list[Setting], providers: Iterable[Provider], wanted: Iterable[str]
 ) -> list[str]:
-    """Of the peers asked for by name, those that can serve none of the settings, with the reason."""
+    """The peers that were asked for by name and can serve none of the settings, with the reason."""
     absent = []
     for provider in providers:
         reasons = [provider.supports(s) for s in settings]
@@ -97,7 +97,7 @@ def _measure(
 
     from benchmarks.harness import gpu
 
-    # Inference code records no autograd graph, and neither shall the peer's.
+    # Inference code records no autograd graph, and peers must not record one either.
     with torch.inference_mode():
         origin = {**provenance(), "clocks_before": read_smi()}
         card = gpu_slug(origin["gpu"])

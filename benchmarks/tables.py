@@ -86,7 +86,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
 
 
 def rendered(text: str, root: Path = results.RESULTS) -> str:
-    """The document with every region up to date; ValueError when a region is not closed or cannot be filled."""
+    """The document with every region up to date; ValueError where a region is not closed or cannot be filled."""
 
     def fill(match: re.Match[str]) -> str:
         opening = match.group(0).split("\n", 1)[0]
@@ -110,7 +110,7 @@ def documents(root: Path = ROOT) -> Iterable[Path]:
 
 
 def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> list[Path]:
-    """Rewrites the documents whose tables have drifted, or with `check` only names them."""
+    """The documents whose tables have drifted; they are rewritten unless `check` is set."""
     drifted = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> 
 def without_results(
     names: Iterable[str], excused: Mapping[str, str], root: Path = results.RESULTS
 ) -> list[str]:
-    """A sentence for every op without a result of a GPU that is not excused, and for every excuse that no op needs."""
+    """A sentence for every op that has neither a result of a GPU nor an excuse, and for every excuse without need."""
     names = list(names)
     measured = {p.stem for p in root.glob("*/*.json") if p.parent.name not in NOT_GPUS}
     found = [

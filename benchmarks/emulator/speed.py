@@ -1,4 +1,4 @@
-"""Emulated instructions per second, and how long building takes.
+"""Measures emulated instructions per second, and the time that building takes.
 
     python benchmarks/emulator/speed.py [--against TREE] [--json [PATH]] [--only KERNEL ...] [--seconds S]
 
@@ -30,7 +30,7 @@ SCHEMA = 1
 
 
 def sources(tree: Path) -> list[Path]:
-    """The folders of a tree that go on PYTHONPATH, with the decode kernel and the test kernels of this one."""
+    """The folders for PYTHONPATH: the emulator of `tree`, and the decode kernel and the test kernels of this tree."""
     src = tree / "src" if (tree / "src").is_dir() else tree
     if not (src / "cula_emulator").is_dir():
         raise SystemExit(f"{tree} holds no cula_emulator")
@@ -39,7 +39,7 @@ def sources(tree: Path) -> list[Path]:
 
 
 def measure(tree: Path, only: list[str] | None, seconds: float) -> dict[str, Any]:
-    """Runs the kernels in a process of their own, on the emulator of `tree`."""
+    """Runs the kernels on the emulator of `tree`, in a process of their own."""
     paths = [str(path) for path in sources(tree)]
     inherited = os.environ.get("PYTHONPATH")
     environment = os.environ | {
@@ -58,7 +58,7 @@ def measure(tree: Path, only: list[str] | None, seconds: float) -> dict[str, Any
 
 
 def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several measurements of one tree, the quickest per kernel; other programs only ever slow one down."""
+    """The quickest measurement of each kernel, because other programs can only slow a measurement down."""
     kernels = {
         name: min((r["kernels"][name] for r in rounds), key=lambda k: k["median_seconds"])
         for name in rounds[0]["kernels"]
@@ -82,7 +82,7 @@ def cpu_model() -> str:
 
 
 def place() -> dict[str, Any]:
-    """CPU, compiler, versions and commit."""
+    """The CPU, the compiler, the versions and the commit of this run."""
     compiler = subprocess.run(
         [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
     ).stdout

@@ -26,7 +26,7 @@ def _commit(provenance: dict[str, Any]) -> str:
 
 
 def speed(result: dict[str, Any]) -> str:
-    """Millions of thread-instructions per second, and seconds to build."""
+    """The table of millions of thread-instructions per second, and the seconds that building takes."""
     before = result["before"]
     header = ["kernel", "million instructions", "million per CPU second"]
     header += [f"at {before}", "gain"] if before else []
@@ -52,7 +52,7 @@ def speed(result: dict[str, Any]) -> str:
 
 
 def agreement(result: dict[str, Any]) -> str:
-    """Cases per family, how many agree bit for bit, and the largest difference of the others."""
+    """The table of cases per family, of those that agree bit for bit, and of the largest difference of the others."""
     lines = []
     for f in result["families"]:
         gap = []
@@ -88,5 +88,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def region(op: str, path: Path) -> str:
-    """The lines of a region, from its result file."""
+    """The lines of a region of a document, made from its result file."""
     return f"\n{TABLES[op](json.loads(path.read_text(encoding='utf-8')))}\n\n"

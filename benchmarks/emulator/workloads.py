@@ -263,7 +263,7 @@ def _cpu_seconds() -> float:
 
 
 def build_once(prepare: bool) -> float:
-    """CPU seconds to make the generated PTX runnable; with `prepare` the emulator's own library is built before."""
+    """CPU seconds that make the generated PTX runnable; `prepare` builds the emulator's own library before that."""
     import cula_emulator as emulator
 
     text = generated_ptx()
@@ -275,7 +275,7 @@ def build_once(prepare: bool) -> float:
 
 
 def build_times() -> dict[str, float]:
-    """The same with an empty cache, and again in a new process."""
+    """Seconds of `build_once` with an empty cache, and again in a new process with a warm one."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"CULA_EMULATOR_CACHE": cache}
 
@@ -291,14 +291,14 @@ def build_times() -> dict[str, float]:
 
 
 def measure(name: str, seconds: float) -> dict[str, Any]:
+    """Runs a workload until it has taken so many seconds, after checking its results."""
     workload = WORKLOADS[name]()
     workload.run()
     workload.check()
     times: list[float] = []
     while sum(times) < seconds or len(times) < 3:
-        start = (
-            time.process_time()
-        )  # the emulator has one thread; other programs on the machine do not count
+        # The emulator has one thread, so its CPU time leaves out other programs of the machine.
+        start = time.process_time()
         workload.run()
         times.append(time.process_time() - start)
     counted = getattr(workload.module, "statistics", None)

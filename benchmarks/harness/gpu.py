@@ -1,7 +1,7 @@
-"""The CUDA backend of the harness, and green contexts: running on a part of the card's multiprocessors.
+"""The CUDA backend of the timing loops, and green contexts, which run work on a part of the card's multiprocessors.
 
-A green context is a set of multiprocessors with streams of its own. Whether work really stays inside is proved, not
-assumed: a probe kernel writes down the multiprocessor each of its programs ran on, eagerly and through a graph.
+A green context is a set of multiprocessors with streams of its own. A probe kernel, launched eagerly and through a
+graph, records the multiprocessor of each of its programs, and so proves that work stays inside.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GREEN_GRANULARITY = 8
 
 
 class PlaceError(RuntimeError):
-    """The asked-for part of the card cannot be had, or work did not stay in it."""
+    """The driver cannot give the wanted part of the card, or work did not stay in it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The part of the card in use. `stream` captures graphs there; None is any stream of the whole card."""
+    """The part of the card in use. Graphs are captured on `stream`; None is any stream of the whole card."""
 
     sms: int
     sms_seen: int | None
@@ -45,7 +45,7 @@ class Place:
 
 
 class CudaBackend:
-    """Implements `harness.Backend` on the current device and stream."""
+    """Implements `timers.Backend` on the current device and stream."""
 
     def __init__(self, place: Place | None = None) -> None:
         self.graphs = place is None or place.graphs
@@ -75,7 +75,7 @@ class CudaBackend:
         spans = []
         for call in calls:
             span = _Span()
-            # The device is kept busy while the host prepares the call: the span is the device's time, not the gap.
+            # The device is busy while the host prepares the call, so that the span does not contain that gap.
             torch.cuda._sleep(SLEEP_CYCLES_PER_CALL)
             with span:
                 call()
@@ -129,7 +129,7 @@ def green(num_sms: int) -> Iterator[Place]:
     with ExitStack() as stack:
         place = _enter_green(num_sms, stack)
         yield place
-        # A library that makes the whole card's context current again on the way would spoil everything measured since.
+        # A library may have made the context of the whole card current again, which would spoil everything since then.
         if (seen := _sms_seen(lambda call: call())) > _rounded(num_sms):
             raise PlaceError(
                 f"work left the green context during the run: {seen} multiprocessors seen at its end"
@@ -188,7 +188,7 @@ def _green_current(num_sms: int) -> Iterator[Any]:
 
 
 def _sms_seen(run: Callable[[Call], Any]) -> int:
-    """How many multiprocessors a full grid ran on, when its launch goes through `run`."""
+    """The number of multiprocessors that a full grid ran on, when `run` launches it."""
     from benchmarks.harness.smid import record_smid
 
     programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
@@ -214,5 +214,5 @@ def _graph_stays(stream: Any, limit: int) -> bool:
 
 
 def place_of(op: Any) -> AbstractContextManager[Place]:
-    """The part of the card an op asks for."""
+    """The part of the card that an op runs on."""
     return op.place() if op.place is not None else whole_card()

@@ -1,4 +1,4 @@
-"""Runs an op: check every provider, then time all of them in turns, setting by setting."""
+"""Runs an op: for each setting it checks every provider, and then times all of them in turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_METHODS = ("graph", "eager-host", "eager-event")
 
 @dataclasses.dataclass
 class Run:
-    """What one invocation measures and on what. `floor_tbs` is None where the card's bandwidth is not known."""
+    """What one invocation measures, and on which device. `floor_tbs` is None where a card's bandwidth is not known."""
 
     op: Op
     providers: tuple[Provider, ...]
@@ -31,7 +31,7 @@ class Run:
     skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def measure(self, settings: Iterable[Setting]) -> None:
-        """Appends the rows of every setting. CheckFailed leaves the settings done so far in place."""
+        """Appends the rows of every setting. Where CheckFailed is raised, the rows of earlier settings stay."""
         for setting in settings:
             self.rows += self._setting(setting)
             self.release()

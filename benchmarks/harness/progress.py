@@ -1,4 +1,4 @@
-"""A progress bar for a terminal, and nothing at all elsewhere."""
+"""A progress bar, which is drawn on a terminal only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 def progress(items: Iterable[Any], stream: TextIO | None = None) -> Iterator[Any]:
-    """Yields the items (each with a `name`), drawing on `stream` (stderr) when it is a terminal."""
+    """Yields the items, each of which has a `name`, and draws on `stream` (stderr) if it is a terminal."""
     stream = stream or sys.stderr
     items = list(items)
     if not stream.isatty():

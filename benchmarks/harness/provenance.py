@@ -1,4 +1,4 @@
-"""Where a result comes from: GPU, driver, versions, commit, clocks, date. Reads only; changes no setting."""
+"""Where a result comes from: GPU, driver, versions, commit, clocks, date. Nothing here changes a setting of the GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def provenance() -> dict[str, Any]:
 
 
 def version(distribution: str, module: str) -> str | None:
-    """Installed version, from metadata or else the module's `__version__`; None when absent."""
+    """The installed version from metadata, or else the module's `__version__`, or None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +71,7 @@ def version(distribution: str, module: str) -> str | None:
 
 
 def commit(root: Path = ROOT) -> dict[str, Any]:
-    """Commit and whether files differ from it: CULA_COMMIT (`<sha>[-dirty]`, for trees without git) or else git's."""
+    """The commit, and whether files differ from it: from CULA_COMMIT (`<sha>[-dirty]`), or else from git."""
     named = os.environ.get(COMMIT_VARIABLE, "")
     if named:
         return {"commit": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
@@ -85,7 +85,7 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
 
 
 def read_smi() -> dict[str, Any]:
-    """Driver, clocks, power and temperature of the first GPU as nvidia-smi reads them; empty without nvidia-smi."""
+    """Driver, clocks, power and temperature of the first GPU as nvidia-smi reads them; nothing without nvidia-smi."""
     out = _run(
         [
             "nvidia-smi",
@@ -99,12 +99,13 @@ def read_smi() -> dict[str, Any]:
 
 
 def parse_smi(line: str) -> dict[str, Any]:
+    """The values of SMI_FIELDS in a line of nvidia-smi, as numbers where they are numbers."""
     values = [value.strip() for value in line.strip().splitlines()[0].split(",")]
     return dict(zip(SMI_FIELDS.values(), map(_number, values), strict=True))
 
 
 def gpu_slug(name: str) -> str:
-    """Folder name of a GPU: 'NVIDIA H200' -> 'h200', 'NVIDIA GeForce RTX 4090' -> 'rtx-4090'."""
+    """The name of a GPU's folder of results: 'NVIDIA H200' -> 'h200', 'NVIDIA GeForce RTX 4090' -> 'rtx-4090'."""
     words = [
         w
         for w in re.findall(r"[a-z0-9]+", name.lower())

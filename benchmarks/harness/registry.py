@@ -18,7 +18,7 @@ class CheckFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One problem. `l2` is "cold" (buffer sets rotate beyond the L2) or "resident" (one set is reused)."""
+    """A problem. `l2` is "cold", where calls rotate over sets that exceed the L2, or "resident", with one set."""
 
     name: str
     params: Mapping[str, Any]
@@ -31,11 +31,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation.
+    """An implementation.
 
-    role: "ours", "peer", "variant" (of ours) or "ceiling". bind(setting, inputs) returns the zero-argument call that is
-    timed. moved(setting) counts the bytes this implementation must move per call. supports(setting) returns None or the
-    reason why not (also when it is not installed). prepare(setting) runs once before the first call of a setting.
+    role: "ours", "peer", "variant" (of ours) or "ceiling". bind(setting, inputs) returns the call that is timed, which
+    takes no arguments. moved(setting) counts the bytes that this implementation must move per call. supports(setting)
+    returns None, or the reason why the implementation cannot run. prepare(setting) runs once before the first call.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Op:
     settings(quick) lists the problems. make_inputs(setting, device, seed) builds one buffer set. set_bytes(setting) is
     the size of the part of a set that every call touches. check(provider, setting, device) raises CheckFailed on a
     wrong result and returns the errors it found. place() opens the part of the card to run on; None is all of it.
-    flops(setting) counts the arithmetic of a call, where that and not memory is the limit: every row then has tflops.
-    notes are written into the result file.
+    flops(setting) counts the arithmetic of a call, for ops that are limited by it; their rows have tflops. notes are
+    written into the result file.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Op:
             raise ValueError(f"providers: expected exactly one with role 'ours', got {ours}")
 
     def floor_bytes(self, setting: Setting) -> int:
-        """The fewest bytes the op can move: those of our own implementation."""
+        """The fewest bytes that the op can move, which are those of our own implementation."""
         return next(p for p in self.providers if p.role == "ours").moved(setting)
 
 
@@ -114,7 +114,7 @@ def select(settings: Iterable[Setting], patterns: Iterable[str] | None) -> list[
 
 
 def choose(op: Op, against: Iterable[str] | None) -> tuple[Provider, ...]:
-    """Everything but peers, and of those the ones named; all when `against` is None, none for ["none"]."""
+    """All providers that are no peers, and the named peers: all peers where `against` is None, none for ["none"]."""
     if against is None:
         return op.providers
     wanted = set(against) - {"none"}

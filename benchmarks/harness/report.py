@@ -13,7 +13,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def table(result: Mapping[str, Any], method: str, pattern: str = "*", spread: bool = True) -> Table:
-    """Header and one line per setting: time of every provider and our ratios. Settings filtered by a shell pattern."""
+    """A line per setting that matches a shell pattern, with the time of every provider and our ratios."""
     rows = [
         r for r in result["rows"] if r["method"] == method and fnmatchcase(r["setting"], pattern)
     ]
@@ -83,7 +83,7 @@ def _number(value: float | None, digits: int | None = None) -> str:
 
 
 def as_text(table: Table) -> str:
-    """Columns aligned with spaces, numbers to the right."""
+    """The table as text, whose columns are aligned with spaces, numbers to the right."""
     header, lines = table
     widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
 
@@ -98,13 +98,14 @@ def as_text(table: Table) -> str:
 
 
 def as_markdown(table: Table) -> str:
+    """The table in markdown, numbers to the right."""
     header, lines = table
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *lines])
 
 
 def origin(result: Mapping[str, Any]) -> str:
-    """One line: where, when and with what a result was measured."""
+    """A line that says where, when and with which versions a result was measured."""
     p, place = result["provenance"], result["place"]
     versions = ", ".join(
         f"{k} {v}" for k, v in p["versions"].items() if v and not k.startswith("cula")

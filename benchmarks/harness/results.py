@@ -17,7 +17,7 @@ from typing import Any
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
-# Bytes per second a plain device-to-device copy attains (read plus written), in TB/s: what "floor" is computed with.
+# TB/s, read plus written, that a plain device-to-device copy attains; the floor is computed with it.
 ATTAINABLE_TBS = {"h200": 4.3}
 
 METHODS = ("graph", "queued-event", "eager-host", "eager-event")
@@ -78,7 +78,7 @@ def _ratio(other_us: float | None, row: Mapping[str, Any]) -> float | None:
 
 
 def validate(result: Any) -> None:
-    """ValueError naming the first field that is missing, of a wrong type or impossible."""
+    """Raises ValueError for the first field that is missing, of a wrong type or impossible."""
     require_fields(result, FIELDS, "result")
     if result["schema"] != SCHEMA:
         raise ValueError(f"schema: expected {SCHEMA}, got {result['schema']}")
@@ -97,7 +97,7 @@ def validate(result: Any) -> None:
 
 
 def require_fields(value: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
-    """ValueError unless `value` is a dict that has all `fields`, each of one of its types; `where` names the value."""
+    """Raises ValueError unless `value`, named `where`, is a dict with all `fields`, each of one of its types."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object, got {type(value).__name__}")
     for name, types in fields.items():
@@ -110,6 +110,7 @@ def require_fields(value: Any, fields: Mapping[str, tuple[type, ...]], where: st
 
 
 def result_path(op: str, gpu: str, root: Path = RESULTS) -> Path:
+    """The path of an op's result on a GPU."""
     return root / gpu / f"{op}.json"
 
 
@@ -124,7 +125,7 @@ def load(path: Path, check: Callable[[Any], None] = validate) -> dict[str, Any]:
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:
-    """Writes a result after checking it; one row per line, so that two runs can be compared with diff."""
+    """Checks a result and writes it, one row per line, so that diff can compare two runs."""
     validate(result)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,12 +139,12 @@ class Mismatch(ValueError):
     """Two results are not parts of one measurement."""
 
 
-# What two runs of one measurement may differ in.
+# Facts of the provenance in which two runs of one measurement may differ.
 OF_THE_RUN = ("date", "clocks_before", "clocks_after")
 
 
 def refuse_another(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> None:
-    """Mismatch unless both measured the same op in the same way at the same commit on the same kind of machine."""
+    """Raises Mismatch unless both measured the same op in the same way, at the same commit, on the same machine."""
     one, other = (
         {k: v for k, v in result["provenance"].items() if k not in OF_THE_RUN}
         | {k: result[k] for k in ("schema", "op", "place", "method", "notes")}
@@ -159,7 +160,7 @@ def refuse_another(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> None
 def joined(
     earlier: Mapping[str, Any], later: Mapping[str, Any], order: Iterable[str]
 ) -> dict[str, Any]:
-    """The later result with the settings of an earlier one that it lacks, in the order of setting names given."""
+    """The later result with the settings that only the earlier one has; `order` lists the names of all settings."""
     refuse_another(earlier, later)
     number = {name: n for n, name in enumerate(order)}
     measured = {entry["setting"] for field in ("skipped", "rows") for entry in later[field]}
@@ -173,7 +174,7 @@ def joined(
 
 
 def rows_of(result: Mapping[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    """Rows whose fields (or params) have the wanted values."""
+    """The rows whose fields, or parameters, have the wanted values."""
     return [
         r
         for r in result["rows"]

@@ -1,4 +1,4 @@
-"""A probe kernel that writes down the multiprocessor each of its programs runs on."""
+"""A probe kernel that records the multiprocessor on which each of its programs runs."""
 
 import torch
 import triton
@@ -12,5 +12,5 @@ def _smid_kernel(ids):
 
 
 def record_smid(ids: torch.Tensor) -> None:
-    """Fills ids, int32 [programs] on the GPU, one program per element."""
+    """Writes the multiprocessor of each program to `ids`, int32 [programs] on the GPU."""
     _smid_kernel[(ids.numel(),)](ids, num_warps=4)

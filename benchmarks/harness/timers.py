@@ -1,10 +1,10 @@
-"""Timing: interleaved CUDA-graph replays, host-visible eager calls, and the statistics over both.
+"""Timing loops over CUDA-graph replays and eager calls, in which providers take turns, and their statistics.
 
-Nothing here touches CUDA directly: a backend (`benchmarks.gpu.CudaBackend`, or a fake one in the tests) captures,
-replays, records events and reads clocks. All times are microseconds per call.
+Nothing here calls CUDA directly: a backend (`gpu.CudaBackend`, or a fake one in the tests) captures, replays, records
+events and reads clocks. All times are microseconds per call.
 
-L2-cold timing walks over several buffer sets whose total exceeds three times the L2, so that a set's lines are evicted
-before its turn comes again; L2-resident timing repeats one set.
+Cold timing rotates over buffer sets that together exceed three times the L2, so that the lines of a set are evicted
+before it is used again; resident timing repeats one set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_BLOCK = 3
 
 
 class Backend(Protocol):
-    """What the timing loops need from a device."""
+    """The operations of a device that the timing loops use."""
 
     graphs: bool
 
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """Host time in seconds."""
 
     def capture(self, calls: Sequence[Call], keep: bool) -> Call:
-        """One graph of all calls; `keep` holds every result alive, so that each call writes memory of its own."""
+        """A graph of all calls; with `keep` every result stays alive, so that each call writes memory of its own."""
 
     def time_each(self, calls: Sequence[Call]) -> list[float]:
         """Device time of every call, between two events around it, each queued behind a busy device."""
@@ -46,7 +46,7 @@ class Backend(Protocol):
 class Timing:
     """How much to measure. A block is `block` samples of one provider; the providers take turns, `rounds` times.
 
-    Of replays of which `block` take longer than `block_us` a block has fewer, as long as there are MIN_BLOCK.
+    A block that would take longer than `block_us` has fewer samples, but at least MIN_BLOCK.
     """
 
     rounds: int = 20
@@ -82,7 +82,7 @@ class Stats:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest order statistics."""
+    """The percentile of some values, with linear interpolation between the two nearest of them."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
@@ -91,7 +91,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def buffer_sets(set_bytes: int, l2_bytes: int, resident: bool) -> int:
-    """How many buffer sets of `set_bytes` each to rotate over: one when resident, else more than 3x L2 in total."""
+    """How many buffer sets of `set_bytes` each to rotate over: one when resident, else more than 3x the L2 in total."""
     if set_bytes <= 0:
         raise ValueError(f"set_bytes: expected a positive number of bytes, got {set_bytes}")
     if resident:
@@ -112,7 +112,7 @@ def time_graphs(backend: Backend, calls: Calls, timing: Timing, keep: bool) -> d
 
 
 def time_queued(backend: Backend, calls: Calls, timing: Timing, keep: bool) -> dict[str, Stats]:
-    """Stands in for graphs where none can be captured: eager calls queued behind a busy device, turn by turn."""
+    """Times eager calls queued behind a busy device, turn by turn, where no graph can be captured."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     batches = {name: _batch(seq, timing.queued_calls) for name, seq in calls.items()}
     for batch in batches.values():
@@ -150,7 +150,10 @@ def time_eager_host(backend: Backend, calls: Calls, timing: Timing) -> dict[str,
 def _capture(
     backend: Backend, calls: Sequence[Call], timing: Timing, keep: bool
 ) -> tuple[Call, int, int]:
-    """A graph so long that the gap between two replays is small beside it, its calls, and the samples of a block."""
+    """A graph, the number of its calls, and the samples of a block.
+
+    The graph is so long that the gap between two replays is short beside it.
+    """
     _warm_up(backend, calls, timing)
     replay = backend.capture(calls, keep)
     one_pass = percentile(backend.time_each([replay] * (timing.warmup + 3))[timing.warmup :], 50)
@@ -174,7 +177,7 @@ def _batch(calls: Sequence[Call], at_least: int) -> list[Call]:
 
 
 def _turns(names: list[str], rounds: int) -> list[str]:
-    """Provider order of all rounds; the order turns by one each round, so that nobody always follows the same peer."""
+    """The order of the providers in all rounds; it rotates, so that no provider always follows the same one."""
     order = []
     for turn in range(rounds):
         shift = turn % len(names)

@@ -92,7 +92,7 @@ def batch_of(problem: Setting) -> int:
 
 
 def sequences_of(problem: Setting) -> int:
-    """How many sequences there are, packed or as rows of the batch."""
+    """The number of sequences, which are packed or rows of the batch."""
     return problem.params.get("N", batch_of(problem))
 
 
@@ -122,7 +122,7 @@ def lengths_of(sequences: int, tokens: int, kind: str, seed: int = 0) -> list[in
 def _skewed(sequences: int, tokens: int, generator: random.Random) -> list[int]:
     if sequences == 1:
         return [tokens]
-    # One token each is given out first, so that the series can end in sequences of next to nothing.
+    # Every sequence gets one token first, so that the shortest ones of the series are not empty.
     half = min(tokens // 2, tokens - (sequences - 1))
     free = tokens - half - (sequences - 1)
     weights = [SHRINK**i for i in range(sequences - 1)]

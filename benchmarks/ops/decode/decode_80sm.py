@@ -46,7 +46,7 @@ H20 = Card("H20", 4.0, 78)
 
 @dataclass(frozen=True)
 class Projection:
-    """Time range on another card from one measured time; `bound` says which end is the likelier."""
+    """The range of a time on another card, from a measured time; `bound` says which end is more likely."""
 
     low_us: float
     high_us: float
@@ -58,8 +58,9 @@ def project(
 ) -> Projection:
     """Scales a time by the ratio of multiprocessors and by the ratio of datasheet bandwidths.
 
-    A kernel limited by memory takes the bandwidth ratio longer, one limited by what its multiprocessors can issue or
-    keep in flight takes the ratio of multiprocessors longer; the truth of an unclear case lies between the two.
+    The time of a kernel that memory limits grows with the ratio of bandwidths. The time of a kernel that is limited by
+    what its multiprocessors can issue or keep in flight grows with the ratio of multiprocessors. An unclear case lies
+    between the two.
     """
     by_memory = measured_us * source.bandwidth_tbs / target.bandwidth_tbs
     by_sms = measured_us * sms / target.sms
@@ -196,7 +197,7 @@ ANSWERS = """\
 
 
 def _structures(study: Result | None) -> str:
-    """What other structures cost, and what that answers."""
+    """Times of other structures of the kernel, and the conclusions from them."""
     head = "## Splitting, stores, TMA (measured on the whole card)"
     if study is None:
         return f"{head}\n\nNot measured."
@@ -223,7 +224,7 @@ def _structures(study: Result | None) -> str:
 
 
 def _extrapolated(green: Result) -> str:
-    """The part that is not a measurement; every assumption is written beside its figures."""
+    """The part of the page that is no measurement; it states every assumption beside its figures."""
     header = ["setting", "H20 low, us", "H20 high, us", "limited by"]
     sms, lines = green["place"]["sms_seen"], []
     for row in results.rows_of(
@@ -248,7 +249,7 @@ def _extrapolated(green: Result) -> str:
 
 
 def _conclusion(green: Result) -> str:
-    """What one multiprocessor moved here, against what one of the H20 must move for all of its attainable bandwidth."""
+    """Compares the bytes that a multiprocessor moved with those that one of an H20 must move to fill its memory."""
     method, sms = results.device_method(green), green["place"]["sms_seen"]
     rows = results.rows_of(green, provider=OURS, method=method, l2="cold")
     best = max(rows, key=lambda row: row["gbps"])
@@ -288,7 +289,7 @@ def _percent(value: float | None) -> str:
 
 
 def page(gpu: str, root: Path = results.RESULTS) -> str:
-    """The page from the files of one GPU; OSError when the required one is missing."""
+    """The page from the files of one GPU; it raises OSError where the required file is missing."""
 
     def optional(op: str) -> Result | None:
         path = results.result_path(op, gpu, root)

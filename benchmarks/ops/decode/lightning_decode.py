@@ -9,7 +9,7 @@ from benchmarks.ops.decode.providers import PROVIDERS, check
 
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
 QUICK_BATCHES = (1, 64, 256)
-# States of this size stay in the L2 of a big card from one step to the next when nothing else runs in between.
+# States of these batches stay in the L2 of a big card from one step to the next if nothing else runs between them.
 RESIDENT_BATCHES = (1, 4)
 TOKENS = (2, 4, 8)
 TOKEN_BATCHES = (1, 16, 64, 256)

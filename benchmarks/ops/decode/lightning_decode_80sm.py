@@ -1,4 +1,4 @@
-"""Lightning decode on 80 multiprocessors (a green context): what a card with 78 of them can be expected to do."""
+"""Lightning decode on 80 multiprocessors (a green context), from which a card with 78 of them can be estimated."""
 
 from __future__ import annotations
 

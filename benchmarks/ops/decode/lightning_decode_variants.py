@@ -1,4 +1,4 @@
-"""Every tile the decode kernel can be built with, beside the one it selects."""
+"""Every tile that the decode kernel can be built with, beside the one that the package selects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = tuple(itertools.product(("fp32", "bf16"), ("kv", "vk")))
 
 
 def problem_of(chosen: Setting) -> Problem:
-    """The kernel's compile-time facts of a setting."""
+    """The facts of a setting that the kernel knows at compile time."""
     p = chosen.params
     state_dtype = str(decode.DTYPES[p["state"]]).removeprefix("torch.")
     return Problem(
@@ -38,7 +38,7 @@ def problem_of(chosen: Setting) -> Problem:
 
 
 def variant_name(config: Config) -> str:
-    """What distinguishes a configuration, e.g. tile_v=32,threads=128."""
+    """A name of what distinguishes a configuration, such as tile_v=32,threads=128."""
     tile = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "problem"
     }
@@ -46,7 +46,7 @@ def variant_name(config: Config) -> str:
 
 
 def configurations(chosen: Setting) -> dict[str, Config]:
-    """All candidates of a setting by name; the one that `cula` takes on this machine is among them."""
+    """All candidates of a setting by name; the one that `cula` selects on this machine is among them."""
     return {variant_name(c): c for c in candidates(problem_of(chosen))}
 
 
@@ -74,7 +74,7 @@ def _variant(name: str) -> Provider:
 
 
 def check(provider: Provider, chosen: Setting, device: Any) -> dict[str, float]:
-    """Variants against the fp64 recurrence, like everyone else."""
+    """Compares variants with the fp64 recurrence too, and the others as usual."""
     if provider.role != "variant":
         return decode_providers.check(provider, chosen, device)
     return decode.check_decode(lambda p, x: _result(provider.name, p, x), chosen, device)

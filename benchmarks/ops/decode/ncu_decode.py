@@ -66,9 +66,9 @@ def command(batch: int, sms: int, state: str, layout: str) -> list[str]:
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """One entry per profiled kernel of ncu's CSV output (a column per metric, or a line per metric).
+    """One entry per profiled kernel of ncu's CSV output, which has a column per metric, or a line per metric.
 
-    ValueError when there is no table, which is how ncu reports that it could not profile.
+    Without a table, which means that ncu could not profile, it raises ValueError.
     """
     lines = [line for line in text.splitlines() if line.startswith('"')]
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -125,7 +125,7 @@ def _number(text: str | None) -> float | None:
 def profile(
     batches: Sequence[int], sms: int, state: str, layout: str, raw: Path | None
 ) -> dict[str, Any]:
-    """Counters of every batch; what ncu cannot profile in a green context is profiled on the whole card and says so."""
+    """Counters of every batch; where ncu cannot profile in a green context, they are those of the whole card."""
     entries = []
     for batch in batches:
         entry, reasons = None, []
@@ -168,7 +168,7 @@ def _run(arguments: list[str], raw: Path | None, name: str) -> str:
 
 
 def workload(batch: int, sms: int, state: str, layout: str) -> None:
-    """What runs under ncu: a few steps, then one step inside the profiled range."""
+    """Runs a few steps, and then one step inside the range that ncu profiles."""
     import torch
 
     from benchmarks.harness import gpu

@@ -30,7 +30,10 @@ STATE_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-3}
 
 @dataclass
 class Inputs:
-    """One buffer set: q, k [B,T,H,K], v [B,T,H,V] bf16; state [B,H,K,V] or [B,H,V,K]; decay fp32 [H]; scale None."""
+    """One buffer set.
+
+    q, k [B,T,H,K] and v [B,T,H,V] are bf16, state is [B,H,K,V] or [B,H,V,K], decay fp32 [H], indices int32 [B] or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -49,7 +52,7 @@ def setting(
     commit: bool = True,
     indexed: bool = False,
 ) -> Setting:
-    """A problem; layout "kv" is [B,H,K,V], "vk" is [B,H,V,K] (state_v_first). Named like B64-T1-fp32-kv-cold."""
+    """A problem, named like B64-T1-fp32-kv-cold; layout "kv" is [B,H,K,V], and "vk" is [B,H,V,K] (state_v_first)."""
     name = f"B{batch}-T{tokens}-{state}-{layout}-{l2}"
     name += ("" if commit else "-verify") + ("-indexed" if indexed else "")
     params = {

@@ -101,7 +101,7 @@ _RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The provider's result on fresh inputs against the fp64 recurrence; the ceiling's against its own definition."""
+    """Compares a provider with the fp64 recurrence on fresh inputs; the ceiling is compared with its own definition."""
     if provider.role == "ceiling":
         return _check_ceiling(problem, device)
     return decode.check_decode(_RESULTS[provider.name], problem, device)

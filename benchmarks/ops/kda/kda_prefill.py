@@ -24,12 +24,12 @@ MORE_HEADS = 32
 MORE_TOKENS = (16 * K, 64 * K)
 FEATURE_TOKENS = 4 * K
 
-# Shell pattern of the settings that speed is summed up over: dense and packed, 64 heads, no extras.
+# Shell pattern of the settings over which documents give the mean speed: 64 heads, no feature.
 MAIN = "*-H64"
 
 
 def few_heads() -> list[Setting]:
-    """The long ones: few heads, which leave multiprocessors idle unless sequences are cut."""
+    """Long sequences of few heads, which leave multiprocessors idle unless sequences are cut."""
     dense = [setting(t, heads=h) for h in FEW_HEADS for t in FEW_TOKENS]
     packed = [
         setting(t, heads=h, sequences=n, lengths=lengths)

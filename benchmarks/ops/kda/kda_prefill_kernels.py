@@ -95,7 +95,7 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
 
 def settings(quick: bool) -> list[Setting]:
-    """Dense ones: many heads, where two kernels make a call, and few, where sequences are cut."""
+    """Dense problems: many heads, where a call has two kernels, and few heads, where sequences are cut."""
     if quick:
         return [setting(1024), setting(8192, heads=4)]
     many = [setting(t, b) for b in (1, 2) for t in (512, 1024, 4096, 8192, 16384)]

@@ -49,7 +49,7 @@ VARIANTS = {f"parts_{parts}": parts for parts in PARTS}
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """Variants against the fp64 oracle, like everyone else."""
+    """Compares variants with the fp64 oracle too, and the others as usual."""
     if provider.role != "variant":
         return kda_providers.check(provider, problem, device)
     with _cut(VARIANTS[provider.name]):

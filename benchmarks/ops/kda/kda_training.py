@@ -24,14 +24,15 @@ from cula.kda import chunk_kda
 
 LIMIT, FLA_LIMIT = 2e-2, 5e-2
 NO_WORSE = 1.1
-# What gradients are taken of, and which dimension are heads.
+# The tensors that have gradients, and the dimension of each that counts heads.
 LEAVES = {"q": 2, "k": 2, "v": 2, "gate": 2, "beta": 2, "A_log": 0, "dt_bias": 0}
 
 
 def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """A forward and a backward pass, in which v is the derivative of o; returns the gradients of LEAVES.
+    """A call that runs a forward and a backward pass, with v for the derivative of o, and returns gradients of LEAVES.
 
-    Benchmarks run in inference mode, whose tensors no gradient may need: this has copies of its own, and leaves it.
+    Benchmarks run in inference mode, whose tensors cannot have gradients. So the call copies them, and runs outside
+    inference mode.
     """
     with torch.inference_mode(False):
         leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
@@ -53,7 +54,7 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
 
 
 def impl(provider: str) -> str:
-    """What cula calls a provider."""
+    """The name that cula has for a provider."""
     return "fla" if provider == "fla" else (package() or "").replace("_", "-")
 
 
@@ -62,7 +63,7 @@ def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tens
 
 
 def _supports(provider: Provider, problem: Setting) -> str | None:
-    """The backward of either needs FLA; cula says what else is missing."""
+    """Both need FLA for the backward pass; cula says what else is missing."""
     if refused := provider.supports(problem) or FLA.supports(problem):
         return refused
     told = cula.explain(
@@ -72,7 +73,7 @@ def _supports(provider: Provider, problem: Setting) -> str | None:
 
 
 def tune(problem: Setting) -> None:
-    """All of FLA's kernels: a backward pass computes some of the forward again, and the rest is its own."""
+    """Tunes all kernels of FLA anew: those of the forward pass, some of which run again, and those of the backward."""
     from fla.modules.norm import l2norm
     from fla.ops.common import chunk_delta_h
     from fla.ops.kda import chunk_bwd, chunk_intra, gate
@@ -92,7 +93,7 @@ def tune(problem: Setting) -> None:
 
 
 def of_heads(leaves: dict[str, Tensor], heads: list[int]) -> dict[str, Tensor]:
-    """What belongs to some heads, in fp64; of dt_bias or its gradient [heads, K]."""
+    """The parts of LEAVES, or of their gradients, that belong to some heads, in fp64; dt_bias becomes [heads, K]."""
     leaves = leaves | {"dt_bias": leaves["dt_bias"].view(-1, kda.DIM)}
     at = torch.tensor(heads, device=leaves["q"].device)
     return {name: leaves[name].index_select(dim, at).double() for name, dim in LEAVES.items()}
@@ -104,7 +105,7 @@ def heads_of(x: Inputs, heads: list[int]) -> Inputs:
 
 
 def errors_of(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """Relative RMSE of gradients, by name, of the worst of some heads, against those of the reference in fp64."""
+    """The relative RMSE of every gradient against the reference in fp64, for the worst of some heads."""
     x = kda.make_inputs(problem, device, seed=SEED)
     found = dict(zip(LEAVES, provider.bind(problem, x)(), strict=True))
     require_finite(problem, **found)
@@ -115,7 +116,7 @@ def errors_of(provider: Provider, problem: Setting, device: Any) -> dict[str, fl
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """Gradients within their limit; ours, whose backward is FLA's, may be as far off as FLA's where that is more."""
+    """Compares gradients with limits. Our backward is FLA's, so where FLA's errors are larger they are our limits."""
     errors = errors_of(provider, problem, device)
     limits = dict.fromkeys(errors, LIMIT if provider.role == "ours" else FLA_LIMIT)
     if provider.role == "ours" and any(errors[name] > limits[name] for name in errors):
@@ -129,7 +130,7 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
 
 def moved(problem: Setting) -> int:
-    """q, k, v, g, beta and their gradients, o and its derivative once each."""
+    """Bytes of q, k, v, g, beta and their gradients, and of o and its derivative, each once."""
     return 2 * kda.moved(problem)
 
 

@@ -145,7 +145,7 @@ def log_decays(problem: Setting, x: Inputs, heads: list[int]) -> Tensor:
     rate = x.A_log[heads].double().exp()[:, None]
     if is_bounded(problem):
         return LOWER_BOUND * torch.sigmoid(rate * shifted)
-    # Above its threshold torch's softplus is the identity; it is put out of reach.
+    # Above a threshold torch's softplus is the identity; no value reaches this threshold.
     return -rate * F.softplus(shifted, threshold=1e3)
 
 
@@ -182,7 +182,7 @@ def _chunk(
     between = (since[:, :, None] - since[:, None]).masked_fill(~causal[..., None], -torch.inf)
     decayed = between.exp() * k[:, None]
     overlap, scores = ((decayed @ t[..., None])[..., 0] for t in (k, q))
-    # The solver takes the diagonal for ones and does not look above it.
+    # The solver assumes ones on the diagonal, and does not read what is above it.
     added = torch.linalg.solve_triangular(
         beta * overlap,
         beta * (v - (since.exp() * k) @ state),

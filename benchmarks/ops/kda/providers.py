@@ -172,7 +172,7 @@ _RESULTS = {
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The provider's result on fresh inputs against the fp64 oracle; the ceiling's against its own definition."""
+    """Compares a provider with the fp64 oracle on fresh inputs; the ceiling is compared with its own definition."""
     if provider.role == "ceiling":
         return copying.check(provider, problem, device)
     limit = FLA_LIMIT if provider.role == "peer" else kda.LIMIT

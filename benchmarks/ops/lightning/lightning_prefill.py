@@ -15,7 +15,7 @@ FEW_TOKENS = (16384, 65536)
 DENSE_FEATURES = ("gva", "fp16", "state", "l2norm", "exact", "checkpoints")
 PACKED_FEATURES = ("gva", "fp16", "pool", "l2norm", "exact", "checkpoints")
 
-# Shell pattern of the settings that speed is summed up over: dense and packed, 64 heads, per-head decay, no extras.
+# Shell pattern of the settings over which documents give the mean speed: 64 heads, per-head decay, no feature.
 MAIN = "*-H64"
 
 

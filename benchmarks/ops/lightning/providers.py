@@ -120,7 +120,7 @@ def _fla_prepare(problem: Setting) -> None:
 
 
 class _KnownEnds:
-    """The peer's chunk offsets, with their last element on the host: the peer reads it back in every call."""
+    """Makes the peer's chunk offsets with their last element on the host, because the peer reads it in every call."""
 
     def __init__(self, prepare: Callable[..., Tensor]) -> None:
         self.prepare = functools.lru_cache(maxsize=4)(lambda *args: _with_known_end(prepare(*args)))
@@ -155,7 +155,7 @@ _RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The provider's result on fresh inputs against the fp64 oracle; the ceiling's against its own definition."""
+    """Compares a provider with the fp64 oracle on fresh inputs; the ceiling is compared with its own definition."""
     if provider.role == "ceiling":
         return copying.check(provider, problem, device)
     heads = _fla_state_heads(problem) if provider is FLA else None
@@ -163,7 +163,7 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
 
 def _fla_state_heads(problem: Setting) -> int | None:
-    """How many first heads have finite final states with the peer, None for all.
+    """How many of the first heads have finite final states with the peer; None means all.
 
     Behind a sequence that ends inside a chunk of 64 tokens the peer multiplies zeros by exp(decay * tokens missing),
     which is infinite in fp32 for strong decays.

@@ -28,7 +28,7 @@ Bound = Callable[[], Gradients]
 
 @dataclass
 class Inputs(lite.Inputs):
-    """Those of the forward pass, and dout [B, S, H, D] bf16."""
+    """The inputs of the forward pass, and dout [B, S, H, D] bf16."""
 
     dout: Tensor
 
@@ -49,7 +49,7 @@ def read(problem: Setting) -> int:
 
 
 def moved(problem: Setting) -> int:
-    """The fewest bytes of a call: also dq, dk and dv."""
+    """The fewest bytes of a call, which are those of `read`, of dq, dk and dv."""
     return read(problem) + 3 * lite.activation_bytes(problem)
 
 
@@ -109,7 +109,7 @@ def _unlisted(problem: Setting) -> int:
 
 
 LITE = Provider("lite", "ours", _lite_bind(), moved, supports=lite_supports)
-# dq in a kernel of its own, which computes scores once more, in place of atomics.
+# Instead of atomics, a kernel of its own, which computes scores once more, makes dq.
 LITE_DETERMINISTIC = Provider(
     "lite_deterministic", "variant", _lite_bind(deterministic=True), moved, supports=lite_supports
 )
@@ -122,9 +122,9 @@ PROVIDERS = (LITE, LITE_DETERMINISTIC, LITE_DENSE, TORCH_FLASH)
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The provider's gradients on fresh inputs against the package's reference in fp64, in three heads.
+    """Compares gradients of up to three heads with the package's reference in fp64, on fresh inputs.
 
-    What is called deterministic must give the same bits twice.
+    The deterministic provider must give the same bits twice.
     """
     x = make_inputs(problem, device, seed=SEED)
     call = provider.bind(problem, x)
@@ -149,7 +149,7 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 def oracle(
     problem: Setting, x: Inputs, mask: Tensor | None, heads: list[tuple[int, int]]
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of (batch row, head) pairs in fp64, [P, S, D] each; over all tiles without a mask."""
+    """dq, dk, dv of (batch row, head) pairs in fp64, [P, S, D] each; without a mask they are over all tiles."""
     from benchmarks.ops.lite.internals import masked_gradients
 
     tensors = [

@@ -33,14 +33,14 @@ WORD = 32
 LOG2E = math.log2(math.e)
 
 KINDS = ("dense", "full", "list")
-# The threshold that is timed: nothing is ever skipped.
+# The threshold of timed calls, at which no tile is skipped.
 KEEP_ALL = -math.inf
 
 # How many rows the oracle computes at once; a multiple of BLOCK_M.
 ORACLE_ROWS = 1024
 OUTPUT_LIMIT = 5e-3
 LSE_LIMIT = 1e-3
-# Decisions this close to the threshold may differ, in log2 units and relative to the margin.
+# Decisions may differ where a margin is this close to the threshold, in log2 units and relative to the margin.
 UNDECIDED = 1e-2
 
 
@@ -91,7 +91,7 @@ def setting(
     causal: bool = False,
     density: float = 1.0,
 ) -> Setting:
-    """Named like dense-B1-S4096-H16-D128, full-B1-S8192-H16-D128-causal and list3.1-B1-S16384-H24-D128.
+    """A problem, named like dense-B1-S4096-H16-D128, full-B1-S8192-H16-D128-causal and list3.1-B1-S16384-H24-D128.
 
     `density` is the share of tiles that are listed, and 1 unless `kind` is "list". Lists are never causal, because some
     rows would have no key then.
@@ -196,7 +196,7 @@ def read(problem: Setting) -> int:
 
 
 def moved(problem: Setting) -> int:
-    """The fewest bytes of a call: also out, lse and the write mask."""
+    """The fewest bytes of a call, which are those of `read`, of out, lse and the write mask."""
     p = problem.params
     lse = 4 * p["B"] * p["H"] * p["S"]
     return read(problem) + activation_bytes(problem) + lse + mask_bytes(problem)

@@ -142,7 +142,7 @@ PROVIDERS = (LITE, LITE_INT8, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The provider's results on fresh inputs against the fp64 oracle."""
+    """Compares a provider with the fp64 oracle on fresh inputs."""
     if provider.name == LITE_INT8.name:
         if lite.is_dense(problem):
             dense = functools.partial(_lite_dense_result, int8=True)

@@ -43,13 +43,13 @@ TARGETS = {0.01: "*", 0.05: "D"}
 
 
 def sizes(result: Row) -> list[tuple[int, int, int, int]]:
-    """(B, S, H, D) of the result, by length."""
+    """The sizes (B, S, H, D) of the result, sorted by length."""
     found = {tuple(r["params"][name] for name in "BSHD") for r in result["rows"]}
     return sorted(found, key=lambda size: (size[1], size))
 
 
 def lines(result: Row, size: Sequence[int]) -> dict[str, list[Row]]:
-    """The rows of a size with a threshold of the sweep, by workload, the highest threshold first."""
+    """The rows of a size whose thresholds were not calibrated, by workload, the highest threshold first."""
     found: dict[str, list[Row]] = {}
     for row in _of(result, size):
         if row["threshold"] is not None and row["calibration"] is None:
@@ -63,7 +63,7 @@ def marks(result: Row, size: Sequence[int]) -> list[Row]:
 
 
 def drifts(result: Row, size: Sequence[int]) -> dict[str, dict[int, float]]:
-    """Workload -> step -> relative L1 at the threshold nearest to `DRIFT_THRESHOLD`."""
+    """The relative L1 by workload and step, at the threshold nearest to DRIFT_THRESHOLD."""
     found = {}
     for workload, rows in lines(result, size).items():
         if workload.startswith("drift"):
@@ -172,7 +172,7 @@ def _draw_speedups(axis: Any, result: Row, size: Sequence[int]) -> None:
 
 
 def _steps(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten around and between."""
+    """1, 2 and 5 times powers of ten, between the limits and just beyond them."""
     digits = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = [digit * 10.0**power for power in digits for digit in (1, 2, 5)]
     return [x for x in every if low / 2 <= x <= high * 2]

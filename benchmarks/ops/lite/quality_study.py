@@ -28,7 +28,7 @@ THRESHOLDS = (-2.0, -4.0, -6.0, -8.0, -10.0, -12.0, -14.0, -16.0)
 TARGETS = (0.01, 0.05)
 # Relative L2 distance from exact attention over the same tiles.
 INEXACT_LIMIT = 5e-3
-# From this length on only the structured workloads run, with one kind of calibration, and not every step is compared.
+# At this length and above, only structured workloads run, with one calibration, and not every step is compared.
 LONG = 16_384
 
 
@@ -89,7 +89,7 @@ DENSE = Label("dense")
 
 
 class HostBackend:
-    """`timers.Backend`, as far as wall times on the CPU need it."""
+    """The part of `timers.Backend` that wall times on the CPU need."""
 
     graphs = False
 
@@ -252,7 +252,7 @@ def _bound(provider: Any, problem: Any, step: Step) -> Callable[[], Any]:
 
 
 def _last_call(step: Step, track: Any) -> Callable[[], Any]:
-    """The call as it ran, with a copy of the list that it read."""
+    """The call of the last step, with a copy of the list that it read."""
     from liteattention_sm89 import lite_attention
 
     mask = track.mask.clone()
@@ -353,7 +353,7 @@ def _errors(track: Any) -> dict[str, float]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to six digits, so that files stay small."""
+    """Rounds floats to six digits, so that files stay small."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list):

@@ -96,7 +96,7 @@ def _lines(result: Mapping[str, Any], method: str, pattern: str) -> dict[str, di
 
 
 def _providers(lines: Mapping[str, Line]) -> dict[str, Row]:
-    """Some row of every provider but int8."""
+    """A row of every provider but int8."""
     return {n: row for line in lines.values() for n, row in line.items() if n != INT8}
 
 
@@ -114,7 +114,7 @@ def _value(provider: str, field: str, form: str) -> Cell:
 
 
 def _of_both(first: str, second: str, text: Callable[[float, float], str]) -> Cell:
-    """Of the times of two providers."""
+    """A cell with a text made from the times of two providers."""
 
     def cell(line: Line) -> str:
         if first not in line or second not in line:

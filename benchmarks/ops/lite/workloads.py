@@ -142,7 +142,7 @@ def drift(
     types: Sequence[str] = ("local",),
     at: int | None = None,
 ) -> Iterator[Step]:
-    """What skipping one way cannot follow: from step `at` (half of the steps) on other tiles matter.
+    """From step `at` (half of the steps) on other tiles matter, which lists that only shrink cannot follow.
 
     As `structured`, at the constant level 0.3; but the query of token i has the features of token i until step `at`,
     and from then on those of token i + S / 2, cyclic. With an even number of frames that is the same place half of the
@@ -199,14 +199,14 @@ def _features(shape: Shape, types: Sequence[str], draw: _Normal) -> Tensor:
     axes = [torch.arange(n, device=draw.device, dtype=torch.float32) for n in shape.grid]
     places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3)
     frequencies = draw((shape.heads, shape.dim // 2, 3)) / reach[:, None]
-    # Summed by hand: a matrix product may run in TF32, and the phases go up to hundreds.
+    # A matrix product may run in TF32, which is too coarse for phases of hundreds.
     phases = sum(places[:, None, None, a] * frequencies[..., a] for a in range(3))
     size = (peak * math.sqrt(shape.dim)).sqrt() * math.sqrt(2 / shape.dim)
     return torch.cat([phases.cos(), phases.sin()], -1) * size[:, None]
 
 
 def _smooth(u: Tensor, shape: Shape) -> Tensor:
-    """Half the sum of every token and its three predecessors in the grid: of unit variance again."""
+    """Half the sum of every token and its three predecessors in the grid, which has unit variance again."""
     grid = u.unflatten(1, shape.grid)
     return ((grid + grid.roll(1, 3) + grid.roll(1, 2) + grid.roll(1, 1)) / 2).flatten(1, 3)
 
@@ -233,7 +233,7 @@ class _Normal:
         numbers = torch.arange(self.used + 1, self.used + 1 + pairs, device=self.device)
         self.used += pairs
         bits = _finalized(numbers.mul_(_signed(_STRIDE)).add_(self.start))
-        # 24 bits each, all that fp32 holds: the first above 0 for the logarithm, the second a part of a turn.
+        # fp32 holds 24 bits. The first number is above 0 for its logarithm, the second is a part of a turn.
         radius = (-2 * (((bits >> 40 & 0xFFFFFF) + 1) * 2.0**-24).log_()).sqrt_()
         angle = (bits & 0xFFFFFF) * (2.0**-24 * 2 * math.pi)
         return torch.cat((radius * angle.cos(), radius * angle.sin()))[:count].view(shape)
@@ -245,7 +245,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def _finalized(bits: Any) -> Any:
-    """Mixes the bits of an int, or in place of an int64 tensor, whose products wrap."""
+    """Mixes the bits of an int, or those of an int64 tensor in place; products wrap."""
     for shift, factor in _MIX:
         if isinstance(bits, int):
             bits = (bits ^ bits >> shift) * factor % 2**64
