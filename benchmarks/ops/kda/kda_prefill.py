@@ -55,7 +55,7 @@ def settings(quick: bool) -> list[Setting]:
 NOTES = (
     "Gates and norms of q and k are computed inside, with a safe gate of lower bound -5; beta is ready. Every provider "
     "returns final states.",
-    "bytes: inputs, initial and final states and o once each, whoever runs; no workspace.",
+    "bytes: inputs, initial and final states and o once each, for every provider; no workspace.",
     "cula is cula-cp-sm90 on Hopper and cula-kda-sm100 on Blackwell.",
     "cula decides whether to cut sequences (use_intracard_cp='auto'); cula_serial never does, cula_cp always; these "
     "two run where packed sequences or few heads leave a choice.",

@@ -161,7 +161,7 @@ OP = dataclasses.replace(
     notes=(
         "A forward and a backward pass: gradients of q, k, v, g, beta, A_log and dt_bias. cula is our forward kernel "
         "with FLA's backward behind it, as cula.kda.chunk_kda puts them together; fla is FLA's for both.",
-        "bytes: inputs, o and the gradients of both once each, whoever runs.",
+        "bytes: inputs, o and the gradients of both once each, for every provider.",
         f"FLA's kernels are tuned anew for every provider: all candidates, {TUNING_MS['rep']} ms each.",
         *kda_prefill.NOTES[:1],
         "Checked: relative RMSE of gradients of the worst head against the reference in fp64. fla within "

@@ -45,7 +45,7 @@ def limits(row: Mapping[str, Any]) -> str:
 
 def limits_table(content: Mapping[str, Any]) -> Table:
     """Predicted microseconds of every setting on every card, and what limits them."""
-    header = ["setting", "card", "predicted, us", "binds (prepare, scan if any, recurrence)"]
+    header = ["setting", "card", "predicted, us", "limited by (prepare, scan if any, recurrence)"]
     return header, [
         [r["setting"], r["card"], f"{r['mid_us']:.1f}", limits(r)] for r in content["rows"]
     ]

@@ -39,7 +39,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 NOTES = (
-    "Every provider returns final states. bytes: q, k, v, o, gates and states once each, whoever runs.",
+    "Every provider returns final states. bytes: q, k, v, o, gates and states once each, for every provider.",
     f"fla is chunk_simple_gla, tuned anew for every setting: all its candidates, {TUNING_MS['rep']} ms each.",
     "fla plans packed sequences once, outside the time; the length of the plan, which it reads back in every call, is "
     "kept on the host, because a CUDA graph cannot hold that.",

@@ -169,6 +169,14 @@ def test_peers_and_ceiling_say_what_they_do_not_do():
     assert "no state" in decode_providers.CEILING.supports(decode.setting(4, commit=False))
 
 
+def test_fla_is_tuned_anew_for_every_setting(peers):
+    kernels = peers.kernels("fused_recurrent_fwd_kernel")
+    peers.module("fla.ops.common.fused_recurrent", **vars(kernels))
+    (tuner,) = peers.tuners
+    decode_providers.FLA.prepare(decode.setting(4))
+    assert tuner.cache == {} and tuner.cache_results is False
+
+
 def test_settings_cover_what_the_tables_promise():
     full = lightning_decode.settings(False)
     cold = {(s.params["B"], s.params["state"], s.params["layout"]) for s in full if s.l2 == "cold"}
