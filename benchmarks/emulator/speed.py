@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __package__ in (None, ""):
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness import provenance  # noqa: E402
+from benchmarks.harness import provenance, results  # noqa: E402
 
 EMULATOR = ROOT / "packages" / "cula-emulator"
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "emulator.json"
@@ -140,13 +140,6 @@ def as_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def save(result: dict[str, Any], path: Path) -> None:
-    head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)[:-2]
-    body = ",\n".join("  " + json.dumps(row) for row in result["rows"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head},\n "rows": [\n{body}\n ]\n}}\n', encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Times the emulator on the CPU.")
     parser.add_argument("--against", type=Path, help="another tree of the emulator to compare with")
@@ -176,7 +169,7 @@ def main() -> int:
     }
     print(as_text(result))
     if options.json:
-        save(result, options.json)
+        results.write(result, options.json)
     return 0
 
 

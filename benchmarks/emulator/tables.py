@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+from benchmarks.harness import report
 
 
 def _commit(provenance: dict[str, Any]) -> str:
@@ -41,7 +38,7 @@ def speed(result: dict[str, Any]) -> str:
             line += [f"{row['minstr_per_s_before']:.0f}", f"{row['gain']:.1f}x"]
         lines.append(line)
     p, build = result["provenance"], result["build"]
-    text = f"{_markdown(header, lines)}\n\nOne instruction is one PTX instruction of one thread. "
+    text = f"{report.as_markdown((header, lines))}\n\nOne instruction is one PTX instruction of one thread. "
     text += f"One core of {p['cpu']}, {p['compiler']}, {p['date'][:10]}, {_commit(p)}."
     if build:
         text += (
@@ -78,7 +75,7 @@ def agreement(result: dict[str, Any]) -> str:
     header = ["family", "cases", "identical", "within the limit", "disagree", "largest difference"]
     p = result["provenance"]
     origin = f"{p['gpu']}, driver {p['driver']}, {p['date'][:10]}, {_commit(p)}."
-    return f"{_markdown(header, lines)}\n\n{origin}"
+    return f"{report.as_markdown((header, lines))}\n\n{origin}"
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

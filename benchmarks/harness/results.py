@@ -125,14 +125,23 @@ def load(path: Path, check: Callable[[Any], None] = validate) -> dict[str, Any]:
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:
-    """Checks a result and writes it, one row per line, so that diff can compare two runs."""
+    """Checks a result and writes it."""
     validate(result)
+    write(result, path)
+
+
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """Writes JSON with the entries of `rows` at its end, one per line, so that diff can compare two files."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {key: value for key, value in result.items() if key != "rows"}
-    text = json.dumps(head, indent=1)[:-2]
-    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
-    path.write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n', encoding="utf-8")
+    path.write_text(as_json(content), encoding="utf-8")
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """The text that `write` writes."""
+    head = {key: value for key, value in content.items() if key != "rows"}
+    rows = ",\n".join("  " + json.dumps(row) for row in content["rows"])
+    return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 class Mismatch(ValueError):

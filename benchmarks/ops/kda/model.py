@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -314,13 +313,6 @@ def _compared(measured: Sequence[Row], constants: Constants) -> dict[str, Any]:
     return {"rows": rows, **{name: round(size, 4) for name, size in summary.items()}}
 
 
-def as_json(content: Mapping[str, Any]) -> str:
-    """One row per line, so that two predictions can be compared with diff."""
-    head = json.dumps({key: value for key, value in content.items() if key != "rows"}, indent=1)
-    rows = ",\n".join("  " + json.dumps(row) for row in content["rows"])
-    return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Models KDA prefill; predicts it for Blackwell.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction's file")
@@ -333,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.as_text(predicted), first, sep="\n\n", end="\n\n")
     print(report.as_text(kda_tables.limits_table(content)))
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(as_json(content), encoding="utf-8")
+        results.write(content, args.json)
     return 0
 
 

@@ -138,4 +138,4 @@ def test_cases_are_in_order(document):
 
 def test_the_file_is_what_the_model_gives(document):
     path = results.result_path(kda_tables.OP, "predicted")
-    assert json.loads(path.read_text()) == json.loads(model.as_json(document))
+    assert json.loads(path.read_text()) == json.loads(results.as_json(document))
