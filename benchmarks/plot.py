@@ -1,4 +1,4 @@
-"""Draws a result file as a PNG: time over batch of every provider with the floor, and the share of the ceiling.
+"""Draws a result file as a PNG: the time of every provider with the floor, and its rate, over a parameter.
 
 python benchmarks/plot.py RESULT.json [--out PATH.png] [--x B] [--settings PATTERN] [--merge PARAMETER ...]
 """
@@ -16,7 +16,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report, results
+from benchmarks.harness import report, results
+from benchmarks.harness.commands import draw_result
 
 MIN_POINTS = 3
 COLORS = {
@@ -32,7 +33,7 @@ Row = Mapping[str, Any]
 def panels(
     result: Mapping[str, Any], x: str, pattern: str = "*", merge: Sequence[str] = ()
 ) -> dict[str, list[Row]]:
-    """Rows of the device method by panel: one per combination of all parameters but `x` with enough points.
+    """The rows of the device method by panel: a panel per combination of all parameters but `x` with enough points.
 
     Problems that differ in the parameters of `merge` share a panel.
     """
@@ -138,24 +139,22 @@ def _panel_title(row: Row, x: str, merge: Sequence[str] = ()) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Draws a result file as a PNG.")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--out", type=Path, help="default: beside the result file")
     parser.add_argument("--x", default="B", help="parameter on the x axis")
     parser.add_argument(
         "--settings", default="*", metavar="PATTERN", help="shell pattern of setting names"
     )
     parser.add_argument(
-        "--merge", nargs="+", default=[], metavar="PARAMETER", help="draw what differs here as one"
+        "--merge",
+        nargs="+",
+        default=[],
+        metavar="PARAMETER",
+        help="parameters that may differ within a panel",
     )
-    args = parser.parse_args(argv)
-    out = args.out or args.result.with_suffix(".png")
-    try:
+
+    def draw_file(args: argparse.Namespace, out: Path) -> None:
         draw(results.load(args.result), out, args.x, args.settings, args.merge)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {out}")
-    return 0
+
+    return draw_result(parser, draw_file, argv)
 
 
 if __name__ == "__main__":

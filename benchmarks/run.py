@@ -16,13 +16,12 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import progress, registry, report, results
-from benchmarks.harness import Timing
-from benchmarks.measure import DEFAULT_METHODS, Run
-from benchmarks.provenance import gpu_slug, provenance, read_smi
-from benchmarks.registry import CheckFailed, Op, Provider, Setting
-
-DEFAULT_PATH = "default"
+from benchmarks.harness import progress, registry, report, results
+from benchmarks.harness.commands import add_json, fail, json_path
+from benchmarks.harness.measure import DEFAULT_METHODS, Run
+from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
+from benchmarks.harness.registry import CheckFailed, Op, Provider, Setting
+from benchmarks.harness.timers import Timing
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,13 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few settings, few samples")
     parser.add_argument("--list", action="store_true", help="print the setting names and stop")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=DEFAULT_PATH,
-        metavar="PATH",
-        help="write the result, without PATH to benchmarks/results/<gpu>/<op>.json",
-    )
+    add_json(parser)
     parser.add_argument(
         "--join",
         action="store_true",
@@ -72,23 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = registry.select(op.settings(args.quick), args.settings)
         providers = registry.choose(op, args.against)
     except ValueError as error:
-        return _fail(error)
+        return fail(error)
     if args.list:
         print("\n".join(s.name for s in settings))
         return 0
     import torch
 
     if not torch.cuda.is_available():
-        return _fail("benchmarks need a CUDA device, and torch sees none")
+        return fail("benchmarks need a CUDA device, and torch sees none")
     if reasons := _absent(settings, providers, args.against or ()):
-        return _fail("; ".join(reasons))
+        return fail("; ".join(reasons))
     return _measure(op, settings, providers, args)
 
 
 def _absent(
     settings: list[Setting], providers: Iterable[Provider], wanted: Iterable[str]
 ) -> list[str]:
-    """Of the peers asked for by name, those that can serve none of the settings, with the reason."""
+    """The peers that were asked for by name and can serve none of the settings, with the reason."""
     absent = []
     for provider in providers:
         reasons = [provider.supports(s) for s in settings]
@@ -102,15 +95,13 @@ def _measure(
 ) -> int:
     import torch
 
-    from benchmarks import gpu
+    from benchmarks.harness import gpu
 
-    # Inference code records no autograd graph, and neither shall the peer's.
+    # Inference code records no autograd graph, and peers must not record one either.
     with torch.inference_mode():
         origin = {**provenance(), "clocks_before": read_smi()}
         card = gpu_slug(origin["gpu"])
-        path = results.result_path(op.name, card)
-        if args.json not in (None, DEFAULT_PATH):
-            path = Path(args.json)
+        path = json_path(args.json, op.name, card)
         earlier = results.load(path) if args.join and path.exists() else None
         try:
             with gpu.place_of(op) as place:
@@ -130,9 +121,9 @@ def _measure(
                 run.measure(progress.progress(settings))
                 origin["clocks_after"] = read_smi()
         except CheckFailed as error:
-            return _fail(error, code=1)
+            return fail(error, code=1)
         except (gpu.PlaceError, results.Mismatch) as error:
-            return _fail(error)
+            return fail(error)
     result = run.result(origin, place.describe())
     _print(result)
     if earlier:
@@ -150,11 +141,6 @@ def _print(result: dict[str, Any]) -> None:
     for reason in dict.fromkeys(f"{s['provider']}: {s['reason']}" for s in result["skipped"]):
         print(f"skipped {reason}")
     print(report.origin(result))
-
-
-def _fail(reason: object, code: int = 2) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

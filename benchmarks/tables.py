@@ -2,12 +2,16 @@
 
     python benchmarks/tables.py [--check] [FILE.md ...]
 
-A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on its own line; everything between
-is replaced. After the GPU, `key=value` words choose: `settings=PATTERN` (shell pattern) and `method=graph`; `mean=PEER`
-adds the geometric mean of the ratio to that peer over all of these settings; `table=NAME` is one of `lite_tables.py`.
-The emulator's regions (`emulator:cpu`, `emulator_agreement:h200`), `lite_quality` and `kda_prefill_blackwell:predicted`
-(`kda_tables.py`) have tables of their own.
-Without files, every markdown file of the repository is looked at.
+A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
+replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
+`method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
+`table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
+`emulator_agreement:h200`), of `lite_quality` and of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`) have tables
+of their own.
+Without files, the command reads every markdown file of the repository.
+
+With --check it changes nothing, and fails where a document has drifted from its result file, or where an op has no
+result of any GPU and is not in `WITHOUT_RESULTS` of `ops/__init__.py`.
 """
 
 from __future__ import annotations
@@ -15,23 +19,24 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import (
-    emulator_report,
-    kda_tables,
-    lite_quality_rows,
-    lite_tables,
-    report,
-    results,
-)
+from benchmarks import ops
+from benchmarks.emulator import tables as emulator_tables
+from benchmarks.harness import registry, report, results
+from benchmarks.harness.commands import fail
+from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lite import quality_rows
+from benchmarks.ops.lite import tables as lite_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
+# Folders of result files that no GPU gave.
+NOT_GPUS = {"cpu", "predicted", "published"}
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -58,14 +63,14 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         )
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
-    if op in emulator_report.TABLES:
-        return emulator_report.region(op, path)
+    if op in emulator_tables.TABLES:
+        return emulator_tables.region(op, path)
     pattern = chosen.get("settings", "*")
-    of_quality = op == lite_quality_rows.OP
-    result = (lite_quality_rows if of_quality else results).load(path)
+    of_quality = op == quality_rows.OP
+    result = (quality_rows if of_quality else results).load(path)
     method = chosen.get("method", results.device_method(result))
     if of_quality:
-        table = lite_quality_rows.table(result, pattern)
+        table = quality_rows.table(result, pattern)
     else:
         table = lite_tables.TABLES.get(name or "", report.table)(result, method, pattern)
     if not table[1]:
@@ -81,7 +86,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
 
 
 def rendered(text: str, root: Path = results.RESULTS) -> str:
-    """The document with every region up to date; ValueError when a region is not closed or cannot be filled."""
+    """The document with every region up to date; ValueError where a region is not closed or cannot be filled."""
 
     def fill(match: re.Match[str]) -> str:
         opening = match.group(0).split("\n", 1)[0]
@@ -105,7 +110,7 @@ def documents(root: Path = ROOT) -> Iterable[Path]:
 
 
 def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> list[Path]:
-    """Rewrites the documents whose tables have drifted, or with `check` only names them."""
+    """The documents whose tables have drifted; they are rewritten unless `check` is set."""
     drifted = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -120,21 +125,44 @@ def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> 
     return drifted
 
 
+def without_results(
+    names: Iterable[str], excused: Mapping[str, str], root: Path = results.RESULTS
+) -> list[str]:
+    """A sentence for every op that has neither a result of a GPU nor an excuse, and for every excuse without need."""
+    names = list(names)
+    measured = {p.stem for p in root.glob("*/*.json") if p.parent.name not in NOT_GPUS}
+    found = [
+        f"{name}: no result of a GPU, and no reason in WITHOUT_RESULTS"
+        for name in names
+        if name not in measured and not excused.get(name)
+    ]
+    for name in excused:
+        if name not in names:
+            found.append(f"{name}: WITHOUT_RESULTS names an op that is not registered")
+        elif name in measured:
+            found.append(f"{name}: has a result now; remove it from WITHOUT_RESULTS")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes result tables into markdown documents.")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 when a document has drifted"
+        "--check",
+        action="store_true",
+        help="change nothing; exit 1 when a document has drifted or an op has no result",
     )
     args = parser.parse_args(argv)
     try:
         drifted = update(args.files or documents(), args.check)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     for path in drifted:
         print(f"{path}: tables {'differ from' if args.check else 'updated from'} the result files")
-    return 1 if args.check and drifted else 0
+    unmeasured = without_results(registry.names(), ops.WITHOUT_RESULTS) if args.check else []
+    for line in unmeasured:
+        print(line)
+    return 1 if args.check and (drifted or unmeasured) else 0
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""A fake device with a clock of its own, a toy op, and a synthetic result."""
+"""A fake device with a clock of its own, a toy op, synthetic results, and stand-ins for GPUs and for peers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from benchmarks import results
-from benchmarks.harness import Timing
-from benchmarks.measure import Run
-from benchmarks.ops import _decode
-from benchmarks.registry import Op, Provider, Setting
+from benchmarks.harness import results
+from benchmarks.harness.measure import Run
+from benchmarks.harness.registry import Op, Provider, Setting
+from benchmarks.harness.timers import Timing
+from benchmarks.ops.decode import problem as decode
 
 
 class FakeBackend:
@@ -131,6 +134,117 @@ def toy_result(toy_run: Run) -> dict[str, Any]:
     return toy_run.result(ORIGIN, PLACE)
 
 
+@pytest.fixture
+def measured(backend: FakeBackend, toy_result: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Runs an op from settings to a result on the fake device.
+
+    `cost_us(provider, setting)` is the time of a call; `changes` replace fields of the op.
+    """
+
+    def measure(
+        op: Op,
+        cost_us: Callable[[str, Setting], float],
+        settings: Iterable[Setting],
+        **changes: Any,
+    ) -> dict[str, Any]:
+        providers = tuple(
+            dataclasses.replace(p, bind=lambda s, x, n=p.name: backend.call(n, cost_us(n, s)))
+            for p in changes.pop("providers", op.providers)
+        )
+        run = Run(
+            op=dataclasses.replace(op, providers=providers, **changes),
+            providers=providers,
+            timing=Timing(rounds=2, block=2, graph_us=50.0),
+            backend=backend,
+            device="cpu",
+            l2_bytes=1000,
+            floor_tbs=4.3,
+            methods=("graph",),
+        )
+        run.measure(settings)
+        return run.result(toy_result["provenance"], toy_result["place"])
+
+    return measure
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes torch claim a GPU of a compute capability."""
+
+    def claim(*capability: int) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+
+    return claim
+
+
+class Tuner:
+    """The parts of Triton's autotuner that the benchmarks use; `log` holds what was compiled and what was run."""
+
+    def __init__(self) -> None:
+        self.configs, self.cache, self.cache_results = ["a", "b"], {"key": "a"}, True
+        self.log: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        self.log.append(("compile", args, kwargs))
+
+    def run(self, *args: Any, **kwargs: Any) -> str:
+        self.cache.setdefault("key", "a")
+        self.log.append(("run", args, kwargs))
+        return "result"
+
+
+class Peers:
+    """Modules under the names of FLA's and Triton's, which hold what a test puts into them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.tuners: list[Tuner] = []
+        self.calls: list[dict[str, Any]] = []
+        for name in ("fla", "fla.modules", "fla.ops"):
+            self.module(name)
+        testing = self.module("triton.testing", do_bench=lambda call, **options: options)
+        self.module("triton", AsyncCompileMode=CompileMode, testing=testing)
+
+    def module(self, name: str, **content: Any) -> types.ModuleType:
+        """A module that can be imported by that name."""
+        made = types.ModuleType(name)
+        made.__dict__.update(content)
+        self.monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    def kernels(self, *names: str) -> types.SimpleNamespace:
+        """Kernels by name, each of which has a tuner inside."""
+        made = {name: Tuner() for name in names}
+        self.tuners += made.values()
+        return types.SimpleNamespace(
+            **{name: types.SimpleNamespace(fn=tuner) for name, tuner in made.items()}
+        )
+
+    def call(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+        """Notes its options, and returns v and the initial state."""
+        self.calls.append(options)
+        return v, options["initial_state"]
+
+
+class CompileMode:
+    """Stands in for Triton's context in which kernels are compiled in a pool of threads."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def __enter__(self) -> CompileMode:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    return Peers(monkeypatch)
+
+
 def _decode_result(
     op: str, batches: Sequence[int], slowdown: float = 1.0, providers: Any = None
 ) -> dict[str, Any]:
@@ -142,8 +256,8 @@ def _decode_result(
     }
     rows = []
     for batch in batches:
-        setting = _decode.setting(batch)
-        moved = _decode.moved(setting)
+        setting = decode.setting(batch)
+        moved = decode.moved(setting)
         for name, (role, tbs) in rates.items():
             time = moved / tbs / 1e6
             rows.append(

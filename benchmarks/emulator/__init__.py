@@ -1,0 +1,1 @@
+"""Measures the emulator itself, on a CPU."""

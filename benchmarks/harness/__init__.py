@@ -1,0 +1,1 @@
+"""What every measurement shares: timing, running an op, result files, provenance and tables; no op is named here."""

@@ -1,0 +1,8 @@
+"""KDA prefill, its kernels and its gradients, and a model of what it costs."""
+
+OPS = (
+    "kda_prefill",
+    "kda_prefill_kernels",
+    "kda_prefill_parts",
+    "kda_training",
+)

@@ -1,0 +1,3 @@
+"""Lightning and simple GLA prefill."""
+
+OPS = ("lightning_prefill",)

@@ -1,0 +1,6 @@
+"""Skip-list attention, its gradients, and its quality against its speed."""
+
+OPS = (
+    "lite_attention",
+    "lite_backward",
+)

@@ -1,0 +1,158 @@
+"""The implementations of skip-list attention, and of dense attention, that are compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.registry import Provider, Setting
+from benchmarks.ops.installed import missing
+from benchmarks.ops.lite import problem as lite
+from benchmarks.ops.lite.problem import KEEP_ALL, Inputs, Result
+
+LiteResult = tuple[Tensor, Tensor, Tensor | None]
+
+_lite_missing = missing("liteattention_sm89")
+
+
+def lite_supports(problem: Setting) -> str | None:
+    """Why our kernels cannot serve a problem here, or None."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "liteattention-sm89 needs compute capability 8.0 or newer"
+    return _lite_missing()
+
+
+def _lite_call(
+    problem: Setting,
+    x: Inputs,
+    out: Tensor | None = None,
+    threshold: float | None = KEEP_ALL,
+    direction: int = 1,
+    int8: bool = False,
+) -> Callable[[], LiteResult]:
+    from liteattention_sm89 import lite_attention
+
+    if lite.is_dense(problem):
+        return _lite_dense_call(problem, x, out, int8)
+    options: dict[str, Any] = {
+        "threshold": threshold,
+        "direction": direction,
+        "causal": problem.params["causal"],
+        "block_m": lite.BLOCK_M,
+        "block_n": lite.BLOCK_N,
+        "use_int8": int8,
+        "out": out,
+    }
+    return lambda: lite_attention(x.q, x.k, x.v, x.mask, **options)
+
+
+def _lite_dense_call(
+    problem: Setting, x: Inputs, out: Tensor | None = None, int8: bool = False
+) -> Callable[[], LiteResult]:
+    from liteattention_sm89 import lite_attention
+
+    options: dict[str, Any] = {"causal": problem.params["causal"], "use_int8": int8, "out": out}
+    return lambda: lite_attention(x.q, x.k, x.v, threshold=None, **options)
+
+
+def _lite_result(
+    problem: Setting, x: Inputs, threshold: float | None, direction: int, int8: bool = False
+) -> Result:
+    out = torch.full_like(x.q, torch.nan)
+    _, lse, write = _lite_call(problem, x, out, threshold, direction, int8)()
+    return Result(out, lse, write)
+
+
+def _lite_dense_result(problem: Setting, x: Inputs, int8: bool = False) -> Result:
+    out = torch.full_like(x.q, torch.nan)
+    _, lse, _ = _lite_dense_call(problem, x, out, int8)()
+    return Result(out, lse)
+
+
+def dense_supports(problem: Setting) -> str | None:
+    """Why our dense kernel is not timed beside our kernel with lists, or None."""
+    return "is lite itself" if lite.is_dense(problem) else lite_supports(problem)
+
+
+def _torch_call(backend: str) -> Callable[[Setting, Inputs], Callable[[], Tensor]]:
+    """Binds torch's attention with one backend; [B, H, S, D] views of the same memory."""
+
+    def bind(problem: Setting, x: Inputs) -> Callable[[], Tensor]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        chosen, causal = getattr(SDPBackend, backend), problem.params["causal"]
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(chosen):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return call
+
+    return bind
+
+
+def torch_supports(problem: Setting) -> str | None:
+    """Why torch's attention cannot serve a problem here, or None."""
+    if not lite.is_dense(problem):
+        return "takes no lists of tiles"
+    return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
+
+
+def _torch_moved(problem: Setting) -> int:
+    return 4 * lite.activation_bytes(problem)
+
+
+LITE = Provider("lite", "ours", _lite_call, lite.moved, supports=lite_supports)
+# Scores from 8-bit integers. Every call rounds q and k: it reads k once more, and writes and reads the integers.
+LITE_INT8 = Provider(
+    "lite_int8",
+    "variant",
+    functools.partial(_lite_call, int8=True),
+    lambda problem: lite.moved(problem) + 3 * lite.activation_bytes(problem),
+    supports=lite_supports,
+)
+# Our own dense kernel on the inputs of a problem with lists, which shows what skipping costs and what it saves.
+LITE_DENSE = Provider(
+    "lite_dense",
+    "peer",
+    _lite_dense_call,
+    lambda problem: lite.moved(problem) - 2 * lite.mask_bytes(problem),
+    supports=dense_supports,
+)
+TORCH_FLASH = Provider(
+    "torch_flash",
+    "peer",
+    _torch_call("FLASH_ATTENTION"),
+    _torch_moved,
+    supports=torch_supports,
+)
+TORCH_CUDNN = Provider(
+    "torch_cudnn",
+    "peer",
+    _torch_call("CUDNN_ATTENTION"),
+    _torch_moved,
+    supports=torch_supports,
+)
+PROVIDERS = (LITE, LITE_INT8, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
+
+
+def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+    """Compares a provider with the fp64 oracle on fresh inputs."""
+    if provider.name == LITE_INT8.name:
+        if lite.is_dense(problem):
+            dense = functools.partial(_lite_dense_result, int8=True)
+            return lite.check_dense(dense, problem, device, lite.INT8)
+        listed = functools.partial(_lite_result, int8=True)
+        return lite.check_listed(listed, problem, device, lite.INT8)
+    if provider.name == LITE.name and not lite.is_dense(problem):
+        return lite.check_listed(_lite_result, problem, device)
+    if provider.name in (LITE.name, LITE_DENSE.name):
+        return lite.check_dense(_lite_dense_result, problem, device)
+    return lite.check_dense(
+        lambda problem, x: Result(provider.bind(problem, x)().transpose(1, 2)), problem, device
+    )

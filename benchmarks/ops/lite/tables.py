@@ -1,0 +1,133 @@
+"""Tables of skip-list attention for documents: `table=NAME` in a region of `tables.py`.
+
+rates     time and TFLOP/s of every provider but int8, and how our time compares
+overhead  what it costs to decide about every tile when nothing is skipped
+lists     our speedup over our own dense kernel, and the rate per listed tile as a share of the dense rate
+int8      8-bit scores beside 16-bit ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from benchmarks.harness import report
+from benchmarks.harness.report import Table
+
+# Keys of a tile: the BLOCK_N of `problem.py`, which cannot be imported here because it needs torch.
+TILE = 64
+# The provider that has a table of its own.
+INT8 = "lite_int8"
+
+Row = Mapping[str, Any]
+Line = Mapping[str, Row]
+Cell = Callable[[Line], str]
+
+
+def rates(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    lines = _lines(result, method, pattern)
+    columns: dict[str, Cell] = {}
+    for name, row in _providers(lines).items():
+        columns[f"{name}, us"] = _time(name, spread=row["role"] == "ours")
+        columns[f"{name} TFLOP/s"] = _value(name, "tflops", "{:.0f}")
+    peers = [name for name, row in _providers(lines).items() if row["role"] == "peer"]
+    columns |= {f"x {name}": _ratio(name, "lite") for name in peers}
+    return _table(lines, columns)
+
+
+def overhead(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    columns = {
+        "lite, us": _time("lite", spread=True),
+        "TFLOP/s": _value("lite", "tflops", "{:.0f}"),
+        "dense, us": _time("lite_dense"),
+        "overhead": _of_both("lite", "lite_dense", lambda a, b: f"{a / b - 1:+.1%}"),
+    }
+    return _table(_lines(result, method, pattern), columns)
+
+
+def lists(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    lines = _lines(result, method, pattern)
+    columns: dict[str, Cell] = {
+        "tiles listed": lambda line: f"{listed_share(line['lite']['params']):.1%}",
+        "lite, us": _time("lite", spread=True),
+        "dense, us": _time("lite_dense"),
+        "speedup": _ratio("lite_dense", "lite"),
+        "of dense rate per tile": _per_tile,
+    }
+    for name, row in _providers(lines).items():
+        if row["role"] == "variant":
+            columns[f"{name}, us"] = _time(name)
+            columns[f"{name} speedup"] = _ratio("lite_dense", name)
+    return _table(lines, columns)
+
+
+def int8(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    columns = {
+        "lite_int8, us": _time(INT8, spread=True),
+        "TFLOP/s": _value(INT8, "tflops", "{:.0f}"),
+        "lite, us": _time("lite"),
+        "x lite": _ratio("lite", INT8),
+    }
+    return _table(_lines(result, method, pattern), columns)
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any], str, str], Table]] = {
+    "rates": rates,
+    "overhead": overhead,
+    "lists": lists,
+    "int8": int8,
+}
+
+
+def listed_share(params: Mapping[str, Any]) -> float:
+    """The share of tiles that a problem lists, after rounding to whole ones."""
+    tiles = -(-params["S"] // TILE)
+    return max(1, round(params["density"] * tiles)) / tiles
+
+
+def _lines(result: Mapping[str, Any], method: str, pattern: str) -> dict[str, dict[str, Row]]:
+    """Rows by setting and provider."""
+    lines: dict[str, dict[str, Row]] = {}
+    for row in result["rows"]:
+        if row["method"] == method and fnmatchcase(row["setting"], pattern):
+            lines.setdefault(row["setting"], {})[row["provider"]] = row
+    return lines
+
+
+def _providers(lines: Mapping[str, Line]) -> dict[str, Row]:
+    """A row of every provider but int8."""
+    return {n: row for line in lines.values() for n, row in line.items() if n != INT8}
+
+
+def _table(lines: Mapping[str, Line], columns: Mapping[str, Cell]) -> Table:
+    cells = [[name, *(cell(line) for cell in columns.values())] for name, line in lines.items()]
+    return ["setting", *columns], cells
+
+
+def _time(provider: str, spread: bool = False) -> Cell:
+    return lambda line: report.time(line.get(provider), spread)
+
+
+def _value(provider: str, field: str, form: str) -> Cell:
+    return lambda line: form.format(line[provider][field]) if provider in line else "-"
+
+
+def _of_both(first: str, second: str, text: Callable[[float, float], str]) -> Cell:
+    """A cell with a text made from the times of two providers."""
+
+    def cell(line: Line) -> str:
+        if first not in line or second not in line:
+            return "-"
+        return text(line[first]["median_us"], line[second]["median_us"])
+
+    return cell
+
+
+def _ratio(other: str, ours: str) -> Cell:
+    return _of_both(other, ours, lambda a, b: f"{a / b:.2f}")
+
+
+def _per_tile(line: Line) -> str:
+    share = listed_share(line["lite"]["params"])
+    return _of_both("lite_dense", "lite", lambda a, b: f"{share * a / b:.0%}")(line)

@@ -1,0 +1,120 @@
+"""Regions of documents, their drift, and ops without results."""
+
+import pytest
+
+from benchmarks import ops, tables
+from benchmarks.harness import results
+
+BATCHES = (16, 64, 128, 256)
+
+
+@pytest.fixture
+def root(toy_result, tmp_path):
+    results.save(toy_result, results.result_path("toy", "toy-100", tmp_path))
+    return tmp_path
+
+
+REGION = "Before\n\n<!-- bench:toy:toy-100 -->\nold\n<!-- /bench -->\n\nAfter\n"
+
+
+def test_regions_are_filled_and_stay_filled(root):
+    text = tables.rendered(REGION, root)
+    assert "old" not in text and "| large | 10.00" in text
+    assert text.startswith("Before\n\n<!-- bench:toy:toy-100 -->\n\n| setting |")
+    assert text.endswith("<!-- /bench -->\n\nAfter\n")
+    assert tables.rendered(text, root) == text
+
+
+def test_regions_can_choose_settings_and_method(root):
+    text = tables.rendered(
+        REGION.replace(" -->\nold", " settings=l* method=eager-host -->\nold"), root
+    )
+    assert "| large |" in text and "| small |" not in text
+    assert "of eager-host" in text
+
+
+def test_several_regions_in_one_document(root):
+    text = tables.rendered(REGION + REGION.replace("toy:toy-100", "toy:h200"), root)
+    assert text.count("| large |") == 1
+    assert "Not measured on h200." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- bench:toy:toy-100 -->\nno end\n", "not closed"),
+        ("<!-- bench:toy:toy-100 -->\n" + REGION, "not closed"),
+        (REGION.replace("toy:toy-100", "toy"), "malformed"),
+        (REGION.replace("100 -->", "100 order=up -->"), "expected options"),
+        (REGION.replace("100 -->", "100 settings=x* -->"), "no row"),
+    ],
+)
+def test_bad_regions_are_refused(root, text, message):
+    with pytest.raises(ValueError, match=message):
+        tables.rendered(text, root)
+
+
+def test_check_names_drift_and_changes_nothing(root):
+    page = root / "README.md"
+    page.write_text(REGION)
+    assert tables.update([page], True, root) == [page]
+    assert page.read_text() == REGION
+    assert tables.update([page], False, root) == [page]
+    assert tables.update([page], True, root) == []
+
+
+def test_a_new_measurement_is_drift(root, toy_result):
+    page = root / "README.md"
+    page.write_text(tables.rendered(REGION, root))
+    toy_result["rows"][0]["median_us"] = toy_result["rows"][0]["p80_us"] = 11.0
+    results.save(toy_result, results.result_path("toy", "toy-100", root))
+    assert tables.update([page], True, root) == [page]
+
+
+def test_documents_leave_out_hidden_and_generated_folders(tmp_path):
+    for name in ("README.md", "docs/a.md", ".nox/b.md", "dist/c.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = [str(p.relative_to(tmp_path)) for p in tables.documents(tmp_path)]
+    assert found == ["README.md", "docs/a.md"]
+
+
+@pytest.mark.parametrize(
+    ("excused", "found"),
+    [
+        ({}, ["other: no result of a GPU, and no reason in WITHOUT_RESULTS"]),
+        ({"other": ""}, ["other: no result of a GPU, and no reason in WITHOUT_RESULTS"]),
+        ({"other": "not measured yet"}, []),
+        (
+            {"other": "not measured yet", "toy": "no"},
+            ["toy: has a result now; remove it from WITHOUT_RESULTS"],
+        ),
+        (
+            {"other": "not measured yet", "gone": "no"},
+            ["gone: WITHOUT_RESULTS names an op that is not registered"],
+        ),
+    ],
+)
+def test_every_op_has_a_result_or_a_reason(root, excused, found):
+    """Figures of a CPU, of a model and of others are no result of an op."""
+    for folder in tables.NOT_GPUS:
+        (root / folder).mkdir()
+        (root / folder / "other.json").write_text("{}")
+    assert tables.without_results(["toy", "other"], excused, root) == found
+
+
+def test_check_fails_for_an_op_without_a_result(monkeypatch, capsys, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("No tables.")
+    assert tables.main([str(page), "--check"]) == 0 and capsys.readouterr().out == ""
+    monkeypatch.setattr(ops, "WITHOUT_RESULTS", {})
+    assert tables.main([str(page), "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: no result of a GPU, and no reason in WITHOUT_RESULTS"
+        for name in ("kda_prefill_parts", "kda_training")
+    ]
+    assert tables.main([str(page)]) == 0
+
+
+def test_the_repository_itself_has_no_drift():
+    assert tables.update(tables.documents(), check=True) == []
