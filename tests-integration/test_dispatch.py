@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cula
 import noxfile
 from cula import _registry
-from cula._registry import FACTS, OPS
+from cula._facts import FACTS, OPS
 
 SPECS = {name: import_module(f"{noxfile._import_name(name)}._spec") for name in noxfile.PACKAGES}
 FUNCTIONS = [(name, function) for name, spec in SPECS.items() for function in OPS[spec.OP]]

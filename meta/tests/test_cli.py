@@ -11,7 +11,7 @@ import pytest
 
 import cula.demo
 from cula import __main__ as cli
-from cula import _registry
+from cula._facts import OPS
 from cula.integrations import fla
 
 
@@ -22,7 +22,7 @@ def test_info_lists_every_function_and_its_implementations(
     assert cli.main(["info", "--arch", "sm75"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"cula {cula.__version__}, Python {sys.version.split()[0]}, CUDA ")
-    for op, functions in _registry.OPS.items():
+    for op, functions in OPS.items():
         for function in functions:
             assert f"\n{op}.{function} on sm75\n" in text
     assert "  reference  chosen" in text
@@ -34,7 +34,7 @@ def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["cula"] == cula.__version__
     assert [op["function"] for op in facts["ops"]] == [
-        f for functions in _registry.OPS.values() for f in functions
+        f for functions in OPS.values() for f in functions
     ]
     for op in facts["ops"]:
         assert op["arch"] == "cpu"

@@ -224,8 +224,10 @@ def pool_rows(
     symbol: str,
     pool_name: str,
     pool: Tensor,
+    *,
+    written: bool,
 ) -> None:
-    """int32 rows of a pool; values are looked at on the CPU only."""
+    """int32 rows of a pool; on the CPU their values are looked at, and live rows that are written must differ."""
     if indices is None:
         if pool.shape[0] < count:
             value_error(
@@ -235,10 +237,14 @@ def pool_rows(
             )
         return
     int32_vector(name, indices, q, count, symbol)
-    if varlen.readable(indices) and count and int(indices.max()) >= pool.shape[0]:
-        value_error(
-            name, f"values below the {pool.shape[0]} states of {pool_name}", int(indices.max())
-        )
+    if not varlen.readable(indices):
+        return
+    live = [row for row in indices.tolist() if row >= 0]
+    if live and max(live) >= pool.shape[0]:
+        value_error(name, f"values below the {pool.shape[0]} states of {pool_name}", max(live))
+    if written and len(set(live)) < len(live):
+        twice = next(row for row in live if live.count(row) > 1)
+        value_error(name, f"rows that differ because {pool_name} is updated", f"{twice} twice")
 
 
 def int32_vector(name: str, x: Tensor, q: Tensor, count: int, symbol: str) -> None:
