@@ -47,6 +47,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             _registry, "implementations", lambda op: [i for i in found if op in i.ops]
         )
         monkeypatch.setattr(_registry, "broken", lambda: ())
+        monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
         monkeypatch.setattr(_registry, "_arch_of", lambda device: arch)
         _registry.refresh()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula import _env, _implementations, _registry, kda, reference
+from cula import _discovery, _env, _implementations, _registry, kda, reference
 from cula._facts import OPS
 from cula._implementations import Implementation
 
@@ -57,6 +57,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     found = (made_up, _implementations.fla(OPS), _implementations.reference(OPS))
     monkeypatch.setattr(_registry, "implementations", lambda op: [i for i in found if op in i.ops])
     monkeypatch.setattr(_registry, "broken", lambda: ())
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
     _registry.refresh()
 
 

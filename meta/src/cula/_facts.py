@@ -73,3 +73,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
     "lite_attention": ("block_m", "block_n", "must_do"),
 }
+# Public functions that another one serves; where architectures are named, by a kernel on one of them or not at all.
+SERVED_AS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "chunk_lightning_attn": ("chunk_simple_gla", None),
+    "kda_prefill_hopper": ("chunk_kda", ("sm90",)),
+}
