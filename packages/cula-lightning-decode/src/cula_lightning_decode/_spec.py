@@ -38,7 +38,7 @@ def supports(
     """Why a problem is refused, or None. Facts that are not given do not count against it."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
-            return f"{module} is missing: pip install {NAME}"
+            return f"its dependency {module} is missing: pip install --find-links dist {NAME}"
     if requires_grad:
         return "no backward"
     if dtype is not None and str(dtype).removeprefix("torch.") not in ACTIVATION_DTYPES:
