@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula
 import noxfile
-from cula import _registry
+from cula import _discovery, _registry
 from cula._discovery import FIRST_PARTY
 from cula._facts import FACTS, OPS
 
@@ -47,6 +47,38 @@ def test_explain_says_why_a_kernel_does_not_serve_a_cpu(name: str) -> None:
     assert told.chosen == "reference"
     (row,) = [row for row in told.rows if row.name == name]
     assert row.reason and "CUDA" in row.reason
+
+
+@pytest.mark.parametrize("name", noxfile.PACKAGES)
+def test_a_missing_package_and_a_missing_kernel_language_are_told_apart(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SPECS[name]
+
+    def row() -> _registry.Row:
+        _registry.refresh()
+        told = cula.explain(spec.OP, arch=spec.ARCHS[0], dtype=torch.bfloat16)
+        return next(row for row in told.rows if row.name == name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spec, "find_spec", lambda module: None)
+        assert (row().verdict, row().reason) == (
+            "refused", f"its dependency cutlass is missing: pip install --find-links dist {name}",
+        )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(_discovery, "entry_points", lambda group: ())
+        for module in (_discovery, _registry):
+            there = module.importable
+            patch.setattr(
+                module,
+                "importable",
+                lambda package, there=there: package != spec.__package__ and there(package),
+            )
+        assert row().verdict == "missing"
+        assert str(row().reason).startswith(
+            f"not installed: pip install --find-links dist '{name}'"
+        )
+    _registry.refresh()
 
 
 @pytest.mark.parametrize("arch", noxfile.ARCHITECTURES)
