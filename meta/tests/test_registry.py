@@ -527,6 +527,16 @@ def test_no_installation_is_advised_that_would_not_help(
     assert "find-links" not in record.getMessage()
 
 
+def test_the_warning_names_a_broken_package(
+    gpu: Callable[[str], None], install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install("made_up_nowhere._spec")
+    gpu("sm90")
+    resolve("chunk_simple_gla", "auto", CPU, *HALF)
+    broken = "made_up_nowhere refused: ModuleNotFoundError: No module named 'made_up_nowhere'"
+    assert caplog.records[0].getMessage().endswith(f"; {broken}")
+
+
 @pytest.mark.parametrize("by", ["name", "variable", "cpu", "kernel"])
 def test_who_asks_for_the_reference_or_gets_a_kernel_is_not_warned(
     by: str,

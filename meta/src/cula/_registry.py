@@ -220,7 +220,7 @@ def _choose(
             found = next(i for i in implementations(op) if i.name == row.name)
             # Asked for, the reference is no surprise; nor is it where there is no GPU.
             fallen = row.name == "reference" and arch.startswith("sm") and wanted == "auto"
-            refused = [*rows, *_missing(op, arch, problem)] if fallen else rows
+            refused = [*rows, *_unusable(op, arch, problem)] if fallen else rows
             because = "".join(
                 f"; {other.name} {other.verdict}: {other.reason}" for other in refused
             )
@@ -252,13 +252,14 @@ def _judge(
         chosen = reason is None and not taken
         taken = taken or chosen
         yield Row(found.name, found.priority, chosen, reason, backward)
-    yield from _missing(op, arch, problem)
-    for bad in broken():
-        yield Row(bad.name, None, False, bad.error)
+    yield from _unusable(op, arch, problem)
 
 
-def _missing(op: str, arch: str, problem: dict[str, Any]) -> Iterator[Row]:
-    """A row per kernel package of this repository that is not installed. Only where it would help it says how to."""
+def _unusable(op: str, arch: str, problem: dict[str, Any]) -> Iterator[Row]:
+    """A row per kernel package of this repository that is not installed, then per package that is broken.
+
+    A missing one says how to install it only where that would help.
+    """
     dtype = str(problem.get("dtype")).removeprefix("torch.")
     for package in _discovery.FIRST_PARTY:
         if op not in package.ops or importable(package.module):
@@ -268,6 +269,8 @@ def _missing(op: str, arch: str, problem: dict[str, Any]) -> Iterator[Row]:
             useless = f"activations must be bfloat16 or float16, not {dtype}"
         reason = f", and {useless}" if useless else f": {how_to_install(package.name)}"
         yield Row(package.name, None, False, f"not installed{reason}", installed=False)
+    for bad in broken():
+        yield Row(bad.name, None, False, bad.error)
 
 
 def _wrong_arch(archs: tuple[str, ...], arch: str) -> str | None:
