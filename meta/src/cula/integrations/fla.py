@@ -23,7 +23,6 @@ from cula.reference.gates import l2norm
 from cula.reference.lightning import live_states, only_live
 
 _MINIMUM = (0, 6)
-_16_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Guard:
 
     kernel: the function of FLA that raises. functions: those of cula whose backward calls it.
     gated: it raises only where a decay per token is given. archs, triton: only there, and from the first release up to
-    the second; None is any. odd: it raises for activations of 16 bits with an odd K or V.
+    the second; None is any. odd: it raises where K or V is odd.
     tilelang: FLA calls TileLang's kernel instead, where it can be used.
     """
 
@@ -46,7 +45,7 @@ class Guard:
 
 
 # Of FLA 0.6.0. Triton compiles the gated chunk_bwd_dqkwg wrongly. Its states are in fp32 in simple GLA, which
-# TileLang's kernel does not take. Without a gate per token, and in KDA, other kernels run.
+# TileLang's kernel does not take. It is right without a gate per token, and KDA has kernels of its own.
 _WRONG_ON_HOPPER: dict[str, Any] = {"archs": ("sm90",), "triton": ((3, 4, 0), (3, 7, 1))}
 GUARDS = (
     Guard("chunk_bwd_dqkwg", ("chunk_simple_gla",), gated=True, **_WRONG_ON_HOPPER),
@@ -85,7 +84,7 @@ def supports(
         return f"needs a CUDA device, the device here is {arch}"
     if function not in _FUNCTIONS:
         return f"has no {function}"
-    if dtype is not None and dtype not in _16_BIT:
+    if dtype is not None and dtype not in (torch.bfloat16, torch.float16):
         return f"activations must be bfloat16 or float16, not {dtype}"
     if head_dim_k is not None and head_dim_k > 256:
         return f"K must be at most 256, not {head_dim_k}"
@@ -114,7 +113,7 @@ def supports(
     if not requires_grad:
         return None
     refusals = (
-        _guarded(guard, arch, dtype, gate_dtype is not None, (head_dim_k, head_dim_v))
+        _guarded(guard, arch, gate_dtype is not None, (head_dim_k, head_dim_v))
         for guard in GUARDS
         if function in guard.functions
     )
@@ -122,11 +121,7 @@ def supports(
 
 
 def _guarded(
-    guard: Guard,
-    arch: str,
-    dtype: torch.dtype | None,
-    gated: bool,
-    head_dims: tuple[int | None, int | None],
+    guard: Guard, arch: str, gated: bool, head_dims: tuple[int | None, int | None]
 ) -> str | None:
     """Why the backward of a problem would be refused by one of FLA's guards, or None."""
     if (guard.gated and not gated) or (guard.archs is not None and arch not in guard.archs):
@@ -142,7 +137,7 @@ def _guarded(
             f"its {of_what} needs Triton {_dotted(fixed)} or newer{other} on {arch}, "
             f"{_dotted(found)} is installed"
         )
-    if guard.odd and dtype in (None, *_16_BIT):
+    if guard.odd:
         for name, dim in zip("KV", head_dims):
             if dim is not None and dim % 2:
                 return f"its backward needs an even {name}, not {dim}"
