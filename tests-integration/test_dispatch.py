@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula
 import noxfile
-from cula import _registry
-from cula._registry import FACTS, OPS
+from cula import _discovery, _registry
+from cula._discovery import FIRST_PARTY
+from cula._facts import FACTS, OPS
 
 SPECS = {name: import_module(f"{noxfile._import_name(name)}._spec") for name in noxfile.PACKAGES}
 FUNCTIONS = [(name, function) for name, spec in SPECS.items() for function in OPS[spec.OP]]
@@ -48,6 +49,38 @@ def test_explain_says_why_a_kernel_does_not_serve_a_cpu(name: str) -> None:
     assert row.reason and "CUDA" in row.reason
 
 
+@pytest.mark.parametrize("name", noxfile.PACKAGES)
+def test_a_missing_package_and_a_missing_kernel_language_are_told_apart(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SPECS[name]
+
+    def row() -> _registry.Row:
+        _registry.refresh()
+        told = cula.explain(spec.OP, arch=spec.ARCHS[0], dtype=torch.bfloat16)
+        return next(row for row in told.rows if row.name == name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spec, "find_spec", lambda module: None)
+        assert (row().verdict, row().reason) == (
+            "refused", f"its dependency cutlass is missing: pip install --find-links dist {name}",
+        )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(_discovery, "entry_points", lambda group: ())
+        for module in (_discovery, _registry):
+            there = module.importable
+            patch.setattr(
+                module,
+                "importable",
+                lambda package, there=there: package != spec.__package__ and there(package),
+            )
+        assert row().verdict == "missing"
+        assert str(row().reason).startswith(
+            f"not installed: pip install --find-links dist '{name}'"
+        )
+    _registry.refresh()
+
+
 @pytest.mark.parametrize("arch", noxfile.ARCHITECTURES)
 def test_auto_picks_a_package_on_every_architecture_of_its_extra(arch: str) -> None:
     for name, archs in noxfile.PACKAGES.items():
@@ -73,6 +106,58 @@ def test_decode_of_the_package_and_of_cula_agree_to_the_bit_on_a_cpu(
     theirs = of_the_package(q, k, v, states[1], decay, state_indices=rows)
     assert torch.equal(ours, theirs) and torch.equal(*states)
     assert not torch.equal(states[0], state) and not ours[1].any()
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (5, 7)])
+def test_decode_of_any_head_dimension_is_the_same_on_a_cpu(dims: tuple[int, int]) -> None:
+    """The kernel's head dimensions bind tensors on a GPU alone; there `cula` finds someone else."""
+    from cula.lightning import linear_attention_decode
+    from cula_lightning_decode import linear_attention_decode as of_the_package
+
+    q, k = torch.randn(2, 3, 2, 2, dims[0]).bfloat16()
+    v, decay = torch.randn(3, 2, 4, dims[1]).bfloat16(), torch.rand(4)
+    states = [torch.ones(5, 4, *dims).bfloat16() for _ in range(2)]
+    options = {"state_indices": torch.tensor([4, -1, 0], dtype=torch.int32), "rounding_seed": 3}
+    ours = linear_attention_decode(q, k, v, states[0], decay, **options)
+    theirs = of_the_package(q, k, v, states[1], decay, **options)
+    assert torch.equal(ours, theirs) and torch.equal(*states)
+    assert ours[0].any() and not (states[0][4] == 1).all()
+    told = cula.explain("lightning.decode", arch="sm90", head_dim_k=dims[0], head_dim_v=dims[1])
+    (row,) = [row for row in told.rows if row.name == "cula-lightning-decode"]
+    assert row.reason == f"K must be one of (64, 128, 256), not {dims[0]}"
+    assert told.chosen in ("fla", "reference")
+
+
+@pytest.mark.parametrize(
+    ("blamed", "changes"),
+    [
+        ("q", {"q": torch.zeros(2, 2, 64)}),
+        ("q", {name: torch.zeros(2, 2, 64) for name in ("q", "k", "v")}),
+        ("decay", {"decay": torch.tensor([0.5, -0.5])}),
+        ("state_indices", {"state_indices": torch.tensor([1, 1], dtype=torch.int32)}),
+        ("state_indices", {"state_indices": torch.tensor([1, 3], dtype=torch.int32)}),
+    ],
+)
+def test_decode_of_the_package_refuses_what_cula_refuses(
+    blamed: str, changes: dict[str, Any]
+) -> None:
+    good = {name: torch.zeros(2, 1, 2, 64) for name in ("q", "k", "v")}
+    good |= {"state": torch.zeros(3, 2, 64, 64), "decay": torch.ones(2)}
+    of_the_package = SPECS["cula-lightning-decode"].load("linear_attention_decode")
+    for run in (cula.lightning.linear_attention_decode, of_the_package):
+        run(**good)
+        with pytest.raises(ValueError, match=f"^{blamed}: expected "):
+            run(**good | changes)
+
+
+def test_the_registry_knows_what_packages_of_this_repository_serve() -> None:
+    """So that it can advise one that is not installed."""
+    told = {first.name: (first.module, first.ops, first.archs) for first in FIRST_PARTY}
+    assert told == {
+        name: (spec.__name__.removesuffix("._spec"), (spec.OP,), tuple(spec.ARCHS))
+        for name, spec in SPECS.items()
+    }
+    assert all(spec.NAME == name for name, spec in SPECS.items())
 
 
 PREFILL = [function for name, function in FUNCTIONS if name == "cula-lightning-sm90"]
@@ -231,7 +316,10 @@ def kda_arguments(**changes: Any) -> dict[str, Any]:
     return found | changes
 
 
-NO_GATE = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None}
+NO_GATE = {
+    "use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None,
+    "g": -torch.rand(1, 150, 4, 16, dtype=torch.float64),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -239,7 +327,7 @@ NO_GATE = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_b
     [
         {},
         {"safe_gate": False, "lower_bound": None},
-        NO_GATE | {"g": -torch.rand(1, 150, 4, 16, dtype=torch.float64), "allow_neg_eigval": False},
+        NO_GATE | {"allow_neg_eigval": False},
         NO_GATE | {"g": -torch.rand(1, 150, 4, 16), "use_qk_l2norm_in_kernel": False, "scale": 0.1},
     ],
     ids=["safe", "softplus", "log", "log without the norm"],

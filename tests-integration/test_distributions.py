@@ -67,6 +67,14 @@ def test_extras_of_cula_equal_the_table(wheels: dict[str, Path]) -> None:
     assert requirements(wheels["cula"], "all") == every
 
 
+def test_extra_for_cuda_13_is_that_of_every_package(wheels: dict[str, Path]) -> None:
+    """So that `cula[sm90,cu13]` brings what each package with its own `cu13` would."""
+    wanted = requirements(wheels["cula"], "cu13")
+    assert wanted and all("cu13" in line for line in wanted)
+    for name in noxfile.PACKAGES:
+        assert requirements(wheels[name], "cu13") == wanted, name
+
+
 def test_cula_needs_torch_and_nothing_else(wheels: dict[str, Path]) -> None:
     assert requirements(wheels["cula"]) == {"torch>=2.8"}
 

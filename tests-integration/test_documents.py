@@ -1,62 +1,192 @@
-"""What README.md and CONTRIBUTING.md say exists: commands, files, examples."""
+"""What the documents say exists and works: commands, files, extras, examples."""
 
 from __future__ import annotations
 
+import ast
+import doctest
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+import cula
+import noxfile
+from cula import _registry
+from cula.integrations import fla
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "meta/*.md", "packages/*/*.md", "docs/*.md")
+    for path in ROOT.glob(pattern)
+)
 SESSION = re.compile(r"(?:bash \.ci/run|nox(?: --no-venv)? -s) ((?:[\w()-]+ ?)+)")
+# Examples that do not run here as they stand, by document and by a line of theirs, with the reason.
+_PART = "a part of a kernel package that the reader writes"
+_OWN = "a kernel of the reader's own"
+FRAGMENTS = {
+    ("packages/liteattention-sm89/README.md", "apply_lite_attention(pipe.transformer"): (
+        "a pipeline of diffusers, whose weights are gigabytes"
+    ),
+    ("packages/cula-emulator/README.md", "kernel = emulator.compile("): _OWN,
+    ("packages/cula-emulator/README.md", "cases = covering_cases("): "options of the reader's own",
+    ("packages/cula-emulator/README.md", "report = mutation.run("): _OWN,
+    ("packages/cula-emulator/README.md", "report = resources.compile("): _OWN,
+    ("docs/adding-a-kernel.md", "pytestmark = pytest.mark.emulated("): _PART,
+    ("docs/adding-a-kernel.md", "report = mutation.run("): _PART,
+    ("docs/adding-a-kernel.md", "report = resources.compile("): _PART,
+    ("docs/emulator-instructions.md", '@emits("prmt"'): "a part of the emulator's own sources",
+    ("docs/emulator-instructions.md", 'case("prmt"'): "a part of the emulator's own tests",
+}
 
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def indented(text: str) -> list[str]:
+    """Blocks that four spaces mark as code."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.MULTILINE)
+    return [textwrap.dedent(block).strip("\n") + "\n" for block in found if block.strip()]
+
+
+def examples(document: str) -> list[str]:
+    """The Python of a document: fenced, or indented behind an import."""
+    text = (ROOT / document).read_text()
+    own = [block for block in indented(text) if block.startswith(("import ", "from "))]
+    return blocks(text, "python") + own
+
+
+def commands(document: str) -> Iterator[str]:
+    """Every line that a shell might be given: fenced, indented, and in a sentence."""
+    text = (ROOT / document).read_text()
+    for block in (*blocks(text, "bash"), *indented(text)):
+        yield from block.splitlines()
+    yield from re.findall(r"`([^`\n]+)`", text)
+
+
+def fragment(document: str, example: str) -> str | None:
+    """Why an example is not run, or None."""
+    for (where, line), reason in FRAGMENTS.items():
+        if where == document and line in example:
+            return reason
+    return None
+
+
 @pytest.fixture(scope="module")
-def sessions(root: Path) -> set[str]:
+def sessions() -> set[str]:
     command = [sys.executable, "-m", "nox", "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     return set(re.findall(r"^[*-] ([\w-]+)", done.stdout, re.MULTILINE))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_session_named_exists(document: str, root: Path, sessions: set[str]) -> None:
-    text = (root / document).read_text()
-    commands = [line for block in blocks(text, "bash") for line in block.splitlines()]
-    commands += re.findall(r"`([^`\n]+)`", text)
-    named = {
+def named_sessions(document: str) -> set[str]:
+    return {
         word
-        for command in commands
+        for command in commands(document)
         for match in SESSION.finditer(command.partition(" -- ")[0].partition("#")[0])
         for word in match[1].split()
         if word[0].islower()  # neither an option nor a placeholder
     }
-    assert named, "no session is named"
-    assert named <= sessions
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_file_named_exists(document: str, root: Path) -> None:
-    text = (root / document).read_text()
-    links = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
-    quoted = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|toml|py|txt))`", text)
-    missing = [name for name in {*links, *quoted} if not (root / name).exists()]
-    assert not missing
+def test_every_session_named_exists(document: str, sessions: set[str]) -> None:
+    assert named_sessions(document) <= sessions
 
 
-def test_readme_example_runs(root: Path) -> None:
-    examples = blocks((root / "README.md").read_text(), "python")
-    assert examples
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
+def test_the_sessions_are_named() -> None:
+    for document in ("README.md", "CONTRIBUTING.md", "packages/cula-kda-sm100/README.md"):
+        assert named_sessions(document), document
 
 
-def test_readme_names_the_two_commands(root: Path) -> None:
-    commands = blocks((root / "README.md").read_text(), "bash")[0]
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    links = {target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target}
+    if document in ("README.md", "CONTRIBUTING.md"):
+        links |= set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|toml|py|txt))`", text))
+    folder = (ROOT / document).parent
+    assert not [name for name in links if not (folder / name).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_program_named_exists(document: str) -> None:
+    """Scripts of the repository, folders of tests, and subcommands of cula with their options."""
+    programs = ("python", "pytest", "bash", "nox")
+    ours = re.compile(r"(?:tools|benchmarks|packages|meta)/[\w./-]+")
+    for line in (line.partition("#")[0].strip() for line in commands(document)):
+        words = line.split()
+        paths = words[1:] if words[:1] and words[0] in programs else []
+        for path in filter(ours.fullmatch, paths):
+            placeholder = any(part.isupper() for part in path.split("/"))
+            assert placeholder or (ROOT / path).exists(), line
+        if line.startswith("python -m cula ") and words[3] not in ("demo", "bench"):
+            command = [sys.executable, *words[1:]]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "docs")
+            assert done.returncode == 0, line
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_extra_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for name in noxfile.DISTRIBUTIONS:
+        for extras in re.findall(rf"(?<![\w-]){name}\[([\w,-]+)\]", text):
+            project = noxfile.nox.project.load_toml(
+                ROOT / noxfile._folder(name) / "pyproject.toml"
+            )["project"]
+            assert set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+
+
+EXAMPLES = [
+    pytest.param(document, i, id=f"{document}-{i}")
+    for document in DOCUMENTS
+    for i in range(len(examples(document)))
+]
+
+
+@pytest.mark.parametrize(("document", "i"), EXAMPLES)
+def test_example_runs_without_a_gpu(document: str, i: int) -> None:
+    """As it stands, in a namespace of its own; one that needs what is not here must at least be Python."""
+    example = examples(document)[i]
+    if fragment(document, example):
+        ast.parse(example)
+    else:
+        exec(compile(example, document, "exec"), {})
+
+
+def test_every_reason_not_to_run_an_example_is_needed() -> None:
+    for where, line in FRAGMENTS:
+        assert len([found for found in examples(where) if line in found]) == 1, (where, line)
+
+
+def test_every_kernel_package_and_both_front_pages_have_an_example() -> None:
+    readmes = [f"packages/{name}/README.md" for name in noxfile.PACKAGES]
+    for document in ("README.md", "meta/README.md", *readmes):
+        assert any(fragment(document, example) is None for example in examples(document)), document
+
+
+def test_explanations_in_documents_are_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with every kernel package and without flash-linear-attention."""
+    monkeypatch.setattr(fla, "importable", lambda package: False)
+    _registry.refresh()
+    names: dict[str, Any] = {"cula": cula, "torch": torch}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        told = doctest.DocTestParser().get_doctest(text, names, document, document, 0)
+        assert runner.run(told).failed == 0, document
+    assert runner.summarize(verbose=False).attempted > 0
+    _registry.refresh()
+
+
+def test_readme_names_the_two_commands() -> None:
+    commands = blocks((ROOT / "README.md").read_text(), "bash")[0]
     assert re.search(r"^bash \.ci/run demo\b", commands, re.MULTILINE)
     assert re.search(r"^bash \.ci/run(?: +#|$)", commands, re.MULTILINE)

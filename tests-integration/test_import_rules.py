@@ -25,7 +25,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         f"{EMULATOR}/__init__.py": "from .build import build\n",
         f"{EMULATOR}/build.py": "import subprocess\nimport torch\n",
         "meta/src/cula/__init__.py": "import torch\n",
-        "meta/src/cula/_registry.py": 'FIRST_PARTY = ("cula_x",)\n',
+        "meta/src/cula/_discovery.py": 'FIRST_PARTY = ("cula_x",)\n',
     }
     for name, text in {**base, **files}.items():
         path = root / name
@@ -116,7 +116,7 @@ BROKEN = {
     "meta names a kernel": (
         "meta/src/cula/kda.py",
         "import importlib\nname = 'cula_x.ops'",
-        "only the registry knows",
+        "only _discovery knows",
     ),
     "meta imports cutlass": ("meta/src/cula/kda.py", "import cutlass", "not for this part of cula"),
     "meta imports fla": ("meta/src/cula/kda.py", "import fla", "not for this part of cula"),
@@ -179,6 +179,52 @@ BROKEN = {
 }
 
 
+CIRCLES = {
+    "two modules": (
+        {"meta/src/cula/a.py": "from cula import b\n", "meta/src/cula/b.py": "from . import a\n"},
+        "meta/src/cula/a.py:1: closes a circle: cula.a imports cula.b imports cula.a",
+    ),
+    "three modules of a package": (
+        {
+            f"{PACKAGE}/a.py": "import torch\nfrom .b import f\n",
+            f"{PACKAGE}/b.py": "import cula_x.c\n",
+            f"{PACKAGE}/c.py": "from cula_x.a import g\n",
+        },
+        f"{PACKAGE}/a.py:2: closes a circle: "
+        "cula_x.a imports cula_x.b imports cula_x.c imports cula_x.a",
+    ),
+    "a package and its module": (
+        {f"{PACKAGE}/ops.py": "from cula_x import NAME\n"},
+        f"{PACKAGE}/__init__.py:1: closes a circle: cula_x imports cula_x.ops imports cula_x",
+    ),
+    "tools": (
+        {"tools/a.py": "from tools.b import f\n", "tools/b.py": "import tools.a\n"},
+        "tools/a.py:1: closes a circle: tools.a imports tools.b imports tools.a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_circle_is_found_once(name: str, tmp_path: Path) -> None:
+    files, line = CIRCLES[name]
+    assert violations(tree(tmp_path, files)) == [line]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a.py": "from cula import b\n", "b.py": "def f():\n    from cula import a\n"},
+        {"a.py": "from . import b\nfrom . import c\n", "b.py": "from . import c\n", "c.py": ""},
+        {"__init__.py": "from . import a\n", "a.py": "from cula import b\n", "b.py": ""},
+        {"__init__.py": "from . import a\n", "a.py": "import cula.b\n", "b.py": ""},
+    ],
+    ids=["late", "diamond", "module of the package", "module by its full name"],
+)
+def test_what_is_no_circle(files: dict[str, str], tmp_path: Path) -> None:
+    placed = {f"meta/src/cula/{name}": text for name, text in files.items()}
+    assert violations(tree(tmp_path, placed)) == []
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_rule_fires(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, text, message = BROKEN[name]
@@ -196,7 +242,7 @@ def test_line_number_is_that_of_the_import(tmp_path: Path) -> None:
 ALLOWED = {
     "fla in an integration": ("meta/src/cula/integrations/fla.py", "def f():\n    import fla.ops"),
     "matplotlib in the demo": ("meta/src/cula/demo/plot.py", "import matplotlib.pyplot"),
-    "a kernel's name in the registry": ("meta/src/cula/_registry.py", "NAME = 'cula_x'"),
+    "a kernel's name in _discovery": ("meta/src/cula/_discovery.py", "NAME = 'cula_x'"),
     "a kernel's name in a sentence": ("meta/src/cula/kda.py", '"""cula_x serves this op."""'),
     "launch under TYPE_CHECKING": (
         f"{PACKAGE}/ops.py",

@@ -1,9 +1,10 @@
 """Who may import whom, read from the syntax trees: `python tools/import_rules.py`.
 
 A kernel package stands alone: torch, one kernel language and its tensor exchange, nothing else of ours. `cula` knows
-the kernel packages only by name, in its registry. Inside a package the host rooms run without a kernel language,
+the kernel packages only by name, in `_discovery`. Inside a package the host rooms run without a kernel language,
 `launch` is imported lazily, and kernels know neither torch nor the ops that call them. The emulator is for tests:
 nothing that runs a kernel imports it, and it imports torch alone until its DSL front end or its pytest plugin is used.
+Nowhere do modules of ours import each other in a circle while they are loaded.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ EMULATOR_ROOM_MAY = {"pytest_plugin": frozenset({"pytest"})}
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module (absolute, dotted); `lazy` when a function body or TYPE_CHECKING delays it."""
+    """One imported module (absolute, dotted); `lazy` when a function body or TYPE_CHECKING delays it.
+
+    names are those that a `from module import ...` takes.
+    """
 
     module: str
     line: int
     lazy: bool
     relative: bool = False
+    names: tuple[str, ...] = ()
 
     def under(self, prefix: str) -> bool:
         return self.module == prefix or self.module.startswith(prefix + ".")
@@ -76,11 +81,10 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = absolute(node.module or "", node.level)
             relative = bool(node.level)
-            found.append(Import(base, node.lineno, lazy, relative))
+            names = tuple(alias.name for alias in node.names)
+            found.append(Import(base, node.lineno, lazy, relative, names))
             # `from package import module` reaches the module as well.
-            found.extend(
-                Import(f"{base}.{alias.name}", node.lineno, lazy, relative) for alias in node.names
-            )
+            found.extend(Import(f"{base}.{name}", node.lineno, lazy, relative) for name in names)
         elif isinstance(node, ast.Call) and _is_dynamic_import(node):
             name = node.args[0].value  # type: ignore[attr-defined]
             stripped = name.lstrip(".")
@@ -114,6 +118,11 @@ def violations(root: Path = ROOT) -> list[str]:
         lines += _check_tool(root, name, folder)
         lines += _check_package_tests(root, name, folder, set(ours))
     lines += _check_meta(root, set(ours))
+    folders = [root / "meta", *ours.values(), *development_tools(root).values()]
+    for folder in folders:
+        lines += _check_circles(root, folder / "src", folder / "src")
+    for name in ("benchmarks", "tools"):
+        lines += _check_circles(root, root / name, root)
     for folder_name in ("benchmarks", "tools"):
         for path, _, found in _modules(root / folder_name, root / folder_name):
             # benchmarks/emulator/ measures the emulator itself.
@@ -196,6 +205,50 @@ def _check_tool(root: Path, name: str, folder: Path) -> Iterator[str]:
                 )
 
 
+def _check_circles(root: Path, folder: Path, base: Path) -> Iterator[str]:
+    """Modules that import each other at the top, which works or not by the order in which they are loaded."""
+    files: dict[str, Path] = {}
+    edges: dict[str, dict[str, int]] = {}
+    listed = list(_modules(folder, base))
+    for path, _, _ in listed:
+        parts = path.relative_to(base).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for name, (_, _, found) in zip(files, listed, strict=True):
+        edges[name] = {}
+        for item in found:
+            # A package that only lends its modules by `from package import module` is not needed itself.
+            needed = not item.names or any(f"{item.module}.{n}" not in files for n in item.names)
+            if item.module in files and item.module != name and needed and not item.lazy:
+                edges[name].setdefault(item.module, item.line)
+    for circle in _circles({name: set(targets) for name, targets in edges.items()}):
+        line = edges[circle[0]][circle[1 % len(circle)]]
+        yield _line(
+            root,
+            files[circle[0]],
+            line,
+            f"closes a circle: {' imports '.join([*circle, circle[0]])}",
+        )
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """A shortest circle through the first module, by name, of every group that import each other."""
+    found: list[list[str]] = []
+    for start in sorted(graph):
+        if any(start in circle for circle in found):
+            continue
+        ways = [[start]]
+        seen: set[str] = set()
+        while ways:
+            way = ways.pop(0)
+            if start in graph[way[-1]]:
+                found.append(way)
+                break
+            for target in sorted(graph[way[-1]] - seen):
+                seen.add(target)
+                ways.append([*way, target])
+    return found
+
+
 def _check_struct(root: Path, path: Path, tree: ast.Module) -> Iterator[str]:
     """@cute.struct reads its annotations as objects; the __future__ import turns them into strings."""
     structs = [
@@ -247,7 +300,7 @@ def _check_meta(root: Path, kernels: set[str]) -> Iterator[str]:
                     item.line,
                     f"imports {item.module}: a shared file is copied, so it stands alone",
                 )
-        if inside == ("_registry.py",) or named is None:
+        if inside == ("_discovery.py",) or named is None:
             continue
         for node in ast.walk(tree):
             if (
@@ -259,7 +312,7 @@ def _check_meta(root: Path, kernels: set[str]) -> Iterator[str]:
                     root,
                     path,
                     node.lineno,
-                    f"names {node.value}: only the registry knows kernel packages",
+                    f"names {node.value}: only _discovery knows kernel packages",
                 )
 
 

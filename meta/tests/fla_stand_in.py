@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula import _registry, reference
+from cula import _discovery, _registry, reference
 from cula.integrations import fla
 from cula.reference.gates import log_decay
 
@@ -272,7 +272,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fla, "importable", lambda package: True)
     monkeypatch.setattr(fla, "_version", lambda: (0, 6))
     monkeypatch.setattr(fla, "_triton", lambda: (3, 7, 1))
-    monkeypatch.setattr(_registry, "FIRST_PARTY", ())
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
     monkeypatch.setattr(_registry, "_arch_of", lambda device: "sm90")
     _registry.refresh()
     SEEN.clear()

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cula import kda, lightning, lite
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 6
+MIDDLE = torch.tensor([1])
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
@@ -346,6 +348,12 @@ def cases() -> list[Case]:
         "one state per sequence, N = 2, got 1",
     )
 
+    for function in (*DELTA, "chunk_simple_gla"):
+        for wrong in (0.25, float("nan")):
+            positive = change("g", lambda x, wrong=wrong: x.clone().index_fill_(1, MIDDLE, wrong))
+            expected = f"values <= 0 (it is the natural log of a decay), got {wrong}"
+            add(function, "g", positive, ValueError, expected)
+
     for name in ("g", "beta"):
         tensor(DELTA, name)
         add(
@@ -569,6 +577,13 @@ def cases() -> list[Case]:
             ValueError,
             "values below the 5 states of",
         )
+        add(
+            function,
+            rows,
+            change(rows, lambda x: x * 0 + 3),
+            ValueError,
+            f"rows that differ because {pool} is updated, got 3 twice",
+        )
     add(
         "lightning_attn_fwd_varlen",
         "initial_state_indices",
@@ -606,6 +621,9 @@ def cases() -> list[Case]:
             (torch.ones(1, dtype=torch.int64, device=META), ValueError, "a tensor on cpu"),
         ):
             add(function, "rounding_seed", {**bf16, "rounding_seed": seed}, error, expected)
+    add("linear_attention_decode", "q", change("q", lambda x: x[0]), ValueError, "4 dimensions")
+    flat = {n: (lambda args, n=n: args[n][0]) for n in ("q", "k", "v")}
+    add("linear_attention_decode", "q", flat, ValueError, "4 dimensions, got [3, 2, 8]")
     add(
         "linear_attention_decode",
         "q",
@@ -773,3 +791,39 @@ def test_scale_may_be_any_finite_number() -> None:
     for scale in (0, 0.0, -2.5):
         found, _ = lightning.lightning_attn_fwd(**base, scale=scale)
         torch.testing.assert_close(found, one * scale)
+
+
+@pytest.mark.parametrize("function", ["chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule"])
+def test_a_raw_gate_may_be_positive(function: str) -> None:
+    raw = good(function) | {"use_gate_in_kernel": True, "A_log": torch.zeros(HV)}
+    raw["g"] = -raw["g"]
+    o, _ = FUNCTIONS[function](**raw)
+    assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("function", ["linear_attention_decode", "lightning_attn_fwd_varlen"])
+def test_a_state_that_is_only_read_may_be_read_twice(function: str) -> None:
+    name = "state_indices" if "decode" in function else "initial_state_indices"
+    reads = {"commit": False} if "decode" in function else {"update_state_pool": False}
+    arguments = good(function) | reads
+    arguments[name] = torch.tensor([2, 2], dtype=torch.int32)
+    both = FUNCTIONS[function](**arguments)
+    for rows in ([2, -1], [-1, 2]):
+        one = FUNCTIONS[function](**arguments | {name: torch.tensor(rows, dtype=torch.int32)})
+        live = rows.index(2)
+        part = slice(live, live + 1) if "decode" in function else slice(live, T if live else 1)
+        got, want = (x if "decode" in function else x[0][0] for x in (one, both))
+        assert torch.equal(got[part], want[part])
+
+
+@pytest.mark.parametrize("function", ["chunk_kda", "chunk_gated_delta_rule", "chunk_simple_gla"])
+def test_a_trace_does_not_look_at_values(function: str) -> None:
+    arguments = good(function)
+    names = [name for name, x in arguments.items() if isinstance(x, torch.Tensor)]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return FUNCTIONS[function](**arguments | dict(zip(names, tensors, strict=True)))[0]
+
+    tensors = [arguments[name] for name in names]
+    traced = make_fx(run)(*tensors)
+    torch.testing.assert_close(traced(*tensors), run(*tensors))

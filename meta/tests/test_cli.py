@@ -5,36 +5,111 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import cula.demo
 from cula import __main__ as cli
-from cula import _registry
+from cula import _discovery, _env, _registry, kda, lightning, lite
+from cula._facts import OPS
 from cula.integrations import fla
 
 
-def test_info_lists_every_function_and_its_implementations(
+def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch claim Hopper GPUs."""
+    properties = types.SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", multi_processor_count=132, total_memory=79.6 * 2**30
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    monkeypatch.setattr(_registry, "_arch_of", lambda device: "sm90")
+    monkeypatch.setattr(cli, "_driver", lambda: "580.159.04")
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("missing", [False, True])
+def test_info_fits_a_screen_and_names_every_public_function(
+    gpus: int,
+    missing: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if gpus:
+        on_gpus(gpus, monkeypatch)
+    for module in (_registry, _discovery, fla):
+        monkeypatch.setattr(module, "importable", lambda package: not missing)
+    monkeypatch.setattr(_discovery, "entry_points", lambda group: ())
+    _registry.refresh()
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    # A line is left for the prompt.
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"cula {cula.__version__}, Python {sys.version.split()[0]}, torch ")
+    names = [f"{m.__name__}.{name}" for m in (lightning, kda, lite) for name in m.__all__]
+    served = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[-len(names) - 1 : -1]}
+    assert list(served) == names
+    if gpus == 0:
+        assert lines[1] == "no GPU: everything runs on the CPU"
+        assert served.pop("cula.kda.kda_prefill_hopper") == "nothing: needs sm90"
+        assert set(served.values()) == {"reference"}
+    else:
+        gpu = "NVIDIA H100 80GB HBM3, sm90, 132 SMs, 79.6 GiB, driver 580.159.04"
+        assert lines[1] == f"{gpus} x {gpu}"
+        if missing:
+            assert served.pop("cula.kda.kda_prefill_hopper") == "nothing"
+            assert set(served.values()) == {"reference"}
+            (start,) = [n for n, line in enumerate(lines) if line.startswith("not installed: ")]
+            named = "".join(lines[start:])
+            assert "cula-cp-sm90" in named and "cula-kda-sm100" not in named
+    assert lines[-1].endswith("python -m cula info --all")
+    _registry.refresh()
+
+
+def test_info_says_all_of_every_implementation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fla, "importable", lambda package: False)
-    assert cli.main(["info", "--arch", "sm75"]) == 0
+    assert cli.main(["info", "--all", "--arch", "sm75"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"cula {cula.__version__}, Python {sys.version.split()[0]}, CUDA ")
-    for op, functions in _registry.OPS.items():
+    for op, functions in OPS.items():
         for function in functions:
             assert f"\n{op}.{function} on sm75\n" in text
-    assert "  reference  chosen" in text
+    assert "  reference  chosen" in text or "reference              chosen" in text
+    assert "refused    flash-linear-attention is not installed: pip install fla-core" in text
     assert "\ndriver " in text and "  torch " in text and "  triton " in text
+
+
+@pytest.mark.parametrize("by", ["--arch", "CULA_DISABLE"])
+def test_info_about_what_there_is_not_is_one_line(
+    by: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "CULA_DISABLE":
+        monkeypatch.setenv(by, "hopper")
+        _env.env.cache_clear()
+    assert cli.main(["info", *(["--arch", "hopper"] if by == "--arch" else [])]) == cli.USAGE
+    monkeypatch.undo()
+    _env.env.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"python -m cula info: {by.lstrip('-')}: expected ")
+    assert line.endswith("got 'hopper'")
 
 
 def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--json", "--arch", "cpu"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["cula"] == cula.__version__
+    functions = {told["function"]: told for told in facts["functions"]}
+    assert functions["cula.lightning.chunk_lightning_attn"]["by"] == "reference"
+    assert functions["cula.kda.kda_prefill_hopper"]["needs"] == "sm90"
     assert [op["function"] for op in facts["ops"]] == [
-        f for functions in _registry.OPS.values() for f in functions
+        f for functions in OPS.values() for f in functions
     ]
     for op in facts["ops"]:
         assert op["arch"] == "cpu"
@@ -47,7 +122,7 @@ def test_info_names_the_gpus() -> None:
     gpu = {"name": "H200", "arch": "sm90", "multiprocessors": 132, "memory_gib": 139.8}
     facts = {"cula": "1", "python": "3", "cuda": None, "driver": "580"}
     facts |= {"gpus": [gpu], "versions": {"triton": None}, "ops": []}
-    assert cli.render(facts).splitlines() == [
+    assert cli.render_all(facts).splitlines() == [
         "cula 1, Python 3, CUDA none in this torch",
         "driver 580",
         "GPU 0: H200, sm90, 132 SMs, 139.8 GiB",
@@ -57,7 +132,7 @@ def test_info_names_the_gpus() -> None:
 
 def test_no_command_means_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "kda.prefill.chunk_kda on" in capsys.readouterr().out
+    assert "cula.kda.chunk_kda  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["info", "--nothing"]])

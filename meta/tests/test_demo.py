@@ -309,7 +309,7 @@ def test_a_missing_extra_is_named(
     error = capsys.readouterr().err
     assert (
         error
-        == f"cula demo: the demo needs {module}, which is not installed: pip install 'cula[demo]'\n"
+        == f"cula demo: the demo needs {module}, which is not installed: pip install {module}\n"
     )
 
 

@@ -10,8 +10,9 @@ import torch
 from fla_stand_in import CU, HV, SEEN, H, K, V, chunk_kda, inputs, installed, marked
 from torch import Tensor
 
-from cula import _registry, kda, lightning, reference
-from cula._registry import Implementation
+from cula import _implementations, _registry, kda, lightning, reference
+from cula._facts import OPS
+from cula._implementations import Implementation
 from cula.integrations import fla, fla_backward
 
 
@@ -45,7 +46,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ops = ("lightning.prefill", "kda.prefill")
     made_up = Implementation("made-up", ops, ("sm90",), 10, supports, load)
-    found = (made_up, _registry._fla(), _registry._reference())
+    found = (made_up, _implementations.fla(OPS), _implementations.reference(OPS))
     monkeypatch.setattr(_registry, "implementations", lambda op: [i for i in found if op in i.ops])
     _registry.refresh()
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import cula.reference
-from cula import _env, _registry, kda, lightning, lite
-from cula._registry import Implementation
+from cula import _discovery, _env, _implementations, _registry, kda, lightning, lite
+from cula._facts import FACTS, OPS
+from cula._implementations import Implementation
 
 ROOT = Path(__file__).resolve().parents[2]
 H, HV, K, V = 2, 4, 8, 6
@@ -41,11 +42,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         op: str, run: Callable[..., Any], arch: str = "cpu", supports: Any = lambda **problem: None
     ) -> None:
         made_up = Implementation("made-up", (op,), (arch,), 10, supports, lambda function: run)
-        found = (made_up, _registry._fla(), _registry._reference())
+        found = (made_up, _implementations.fla(OPS), _implementations.reference(OPS))
         monkeypatch.setattr(
             _registry, "implementations", lambda op: [i for i in found if op in i.ops]
         )
         monkeypatch.setattr(_registry, "broken", lambda: ())
+        monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
         monkeypatch.setattr(_registry, "_arch_of", lambda device: arch)
         _registry.refresh()
 
@@ -390,7 +392,7 @@ def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in parameters if p.name != "impl"]
 
 
-@pytest.mark.parametrize("function", _registry.FACTS)
+@pytest.mark.parametrize("function", FACTS)
 def test_reference_has_the_public_signature(function: str) -> None:
     public = next(getattr(m, function) for m in (kda, lightning, lite) if hasattr(m, function))
     assert shape_of(getattr(cula.reference, function)) == shape_of(public)
@@ -537,7 +539,7 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("function", _registry.FACTS)
+@pytest.mark.parametrize("function", FACTS)
 def test_kernel_is_called_with_the_public_arguments(
     kernel: Callable[..., None], function: str
 ) -> None:
@@ -549,7 +551,7 @@ def test_kernel_is_called_with_the_public_arguments(
         taken.append(inspect.signature(public).bind(*args, **options))
         return "result"
 
-    op = next(op for op, functions in _registry.OPS.items() if function in functions)
+    op = next(op for op, functions in OPS.items() if function in functions)
     kernel(op, run)
     x = inputs(dtype=torch.float32)
     x |= {
@@ -559,7 +561,7 @@ def test_kernel_is_called_with_the_public_arguments(
     }
     if function == "lite_attention":
         x["q"] = x["k"] = x["v"]
-    if function in _registry.OPS["lightning.decode"]:
+    if function in OPS["lightning.decode"]:
         x |= {name: x[name][:, :2] for name in ("q", "k", "v")}
     parameters = inspect.signature(public).parameters
     required = {n: x[n] for n, p in parameters.items() if p.default is p.empty}
@@ -583,8 +585,8 @@ def test_hopper_prefill_never_falls_back(
     ):
         kda.kda_prefill_hopper(*arguments)
 
-    monkeypatch.setattr(_registry, "FIRST_PARTY", ())
-    monkeypatch.setattr(_registry, "entry_points", lambda group: ())
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
+    monkeypatch.setattr(_discovery, "entry_points", lambda group: ())
     with monkeypatch.context() as patch:
         patch.setattr(_registry, "_arch_of", lambda device: "sm90")
         none = "^no kernel serves kda.prefill.chunk_kda on sm90: no kernel package for it is installed$"
@@ -655,7 +657,7 @@ def test_gradients_reach_every_input() -> None:
 def test_modules_of_a_package_that_is_missing(monkeypatch):
     reference = tuple(i for i in _registry.implementations("lite.attention") if not i.kernel)
     monkeypatch.setattr(lite, "implementations", lambda op: reference)
-    with pytest.raises(ImportError, match=r"pip install 'cula\[sm89\]'"):
+    with pytest.raises(ImportError, match=r"pip install --find-links dist 'cula\[sm89\]'"):
         _ = lite.LiteAttention
     with pytest.raises(AttributeError, match="no attribute 'HeavyAttention'"):
         _ = lite.HeavyAttention

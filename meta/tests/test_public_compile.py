@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cula import _registry, kda, lightning
-from cula._registry import Implementation
+from cula import _discovery, _registry, kda, lightning
+from cula._implementations import Implementation
 
 H, HV, K = 2, 4, 16
 torch.library.define(
@@ -76,7 +76,7 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, through_an_op: bool) -> None:
         made_up = Implementation(
             "made-up", ("lightning.decode",), ("cpu",), 10, lambda **p: None, lambda f: run
         )
-        discovered = _registry._discover()
+        discovered = _discovery.discover()
         monkeypatch.setattr(_registry, "implementations", lambda op: (made_up, *discovered[0]))
     step = compiled(decode_step)
     decay = torch.rand(HV)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from fla_stand_in import CU, HV, SEEN, K, V, inputs, installed
 from torch import Tensor
 
 from cula import _registry, kda, lightning
+from cula._facts import OPS
 from cula.integrations import fla
 
 
@@ -44,7 +48,7 @@ def both(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def test_it_comes_before_the_reference_and_after_kernels() -> None:
-    for op in _registry.OPS:
+    for op in OPS:
         rows = _registry.explain(op, arch="sm90", dtype=torch.bfloat16).rows
         able = [row.name for row in rows if row.reason is None]
         peers = ["reference"] if op == "lite.attention" else ["fla", "reference"]
@@ -219,19 +223,134 @@ def test_refusals(problem: dict[str, Any], reason: str) -> None:
     assert fla.supports(**{**accepted, **problem}) == reason
 
 
-def test_gated_backward_that_triton_compiles_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = {"function": "chunk_simple_gla", "gate_dtype": torch.float32, "requires_grad": True}
-    reason = "its backward with g needs Triton 3.7.1 or newer on sm90, 3.6.0 is installed"
-    for version, refused in (
-        ((3, 3, 1), False), ((3, 4, 0), True), ((3, 6, 0), True), ((3, 7, 0), True), ((3, 7, 1), False), (None, False),
-    ):  # fmt: skip
-        monkeypatch.setattr(fla, "_triton", lambda version=version: version)
-        found = fla.supports(arch="sm90", **problem)
-        assert (found is not None) == refused
-        assert version != (3, 6, 0) or found == reason
-        assert fla.supports(arch="sm80", **problem) is None
-        for changes in ({"gate_dtype": None}, {"requires_grad": False}):
-            assert fla.supports(arch="sm90", **{**problem, **changes}) is None
+# Function, gate, and whether FLA 0.6.0 refuses the backward on Hopper with Triton 3.4.0 up to 3.7.1.
+BACKWARDS = [
+    ("chunk_gated_delta_rule", torch.float32, True),
+    ("chunk_gated_delta_rule", torch.bfloat16, True),
+    ("chunk_simple_gla", torch.float32, True),
+    ("chunk_simple_gla", None, False),
+    ("lightning_attn_fwd", None, False),
+    ("lightning_attn_fwd_varlen", None, False),
+    ("chunk_kda", torch.float32, False),
+]
+TRITONS = [
+    ((3, 3, 1), False), ((3, 4, 0), True), ((3, 5, 1), True), ((3, 6, 0), True), ((3, 7, 0), True),
+    ((3, 7, 1), False), ((3, 8, 0), False), (None, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "gate", "guarded"), BACKWARDS)
+@pytest.mark.parametrize(("triton", "wrong"), TRITONS)
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90", "sm100", "sm120"])
+def test_backward_that_triton_compiles_wrongly_is_refused_before_the_forward(
+    function: str,
+    gate: torch.dtype | None,
+    guarded: bool,
+    triton: Any,
+    wrong: bool,
+    arch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fla, "_triton", lambda: triton)
+    monkeypatch.setattr(fla, "_tilelang", lambda: False)
+    problem = {"arch": arch, "function": function, "gate_dtype": gate, "dtype": torch.bfloat16}
+    refused = fla.supports(**problem, requires_grad=True)
+    assert (refused is not None) == (guarded and wrong and arch == "sm90")
+    assert fla.supports(**problem, requires_grad=False) is None
+
+
+def test_what_is_said_of_a_backward_that_triton_compiles_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fla, "_triton", lambda: (3, 6, 0))
+    monkeypatch.setattr(fla, "_tilelang", lambda: False)
+    problem = {"arch": "sm90", "gate_dtype": torch.float32, "requires_grad": True}
+    delta = {"function": "chunk_gated_delta_rule", **problem}
+    assert fla.supports(**delta) == (
+        "its backward needs Triton 3.7.1 or newer or TileLang on sm90, 3.6.0 is installed"
+    )
+    gla = "its backward with g needs Triton 3.7.1 or newer on sm90, 3.6.0 is installed"
+    assert fla.supports(function="chunk_simple_gla", **problem) == gla
+    # TileLang's kernel takes the place of that of the delta rule, and not of simple GLA's.
+    monkeypatch.setattr(fla, "_tilelang", lambda: True)
+    assert fla.supports(**delta) is None
+    assert fla.supports(function="chunk_simple_gla", **problem) == gla
+
+
+@pytest.mark.parametrize("function", fla._FUNCTIONS)
+@pytest.mark.parametrize("dims", [(63, 64), (64, 63)])
+def test_backward_of_odd_head_dimensions(function: str, dims: tuple[int, int]) -> None:
+    problem = {"arch": "sm80", "function": function, "head_dim_k": dims[0], "head_dim_v": dims[1]}
+    name = "K" if dims[0] % 2 else "V"
+    expected = {
+        **dict.fromkeys(
+            ("chunk_simple_gla", "lightning_attn_fwd", "lightning_attn_fwd_varlen"),
+            f"its backward needs an even {name}, not 63",
+        ),
+        **dict.fromkeys(fla.INFERENCE_ONLY, "has no backward of it"),
+    }
+    assert fla.supports(**problem, requires_grad=True) == expected.get(function)
+    assert fla.supports(**problem) is None
+
+
+def test_the_backward_of_every_function_is_known() -> None:
+    guarded = {function for guard in fla.GUARDS for function in guard.functions}
+    assert {*guarded, *fla.UNGUARDED, *fla.INFERENCE_ONLY} == set(fla._FUNCTIONS)
+    assert guarded.isdisjoint((*fla.UNGUARDED, *fla.INFERENCE_ONLY))
+
+
+def test_training_never_starts_what_fla_will_not_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With such a Triton the reference serves both passes, and FLA by name raises before it runs."""
+    monkeypatch.setattr(fla, "_triton", lambda: (3, 6, 0))
+    monkeypatch.setattr(fla, "_tilelang", lambda: False)
+    x = inputs()
+    x["g"] = x["g"][..., 0].contiguous()
+    x["v"].requires_grad_()
+    lightning.chunk_gated_delta_rule(*x.values())[0].sum().backward()
+    assert SEEN == [] and x["v"].grad.any()
+    with pytest.raises(RuntimeError, match="impl='fla' cannot serve .*: its backward needs Triton"):
+        lightning.chunk_gated_delta_rule(*x.values(), impl="fla")
+    with torch.no_grad():
+        lightning.chunk_gated_delta_rule(*x.values())
+    assert SEEN == ["chunk_gated_delta_rule"]
+
+
+@pytest.mark.parametrize("usable", [True, False])
+@pytest.mark.parametrize("disabled", [True, False])
+def test_fla_is_asked_whether_it_calls_tilelang(
+    usable: bool, disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = {
+        "fla.backends": {"_DISPATCH_DISABLED": disabled},
+        "fla.ops.common.backends": {},
+        "fla.ops.common.backends.tilelang": {
+            "CommonTileLangBackend": types.SimpleNamespace(can_use=lambda: usable)
+        },
+    }
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert fla._tilelang() == (usable and not disabled)
+    monkeypatch.setattr(fla, "importable", lambda package: package != "tilelang")
+    assert not fla._tilelang()
+
+
+def test_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"triton": "3.6.0+git1234"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.undo()
+    monkeypatch.setattr(fla, "version", version)
+    assert fla._triton() == (3, 6, 0)
+    installed = {"pytorch-triton": "3.7.1"}
+    assert fla._triton() == (3, 7, 1)
+    installed = {}
+    assert fla._triton() is None
 
 
 def test_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +360,10 @@ def test_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "_version", lambda: None)
     assert fla.supports(**problem) is None
     monkeypatch.setattr(fla, "importable", lambda package: False)
-    assert (
-        fla.supports(**problem)
-        == "flash-linear-attention is not installed: pip install 'cula[fla]'"
-    )
+    missing = "flash-linear-attention is not installed: pip install fla-core"
+    assert fla.supports(**problem) == missing
+    # What it would refuse installed is said first: an installation would not help.
+    assert fla.supports(**problem, exact_state=True) == "has no exact_state"
 
 
 def test_it_offers_what_it_claims() -> None:
@@ -253,7 +372,7 @@ def test_it_offers_what_it_claims() -> None:
         for i in _registry.implementations("lightning.decode")
         if i.name == "fla"
         for op in i.ops
-        for f in _registry.OPS[op]
+        for f in OPS[op]
     }
     for function in offered:
         assert callable(fla.load(function))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula import _env, _registry, kda, reference
-from cula._registry import Implementation
+from cula import _discovery, _env, _implementations, _registry, kda, reference
+from cula._facts import OPS
+from cula._implementations import Implementation
 
 H, HV, K, V = 2, 4, 8, 6
 LENGTHS = (5, 0, 1, 14)
@@ -53,9 +54,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = Implementation(
         "made-up", ("kda.prefill",), ("cpu",), 10, supports, lambda f: lambda *a, **o: ("k", None)
     )
-    found = (made_up, _registry._fla(), _registry._reference())
+    found = (made_up, _implementations.fla(OPS), _implementations.reference(OPS))
     monkeypatch.setattr(_registry, "implementations", lambda op: [i for i in found if op in i.ops])
     monkeypatch.setattr(_registry, "broken", lambda: ())
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
     _registry.refresh()
 
 

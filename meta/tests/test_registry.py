@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -16,8 +17,11 @@ import pytest
 import torch
 
 import cula
-from cula import _env, _registry
-from cula._registry import COMMON_FACTS, FACTS, KERNELS_ONLY, OPS, explain, resolve
+from cula import _discovery, _env, _implementations, _registry
+from cula._discovery import FirstParty
+from cula._facts import COMMON_FACTS, FACTS, OPS
+from cula._registry import KERNELS_ONLY, explain, resolve
+from cula.integrations import fla
 
 CPU = torch.device("cpu")
 GLA = (
@@ -33,8 +37,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel package, no settings, nothing decided; and the same afterwards."""
     for name in ("CULA_IMPL", "CULA_DISABLE", "CULA_LOG"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(_registry, "FIRST_PARTY", ())
-    monkeypatch.setattr(_registry, "entry_points", lambda group: ())
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", ())
+    monkeypatch.setattr(_discovery, "entry_points", lambda group: ())
     _forget()
     yield
     _forget()
@@ -79,7 +83,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 )
                 monkeypatch.setitem(sys.modules, module, spec)
             points.append(EntryPoint(name=f"point{i}", value=module, group="cula.kernels"))
-        monkeypatch.setattr(_registry, "entry_points", lambda group: tuple(points))
+        monkeypatch.setattr(_discovery, "entry_points", lambda group: tuple(points))
         _forget()
 
     return install
@@ -137,15 +141,15 @@ def test_source_tree_is_found_without_metadata(
     )
     (tmp_path / "made_up_directory").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(
-        _registry, "FIRST_PARTY", ("made_up_tree", "made_up_absent", "made_up_directory")
-    )
+    names = ("made_up_tree", "made_up_absent", "made_up_directory")
+    packages = tuple(FirstParty(name, ("kda.prefill",), ("sm90",)) for name in names)
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", packages)
     _forget()
     assert explain("chunk_kda", arch="cpu").chosen == "tree"
     assert _registry.broken() == ()
     # Found twice, by metadata and by probing, it still counts once.
     point = EntryPoint(name="tree", value="made_up_tree._spec", group="cula.kernels")
-    monkeypatch.setattr(_registry, "entry_points", lambda group: (point,))
+    monkeypatch.setattr(_discovery, "entry_points", lambda group: (point,))
     _forget()
     assert [i.name for i in _registry.implementations("kda.prefill")] == [
         "tree",
@@ -307,8 +311,8 @@ def test_kernel_without_backward_takes_that_of_fla(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fla = BackwardOfFLA()
-    for module in ("_fla_module", "_fla_backward"):
-        monkeypatch.setattr(_registry, module, lambda: fla)
+    for module in ("_adapter", "_backward"):
+        monkeypatch.setattr(_implementations, module, lambda: fla)
     install(make_spec(supports=inference_only))
     with caplog.at_level(logging.INFO, logger="cula"):
         for impl in ("auto", "made-up"):
@@ -329,7 +333,7 @@ def test_kernel_without_backward_takes_that_of_fla(
 def test_kernel_with_a_backward_keeps_it(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_registry, "_fla_backward", BackwardOfFLA)
+    monkeypatch.setattr(_implementations, "_backward", BackwardOfFLA)
     install(make_spec())
     assert resolve("chunk_simple_gla", "auto", CPU, *TRAINING)() == "chunk_simple_gla by made-up"
 
@@ -338,8 +342,8 @@ def test_why_there_is_no_backward(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fla = BackwardOfFLA()
-    for module in ("_fla_module", "_fla_backward"):
-        monkeypatch.setattr(_registry, module, lambda: fla)
+    for module in ("_adapter", "_backward"):
+        monkeypatch.setattr(_implementations, module, lambda: fla)
     install(make_spec(supports=inference_only))
     fla.refusal = "not installed"
     assert rows(requires_grad=True)["made-up"] == ("refused", "no backward; fla: not installed")
@@ -412,6 +416,38 @@ def test_disable_from_the_environment(
     assert explain("lightning.prefill", arch="cpu").chosen is None
 
 
+@pytest.mark.parametrize("name", ["made_up", "Reference", "cula-nothing"])
+def test_an_unknown_name_in_the_environment_is_refused(
+    name: str, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CULA_DISABLE", f"fla, {name}")
+    install(make_spec())
+    message = f"^CULA_DISABLE: expected names of fla, made-up, reference, got '{name}'$"
+    for call in (
+        lambda: resolve("chunk_simple_gla", "auto", CPU, *GLA),
+        lambda: explain("chunk_kda", arch="cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_the_environment_may_name_a_package_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent = FirstParty("made_up_absent", ("lightning.prefill",), ("sm90",))
+    monkeypatch.setattr(_discovery, "FIRST_PARTY", (absent,))
+    monkeypatch.setenv("CULA_DISABLE", "made-up-absent")
+    _forget()
+    assert explain("chunk_simple_gla", arch="cpu").chosen == "reference"
+    monkeypatch.setenv("CULA_IMPL", "made-up-absent")
+    _forget()
+    assert explain("chunk_kda", arch="cpu").chosen == "reference"
+    with pytest.raises(
+        RuntimeError, match="^impl='made-up-absent' cannot serve .*: not installed, a"
+    ):
+        resolve("chunk_simple_gla", "auto", CPU, *GLA)
+
+
 def test_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _env.env() == _env.Env()
     monkeypatch.setenv("CULA_DISABLE", "reference")
@@ -435,6 +471,128 @@ def test_decision_is_logged_once(
         "lightning.prefill.chunk_simple_gla on cpu is served by reference; made-up refused: not today; "
         "fla refused: needs a CUDA device, the device here is cpu"
     ]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a CPU claim to be a GPU of an architecture, with two packages of this repository that are not there."""
+
+    def claim(arch: str) -> None:
+        monkeypatch.setattr(_registry, "_arch_of", lambda device: arch)
+        monkeypatch.setattr(fla, "importable", lambda package: False)
+        packages = (
+            FirstParty("made_up_absent", ("lightning.prefill",), ("sm90",)),
+            FirstParty("made_up_other", ("kda.prefill",), ("sm90",)),
+        )
+        monkeypatch.setattr(_discovery, "FIRST_PARTY", packages)
+        _forget()
+
+    return claim
+
+
+HALF = (torch.bfloat16, *GLA[1:])
+SLOW = "lightning.prefill.chunk_simple_gla on {} is served by reference, which is plain PyTorch and slow; "
+FLA_MISSING = "fla refused: flash-linear-attention is not installed: pip install fla-core"
+INSTALL = "pip install --find-links dist 'made-up-absent' (dist: bash .ci/run build in a clone)"
+
+
+def test_falling_to_the_reference_on_a_gpu_is_a_warning_with_the_line_that_fixes_it(
+    gpu: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu("sm90")
+    with caplog.at_level(logging.INFO, logger="cula"):
+        for splits in (None, 1, None):
+            resolve("chunk_simple_gla", "auto", CPU, *HALF[:-1], splits)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    missing = f"made-up-absent missing: not installed: {INSTALL}"
+    assert record.getMessage() == SLOW.format("sm90") + f"{FLA_MISSING}; {missing}"
+
+
+@pytest.mark.parametrize(
+    ("arch", "facts", "said"),
+    [
+        ("sm89", HALF, f"{FLA_MISSING}; made-up-absent missing: not installed, and needs one of sm90, the device here"),
+        ("sm90", GLA, "fla refused: activations must be bfloat16 or float16, not torch.float32; "
+         "made-up-absent missing: not installed, and activations must be bfloat16 or float16, not float32"),
+    ],
+)  # fmt: skip
+def test_no_installation_is_advised_that_would_not_help(
+    gpu: Callable[[str], None], caplog: pytest.LogCaptureFixture, arch: str, facts: Any, said: str
+) -> None:
+    gpu(arch)
+    resolve("chunk_simple_gla", "auto", CPU, *facts)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(SLOW.format(arch) + said)
+    assert "find-links" not in record.getMessage()
+
+
+def test_the_warning_names_a_broken_package(
+    gpu: Callable[[str], None], install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install("made_up_nowhere._spec")
+    gpu("sm90")
+    resolve("chunk_simple_gla", "auto", CPU, *HALF)
+    broken = "made_up_nowhere refused: ModuleNotFoundError: No module named 'made_up_nowhere'"
+    assert caplog.records[0].getMessage().endswith(f"; {broken}")
+
+
+@pytest.mark.parametrize("by", ["name", "variable", "cpu", "kernel"])
+def test_who_asks_for_the_reference_or_gets_a_kernel_is_not_warned(
+    by: str,
+    gpu: Callable[[str], None],
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if by == "variable":
+        monkeypatch.setenv("CULA_IMPL", "reference")
+    if by == "kernel":
+        install(make_spec())
+    gpu("cpu" if by == "cpu" else "sm90")
+    with caplog.at_level(logging.INFO, logger="cula"):
+        resolve("chunk_simple_gla", "reference" if by == "name" else "auto", CPU, *HALF)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+def test_the_warning_is_seen_without_a_logging_setup() -> None:
+    code = (
+        "import torch\n"
+        "from cula import _registry\n"
+        "_registry._arch_of = lambda device: 'sm90'\n"
+        "name, cpu = 'chunk_gated_delta_rule', torch.device('cpu')\n"
+        "facts = [None] * len(_registry.FACTS[name])\n"
+        "call = (name, 'auto', cpu, torch.float64, 64, 64, False, None, *facts)\n"
+        "for _ in range(2): _registry.resolve(*call)\n"
+    )
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("CULA_")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    (line,) = [line for line in done.stderr.splitlines() if "gated_delta_rule" in line]
+    assert line.startswith(
+        "lightning.gated_delta_rule.chunk_gated_delta_rule on sm90 is served by reference, which is"
+    )
+
+
+def test_a_package_that_is_missing_has_a_row(gpu: Callable[[str], None]) -> None:
+    gpu("sm90")
+    told = explain("chunk_simple_gla", arch="sm90", dtype=torch.bfloat16)
+    assert [(row.name, row.verdict) for row in told.rows] == [
+        ("fla", "refused"), ("reference", "chosen"), ("made-up-absent", "missing"),
+    ]  # fmt: skip
+    assert told.rows[-1].reason == f"not installed: {INSTALL}"
+    with pytest.raises(
+        RuntimeError, match="^impl='made-up-absent' cannot .* sm90: not installed: pip"
+    ):
+        resolve("chunk_simple_gla", "made-up-absent", CPU, *HALF)
+    with pytest.raises(
+        RuntimeError, match="^no kernel .* on sm90: made-up-absent: not installed: p"
+    ):
+        resolve("chunk_simple_gla", KERNELS_ONLY, CPU, *HALF)
+    with pytest.raises(
+        ValueError, match="^impl: expected 'auto' or one of fla, reference for light"
+    ):
+        resolve("chunk_simple_gla", "made-up-other", CPU, *HALF)
 
 
 def test_log_level_from_the_environment() -> None:
@@ -495,6 +653,22 @@ def test_explain_refuses_unknown_facts() -> None:
         explain("chunk_kda", arch="cpu", tokens=3, varlen=True, safe_gate=True).chosen
         == "reference"
     )
+
+
+@pytest.mark.parametrize("arch", ["hopper", "sm9", "SM90", "", 90])
+def test_explain_refuses_an_architecture_that_there_is_not(arch: Any) -> None:
+    known = "arch: expected one of cpu, sm70, sm72, sm75, sm80, .*, sm90, sm100, .*, sm121, got "
+    with pytest.raises(ValueError, match=known + re.escape(repr(arch))):
+        explain("chunk_kda", arch=arch)
+
+
+def test_explain_knows_the_architectures_of_kernels_and_of_this_machine(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(make_spec(ARCHS=("sm131",)))
+    assert explain("chunk_simple_gla", arch="sm131").chosen == "made-up"
+    monkeypatch.setattr(_registry, "_current_arch", lambda: "sm132")
+    assert explain("chunk_simple_gla", arch="sm132").arch == explain("chunk_simple_gla").arch
 
 
 def test_explanation_is_a_table(install: Callable[..., None]) -> None:

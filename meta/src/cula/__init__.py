@@ -1,4 +1,4 @@
-"""cula: linear attention and skip-list attention, served by the fastest kernel that fits the machine.
+"""cula: linear attention and skip-list attention, served by the kernel that fits the call and the machine.
 
     cula.lightning    Lightning attention, simple GLA and the gated delta rule: prefill and decode
     cula.kda          Kimi Delta Attention: prefill and decode
@@ -13,7 +13,6 @@ Submodules load at first use; importing `cula` imports neither torch nor a kerne
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["explain", "integrations", "kda", "lightning", "lite", "reference", "varlen"]
-
-logging.getLogger("cula").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 from cula import __version__
 
 USAGE = 2
+_COLUMNS = 80
+_TREE = " source tree"
 _DISTRIBUTIONS = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "fla-core")
 
 
@@ -26,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"cula {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     info = commands.add_parser(
-        "info", help="GPU, versions, and which implementation serves each op (default)"
+        "info", help="GPU, versions, and which implementation serves each function (default)"
     )
+    info.add_argument("--all", action="store_true", help="also why the others do not serve")
     info.add_argument("--json", action="store_true", help="machine-readable")
     info.add_argument(
         "--arch", help="architecture to answer for, such as cpu or sm90 (default: this machine's)"
@@ -45,24 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return USAGE
-    facts = collect(options.arch)
-    print(json.dumps(facts, indent=2) if options.json else render(facts))
+    try:
+        facts = collect(options.arch)
+    except ValueError as error:
+        print(f"python -m cula info: {error}", file=sys.stderr)
+        return USAGE
+    text = render_all(facts) if options.all else render(facts)
+    print(json.dumps(facts, indent=2) if options.json else text)
     return 0
 
 
 def collect(arch: str | None = None) -> dict[str, Any]:
-    """What `info` shows, as plain data."""
+    """What `info` shows, as plain data.
+
+    Raises:
+        ValueError: there is no such architecture, or the environment names something that there is not.
+    """
     import torch
 
-    from cula import _registry
+    from cula import _facts, _registry
 
     problem: dict[str, Any] = {"arch": arch} if arch else {}
     ops = []
     kernels: dict[str, str] = {}
-    for op, functions in _registry.OPS.items():
+    for op, functions in _facts.OPS.items():
         for found in _registry.implementations(op):
             if found.kernel:
-                kernels[found.name] = _version(found.name) or "source tree"
+                kernels[found.name] = _version(found.name) or _TREE.strip()
         for function in functions:
             explanation = _registry.explain(op, function=function, **problem)
             rows = [
@@ -95,20 +109,67 @@ def collect(arch: str | None = None) -> dict[str, Any]:
             **{name: _version(name) for name in _DISTRIBUTIONS},
             **kernels,
         },
+        "functions": _functions(ops),
         "ops": ops,
     }
 
 
+def _functions(ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every public function with the implementation that serves it, or None and the architectures it needs."""
+    from cula import _facts, kda, lightning, lite
+
+    told = {op["function"]: op for op in ops}
+    found = []
+    for module in (lightning, kda, lite):
+        for name in module.__all__:
+            function, archs = _facts.SERVED_AS.get(name, (name, None))
+            arch, rows = told[function]["arch"], told[function]["implementations"]
+            served = next((row["name"] for row in rows if row["verdict"] == "chosen"), None)
+            needs = None if archs is None or arch in archs else ", ".join(archs)
+            if needs or (archs is not None and served in ("fla", "reference")):
+                served = None
+            name = f"{module.__name__}.{name}"
+            found.append({"function": name, "arch": arch, "by": served, "needs": needs})
+    return found
+
+
 def render(facts: dict[str, Any]) -> str:
-    """The facts of `collect` as text."""
+    """The facts of `collect` as text that fits a screen."""
+    torch = facts["versions"]["torch"]
+    lines = [f"cula {facts['cula']}, Python {facts['python']}, torch {torch}"]
+    lines[0] += f", CUDA {facts['cuda'] or 'none in this torch'}"
+    for gpu, count in Counter(map(_gpu, facts["gpus"])).items():
+        lines.append(f"{count} x {gpu}, driver {facts['driver']}")
+    if not facts["gpus"]:
+        lines.append("no GPU: everything runs on the CPU")
+    others = {name: found for name, found in facts["versions"].items() if name != "torch"}
+    present = {name: found for name, found in others.items() if found}
+    lines += _wrapped("installed: ", [f"{n} {v}".removesuffix(_TREE) for n, v in present.items()])
+    missing = [name for name, found in others.items() if not found]
+    missing += dict.fromkeys(
+        row["name"]
+        for op in facts["ops"]
+        for row in op["implementations"]
+        if row["verdict"] == "missing" and "pip install" in row["reason"]
+    )
+    lines += _wrapped("not installed: ", missing)
+    functions = facts["functions"]
+    width = max(len(told["function"]) for told in functions)
+    lines += ["", f"{'function on ' + functions[0]['arch']:<{width}}  served by"]
+    for told in functions:
+        nobody = f"nothing: needs {told['needs']}" if told["needs"] else "nothing"
+        lines.append(f"{told['function']:<{width}}  {told['by'] or nobody}")
+    lines.append("why, and how to install what is missing: python -m cula info --all")
+    return "\n".join(lines)
+
+
+def render_all(facts: dict[str, Any]) -> str:
+    """The facts of `collect` as text: every version, and of every implementation why it does not serve."""
     lines = [
         f"cula {facts['cula']}, Python {facts['python']}, CUDA {facts['cuda'] or 'none in this torch'}"
     ]
     lines.append(f"driver {facts['driver'] or 'none found'}")
-    for i, gpu in enumerate(facts["gpus"]):
-        lines.append(
-            f"GPU {i}: {gpu['name']}, {gpu['arch']}, {gpu['multiprocessors']} SMs, {gpu['memory_gib']} GiB"
-        )
+    lines += [f"GPU {i}: {_gpu(gpu)}" for i, gpu in enumerate(facts["gpus"])]
     if not facts["gpus"]:
         lines.append("no GPU: everything runs on the CPU")
     lines += [
@@ -122,6 +183,23 @@ def render(facts: dict[str, Any]) -> str:
                 f"  {row['name']:<{width}}  {row['verdict']:<9}  {row['reason'] or ''}".rstrip()
             )
     return "\n".join(lines)
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    return f"{gpu['name']}, {gpu['arch']}, {gpu['multiprocessors']} SMs, {gpu['memory_gib']} GiB"
+
+
+def _wrapped(title: str, items: list[str]) -> list[str]:
+    """A list in lines of the screen's width, which break between items."""
+    whole = [item.replace(" ", "\0") for item in items]
+    lines = (
+        textwrap.wrap(
+            title + ", ".join(whole), _COLUMNS, subsequent_indent="  ", break_on_hyphens=False
+        )
+        if items
+        else []
+    )
+    return [line.replace("\0", " ") for line in lines]
 
 
 def _bench(arguments: list[str]) -> int:

@@ -171,7 +171,7 @@ def decay_rates(decay: Tensor, q: Tensor, value_heads: int) -> None:
 
 def sign(name: str, x: Tensor, sign: int, hint: str) -> None:
     """Looks at the values on the CPU only; NaN is refused with the wrong sign."""
-    if varlen.readable(x) and not bool((x * sign >= 0).all()):
+    if _is_readable(x) and not bool((x * sign >= 0).all()):
         worst = (x * sign).min().item() * sign
         value_error(name, f"values {'>=' if sign > 0 else '<='} 0 ({hint})", worst)
 
@@ -224,8 +224,10 @@ def pool_rows(
     symbol: str,
     pool_name: str,
     pool: Tensor,
+    *,
+    written: bool,
 ) -> None:
-    """int32 rows of a pool; values are looked at on the CPU only."""
+    """int32 rows of a pool; on the CPU their values are looked at, and live rows that are written must differ."""
     if indices is None:
         if pool.shape[0] < count:
             value_error(
@@ -235,10 +237,19 @@ def pool_rows(
             )
         return
     int32_vector(name, indices, q, count, symbol)
-    if varlen.readable(indices) and count and int(indices.max()) >= pool.shape[0]:
-        value_error(
-            name, f"values below the {pool.shape[0]} states of {pool_name}", int(indices.max())
-        )
+    if not _is_readable(indices):
+        return
+    live = [row for row in indices.tolist() if row >= 0]
+    if live and max(live) >= pool.shape[0]:
+        value_error(name, f"values below the {pool.shape[0]} states of {pool_name}", max(live))
+    if written and len(set(live)) < len(live):
+        twice = next(row for row in live if live.count(row) > 1)
+        value_error(name, f"rows that differ because {pool_name} is updated", f"{twice} twice")
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether the values of a tensor may be looked at: not while a tracing mode records what is done with them."""
+    return varlen.readable(x) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def int32_vector(name: str, x: Tensor, q: Tensor, count: int, symbol: str) -> None:

@@ -19,6 +19,7 @@ MAX_DECODE_TOKENS = 8
 _DECODE_CUDA = (torch.bfloat16, torch.float16)
 _POOL_STATES = (torch.float32, torch.bfloat16, torch.float16)
 _SAFE_LOWER_BOUND = -5.0
+_LOG_DECAY = "it is the natural log of a decay"
 
 
 def chunk_kda(
@@ -60,7 +61,7 @@ def chunk_kda(
         **flags,
     )
     dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
-    arguments.like_tokens("g", g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]")
+    _gate(g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]", use_gate_in_kernel)
     _delta_rule(
         q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context,
@@ -116,7 +117,7 @@ def fused_recurrent_kda(
         **flags,
     )
     dims = arguments.token_dims(q, k, v, cu_seqlens, None)
-    arguments.like_tokens("g", g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]")
+    _gate(g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]", use_gate_in_kernel)
     _delta_rule(
         q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, None,
@@ -160,7 +161,7 @@ def chunk_gated_delta_rule(
         **flags,
     )
     dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
-    arguments.like_tokens("g", g, q, v.shape[:3], "[B, T, HV]")
+    _gate(g, q, v.shape[:3], "[B, T, HV]", use_gate_in_kernel)
     _delta_rule(
         q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context,
@@ -201,6 +202,7 @@ def chunk_simple_gla(
     dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
     if g is not None:
         arguments.like_tokens("g", g, q, v.shape[:3], "[B, T, HV]", any_strides=True)
+        arguments.sign("g", g, -1, _LOG_DECAY)
     if g_gamma is not None:
         arguments.per_head("g_gamma", g_gamma, q, dims.value_heads)
         arguments.sign(
@@ -274,6 +276,7 @@ def lightning_attn_fwd_varlen(
             "N",
             "state_pool",
             state_pool,
+            written=update_state_pool,
         )
         if requires_grad and update_state_pool:
             arguments.value_error(
@@ -330,7 +333,7 @@ def linear_attention_decode(
     arguments.booleans(state_v_first=state_v_first, commit=commit)
     arguments.tensor("q", q)
     arguments.activations(q=q, k=k, v=v)
-    _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed)
+    _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=commit)
     if q.shape != k.shape:
         arguments.value_error("q", f"the shape of k, {list(k.shape)}", list(q.shape))
     arguments.scale_factor(scale)
@@ -353,7 +356,7 @@ def linear_attention_commit(
     """The contract of `linear_attention_commit`."""
     arguments.booleans(state_v_first=state_v_first)
     arguments.activations(k=k, v=v)
-    _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed)
+    _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=True)
     arguments.int32_vector("num_accepted", num_accepted, k, k.shape[0], "B")
     arguments.no_gradients(k=k, v=v, state=state, decay=decay)
 
@@ -476,6 +479,15 @@ def _prefill(
     arguments.output(out, v, requires_grad)
 
 
+def _gate(
+    g: Tensor, q: Tensor, shape: tuple[int, ...], symbols: str, use_gate_in_kernel: bool
+) -> None:
+    """The log decay, or what a gate inside makes one of."""
+    arguments.like_tokens("g", g, q, shape, symbols)
+    if not use_gate_in_kernel:
+        arguments.sign("g", g, -1, _LOG_DECAY)
+
+
 def _delta_rule(
     q: Tensor,
     v: Tensor,
@@ -574,6 +586,8 @@ def _decode(
     state_indices: Tensor | None,
     state_v_first: bool,
     rounding_seed: Tensor | int | None,
+    *,
+    written: bool,
 ) -> None:
     """What decoding and committing share; `decode_operands` has seen k, v and state."""
     if v.shape[:2] != k.shape[:2]:
@@ -590,6 +604,8 @@ def _decode(
     allowed = (*_POOL_STATES, torch.float64) if k.device.type == "cpu" else _POOL_STATES
     arguments.state_stack("state", state, k, dims, state_v_first, "pool", allowed)
     arguments.decay_rates(decay, k, dims.value_heads)
-    arguments.pool_rows("state_indices", state_indices, k, dims.batch, "B", "state", state)
+    arguments.pool_rows(
+        "state_indices", state_indices, k, dims.batch, "B", "state", state, written=written
+    )
     if rounding_seed is not None:
         arguments.seed_of_rounding(rounding_seed, state)

@@ -1,141 +1,32 @@
-"""Which implementation serves a call: discovery, resolution and explanation.
+"""Which implementation serves a call, and why: resolution and explanation.
 
-Kernel packages advertise a `_spec` module in the entry-point group "cula.kernels". The import names of the first-party
-packages are probed as well, because a source tree on PYTHONPATH has no metadata. A spec that cannot be used is kept
-with its error and shown by `explain`; it never stops a call that something else can serve.
+An implementation that cannot be used stops no call that something else can serve; `explain` shows its reason.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from cula import _discovery, _implementations
+from cula._discovery import SM80_AND_NEWER, Broken, FirstParty
 from cula._env import configure_logging, env
+from cula._facts import COMMON_FACTS, FACTS, OPS
+from cula._implementations import Implementation
+from cula._installed import how_to_install, importable
 
-GROUP = "cula.kernels"
-FIRST_PARTY = (
-    "cula_lightning_decode",
-    "cula_lightning_sm90",
-    "cula_cp_sm90",
-    "cula_kda_sm100",
-    "liteattention_sm89",
-)
-OPS: dict[str, tuple[str, ...]] = {
-    "lightning.decode": ("linear_attention_decode", "linear_attention_commit"),
-    "lightning.prefill": ("lightning_attn_fwd", "lightning_attn_fwd_varlen", "chunk_simple_gla"),
-    "lightning.gated_delta_rule": ("chunk_gated_delta_rule",),
-    "kda.prefill": ("chunk_kda",),
-    "kda.decode": ("fused_recurrent_kda",),
-    "lite.attention": ("lite_attention",),
-}
-# What a decision depends on beside the device: facts about every call, then the flags of each function by name.
-COMMON_FACTS = ("dtype", "head_dim_k", "head_dim_v", "requires_grad", "state_dtype")
-_DELTA_RULE_FACTS = (
-    "gate_dtype",
-    "beta_dtype",
-    "varlen",
-    "group",
-    "initial_state",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "state_v_first",
-)
-# decay_requires_grad: whether the constant decay of a head does; checkpoints: whether states on the way are written.
-_PREFILL_FACTS = (
-    "decay_requires_grad",
-    "use_qk_l2norm_in_kernel",
-    "exact_state",
-    "checkpoints",
-    "num_splits",
-)
-FACTS: dict[str, tuple[str, ...]] = {
-    "linear_attention_decode": ("tokens", "state_v_first", "commit", "stochastic_rounding"),
-    "linear_attention_commit": ("tokens", "state_v_first", "stochastic_rounding"),
-    "lightning_attn_fwd": (
-        "group",
-        "initial_state",
-        "output_final_state",
-        "state_v_first",
-        *_PREFILL_FACTS,
-    ),
-    "lightning_attn_fwd_varlen": (
-        "varlen",
-        "group",
-        "state_pool",
-        "output_final_state",
-        "state_v_first",
-        "update_state_pool",
-        *_PREFILL_FACTS,
-    ),
-    "chunk_simple_gla": (
-        "gate_dtype",
-        "head_decay",
-        "varlen",
-        "group",
-        "initial_state",
-        "output_final_state",
-        "state_v_first",
-        *_PREFILL_FACTS,
-    ),
-    "chunk_gated_delta_rule": _DELTA_RULE_FACTS,
-    "chunk_kda": (
-        *_DELTA_RULE_FACTS,
-        "safe_gate",
-        "lower_bound",
-        "return_intermediate_states",
-        "use_intracard_cp",
-    ),
-    "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
-    "lite_attention": ("block_m", "block_n", "must_do"),
-}
-# Functions whose kernels, if they have no backward, are completed by FLA's, with the function that is the forward then.
-_BACKWARD_OF_FLA = {
-    **dict.fromkeys(OPS["lightning.prefill"], "chunk_simple_gla"),
-    "chunk_kda": "chunk_kda",
-}
+# Architectures that `explain` may be asked about wherever it runs.
+_ARCHITECTURES = ("cpu", "sm70", "sm72", "sm75", *SM80_AND_NEWER)
 # An `impl` for functions that promise a kernel: like "auto", but neither FLA nor the reference is considered.
 KERNELS_ONLY = "auto among kernels"
 
-_FLA_PRIORITY = 1000
-_REFERENCE_PRIORITY = 2000
 _logger = logging.getLogger("cula")
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to run the functions of an op.
-
-    archs is None when any device will do. `supports(**problem)` returns why a problem is refused, or None.
-    `load(function)` returns a callable with the public signature without `impl`.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    archs: tuple[str, ...] | None
-    priority: int
-    supports: Callable[..., str | None]
-    load: Callable[[str], Callable[..., Any]]
-    kernel: bool = True
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A kernel package that is installed but whose spec cannot be used."""
-
-    name: str
-    error: str
 
 
 @dataclass(frozen=True)
@@ -143,6 +34,7 @@ class Row:
     """One line of an explanation.
 
     reason is None when the implementation could serve; backward then names the one whose backward pass would follow it.
+    A kernel package of this repository that could be installed has a row too.
     """
 
     name: str
@@ -150,11 +42,14 @@ class Row:
     chosen: bool
     reason: str | None
     backward: str | None = None
+    installed: bool = True
 
     @property
     def verdict(self) -> str:
         if self.chosen:
             return "chosen"
+        if not self.installed:
+            return "missing"
         return "refused" if self.reason else "available"
 
 
@@ -280,37 +175,36 @@ def explain(op: str, **problem: Any) -> Explanation:
 
     Raises:
         TypeError: a fact that the function does not have.
-        ValueError: no such op, or no implementation of the name `impl`.
+        ValueError: no such op, no such architecture, or no implementation of the name `impl`.
     """
     op, function = _find_op(op, problem.pop("function", None))
     impl = problem.pop("impl", "auto")
-    arch = problem.pop("arch", None) or _current_arch()
+    arch = _known_arch(problem.pop("arch", None))
     known = tuple(dict.fromkeys((*COMMON_FACTS, "tokens", "varlen", *FACTS[function])))
     for name in problem:
         if name not in known:
             raise TypeError(
                 f"{name}: expected one of {', '.join(known)} for {function}, got an unknown fact"
             )
-    rows = tuple(_judge(op, function, impl, arch, {"function": function, **problem}))
+    rows = tuple(_judge(op, function, _wanted(op, impl), arch, {"function": function, **problem}))
     return Explanation(op, function, arch, rows, problem)
 
 
 def implementations(op: str) -> tuple[Implementation, ...]:
     """Every implementation of an op that is installed or built in, best first."""
-    return tuple(found for found in _discover()[0] if op in found.ops)
+    return tuple(found for found in _discovery.discover()[0] if op in found.ops)
 
 
 def broken() -> tuple[Broken, ...]:
     """Installed kernel packages that cannot be used, with the error."""
-    return _discover()[1]
+    return _discovery.discover()[1]
 
 
 def refresh() -> None:
     """Forgets everything discovered and decided, so that the next call sees newly installed packages."""
     importlib.invalidate_caches()
-    _discover.cache_clear()
-    _load.cache_clear()
-    _load_with_backward.cache_clear()
+    _discovery.discover.cache_clear()
+    _implementations.forget()
     _slots.clear()
     self_checking.clear()
     _log_once.cache_clear()
@@ -319,36 +213,90 @@ def refresh() -> None:
 def _choose(
     op: str, function: str, impl: str, arch: str, problem: dict[str, Any]
 ) -> tuple[str, Callable[..., Any]]:
+    wanted = _wanted(op, impl)
     rows: list[Row] = []
-    for row in _judge(op, function, impl, arch, problem):
+    for row in _judge(op, function, wanted, arch, problem):
         if row.chosen:
-            refused = "".join(f"; {other.name} refused: {other.reason}" for other in rows)
             found = next(i for i in implementations(op) if i.name == row.name)
+            # Asked for, the reference is no surprise; nor is it where there is no GPU.
+            fallen = row.name == "reference" and arch.startswith("sm") and wanted == "auto"
+            refused = [*rows, *_unusable(op, arch, problem)] if fallen else rows
+            because = "".join(
+                f"; {other.name} {other.verdict}: {other.reason}" for other in refused
+            )
             served = f"{op}.{function} on {arch} is served by {row.name}"
-            if row.backward:
-                _log_once(f"{served} with the backward of {row.backward}{refused}")
+            if fallen:
+                _log_once(logging.WARNING, f"{served}, which is plain PyTorch and slow{because}")
+            elif row.backward:
+                _log_once(logging.INFO, f"{served} with the backward of {row.backward}{because}")
                 slot = f"{row.name}_and_{row.backward}"
-                return slot, _load_with_backward(found, function)
-            _log_once(f"{served}{refused}")
-            target = _load(found, function)
+                return slot, _implementations.load_with_backward(found, function)
+            else:
+                _log_once(logging.INFO, f"{served}{because}")
+            target = _implementations.load(found, function)
             if found.kernel:
                 self_checking.add(target)
             return row.name, target
         rows.append(row)
-    raise RuntimeError(_refusal(op, function, impl, arch, rows, problem))
+    raise RuntimeError(_refusal(op, function, wanted, arch, rows, problem))
 
 
-def _judge(op: str, function: str, impl: str, arch: str, problem: dict[str, Any]) -> Iterator[Row]:
+def _judge(
+    op: str, function: str, wanted: str, arch: str, problem: dict[str, Any]
+) -> Iterator[Row]:
     """One row per implementation, best first; at most one is chosen. Lazy: nothing after the chosen one is loaded."""
-    wanted = _wanted(op, impl)
+    _check_disabled()
     taken = False
     for found in implementations(op):
         reason, backward = _verdict(found, op, function, arch, wanted, problem)
         chosen = reason is None and not taken
         taken = taken or chosen
         yield Row(found.name, found.priority, chosen, reason, backward)
+    yield from _unusable(op, arch, problem)
+
+
+def _unusable(op: str, arch: str, problem: dict[str, Any]) -> Iterator[Row]:
+    """A row per kernel package of this repository that is not installed, then per package that is broken.
+
+    A missing one says how to install it only where that would help.
+    """
+    dtype = str(problem.get("dtype")).removeprefix("torch.")
+    for package in _discovery.FIRST_PARTY:
+        if op not in package.ops or importable(package.module):
+            continue
+        useless = _wrong_arch(package.archs, arch)
+        if useless is None and dtype not in ("None", "bfloat16", "float16"):
+            useless = f"activations must be bfloat16 or float16, not {dtype}"
+        reason = f", and {useless}" if useless else f": {how_to_install(package.name)}"
+        yield Row(package.name, None, False, f"not installed{reason}", installed=False)
     for bad in broken():
         yield Row(bad.name, None, False, bad.error)
+
+
+def _wrong_arch(archs: tuple[str, ...], arch: str) -> str | None:
+    if arch in archs:
+        return None
+    if not arch.startswith("sm"):
+        return f"needs a CUDA device ({', '.join(archs)}), the device here is {arch}"
+    return f"needs one of {', '.join(archs)}, the device here is {arch}"
+
+
+def _names(found: Iterable[Implementation | Broken | FirstParty]) -> list[str]:
+    return [one.name for one in found]
+
+
+def _every_name() -> list[str]:
+    """What the environment may name: everything discovered, and the packages of this repository, installed or not."""
+    return sorted(
+        {*_names(_discovery.discover()[0]), *_names(broken()), *_names(_discovery.FIRST_PARTY)}
+    )
+
+
+def _check_disabled() -> None:
+    known = _every_name()
+    for name in sorted(env().disable):
+        if name not in known:
+            raise ValueError(f"CULA_DISABLE: expected names of {', '.join(known)}, got {name!r}")
 
 
 def _wanted(op: str, impl: str) -> str:
@@ -357,16 +305,17 @@ def _wanted(op: str, impl: str) -> str:
         raise TypeError(f"impl: expected a str, got {type(impl).__name__}")
     if impl == KERNELS_ONLY:
         return impl
-    names = [found.name for found in implementations(op)]
+    names = _names(implementations(op))
+    missing = [package.name for package in _discovery.FIRST_PARTY if op in package.ops]
     if impl == "auto":
         impl = env().impl
-        if impl == "auto" or impl in names:
+        if impl == "auto" or impl in names or impl in missing:
             return impl
-        if any(impl == found.name for found in _discover()[0]):
+        known = _every_name()
+        if impl in known:
             return "auto"
-        known = sorted({found.name for found in _discover()[0]})
         raise ValueError(f"CULA_IMPL: expected 'auto' or one of {', '.join(known)}, got {impl!r}")
-    if impl not in names:
+    if impl not in names and impl not in missing:
         raise ValueError(
             f"impl: expected 'auto' or one of {', '.join(names)} for {op}, got {impl!r}"
         )
@@ -384,19 +333,21 @@ def _verdict(
         return f"{wanted} was asked for", None
     if found.name in env().disable:
         return "disabled by CULA_DISABLE", None
-    if found.archs is not None and arch not in found.archs:
-        if not arch.startswith("sm"):
-            return (
-                f"needs a CUDA device ({', '.join(found.archs)}), the device here is {arch}",
-                None,
-            )
-        return f"needs one of {', '.join(found.archs)}, the device here is {arch}", None
+    wrong_arch = None if found.archs is None else _wrong_arch(found.archs, arch)
+    if wrong_arch:
+        return wrong_arch, None
+    asked = {"op": op, "arch": arch, **problem}
     try:
-        reason = found.supports(op=op, arch=arch, **problem)
+        reason = found.supports(**asked)
         if reason is None:
-            _load(found, function)
-        elif found.kernel and problem.get("requires_grad") and function in _BACKWARD_OF_FLA:
-            reason = _why_no_backward(found, op, function, arch, problem, reason)
+            _implementations.load(found, function)
+        elif problem.get("requires_grad") and _implementations.takes_the_backward_of_fla(
+            found, function
+        ):
+            if "fla" in env().disable:
+                without = found.supports(**{**asked, "requires_grad": False})
+                return without or f"{reason}; fla: disabled by CULA_DISABLE", None
+            reason = _implementations.why_no_backward(found, reason, asked)
             return reason, "fla" if reason is None else None
         return reason, None
     except (
@@ -405,38 +356,10 @@ def _verdict(
         return f"{type(error).__name__}: {error}", None
 
 
-def _why_no_backward(
-    found: Implementation, op: str, function: str, arch: str, problem: dict[str, Any], reason: str
-) -> str | None:
-    """Why a kernel that refused a problem with gradients cannot serve with FLA's backward either, or None."""
-    without = found.supports(op=op, arch=arch, **{**problem, "requires_grad": False})
-    if without is not None:
-        return without
-    if "fla" in env().disable:
-        return f"{reason}; fla: disabled by CULA_DISABLE"
-    backward: str | None = _fla_backward().supports_backward(op=op, arch=arch, **problem)
-    if backward is not None:
-        return f"{reason}; fla: {backward}"
-    _load_with_backward(found, function)
-    return None
-
-
-@functools.cache
-def _load(found: Implementation, function: str) -> Callable[..., Any]:
-    return found.load(function)
-
-
-@functools.cache
-def _load_with_backward(found: Implementation, function: str) -> Callable[..., Any]:
-    forward = _load(found, _BACKWARD_OF_FLA[function])
-    target: Callable[..., Any] = _fla_backward().with_backward(function, forward)
-    return target
-
-
 def _refusal(
-    op: str, function: str, impl: str, arch: str, rows: list[Row], problem: dict[str, Any]
+    op: str, function: str, wanted: str, arch: str, rows: list[Row], problem: dict[str, Any]
 ) -> str:
-    if impl == KERNELS_ONLY:
+    if wanted == KERNELS_ONLY:
         rows = [row for row in rows if row.reason != "not a kernel"]
         why = (
             "; ".join(f"{row.name}: {row.reason}" for row in rows)
@@ -445,7 +368,7 @@ def _refusal(
         if problem["requires_grad"]:
             why += f"; an input requires gradients, which {function} gets from fla or the reference"
         return f"no kernel serves {op}.{function} on {arch}: {why}"
-    asked = next((row for row in rows if row.name == _wanted(op, impl)), None)
+    asked = next((row for row in rows if row.name == wanted), None)
     if asked is not None:
         return f"impl={asked.name!r} cannot serve {op}.{function} on {arch}: {asked.reason}"
     why = "; ".join(f"{row.name}: {row.reason}" for row in rows)
@@ -453,108 +376,8 @@ def _refusal(
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    _logger.info(message)
-
-
-@functools.cache
-def _discover() -> tuple[tuple[Implementation, ...], tuple[Broken, ...]]:
-    """All implementations, best first, and what could not be used."""
-    found: list[Implementation] = []
-    bad: list[Broken] = []
-    seen: set[str] = set()
-    for module_name in _spec_modules():
-        try:
-            implementation = _from_spec(importlib.import_module(module_name))
-        except (
-            Exception
-        ) as error:  # an installed package that fails to import must not take the others with it
-            bad.append(
-                Broken(module_name.removesuffix("._spec"), f"{type(error).__name__}: {error}")
-            )
-            continue
-        if implementation.name in seen:
-            bad.append(
-                Broken(
-                    module_name.removesuffix("._spec"), f"the name {implementation.name!r} is taken"
-                )
-            )
-            continue
-        seen.add(implementation.name)
-        found.append(implementation)
-    found += (_fla(), _reference())
-    return tuple(sorted(found, key=lambda i: (i.priority, i.name))), tuple(bad)
-
-
-def _spec_modules() -> list[str]:
-    """Names of the spec modules of installed kernel packages, each once."""
-    names = [point.value for point in entry_points(group=GROUP)]
-    names += [f"{package}._spec" for package in FIRST_PARTY if importable(package)]
-    return list(dict.fromkeys(names))
-
-
-def importable(package: str) -> bool:
-    """Whether a top-level package is there, without importing it. A bare directory of that name does not count."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
-
-
-def _from_spec(spec: ModuleType) -> Implementation:
-    missing = [
-        name
-        for name in ("NAME", "OP", "ARCHS", "PRIORITY", "supports", "load")
-        if not hasattr(spec, name)
-    ]
-    if missing:
-        raise AttributeError(f"{spec.__name__} lacks {', '.join(missing)}")
-    ops = (spec.OP,) if isinstance(spec.OP, str) else tuple(spec.OP)
-    unknown = [op for op in ops if op not in OPS]
-    if unknown:
-        raise ValueError(
-            f"{spec.__name__}.OP: expected one of {', '.join(OPS)}, got {', '.join(unknown)}"
-        )
-    if spec.NAME in ("auto", "fla", "reference"):
-        raise ValueError(f"{spec.__name__}.NAME: {spec.NAME!r} is reserved")
-    if not isinstance(spec.PRIORITY, int) or not 0 <= spec.PRIORITY < _FLA_PRIORITY:
-        raise ValueError(
-            f"{spec.__name__}.PRIORITY: expected an int in [0, {_FLA_PRIORITY}), got {spec.PRIORITY!r}"
-        )
-    return Implementation(
-        spec.NAME, ops, tuple(spec.ARCHS), spec.PRIORITY, spec.supports, spec.load
-    )
-
-
-def _fla() -> Implementation:
-    def supports(**problem: Any) -> str | None:
-        return _fla_module().supports(**problem)
-
-    def load(function: str) -> Callable[..., Any]:
-        return _fla_module().load(function)
-
-    ops = tuple(op for op in OPS if op != "lite.attention")
-    return Implementation("fla", ops, None, _FLA_PRIORITY, supports, load, kernel=False)
-
-
-def _fla_module() -> ModuleType:
-    return importlib.import_module("cula.integrations.fla")
-
-
-def _fla_backward() -> ModuleType:
-    return importlib.import_module("cula.integrations.fla_backward")
-
-
-def _reference() -> Implementation:
-    def supports(*, use_intracard_cp: bool | str = "auto", **_: Any) -> str | None:
-        if use_intracard_cp is True:
-            return "does not split sequences (use_intracard_cp=True)"
-        return None
-
-    def load(function: str) -> Callable[..., Any]:
-        return getattr(importlib.import_module("cula.reference"), function)
-
-    return Implementation(
-        "reference", tuple(OPS), None, _REFERENCE_PRIORITY, supports, load, kernel=False
-    )
+def _log_once(level: int, message: str) -> None:
+    _logger.log(level, message)
 
 
 def _find_op(op: str, function: str | None) -> tuple[str, str]:
@@ -571,6 +394,18 @@ def _find_op(op: str, function: str | None) -> tuple[str, str]:
                     return name, candidate
     names = ", ".join(f"{name} ({', '.join(functions)})" for name, functions in OPS.items())
     raise ValueError(f"op: expected one of {names}, got {op!r}")
+
+
+def _known_arch(arch: str | None) -> str:
+    """The architecture that `explain` was asked about; None: that of this machine."""
+    here = _current_arch()
+    if arch is None:
+        return here
+    named = (a for found in _discovery.discover()[0] for a in found.archs or ())
+    known = tuple(dict.fromkeys((*_ARCHITECTURES, *named, here)))
+    if arch not in known:
+        raise ValueError(f"arch: expected one of {', '.join(known)}, got {arch!r}")
+    return arch
 
 
 def _current_arch() -> str:

@@ -61,7 +61,8 @@ def chunk_kda(
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0; or the raw gate with `use_gate_in_kernel`.
+        g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0 (checked on the CPU); or the raw gate with
+            `use_gate_in_kernel`.
         beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
         scale: factor of the output, finite; None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (or float64 with float64
@@ -214,7 +215,8 @@ def fused_recurrent_kda(
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0; or the raw gate with `use_gate_in_kernel`.
+        g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0 (checked on the CPU); or the raw gate with
+            `use_gate_in_kernel`.
         beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
         A_log: `[HV]` float32, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
         dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.

@@ -186,8 +186,8 @@ def lightning_attn_fwd_varlen(
             leaves its final state there, unless `update_state_pool` is False; an updated pool excludes gradients.
             None: sequences start from zero.
         initial_state_indices: `[N]` int32, the row of every sequence. Negative: a padding slot, no row is read or
-            written and the outputs of that sequence are zero. Live rows must differ (not checked, since that would
-            need a synchronisation). None: sequence n uses row n.
+            written and the outputs of that sequence are zero. Live rows of a pool that is updated must differ, which is
+            checked on the CPU and undefined elsewhere. None: sequence n uses row n.
         output_final_state: without a pool that is updated, whether to return the final states.
         state_v_first: layout of the states.
         update_state_pool: False only reads the pool and returns the final states by themselves.
@@ -362,7 +362,7 @@ def chunk_simple_gla(
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV]`, any floating dtype and strides: natural-log decay per token, <= 0.
+        g: `[B, T, HV]`, any floating dtype and strides: natural-log decay per token, <= 0 (checked on the CPU).
         g_gamma: `[HV]` float32: constant natural-log decay, <= 0 (checked on the CPU). With both, they add; with
             neither, nothing decays.
         scale: factor of the output, finite; None: `K ** -0.5`.
@@ -477,7 +477,8 @@ def chunk_gated_delta_rule(
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV]`, any floating dtype: natural-log decay, <= 0; or the raw gate with `use_gate_in_kernel`.
+        g: `[B, T, HV]`, any floating dtype: natural-log decay, <= 0 (checked on the CPU); or the raw gate with
+            `use_gate_in_kernel`.
         beta: `[B, T, HV]`, any floating dtype: write strength; or its logits with `use_beta_sigmoid_in_kernel`.
         scale: factor of the output, finite; None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; N is B, or the number of packed
@@ -598,8 +599,8 @@ def linear_attention_decode(
             also float64); arithmetic is fp32 or better. Updated in place unless `commit` is False.
         decay: `[HV]` float32, >= 0 (checked on the CPU).
         state_indices: `[B]` int32, the pool row of every row. Negative: padding, the output is zero and no state
-            changes. The same row twice in one call is undefined (not checked, since that would need a
-            synchronisation). None: row b uses pool row b.
+            changes. With `commit` live rows must differ, which is checked on the CPU and undefined elsewhere. None: row
+            b uses pool row b.
         scale: factor of the output, finite; None: `K ** -0.5`.
         state_v_first: layout of the pool.
         out: `[B, T, HV, V]` in the dtype of v, written and returned.
@@ -615,7 +616,7 @@ def linear_attention_decode(
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
     """
-    _check.decode_operands(k=k, v=v, state=state)
+    _check.decode_operands(q=q, k=k, v=v, state=state)
     run = resolve(
         "linear_attention_decode",
         impl,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from cula import _check
+from cula._installed import how_to_install
 from cula._registry import implementations, resolve
 
 __all__ = ["lite_attention"]
@@ -25,7 +26,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = next((i for i in implementations("lite.attention") if i.kernel), None)
     if package is None:
-        raise ImportError(f"cula.lite.{name} comes with a kernel: pip install 'cula[sm89]'")
+        raise ImportError(f"cula.lite.{name} comes with a kernel: {how_to_install('cula[sm89]')}")
     return package.load(name)
 
 

@@ -461,7 +461,11 @@ def test_the_spec_says_what_to_install(monkeypatch, missing):
     found = _spec.find_spec
     monkeypatch.setattr(_spec, "find_spec", lambda name: None if name == missing else found(name))
     answer = _spec.supports()
-    assert answer is not None and missing in answer and "pip install cula-cp-sm90" in answer
+    assert (
+        answer is not None
+        and missing in answer
+        and "pip install --find-links dist cula-cp-sm90" in answer
+    )
 
 
 def test_the_spec_loads_every_public_function():

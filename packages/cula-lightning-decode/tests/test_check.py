@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula_lightning_decode
 from cula_lightning_decode import ops
@@ -159,7 +160,9 @@ WRONG = [
     change("v of another dtype", "v", Tensor.half, TypeError, "the dtype of k, bfloat16", "float16"),
     change("out of another dtype", "out", Tensor.half, TypeError, "the dtype of k, bfloat16", "float16", DECODE),
     change("out of float32", "out", Tensor.float, TypeError, "the dtype of k, bfloat16", "float32", DECODE),
-    change("q of 3 dimensions", "q", lambda q: q[0], ValueError, "[2, 3, 2, 64]", "[3, 2, 64]", DECODE),
+    change("q of 3 dimensions", "q", lambda q: q[0], ValueError, "[B, T, H, K]", "[3, 2, 64]", DECODE),
+    several("everything of 3 dimensions", {n: lambda a, n=n: a[n][0] for n in ("q", "k", "v")},
+            ValueError, "q", "[B, T, H, K]", "[3, 2, 64]", functions=DECODE),
     change("k of 3 dimensions", "k", lambda k: k[0], ValueError, "[B, T, H, K]", "[3, 2, 64]"),
     change("v of 3 dimensions", "v", lambda v: v[0], ValueError, "[B, T, HV, V]", "[3, 4, 128]"),
     change("q of another batch", "q", lambda q: q[:1], ValueError, "[2, 3, 2, 64]", "[1, 3, 2, 64]", DECODE),
@@ -173,11 +176,19 @@ WRONG = [
     several("nine tokens", {n: make(9) for n, make in tokens_are.items()}, ValueError, "k", "1 to 8 tokens", "9"),
     several(
         "K = 96", {"q": resized("q", (3, 96)), "k": resized("k", (3, 96)), "state": resized("state", (2, 96))},
-        ValueError, "k", "(64, 128, 256)", "96",
+        ValueError, "k", "(64, 128, 256)", "96", devices=CUDA,
     ),
     several(
         "V = 32", {"v": resized("v", (3, 32)), "out": resized("out", (3, 32)), "state": resized("state", (3, 32))},
-        ValueError, "v", "(64, 128, 256)", "32",
+        ValueError, "v", "(64, 128, 256)", "32", devices=CUDA,
+    ),
+    several(
+        "K = 0", {"q": resized("q", (3, 0)), "k": resized("k", (3, 0)), "state": resized("state", (2, 0))},
+        ValueError, "k", "a head dimension K of at least 1", "0", devices=CPU,
+    ),
+    several(
+        "V = 0", {"v": resized("v", (3, 0)), "out": resized("out", (3, 0)), "state": resized("state", (3, 0))},
+        ValueError, "v", "a head dimension V of at least 1", "0", devices=CPU,
     ),
     several(
         "HV = 3, H = 2",
@@ -229,6 +240,12 @@ WRONG = [
           ValueError, "state", "multiples of 16 bytes", "strides (32769, 8192, 128, 1)", devices=CUDA),
     change("decay of bfloat16", "decay", Tensor.bfloat16, TypeError, "float32", "bfloat16"),
     change("decay of float64", "decay", Tensor.double, TypeError, "float32", "float64"),
+    change("decay below 0", "decay", lambda d: d * 0 - 7, ValueError, "values >= 0 (a state is", "-7", devices=CPU),
+    change("decay of NaN", "decay", lambda d: d * math.nan, ValueError, "values >= 0", "nan", devices=CPU),
+    change("a row twice", "state_indices", torch.zeros_like, ValueError, "rows that differ because state is updated",
+           "0 twice", devices=CPU),
+    change("a row behind the pool", "state_indices", lambda i: i + 1, ValueError, "values below the 3 states", "3",
+           devices=CPU),
     change("decay per query head", "decay", lambda d: d[:2], ValueError, "[HV] = [4]", "[2]"),
     change("decay of 2 dimensions", "decay", lambda d: d[None], ValueError, "[HV] = [4]", "[1, 4]"),
     change("decay of no dimension", "decay", lambda d: d[0], ValueError, "[HV] = [4]", "[]"),
@@ -414,6 +431,11 @@ ALLOWED: dict[str, Callable[[Arguments], Arguments]] = {
     "no indices": lambda a: {"state_indices": None},
     "an integer scale": lambda a: {"scale": 2},
     "a scale of zero": lambda a: {"scale": 0.0},
+    "any head dimensions": lambda a: {
+        "q": resized("q", (3, 5))(a), "k": resized("k", (3, 5))(a), "v": resized("v", (3, 7))(a),
+        "out": resized("out", (3, 7))(a), "state": resized("state", (2, 5), (3, 7))(a).bfloat16(), "rounding_seed": 3,
+    },
+    "padding twice": lambda a: {"state_indices": torch.tensor([-1, -1], dtype=torch.int32)},
     "only padding": lambda a: {"state_indices": torch.tensor([-1, -9], dtype=torch.int32)},
     "the smallest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": -(1 << 63)},
     "the largest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": (1 << 63) - 1},
@@ -432,3 +454,32 @@ ALLOWED: dict[str, Callable[[Arguments], Arguments]] = {
 def test_unusual_arguments_are_accepted(make_inputs, label, function):
     good = good_arguments(make_inputs, "cpu")
     call(function, good | ALLOWED[label](good))
+
+
+def test_a_row_that_is_only_read_may_be_read_twice(make_inputs):
+    good = good_arguments(make_inputs, "cpu")
+    rows = torch.tensor([1, 1], dtype=torch.int32)
+    out = call("decode", good | {"state_indices": rows, "commit": False}).clone()
+    for row in range(BATCH):
+        one = torch.tensor([1 if row == other else -1 for other in range(BATCH)], dtype=torch.int32)
+        alone = call("decode", good | {"state_indices": one, "commit": False})
+        assert torch.equal(out[row], alone[row])
+
+
+@pytest.mark.parametrize("dims", [(80, 128), (128, 80), (96, 32)])
+def test_head_dimensions_are_free_on_the_cpu_alone(make_inputs, dims):
+    """A GPU's tensors are made up here: they have no memory, and the check looks at none."""
+    wrong, size = ("k", dims[0]) if dims[0] != 128 else ("v", dims[1])
+    arguments = make_inputs(2, 1, 2, 4, *dims, pool=3, dtype=torch.bfloat16, device="cpu")
+    call("decode", arguments)
+    with (
+        FakeTensorMode(),
+        pytest.raises(ValueError, match=f"^{wrong}: expected a head .*got {size}$"),
+    ):
+        on_gpu = {
+            name: torch.empty_like(x, device="cuda") if isinstance(x, Tensor) else x
+            for name, x in make_inputs(
+                2, 1, 2, 4, *dims, pool=3, dtype=torch.bfloat16, device="cpu"
+            ).items()
+        }
+        call("decode", on_gpu)

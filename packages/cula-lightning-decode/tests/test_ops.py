@@ -339,7 +339,9 @@ def test_the_spec_says_what_to_install(monkeypatch, missing):
     monkeypatch.setattr(spec, "find_spec", lambda name: None if name == missing else found(name))
     answer = _spec.supports()
     assert (
-        answer is not None and missing in answer and "pip install cula-lightning-decode" in answer
+        answer is not None
+        and missing in answer
+        and "pip install --find-links dist cula-lightning-decode" in answer
     )
 
 

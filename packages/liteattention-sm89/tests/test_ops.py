@@ -395,7 +395,8 @@ def test_the_spec_gives_reasons(monkeypatch, problem, reason):
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
 def test_the_spec_says_what_to_install(monkeypatch, missing):
     monkeypatch.setattr(_spec, "find_spec", lambda name: None if name == missing else name)
-    assert _spec.supports() == f"{missing} is missing: pip install liteattention-sm89"
+    fix = "pip install --find-links dist liteattention-sm89"
+    assert _spec.supports() == f"its dependency {missing} is missing: {fix}"
 
 
 def test_the_spec_loads_its_function():

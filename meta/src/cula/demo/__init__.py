@@ -25,9 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("rich", "matplotlib"):
             raise
-        return _refuse(
-            f"the demo needs {missing}, which is not installed: pip install 'cula[demo]'"
-        )
+        return _refuse(f"the demo needs {missing}, which is not installed: pip install {missing}")
 
     import torch
 

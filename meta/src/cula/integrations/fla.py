@@ -8,21 +8,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula._registry import importable
+from cula._installed import importable
 from cula.reference._common import expand_heads
 from cula.reference.gates import l2norm
 from cula.reference.lightning import live_states, only_live
 from cula_core.reference.lightning_decode import pool_slots, store_live
 
 _MINIMUM = (0, 6)
-# FLA refuses to run its gated backward on Hopper with these releases of Triton, which compile it wrongly.
-_TRITON_WRONG = ((3, 4, 0), (3, 7, 1))
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What FLA's backward refuses when it runs, after the forward: so it has to be refused before.
+
+    kernel: the function of FLA that raises. functions: those of cula whose backward calls it.
+    gated: it raises only where a decay per token is given. archs, triton: only there, and from the first release up to
+    the second; None is any. odd: it raises where K or V is odd.
+    tilelang: FLA calls TileLang's kernel instead, where it can be used.
+    """
+
+    kernel: str
+    functions: tuple[str, ...]
+    gated: bool = False
+    archs: tuple[str, ...] | None = None
+    triton: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    odd: bool = False
+    tilelang: bool = False
+
+
+# Of FLA 0.6.0. Triton compiles the gated chunk_bwd_dqkwg wrongly. Its states are in fp32 in simple GLA, which
+# TileLang's kernel does not take. It is right without a gate per token, and KDA has kernels of its own.
+_WRONG_ON_HOPPER: dict[str, Any] = {"archs": ("sm90",), "triton": ((3, 4, 0), (3, 7, 1))}
+GUARDS = (
+    Guard("chunk_bwd_dqkwg", ("chunk_simple_gla",), gated=True, **_WRONG_ON_HOPPER),
+    Guard("chunk_bwd_dqkwg", ("chunk_gated_delta_rule",), tilelang=True, **_WRONG_ON_HOPPER),
+    Guard(
+        "chunk_bwd_dv",
+        ("chunk_simple_gla", "lightning_attn_fwd", "lightning_attn_fwd_varlen"),
+        odd=True,
+    ),
+)
+# Functions whose backward FLA always has, and those that have none at all.
+UNGUARDED = ("chunk_kda",)
+INFERENCE_ONLY = ("fused_recurrent_kda", "linear_attention_decode", "linear_attention_commit")
 
 
 def supports(
@@ -31,6 +67,7 @@ def supports(
     function: str | None = None,
     dtype: torch.dtype | None = None,
     head_dim_k: int | None = None,
+    head_dim_v: int | None = None,
     requires_grad: bool = False,
     gate_dtype: torch.dtype | None = None,
     decay_requires_grad: bool = False,
@@ -45,11 +82,6 @@ def supports(
     """Why a problem is refused, or None."""
     if not arch.startswith("sm"):
         return f"needs a CUDA device, the device here is {arch}"
-    if not importable("fla"):
-        return "flash-linear-attention is not installed: pip install 'cula[fla]'"
-    found = _version()
-    if found is not None and found < _MINIMUM:
-        return f"needs fla-core {'.'.join(map(str, _MINIMUM))} or newer, {'.'.join(map(str, found))} is installed"
     if function not in _FUNCTIONS:
         return f"has no {function}"
     if dtype is not None and dtype not in (torch.bfloat16, torch.float16):
@@ -68,17 +100,47 @@ def supports(
         return "writes no state_checkpoints"
     if num_splits not in (None, 1):
         return f"does not split sequences (num_splits={num_splits})"
-    if requires_grad and function == "fused_recurrent_kda":
+    if requires_grad and function in INFERENCE_ONLY:
         return "has no backward of it"
     if decay_requires_grad and gate_dtype is None:
         return "has no gradient for the constant decay of a head"
-    if requires_grad and function == "chunk_simple_gla" and gate_dtype is not None:
-        triton = _triton()
-        if arch == "sm90" and triton and _TRITON_WRONG[0] <= triton < _TRITON_WRONG[1]:
-            return (
-                f"its backward with g needs Triton {'.'.join(map(str, _TRITON_WRONG[1]))} or newer on sm90, "
-                f"{'.'.join(map(str, triton))} is installed"
-            )
+    # Last, so that an installation is only advised where it would help.
+    if not importable("fla"):
+        return "flash-linear-attention is not installed: pip install fla-core"
+    found = _version()
+    if found is not None and found < _MINIMUM:
+        return f"needs fla-core {_dotted(_MINIMUM)} or newer, {_dotted(found)} is installed"
+    if not requires_grad:
+        return None
+    refusals = (
+        _guarded(guard, arch, gate_dtype is not None, (head_dim_k, head_dim_v))
+        for guard in GUARDS
+        if function in guard.functions
+    )
+    return next((reason for reason in refusals if reason is not None), None)
+
+
+def _guarded(
+    guard: Guard, arch: str, gated: bool, head_dims: tuple[int | None, int | None]
+) -> str | None:
+    """Why the backward of a problem would be refused by one of FLA's guards, or None."""
+    if (guard.gated and not gated) or (guard.archs is not None and arch not in guard.archs):
+        return None
+    if guard.triton is not None:
+        first, fixed = guard.triton
+        found = _triton()
+        if found is None or not first <= found < fixed or (guard.tilelang and _tilelang()):
+            return None
+        other = " or TileLang" if guard.tilelang else ""
+        of_what = "backward with g" if guard.gated else "backward"
+        return (
+            f"its {of_what} needs Triton {_dotted(fixed)} or newer{other} on {arch}, "
+            f"{_dotted(found)} is installed"
+        )
+    if guard.odd:
+        for name, dim in zip("KV", head_dims):
+            if dim is not None and dim % 2:
+                return f"its backward needs an even {name}, not {dim}"
     return None
 
 
@@ -97,10 +159,24 @@ def _version() -> tuple[int, ...] | None:
 
 def _triton() -> tuple[int, ...] | None:
     """Version of Triton; None where there is no metadata."""
-    try:
-        return tuple(int(part) for part in re.findall(r"\d+", version("triton"))[:3])
-    except PackageNotFoundError:
-        return None
+    for distribution in ("triton", "pytorch-triton"):
+        try:
+            return tuple(int(part) for part in re.findall(r"\d+", version(distribution))[:3])
+        except PackageNotFoundError:
+            pass
+    return None
+
+
+def _tilelang() -> bool:
+    """Whether FLA calls TileLang's kernels. FLA itself is asked: it looks for a compiler and at its own settings."""
+    if not importable("tilelang") or import_module("fla.backends")._DISPATCH_DISABLED:
+        return False
+    backend = import_module("fla.ops.common.backends.tilelang").CommonTileLangBackend
+    return bool(backend.can_use())
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _chunk_kda(

@@ -36,7 +36,9 @@ def check_decode(
 ) -> None:
     """Raises unless the arguments of `linear_attention_decode` fit together."""
     _check_tensor("q", q)
-    _check_shared(k, v, state, decay, state_indices, state_v_first, rounding_seed)
+    if q.dim() != 4:
+        _value_error("q", "4 dimensions [B, T, H, K]", _shape(q))
+    _check_shared(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=commit)
     if q.shape != k.shape:
         _value_error("q", f"the shape of k, {_shape(k)}", _shape(q))
     _check_activation("q", q, k)
@@ -66,7 +68,7 @@ def check_commit(
     rounding_seed: Tensor | int | None,
 ) -> None:
     """Raises unless the arguments of `linear_attention_commit` fit together."""
-    _check_shared(k, v, state, decay, state_indices, state_v_first, rounding_seed)
+    _check_shared(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=True)
     _check_rows("num_accepted", num_accepted, k)
     _check_no_grad(k=k, v=v, state=state, decay=decay)
 
@@ -79,6 +81,8 @@ def _check_shared(
     state_indices: Tensor | None,
     state_v_first: bool,
     rounding_seed: Tensor | int | None,
+    *,
+    written: bool,
 ) -> None:
     for name, tensor in (("k", k), ("v", v), ("state", state), ("decay", decay)):
         _check_tensor(name, tensor)
@@ -97,10 +101,11 @@ def _check_shared(
     heads_v, dim_v = v.shape[2:]
     if not 1 <= tokens <= MAX_TOKENS:
         _value_error("k", f"1 to {MAX_TOKENS} tokens (dimension 1)", tokens)
-    if dim_k not in HEAD_DIMS:
-        _value_error("k", f"a head dimension K in {HEAD_DIMS}", dim_k)
-    if dim_v not in HEAD_DIMS:
-        _value_error("v", f"a head dimension V in {HEAD_DIMS}", dim_v)
+    for name, symbol, dim in (("k", "K", dim_k), ("v", "V", dim_v)):
+        if device.type == "cuda" and dim not in HEAD_DIMS:
+            _value_error(name, f"a head dimension {symbol} in {HEAD_DIMS}", dim)
+        if dim == 0:
+            _value_error(name, f"a head dimension {symbol} of at least 1", dim)
     if heads == 0 or heads_v == 0 or heads_v % heads:
         _value_error("v", f"a number of heads HV that is a multiple of H = {heads}", heads_v)
     if batch > _MAX_GRID or heads > _MAX_GRID:
@@ -133,9 +138,15 @@ def _check_shared(
         _type_error("decay", "float32", _name(decay.dtype))
     _check_vector("decay", decay, "HV", heads_v)
     _check_device("decay", decay, device)
+    if _is_readable(decay) and not bool((decay >= 0).all()):
+        _value_error(
+            "decay", "values >= 0 (a state is multiplied by exp(-decay))", decay.min().item()
+        )
 
     if state_indices is not None:
         _check_rows("state_indices", state_indices, k)
+        if _is_readable(state_indices):
+            _check_slots(state_indices, state, written)
     elif state.shape[0] < batch:
         _value_error(
             "state",
@@ -188,6 +199,27 @@ def _check_rows(name: str, tensor: Tensor, k: Tensor) -> None:
         _type_error(name, "int32", _name(tensor.dtype))
     _check_vector(name, tensor, "B", k.shape[0])
     _check_device(name, tensor, k.device)
+
+
+def _check_slots(state_indices: Tensor, state: Tensor, written: bool) -> None:
+    live = [slot for slot in state_indices.tolist() if slot >= 0]
+    if live and max(live) >= state.shape[0]:
+        _value_error(
+            "state_indices", f"values below the {state.shape[0]} states of state", max(live)
+        )
+    if written and len(set(live)) < len(live):
+        twice = next(slot for slot in live if live.count(slot) > 1)
+        _value_error("state_indices", "rows that differ because state is updated", f"{twice} twice")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether the values can be looked at for free: a real CPU tensor outside every tracing mode."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def _check_vector(name: str, tensor: Tensor, dimension: str, size: int) -> None:

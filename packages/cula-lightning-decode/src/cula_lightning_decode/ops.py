@@ -97,17 +97,17 @@ def linear_attention_decode(
     The state is read and written once, however many tokens there are.
 
     Args:
-        q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128, 256}, bfloat16 or float16 (on the CPU also float32, float64).
-            Any strides whose last one is 1.
+        q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128, 256}, bfloat16 or float16. Any strides whose last one is 1.
+            On the CPU K and V are free, and float32 and float64 are taken too.
         v: `[B, T, HV, V]`, V in {64, 128, 256}, the dtype of q; HV is a multiple of H, and value head h reads query
             head h // (HV // H).
         state: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16, the
             arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A `[.., K, V]`
             view of `[.., V, K]` storage (or the other way round) is taken as it lies, without a copy.
-        decay: `[HV]` float32, >= 0, in natural log units per token.
+        decay: `[HV]` float32, >= 0 (checked on the CPU), in natural log units per token.
         state_indices: `[B]` int32, the slot of every row. Negative: padding, the output is zero and no state changes.
-            The same slot twice in one call is undefined (it is not checked, because that needs a synchronisation).
-            None: row b uses slot b.
+            With `commit` the same slot twice in one call is refused on the CPU and undefined on a GPU, where looking
+            would need a synchronisation. None: row b uses slot b.
         scale: factor of the output; None: K ** -0.5.
         out: `[B, T, HV, V]` tensor to write to; None: allocated.
         commit: False leaves all states alone and only returns the outputs (speculative verification);

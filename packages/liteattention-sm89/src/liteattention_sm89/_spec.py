@@ -37,7 +37,7 @@ def supports(
     """Why a problem is refused, or None. Facts that are not given do not count against it."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
-            return f"{module} is missing: pip install {NAME}"
+            return f"its dependency {module} is missing: pip install --find-links dist {NAME}"
     name = dtype_name(dtype)
     if dtype is not None and name not in DTYPES:
         return f"q, k and v must be {' or '.join(DTYPES)}, not {name}"

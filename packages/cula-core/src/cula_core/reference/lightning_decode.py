@@ -91,9 +91,10 @@ def stochastic_round_bf16(value: Tensor, seed: Tensor | int, heads: Tensor) -> T
     base = _mix(
         (seed & _MASK) ^ _mix((heads.to(torch.int64) + ((seed >> 32) & _MASK) * 0x9E3779B1) & _MASK)
     )
-    pair = torch.arange(rows * cols // 2, device=value.device).reshape(rows, cols // 2)
+    pairs = (cols + 1) // 2
+    pair = torch.arange(rows * pairs, device=value.device).reshape(rows, pairs)
     noise = _mix((base[..., None, None] + pair) & _MASK)
-    noise = torch.stack((noise & 0xFFFF, noise >> 16), -1).reshape(value.shape)
+    noise = torch.stack((noise & 0xFFFF, noise >> 16), -1).flatten(-2)[..., :cols]
     bits = value.float().contiguous().view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
     rounded = ((bits.to(torch.int64) & _MASK) + noise) & 0xFFFF0000

@@ -1,0 +1,80 @@
+"""What there is to serve, the functions of every op, and the facts that a decision about a call depends on."""
+
+from __future__ import annotations
+
+OPS: dict[str, tuple[str, ...]] = {
+    "lightning.decode": ("linear_attention_decode", "linear_attention_commit"),
+    "lightning.prefill": ("lightning_attn_fwd", "lightning_attn_fwd_varlen", "chunk_simple_gla"),
+    "lightning.gated_delta_rule": ("chunk_gated_delta_rule",),
+    "kda.prefill": ("chunk_kda",),
+    "kda.decode": ("fused_recurrent_kda",),
+    "lite.attention": ("lite_attention",),
+}
+# What a decision depends on beside the device: facts about every call, then the flags of each function by name.
+COMMON_FACTS = ("dtype", "head_dim_k", "head_dim_v", "requires_grad", "state_dtype")
+_DELTA_RULE_FACTS = (
+    "gate_dtype",
+    "beta_dtype",
+    "varlen",
+    "group",
+    "initial_state",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "state_v_first",
+)
+# decay_requires_grad: whether the constant decay of a head does; checkpoints: whether states on the way are written.
+_PREFILL_FACTS = (
+    "decay_requires_grad",
+    "use_qk_l2norm_in_kernel",
+    "exact_state",
+    "checkpoints",
+    "num_splits",
+)
+FACTS: dict[str, tuple[str, ...]] = {
+    "linear_attention_decode": ("tokens", "state_v_first", "commit", "stochastic_rounding"),
+    "linear_attention_commit": ("tokens", "state_v_first", "stochastic_rounding"),
+    "lightning_attn_fwd": (
+        "group",
+        "initial_state",
+        "output_final_state",
+        "state_v_first",
+        *_PREFILL_FACTS,
+    ),
+    "lightning_attn_fwd_varlen": (
+        "varlen",
+        "group",
+        "state_pool",
+        "output_final_state",
+        "state_v_first",
+        "update_state_pool",
+        *_PREFILL_FACTS,
+    ),
+    "chunk_simple_gla": (
+        "gate_dtype",
+        "head_decay",
+        "varlen",
+        "group",
+        "initial_state",
+        "output_final_state",
+        "state_v_first",
+        *_PREFILL_FACTS,
+    ),
+    "chunk_gated_delta_rule": _DELTA_RULE_FACTS,
+    "chunk_kda": (
+        *_DELTA_RULE_FACTS,
+        "safe_gate",
+        "lower_bound",
+        "return_intermediate_states",
+        "use_intracard_cp",
+    ),
+    "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
+    "lite_attention": ("block_m", "block_n", "must_do"),
+}
+# Public functions that another one serves; where architectures are named, by a kernel on one of them or not at all.
+SERVED_AS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "chunk_lightning_attn": ("chunk_simple_gla", None),
+    "kda_prefill_hopper": ("chunk_kda", ("sm90",)),
+}
