@@ -34,8 +34,8 @@ def sources(tree: Path) -> list[Path]:
     src = tree / "src" if (tree / "src").is_dir() else tree
     if not (src / "cula_emulator").is_dir():
         raise SystemExit(f"{tree} holds no cula_emulator")
-    decode = ROOT / "packages" / "cula-lightning-decode" / "src"
-    return [src, decode, EMULATOR / "tests"]
+    kernels = [ROOT / "packages" / name / "src" for name in ("cula-lightning-decode", "cula-core")]
+    return [src, *kernels, EMULATOR / "tests"]
 
 
 def measure(tree: Path, only: list[str] | None, seconds: float) -> dict[str, Any]:

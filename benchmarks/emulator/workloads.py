@@ -206,9 +206,10 @@ def decode() -> Workload:
     from cutlass.base_dsl.compiler import DumpDir
 
     import cula_emulator as emulator
+    from cula_core.reference.lightning_decode import linear_attention_decode
     from cula_lightning_decode import launch
-    from cula_lightning_decode.config import Problem, select
-    from cula_lightning_decode.reference import linear_attention_decode
+    from cula_lightning_decode.config import Problem
+    from cula_lightning_decode.plan import select
 
     problem = Problem("bfloat16", "float32", 128, 128, 1, False, False)
     with tempfile.TemporaryDirectory() as scratch:

@@ -22,6 +22,7 @@ DISTRIBUTIONS = {
     "nvidia-cutlass-dsl": "cutlass",
     "fla-core": "fla",
     "cula": "cula",
+    "cula-core": "cula_core",
     "cula-lightning-decode": "cula_lightning_decode",
     "cula-lightning-sm90": "cula_lightning_sm90",
     "cula-cp-sm90": "cula_cp_sm90",

@@ -9,7 +9,9 @@ from unittest import mock
 
 import torch
 
-from cula_lightning_decode.config import Config, Problem, candidates, select
+from cula_core import tensors
+from cula_lightning_decode.config import Config, Problem
+from cula_lightning_decode.plan import candidates, select
 
 __all__ = ["Config", "Problem", "candidates", "compiled_here", "multiprocessors", "select"]
 
@@ -29,7 +31,7 @@ def multiprocessors(count: int) -> Iterator[None]:
 
     launch.kernel_for.cache_clear()
     try:
-        with mock.patch.object(launch, "multiprocessors", lambda device: count):
+        with mock.patch.object(tensors, "multiprocessors", lambda device: count):
             yield
     finally:
         launch.kernel_for.cache_clear()

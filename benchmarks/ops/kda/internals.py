@@ -14,6 +14,16 @@ from unittest import mock
 
 import torch
 
+from cula_core.delta_rule import plan as planning
+from cula_core.delta_rule.config import (
+    BLOCK_BYTES,
+    CHUNK,
+    HEAD_DIM,
+    MIN_SEGMENT_CHUNKS,
+    TRIANGLE,
+    workspace_bytes,
+)
+
 # The package that serves each compute capability.
 PACKAGES = {(9, 0): "cula_cp_sm90", (10, 0): "cula_kda_sm100", (10, 3): "cula_kda_sm100"}
 KERNELS = ("prepare", "scan", "merge", "recurrence")
@@ -42,16 +52,19 @@ class Sizes:
     min_segment: int
 
 
+def _target(name: str) -> Any:
+    return import_module(f"{name}.arch").TARGET
+
+
 def sizes(name: str) -> Sizes:
     """The sizes of a package's kernels."""
-    c = import_module(f"{name}.config")
     return Sizes(
-        chunk=c.CHUNK,
-        head_dim=c.HEAD_DIM,
-        v_tiles=c.V_TILES,
-        block_bytes=c.BLOCK_BYTES,
-        query_bytes=2 * (c.CHUNK * c.HEAD_DIM + c.TRIANGLE),
-        min_segment=c.MIN_SEGMENT_CHUNKS * c.CHUNK,
+        chunk=CHUNK,
+        head_dim=HEAD_DIM,
+        v_tiles=_target(name).v_tiles,
+        block_bytes=BLOCK_BYTES,
+        query_bytes=2 * (CHUNK * HEAD_DIM + TRIANGLE),
+        min_segment=MIN_SEGMENT_CHUNKS * CHUNK,
     )
 
 
@@ -65,19 +78,19 @@ def plan(
     longest: int | None = None,
 ) -> Any:
     """How a package spreads a call over a card: `tiles` of v per CTA, `segments`, `segment_tokens` and `split`."""
-    c = import_module(f"{name}.config")
     shape = (batch, tokens, value_heads, sequences)
-    return c.plan(*shape, multiprocessors, c.workspace_bytes(*shape), longest=longest)
+    workspace = workspace_bytes(*shape)
+    return planning.plan(_target(name), *shape, multiprocessors, workspace, longest=longest)
 
 
-def pace_us(name: str, chain_us: float, memory_us: float) -> float:
+def pace_us(chain_us: float, memory_us: float) -> float:
     """The planner's time of a scan from the times that its longest chain and the memory take."""
-    return import_module(f"{name}.config")._pace_us(chain_us, memory_us)
+    return planning._pace_us(chain_us, memory_us)
 
 
-def planner_constants(name: str) -> Any:
-    """The constants of a package's planner: START_US, CHAIN_US, BLOCK_US and others."""
-    return import_module(f"{name}.arch")
+def planner_costs(name: str) -> Any:
+    """The costs that a package's planner counts with: start_us, chain_us, block_us and others."""
+    return _target(name).costs
 
 
 def kernel_of(config: Any) -> str:
@@ -86,20 +99,21 @@ def kernel_of(config: Any) -> str:
     return "scan" if name == "recurrence" and config.scan else name
 
 
-def launching_only(name: str, kernels: Collection[str]) -> AbstractContextManager[Any]:
+def launching_only(kernels: Collection[str]) -> AbstractContextManager[Any]:
     """Inside this context calls launch the named kernels and leave the others out."""
-    launch = import_module(f"{name}.launch")
-    compile_for = launch._compile_for
+    from cula_core.delta_rule import launch
 
-    def chosen(device: torch.device) -> Callable[[Any], Callable[..., None]]:
-        compiled = compile_for(device)
+    kernels_of = launch._kernels_of
+
+    def chosen(target: Any, device: torch.device) -> Callable[[Any], Callable[..., None]]:
+        compiled = kernels_of(target, device)
         return lambda config: (
             compiled(config) if kernel_of(config) in kernels else lambda *arguments: None
         )
 
-    return mock.patch.object(launch, "_compile_for", chosen)
+    return mock.patch.object(launch, "_kernels_of", chosen)
 
 
-def cut_into(name: str, parts: int) -> AbstractContextManager[Any]:
+def cut_into(parts: int) -> AbstractContextManager[Any]:
     """Inside this context a call that may cut sequences cuts the longest one into `parts` segments."""
-    return mock.patch(f"{name}.config.parts_of", lambda *shape: parts)
+    return mock.patch.object(planning.CostModel, "parts_of", lambda *shape: parts)

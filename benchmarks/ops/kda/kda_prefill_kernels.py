@@ -24,7 +24,7 @@ REPEATED = "prepare_repeated"
 
 
 def _only(kernels: Collection[str]) -> AbstractContextManager[Any]:
-    return internals.launching_only(internals.package(), kernels)
+    return internals.launching_only(kernels)
 
 
 def _alone(kernel: str, problem: Setting, x: Inputs) -> Callable[[], Result]:

@@ -19,7 +19,7 @@ PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 
 def _cut(parts: int) -> AbstractContextManager[Any]:
-    return internals.cut_into(internals.package(), parts)
+    return internals.cut_into(parts)
 
 
 def _call(parts: int, problem: Setting, x: Inputs) -> Callable[[], Result]:

@@ -105,8 +105,8 @@ def tensor_clk(scan: bool) -> int:
 
 def hopper_chains() -> Chains:
     """The chains that the planner for Hopper assumes."""
-    constants = internals.planner_constants(H200.package)
-    return Chains(constants.CHAIN_US, constants.SCAN_CHAIN_US)
+    costs = internals.planner_costs(H200.package)
+    return Chains(costs.chain_us, costs.scan_chain_us)
 
 
 def blackwell_chains(card: Card, hand_over_clk: float) -> Chains:
@@ -142,7 +142,7 @@ def estimate(w: Work, card: Card, constants: Constants, chains: Chains) -> Estim
     kernels = {name: constants.start_us + max(t.values()) for name, t in found.items()}
     if w.parts > 1:
         scan = found["scan"]
-        pace = internals.pace_us(card.package, scan["chain"], scan["memory"])
+        pace = internals.pace_us(scan["chain"], scan["memory"])
         kernels["scan"] = constants.start_us + pace
         first, step = constants.merge_us
         kernels["merge"] = first + step * (w.parts - 2)

@@ -12,7 +12,7 @@ from benchmarks.ops.decode import lightning_decode, lightning_decode_80sm
 from benchmarks.ops.decode import lightning_decode_variants as variants
 from benchmarks.ops.decode import problem as decode
 from benchmarks.ops.decode import providers as decode_providers
-from cula_lightning_decode.config import select
+from cula_lightning_decode.plan import select
 
 ALL = [*lightning_decode.settings(False), *lightning_decode_80sm.settings(False)]
 

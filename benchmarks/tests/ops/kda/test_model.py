@@ -117,15 +117,15 @@ def test_prepare_is_held_up_by_the_multiprocessors(document):
 
 
 def test_blackwells_planner_has_the_constants_of_the_model(document):
-    arch, c = internals.planner_constants(GB200.package), document["constants"]
+    costs, c = internals.planner_costs(GB200.package), document["constants"]
     pace = GB200.memory_tbs * c["share"] * 1e6  # bytes in a microsecond
     # A block, v and o; for each of the scan's two halves half of v and a block without what only o needs.
-    assert pytest.approx(92_672 / pace, rel=0.02) == arch.BLOCK_US
-    assert pytest.approx((59_904 - 16_384 - 5_120 + 8_192) / pace, rel=0.02) == arch.SCAN_BLOCK_US
-    assert pytest.approx(c["start_us"], rel=0.05) == arch.START_US
-    assert pytest.approx(c["merge_us"], rel=0.05) == (arch.MERGE_US, arch.MERGE_STEP_US)
+    assert pytest.approx(92_672 / pace, rel=0.02) == costs.block_us
+    assert pytest.approx((59_904 - 16_384 - 5_120 + 8_192) / pace, rel=0.02) == costs.scan_block_us
+    assert pytest.approx(c["start_us"], rel=0.05) == costs.start_us
+    assert pytest.approx(c["merge_us"], rel=0.05) == (costs.merge_us, costs.merge_step_us)
     chains = model.blackwell_chains(GB200, model.HAND_OVER_CLK["mid"])
-    assert pytest.approx(chains.forward[1], rel=0.01) == arch.CHAIN_US[1] == arch.SCAN_CHAIN_US
+    assert pytest.approx(chains.forward[1], rel=0.01) == costs.chain_us[1] == costs.scan_chain_us
 
 
 def test_cases_are_in_order(document):
