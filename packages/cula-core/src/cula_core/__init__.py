@@ -1,4 +1,4 @@
-"""What cula's kernel packages are built on: argument checks, references, helpers of CuTe DSL, and the delta rule's parts.
+"""What cula's kernel packages are built on: argument checks, references, helpers of CuTe DSL, the delta rule's parts.
 
 Importing it imports neither a kernel language nor torch.
 """

@@ -150,9 +150,9 @@ class Prefill:
             self._require_target(q.device)
         check_prefill(
             q, k, v, g, beta, scale=scale, initial_state=initial_state, state_pool=state_pool,
-            indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-            cp_context=cp_context, A_log=A_log, dt_bias=dt_bias, use_intracard_cp=use_intracard_cp, out=out,
-            operand_dtype=operand_dtype, workspace=workspace,
+            indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, A_log=A_log, dt_bias=dt_bias,
+            use_intracard_cp=use_intracard_cp, out=out, operand_dtype=operand_dtype, workspace=workspace,
             flags={
                 "output_final_state": output_final_state,
                 "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -224,7 +224,7 @@ class Prefill:
             if call.final_state is not None:
                 gather_states(call.initial_state, call.state_indices, call.final_state)
             return
-        self._launch(_prepared(call))
+        self._launch(prepared(call))
 
     def _require_target(self, device: torch.device) -> None:
         found = _capability(device)
@@ -273,7 +273,7 @@ def _new_intra(
     return intra
 
 
-def _prepared(call: Call) -> Call:
+def prepared(call: Call) -> Call:
     """Returns the call with tensors as the kernels read them, and with a workspace."""
     g, beta = (x.float() if x.dtype == torch.float64 else x for x in (call.g, call.beta))
     rate, bias = call.A_log, call.dt_bias

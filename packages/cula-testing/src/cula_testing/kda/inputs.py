@@ -1,4 +1,4 @@
-"""The inputs that the tests of this package share, and what the recurrence makes of them.
+"""The inputs that the tests of KDA share, and what the recurrence makes of them.
 
 given = inputs(1, 300, 2, 4, "mixed", gate="safe", lengths=(100, 0, 200), initial=True)
 o, final = expected(given, "safe", l2norm=True)                        fp64
@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cula_cp_sm90 import reference
+from cula_core.reference import kda as reference
+
+from ..tensors import int32
 
 LOWER_BOUNDS = {"log": 0.0, "softplus": 0.0, "safe": -5.0}
 GATES = tuple(LOWER_BOUNDS)
@@ -126,22 +128,6 @@ def expected(
     return reference.recurrent_prefill(
         **given, gate=gate, lower_bound=bound, dtype=dtype, **options
     )
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def turned(states: Tensor) -> Tensor:
-    """The same values and shape, stored in the other layout."""
-    return states.mT.contiguous().mT
-
-
-def spaced(tensor: Tensor, gap: int = 8) -> Tensor:
-    """The same values with `gap` elements, NaN, behind every row of the last dimension."""
-    *outer, last = tensor.shape
-    wide = tensor.new_full((*outer, last + gap), float("nan"))
-    return wide[..., :last].copy_(tensor)
 
 
 def _log_decays(kind: str, x: Tensor, uniform: Callable[..., Tensor]) -> Tensor:

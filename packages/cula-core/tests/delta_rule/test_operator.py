@@ -1,53 +1,35 @@
-"""The operator on the CPU and in torch's machinery, and what importing the package costs."""
+"""The operator on the CPU and in torch's machinery, for a target without a package."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kda_inputs import LOWER_BOUNDS, expected, flags, inputs, int32, turned
-from torch import Tensor
+from delta_rule_targets import HOPPER, chunk_kda
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import cula_cp_sm90
-from cula_cp_sm90 import _spec, chunk_kda, reference
+import cula_core.spec
+from cula_core.delta_rule import spec
+from cula_core.delta_rule.call import Call
+from cula_core.reference import kda as reference
+from cula_testing.kda.inputs import LOWER_BOUNDS, expected, flags, inputs
+from cula_testing.tensors import int32, scattered, turned
 
-SOURCE = Path(cula_cp_sm90.__file__).parents[1]
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-OP = torch.ops.cula_cp_sm90.prefill.default
+OP = getattr(torch.ops, HOPPER.package).prefill.default
 each_layout = pytest.mark.parametrize("v_first", [False, True])
 each_place = pytest.mark.parametrize("how", [torch.clone, turned], ids=["as it is", "transposed"])
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def given(*sizes: int, **more: Any) -> dict[str, Any]:
     """Small inputs, of log decays and with fp32 activations where nothing else is said."""
     more = {"gate": "log", "dtype": torch.float32, "dim_k": 4, "dim_v": 6} | more
     return inputs(*sizes, **more)
-
-
-def gapped(tensor: Tensor) -> Tensor:
-    """The same values in every other row of a larger tensor, at an odd offset."""
-    spread = torch.zeros(tensor.numel() * 2 + 3, dtype=tensor.dtype)
-    strides = (2 * tensor.stride(0), *tensor.stride()[1:])
-    return spread.as_strided(tensor.shape, strides, 3).copy_(tensor)
 
 
 # Where the state is and where it goes, dtypes, packed, what g is; the rest alternates.
@@ -70,11 +52,11 @@ def test_opcheck(state, dtype, packed, gate):
         initial=True, state_v_first=v_first,
     )  # fmt: skip
     if raw:
-        a |= {name: gapped(a[name]) for name in ("q", "k", "v", "g")}
+        a |= {name: scattered(a[name]) for name in ("q", "k", "v", "g")}
     indexed = state != "none" and raw
     states = a["initial_state"]
     offsets = a["cu_seqlens"]
-    arguments = (
+    call = Call(
         a["q"], a["k"], a["v"], a["g"], a["beta"], a["A_log"], a["dt_bias"],
         states[: None if indexed else sequences] if state == "initial" else None,
         states if state == "pool" else None,
@@ -88,23 +70,27 @@ def test_opcheck(state, dtype, packed, gate):
         0.5, gate, LOWER_BOUNDS[gate], gate == "safe", raw, packed, packed and raw, v_first,
         "float16", "auto",
     )  # fmt: skip
-    torch.library.opcheck(OP, arguments, test_utils=CHECKS)
+    torch.library.opcheck(OP, tuple(call), test_utils=CHECKS)
+
+
+def test_the_schema_is_the_call():
+    """The names, the order and the types, so that a Call is what the operator takes."""
+    assert [a.name for a in OP._schema.arguments] == list(Call._fields)
+    types = {
+        "Tensor": "Tensor",
+        "Tensor | None": "Optional[Tensor]",
+        "float": "float",
+        "str": "str",
+        "bool": "bool",
+    }
+    declared = [types[kind.__forward_arg__] for kind in Call.__annotations__.values()]
+    assert [str(a.type) for a in OP._schema.arguments] == declared
 
 
 def test_the_schema_names_what_is_written():
     written = [a.name for a in OP._schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == [
-        "state_pool",
-        "final_state",
-        "out",
-        "workspace",
-        "Aqk",
-        "Akk",
-        "w",
-        "u",
-        "qg",
-        "kg",
-    ]
+    intra = ["Aqk", "Akk", "w", "u", "qg", "kg"]
+    assert written == ["state_pool", "final_state", "out", "workspace", *intra]
 
 
 @pytest.mark.parametrize("more", [False, True])
@@ -379,59 +365,6 @@ def test_fake_tensors_of_any_device(device, v_first):
             chunk_kda(q, k, v, g, beta, initial_state_indices=slots.long(), **options)
 
 
-def python(code: str) -> str:
-    """Output of a fresh interpreter that finds this package's sources first."""
-    paths = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_import_and_cpu_calls_need_neither_cutlass_nor_triton():
-    python(
-        """
-import importlib.abc, sys
-import torch
-before = set(sys.modules)
-class Block(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("cutlass", "triton", "tvm_ffi", "cuda", "cula", "fla"):
-            raise ImportError(f"{name} must not be imported")
-sys.meta_path.insert(0, Block())
-import cula_cp_sm90 as c
-x = torch.zeros(1, 3, 1, 128)
-c.chunk_kda(x, x, x, x, x[..., 0])
-c.chunk_kda(x, x, x, x, x[..., 0], cu_seqlens=torch.tensor([0, 3]), state_pool=torch.zeros(1, 1, 128, 128))
-c.kda_workspace_bytes(1, 3, 1)
-heavy = {m.partition(".")[0] for m in set(sys.modules) - before} & {"cutlass", "triton", "tvm_ffi"}
-assert not heavy, heavy
-assert "cula_cp_sm90.launch" not in sys.modules
-"""
-    )
-
-
-def test_import_is_quick():
-    """Under 0.2 s beyond torch, the best of three: a busy machine only ever adds."""
-    code = """
-import time, torch
-start = time.perf_counter()
-import cula_cp_sm90
-print(time.perf_counter() - start)
-"""
-    assert min(float(python(code)) for _ in range(3)) < 0.2
-
-
-def test_the_spec_imports_no_dsl():
-    code = """
-import json, sys
-from cula_cp_sm90 import _spec
-print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _spec.supports()]))
-"""
-    assert json.loads(python(code)) == [[], None]
-
-
 @pytest.mark.parametrize(
     "problem, reason",
     [
@@ -451,19 +384,16 @@ print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _
         ({"head_dim_v": 256}, "V must be 128, not 256"),
     ],
 )
-def test_the_spec_gives_reasons(problem, reason):
-    answer = _spec.supports(**problem)
+def test_problems_are_refused_for_a_reason(problem, reason):
+    answer = spec.supports("cula-x", **problem)
     assert answer is None if reason is None else reason in answer
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
-def test_the_spec_says_what_to_install(monkeypatch, missing):
-    found = _spec.find_spec
-    monkeypatch.setattr(_spec, "find_spec", lambda name: None if name == missing else found(name))
-    answer = _spec.supports()
-    assert answer is not None and missing in answer and "pip install cula-cp-sm90" in answer
-
-
-def test_the_spec_loads_every_public_function():
-    for name in cula_cp_sm90.__all__:
-        assert _spec.load(name) is getattr(cula_cp_sm90, name)
+def test_a_missing_language_comes_with_what_to_install(monkeypatch, missing):
+    found = cula_core.spec.find_spec
+    monkeypatch.setattr(
+        cula_core.spec, "find_spec", lambda name: None if name == missing else found(name)
+    )
+    answer = spec.supports("cula-x")
+    assert answer is not None and missing in answer and "pip install cula-x" in answer

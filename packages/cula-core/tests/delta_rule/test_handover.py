@@ -8,38 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from kda_inputs import flags, inputs, int32, spaced, turned
-from torch import Tensor
+from delta_rule_targets import HOPPER, PREFILL, chunk_kda, kda_workspace_bytes
 
-from cula_cp_sm90 import chunk_kda, kda_workspace_bytes, ops, reference
+from cula_core.delta_rule import launch, prefill
+from cula_core.delta_rule.call import Call
+from cula_core.delta_rule.plan import Plan, plan
+from cula_core.reference import kda as reference
+from cula_testing.kda.inputs import flags, inputs
+from cula_testing.tensors import int32, misplaced, spaced, turned
 
 EMPTY = {"no token": (2, 0), "no row": (0, 5), "neither": (0, 0)}
 each_layout = pytest.mark.parametrize("v_first", [False, True])
 
 
-def misplaced(tensor: Tensor) -> Tensor:
-    """The same values and strides at an address that is no multiple of 16 bytes."""
-    flat = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)
-    skip = next(n for n in range(8) if flat[n:].data_ptr() % 16)
-    return flat[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
 @pytest.fixture
-def launched(monkeypatch) -> list[dict]:
+def launched(monkeypatch) -> list[Call]:
     """Sends CPU calls down the way of CUDA calls, to a launcher that records and computes what it was given."""
-    calls: list[dict] = []
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "state_indices")
-    names += ("final_state", "cu_seqlens", "out", "workspace")
-    only_on_a_gpu = ("bounded", "operand", "intracard_cp", "longest")
+    calls: list[Call] = []
 
-    def run(*tensors: Tensor | None, **options: Any) -> None:
-        calls.append(dict(zip(names, tensors, strict=True)) | options)
-        known = {name: x for name, x in options.items() if name not in only_on_a_gpu}
-        reference.prefill(*tensors[:-1], **known)
+    def run(target: object, call: Call) -> None:
+        assert target is HOPPER
+        calls.append(call)
+        prefill._run_on_cpu(call)
 
-    monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda q: type(q) is Tensor)
-    monkeypatch.setattr(ops, "_require_target", lambda device: None)
-    monkeypatch.setattr(ops, "_launch", lambda: run)
+    monkeypatch.setattr(prefill, "is_plain_cuda_call", lambda q: type(q) is torch.Tensor)
+    monkeypatch.setattr(prefill, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "run", run)
     return calls
 
 
@@ -51,7 +45,7 @@ def test_products_and_inverse_have_memory_of_their_own(launched):
     a = kernel_inputs(gate="log")
     _, _, aqk, akk = chunk_kda(**a, return_intra=True)
     (call,) = launched
-    assert call["intra"][0] is aqk and call["intra"][1] is akk
+    assert call.Aqk is aqk and call.Akk is akk and call.w is None
     assert aqk.shape == akk.shape == (*a["v"].shape[:3], 64) and aqk.dtype == a["q"].dtype
 
 
@@ -65,16 +59,16 @@ def test_a_plain_call_hands_its_tensors_over(launched):
     (call,) = launched
     for name in ("q", "k", "v", "g", "beta", "A_log", "initial_state"):
         assert call[name] is a[name]
-    assert call["out"] is o and call["final_state"] is final and call["workspace"] is workspace
-    assert call["state_indices"] is None and call["cu_seqlens"] is None
+    assert call.out is o and call.final_state is final and call.workspace is workspace
+    assert call.state_indices is None and call.cu_seqlens is None
     assert (
-        call["dt_bias"].shape == (2, 128) and call["dt_bias"].data_ptr() == a["dt_bias"].data_ptr()
+        call.dt_bias.shape == (2, 128) and call.dt_bias.data_ptr() == a["dt_bias"].data_ptr()
     )
     options = {"scale": 128**-0.5, "gate": "safe", "lower_bound": -4.0, "bounded": True}
     options |= {"l2norm": True, "beta_sigmoid": True, "neg_eigval": False, "state_v_first": False}
     options |= {"operand": "float16", "intracard_cp": "auto", "longest": 5, "intra": None}
     assert {name: call[name] for name in options} == options
-    assert type(call["lower_bound"]) is float
+    assert type(call.lower_bound) is float
     tensors = {"out", "final_state", "workspace", "state_indices"}
     assert set(call) == {*a, *options, *tensors}
 
@@ -84,10 +78,10 @@ def test_a_pool_is_handed_over_as_both_states(launched):
     pool, slots = a.pop("initial_state"), int32(1, -1)
     chunk_kda(**a, scale=2, state_pool=pool, initial_state_indices=slots)
     (call,) = launched
-    assert call["initial_state"] is call["final_state"] is pool
-    assert call["cu_seqlens"] is a["cu_seqlens"] and call["state_indices"] is slots
-    assert type(call["scale"]) is float and call["scale"] == 2.0
-    assert call["A_log"] is None and call["dt_bias"] is None
+    assert call.initial_state is call.final_state is pool
+    assert call.cu_seqlens is a["cu_seqlens"] and call.state_indices is slots
+    assert type(call.scale) is float and call.scale == 2.0
+    assert call.A_log is None and call.dt_bias is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ def test_the_launcher_is_told_what_g_is(launched, options, gate, lower_bound, bo
     a = kernel_inputs(gate="softplus" if "use_gate_in_kernel" in options else "log")
     chunk_kda(**a, **options)
     (call,) = launched
-    assert (call["gate"], call["lower_bound"], call["bounded"]) == (gate, lower_bound, bounded)
+    assert (call.gate, call.lower_bound, call.bounded) == (gate, lower_bound, bounded)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +115,7 @@ def test_the_launcher_is_told_what_g_is(launched, options, gate, lower_bound, bo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_launcher_is_told_the_dtype_of_operands(launched, dtype, options, operand):
     chunk_kda(**kernel_inputs(gate="log", dtype=dtype), **options)
-    assert launched[0]["operand"] == operand
+    assert launched[0].operand == operand
 
 
 @pytest.mark.parametrize("choice", ["auto", True, False])
@@ -129,7 +123,7 @@ def test_the_launcher_is_told_whether_to_cut(launched, choice):
     a = inputs(1, 2048, 1, 1, gate="log")
     chunk_kda(**a, use_intracard_cp=choice)
     (call,) = launched
-    assert call["intracard_cp"] is choice or call["intracard_cp"] == choice == "auto"
+    assert call.intracard_cp is choice or call.intracard_cp == choice == "auto"
 
 
 @pytest.mark.parametrize(
@@ -139,14 +133,14 @@ def test_the_launcher_is_told_whether_to_cut(launched, choice):
 def test_the_launcher_is_told_the_longest_length_if_it_is_known(launched, lengths, copy, longest):
     a = inputs(1, 10, 1, 1, gate="log", lengths=lengths)
     chunk_kda(**a, cu_seqlens_cpu=a["cu_seqlens"].long() if copy else None)
-    assert launched[0]["longest"] == longest
+    assert launched[0].longest == longest
 
 
 @pytest.mark.parametrize("lengths", [None, (65, 0, 5)])
 def test_a_workspace_is_allocated(launched, lengths):
     a = inputs(1, 70, 1, 2, gate="log", lengths=lengths)
     chunk_kda(**a)
-    workspace = launched[0]["workspace"]
+    workspace = launched[0].workspace
     size = kda_workspace_bytes(1, 70, 2, None if lengths is None else 3)
     assert workspace.dtype == torch.uint8 and workspace.shape == (size,)
 
@@ -171,7 +165,7 @@ def test_a_bias_is_copied_where_it_lies_badly(launched, how):
     wanted, _ = chunk_kda(**a, **flags("safe"))
     bias = how(a["dt_bias"].view(2, 128))
     o, _ = chunk_kda(**a | {"dt_bias": bias}, **flags("safe"))
-    given = launched[1]["dt_bias"]
+    given = launched[1].dt_bias
     assert given.is_contiguous() and not given.data_ptr() % 16 and torch.equal(given, bias)
     assert torch.equal(o, wanted)
 
@@ -188,7 +182,7 @@ def test_views_that_tma_cannot_address_are_copied(launched, how, copied):
     (call,) = launched
     for name in names:
         assert (call[name] is not views[name]) == copied and torch.equal(call[name], a[name])
-    assert o is out and (call["out"] is not out) == copied
+    assert o is out and (call.out is not out) == copied
     for name in (*names, "out"):
         size = call[name].element_size()
         assert not call[name].data_ptr() % 16
@@ -200,7 +194,7 @@ def test_strengths_are_handed_over_as_they_lie(launched):
     a = kernel_inputs(gate="log")
     a["beta"] = misplaced(a["beta"]).mT.contiguous().mT
     chunk_kda(**a)
-    assert launched[0]["beta"] is a["beta"]
+    assert launched[0].beta is a["beta"]
 
 
 @each_layout
@@ -209,11 +203,11 @@ def test_a_transposed_view_is_handed_over_as_it_lies(launched, v_first):
     a["initial_state"] = state = turned(a["initial_state"])
     _, final = chunk_kda(**a, output_final_state=True, state_v_first=v_first)
     (call,) = launched
-    assert call["state_v_first"] is not v_first
-    assert call["initial_state"].data_ptr() == state.data_ptr()
+    assert call.state_v_first is not v_first
+    assert call.initial_state.data_ptr() == state.data_ptr()
     for name in ("initial_state", "final_state"):
         assert call[name].is_contiguous()
-    assert final.shape == state.shape and final.data_ptr() == call["final_state"].data_ptr()
+    assert final.shape == state.shape and final.data_ptr() == call.final_state.data_ptr()
 
 
 @pytest.mark.parametrize("label", EMPTY)

@@ -1,100 +1,41 @@
-"""Every wrong argument, one at a time: the exception, what it says, and that nothing has changed."""
+"""Every wrong argument of KDA prefill, one at a time, and arguments that are good."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from kda_inputs import inputs, int32, spaced, turned
 from torch import Tensor
 
-from cula_cp_sm90 import chunk_kda, kda_workspace_bytes
-from cula_cp_sm90.config import BLOCK_BYTES
+from cula_core.delta_rule.config import BLOCK_BYTES
 
-Arguments = dict[str, Any]
+from ..refusals import (
+    CPU,
+    CUDA,
+    Arguments,
+    Table,
+    Wrong,
+    assert_refused,
+    cases,
+    on_cpu,
+    on_device,
+    resized,
+)
+from ..tensors import every_other, int32, shifted, spaced
+from .inputs import inputs
+from .subject import Subject
+
 TOKENS, HEADS, HEADS_V, DIM, POOL = 10, 1, 2, 128, 5
 # A dense batch of 2 with initial states, and 3 packed sequences on a pool.
 DENSE, PACKED = ("dense",), ("packed",)
 BOTH = DENSE + PACKED
-ANYWHERE, CUDA, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
-# A device that tensors may not be on when the others are on the one named.
-ELSEWHERE = {"cpu": "meta", "cuda": "cpu"}
+_TABLE = Table(BOTH)
+change, several, values, value = _TABLE.change, _TABLE.several, _TABLE.values, _TABLE.value
+no_tensor, away = _TABLE.no_tensor, _TABLE.away
 LAST = "a contiguous last dimension"
 FLOATS = "float32 or bfloat16 or float16 or float64"
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """Arguments that replace good ones, and the refusal: `argument: expected ... `says`..., got ...`got`...`."""
-
-    label: str
-    change: Callable[[Arguments], Arguments]
-    error: type[Exception]
-    argument: str
-    says: str
-    got: str
-    modes: tuple[str, ...] = BOTH
-    devices: tuple[str, ...] = ANYWHERE
-
-
-def change(label, name, how, error, says, got, modes=BOTH, **more) -> Wrong:
-    """One tensor of the good ones replaced by a function of itself."""
-    return Wrong(label, lambda a: {name: how(a[name])}, error, name, says, got, modes, **more)
-
-
-def several(label, makers, error, argument, says, got, modes=BOTH, **more) -> Wrong:
-    """Several arguments replaced together, so that only one rule is broken."""
-    return Wrong(
-        label, lambda a: {n: make(a) for n, make in makers.items()}, error, argument, says, got, modes, **more
-    )  # fmt: skip
-
-
-def values(argument, error, says, got, modes=BOTH, **given) -> Wrong:
-    """Arguments replaced by these values."""
-    label = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return Wrong(label, lambda a: given, error, argument, says, got, modes)
-
-
-def value(name, given, error, says, got, modes=BOTH) -> Wrong:
-    return values(name, error, says, got, modes, **{name: given})
-
-
-def no_tensor(name: str, given: Any, modes=BOTH) -> Wrong:
-    return value(name, given, TypeError, "a torch.Tensor", type(given).__name__, modes)
-
-
-def away(name: str, modes=BOTH) -> Wrong:
-    return Wrong(
-        f"{name} on another device", lambda a: {name: a[name].to(ELSEWHERE[a["q"].device.type])},
-        ValueError, name, "a tensor on ", "", modes,
-    )  # fmt: skip
-
-
-def every_other(tensor: Tensor) -> Tensor:
-    """The same shape and values, two elements apart in the last dimension."""
-    spread = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
-    spread[..., 0] = tensor
-    return spread[..., 0]
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same shape and strides, one element behind an aligned address."""
-    flat = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return flat[1:].view(tensor.shape)
-
-
-def resized(name: str, *dims: tuple[int, int]) -> Callable[[Arguments], Tensor]:
-    def make(a: Arguments) -> Tensor:
-        shape = list(a[name].shape)
-        for dim, size in dims:
-            shape[dim] = size
-        return a[name].new_zeros(shape)
-
-    return make
 
 
 def lengthened(tokens: int) -> dict[str, Callable[[Arguments], Tensor]]:
@@ -106,14 +47,11 @@ def lengthened(tokens: int) -> dict[str, Callable[[Arguments], Tensor]]:
     return {name: make(name) for name in ("q", "k", "v", "g", "beta", "out")}
 
 
-def on_device(
-    numbers: list[int], dtype: torch.dtype = torch.int64
-) -> Callable[[Arguments], Tensor]:
-    return lambda a: torch.tensor(numbers, dtype=dtype, device=a["q"].device)
-
-
-def on_cpu(numbers: list[int]) -> Callable[[Arguments], Tensor]:
-    return lambda a: torch.tensor(numbers)
+def with_one(tensor: Tensor, value: float) -> Tensor:
+    """Returns a copy of a tensor with another value in the middle."""
+    changed = tensor.clone()
+    changed.view(-1)[tensor.numel() // 2] = value
+    return changed
 
 
 def offsets(label: str, numbers: list[int], got: str) -> list[Wrong]:
@@ -154,19 +92,10 @@ def of_states(name: str, shape: str, modes: tuple[str, ...]) -> list[Wrong]:
 
 
 FLAGS = (
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-)
-FLAGS += (
-    "allow_neg_eigval",
-    "safe_gate",
-    "disable_recompute",
-    "return_intermediate_states",
-    "state_v_first",
-)
-FLAGS += ("update_state_pool",)  # fmt: skip
+    "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval", "safe_gate", "disable_recompute", "return_intermediate_states", "state_v_first",
+    "update_state_pool",
+)  # fmt: skip
 NO_GATE = {"use_gate_in_kernel": False, "safe_gate": False, "lower_bound": None}
 NO_GATE |= {"A_log": None, "dt_bias": None}
 WRONG = [
@@ -224,6 +153,8 @@ WRONG = [
     value("lower_bound", None, ValueError, "a float with use_gate_in_kernel and safe_gate", "None"),
     values("lower_bound", ValueError, "None unless use_gate_in_kernel or safe_gate is True", "-5.0",
            **NO_GATE | {"lower_bound": -5.0}),
+    *(Wrong(f"a log decay of {bad}", lambda a, bad=bad: NO_GATE | {"g": with_one(-a["g"].abs(), bad)}, ValueError, "g",
+            "values <= 0", str(bad), BOTH, CPU) for bad in (0.5, math.inf, math.nan)),
     *(value(name, wrong, TypeError, "a bool", type(wrong).__name__) for name in FLAGS for wrong in (1, None)),
     values("allow_neg_eigval", ValueError, "use_beta_sigmoid_in_kernel=True with it",
            "use_beta_sigmoid_in_kernel=False", use_beta_sigmoid_in_kernel=False),
@@ -279,6 +210,8 @@ WRONG = [
     )),
     several("indices beyond the pool", {"initial_state_indices": on_device([0, 5, 1], torch.int32)}, ValueError,
             "initial_state_indices", "below the 5 rows of state_pool", "5", PACKED, devices=CPU),
+    several("a row of the pool twice", {"initial_state_indices": on_device([2, 0, 2], torch.int32)}, ValueError,
+                  "initial_state_indices", "a row of state_pool once at most", "[2, 0, 2]", PACKED, devices=CPU),
     away("initial_state_indices", PACKED),
     *(value("operand_dtype", wrong, TypeError, "torch.float16, torch.bfloat16 or None", repr(wrong))
       for wrong in (torch.float32, "float16", 16)),
@@ -319,16 +252,6 @@ WRONG = [
 ]  # fmt: skip
 
 
-def cases(device: str) -> list:
-    """The list for one device, once for each mode."""
-    return [
-        pytest.param(wrong, mode, id=f"{mode}-{wrong.label}")
-        for wrong in WRONG
-        for mode in wrong.modes
-        if device in wrong.devices
-    ]
-
-
 def good_arguments(mode: str, device: torch.device | str) -> Arguments:
     packed = mode == "packed"
     given = inputs(
@@ -347,196 +270,13 @@ def good_arguments(mode: str, device: torch.device | str) -> Arguments:
     return a | {"workspace": workspace, "out": torch.full_like(a["v"], 9.0)}
 
 
-def contents(arguments: Arguments) -> dict[str, Tensor]:
-    """A copy of every byte behind the tensors, those between the elements of a view included."""
-    found = {}
-    for name, tensor in arguments.items():
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found[name] = raw.set_(tensor.detach().untyped_storage()).clone()
-    return found
+class RefusalsOnGpu:
+    """Wrong arguments on a GPU are refused before a kernel runs."""
 
+    subject: Subject
+    pytestmark = pytest.mark.gpu
 
-def assert_refused(wrong: Wrong, good: Arguments) -> None:
-    arguments = good | wrong.change(good)
-    before = contents(arguments)
-    with pytest.raises(wrong.error) as caught:
-        chunk_kda(**arguments)
-    message = str(caught.value)
-    assert type(caught.value) is wrong.error
-    head, found, tail = message.partition(", got ")
-    assert found and head.startswith(f"{wrong.argument}: expected "), message
-    assert wrong.says in head and wrong.got in tail, message
-    for name, raw in contents(arguments).items():
-        assert torch.equal(raw, before[name]), f"{name} has changed"
-
-
-@pytest.mark.parametrize("wrong, mode", cases("cpu"))
-def test_wrong_arguments_are_refused(wrong, mode):
-    assert_refused(wrong, good_arguments(mode, "cpu"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("wrong, mode", cases("cuda"))
-def test_wrong_cuda_arguments_are_refused(cuda, wrong, mode):
-    assert_refused(wrong, good_arguments(mode, cuda))
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("mode", BOTH)
-def test_the_good_arguments_are_good(mode):
-    """Otherwise the tests above would prove little."""
-    arguments = good_arguments(mode, "cpu")
-    before = contents(arguments)
-    chunk_kda(**arguments)
-    changed = {n for n, raw in contents(arguments).items() if not torch.equal(raw, before[n])}
-    assert changed == {"out"} | ({"state_pool"} if mode == "packed" else set())
-
-
-@pytest.mark.parametrize("mode", BOTH)
-def test_arguments_that_may_be_left_out(mode):
-    required = ("q", "k", "v", "g", "beta")
-    good = good_arguments(mode, "cpu")
-    a = {name: good[name] for name in required}
-    a["g"] = -a["g"].abs()
-    o, state = chunk_kda(*a.values())
-    assert o.shape == a["v"].shape and state is None
-
-
-def by_name(a: Arguments, how: Callable[[Tensor], Tensor], *names: str) -> Arguments:
-    return {name: how(a[name]) for name in names if name in a}
-
-
-def gapped(tensor: Tensor) -> Tensor:
-    """The same shape inside a larger tensor, at odd distances."""
-    shape = tensor.shape
-    spread = torch.zeros(shape[0], 2 * shape[1] + 1, shape[2] + 3, shape[3] + 5, dtype=tensor.dtype)
-    return spread[:, 1::2, 1 : 1 + shape[2], 3 : 3 + shape[3]]
-
-
-TOKEN_TENSORS = ("q", "k", "v", "out")
-ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
-    "activations of float16": (BOTH, lambda a: by_name(a, Tensor.half, *TOKEN_TENSORS)),
-    "activations of float32": (BOTH, lambda a: by_name(a, Tensor.float, *TOKEN_TENSORS)),
-    "all of float64": (
-        BOTH,
-        lambda a: by_name(
-            a, Tensor.double, *TOKEN_TENSORS, "g", "beta", "A_log", "dt_bias", "initial_state", "state_pool"
-        ),
-    ),
-    "float32 states of float64": (BOTH, lambda a: by_name(a, Tensor.double, *TOKEN_TENSORS)),
-    "activations with gaps": (BOTH, lambda a: by_name(a, gapped, *TOKEN_TENSORS, "g")),
-    "dimensions that no kernel takes": (
-        DENSE,
-        lambda a: by_name(a, lambda x: x[..., :3], "q", "k", "g")
-        | by_name(a, lambda x: x[..., :5], "v", "out")
-        | by_name(a, lambda x: x[:6], "dt_bias")
-        | by_name(a, lambda x: x[..., :3, :5].contiguous(), "initial_state"),
-    ),
-    "a strength of any strides": (BOTH, lambda a: by_name(a, lambda b: every_other(b.mT).mT.half(), "beta")),
-    "a bias [HV, K]": (BOTH, lambda a: by_name(a, lambda b: spaced(b.view(HEADS_V, DIM)), "dt_bias")),
-    "gate parameters of bfloat16": (BOTH, lambda a: by_name(a, Tensor.bfloat16, "A_log", "dt_bias")),
-    "no rate and no bias": (BOTH, lambda a: {"A_log": None, "dt_bias": None}),
-    "an integer bound": (BOTH, lambda a: {"lower_bound": -1}),
-    "a bound that is not safe": (BOTH, lambda a: {"lower_bound": -50.0, "safe_gate": False}),
-    "no bound": (BOTH, lambda a: {"lower_bound": None, "safe_gate": False}),
-    "log decays": (BOTH, lambda a: NO_GATE | {"g": -a["g"].abs()}),
-    "safe log decays": (BOTH, lambda a: NO_GATE | {"g": -a["g"].abs(), "safe_gate": True}),
-    "a bound of log decays": (
-        BOTH, lambda a: NO_GATE | {"g": -a["g"].abs(), "safe_gate": True, "lower_bound": -1.0}
-    ),
-    "cu_seqlens of int64": (PACKED, lambda a: by_name(a, Tensor.long, "cu_seqlens")),
-    "no copy of cu_seqlens": (PACKED, lambda a: {"cu_seqlens_cpu": None}),
-    "a pool of any size and pitch": (PACKED, lambda a: {"state_pool": torch.zeros(9, 6, DIM, DIM)[::2, 1:3]}),
-    "transposed states": (BOTH, lambda a: by_name(a, turned, "initial_state", "state_pool")),
-    "a pool of a dense batch": (
-        DENSE,
-        lambda a: {"state_pool": a["initial_state"], "initial_state": None, "initial_state_indices": int32(1, -7)},
-    ),
-    "a pool that is only read": (PACKED, lambda a: {"update_state_pool": False}),
-    "no pool to update": (DENSE, lambda a: {"update_state_pool": False}),
-    "only padding beside an empty pool": (
-        PACKED, lambda a: {"state_pool": a["state_pool"][:0], "initial_state_indices": int32(-1, -9, -2)}
-    ),
-    "no indices": (PACKED, lambda a: {"initial_state_indices": None}),
-    "states [V, K]": (
-        BOTH,
-        lambda a: {"state_v_first": True} | by_name(a, lambda s: s.mT.contiguous(), "initial_state", "state_pool"),
-    ),
-    "an integer scale": (BOTH, lambda a: {"scale": 2}),
-    "a scale of zero": (BOTH, lambda a: {"scale": 0.0}),
-    "no recomputing": (BOTH, lambda a: {"disable_recompute": True}),
-    "never cut": (BOTH, lambda a: {"use_intracard_cp": False}),
-    "operands of float16": (BOTH, lambda a: {"operand_dtype": torch.float16}),
-    "operands of bfloat16": (BOTH, lambda a: {"operand_dtype": torch.bfloat16}),
-    "a large workspace": (BOTH, lambda a: {"workspace": torch.zeros(1 << 20, dtype=torch.uint8)}),
-    "the smallest workspace": (BOTH, lambda a: {"workspace": torch.zeros(2 * BLOCK_BYTES, dtype=torch.uint8)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "label, mode", [(label, mode) for label, (modes, _) in ALLOWED.items() for mode in modes]
-)
-def test_unusual_arguments_are_accepted(label, mode):
-    good = good_arguments(mode, "cpu")
-    o, _ = chunk_kda(**good | ALLOWED[label][1](good))
-    assert torch.isfinite(o).all()
-
-
-@pytest.mark.parametrize("batch, lengths", [(1, (2048,)), (2, None), (1, (2048, 0, 1))])
-def test_sequences_that_can_be_cut_are_accepted(batch, lengths):
-    tokens = 2048 if lengths is None else sum(lengths)
-    given = inputs(batch, tokens, 1, 1, dim_k=2, dim_v=2, gate="log", lengths=lengths)
-    sequences = None if lengths is None else len(lengths)
-    size = kda_workspace_bytes(batch, tokens, 1, sequences)
-    workspace = torch.empty(size, dtype=torch.uint8)
-    o, _ = chunk_kda(**given, use_intracard_cp=True, workspace=workspace)
-    assert torch.equal(o, chunk_kda(**given, use_intracard_cp=False)[0])
-
-
-@pytest.mark.parametrize("mode", BOTH)
-def test_gradients_are_no_matter_under_no_grad(mode):
-    good = good_arguments(mode, "cpu") | {"out": None}
-    expected, _ = chunk_kda(**good)
-    again = good_arguments(mode, "cpu") | {"out": None}
-    again |= by_name(again, Tensor.requires_grad_, "q", "k", "v", "g", "beta", "A_log", "dt_bias")
-    with torch.no_grad():
-        o, state = chunk_kda(**again)
-    assert torch.equal(o, expected) and not o.requires_grad and not state.requires_grad
-
-
-@pytest.mark.parametrize(
-    "sizes, expected",
-    [
-        ((1, 1, 1), 59_904),
-        ((1, 64, 3), 3 * 59_904),
-        ((2, 65, 1), 4 * 59_904),
-        ((1, 64, 2, 5), 12 * 59_904),
-        ((0, 5, 3), 3 * 59_904),
-        ((1, 0, 3, 0), 3 * 59_904),
-    ],
-)
-def test_the_size_of_a_workspace(sizes, expected):
-    """59,904 bytes per chunk and value head, where packed sequences may fill T // 64 + N chunks; one at least."""
-    assert kda_workspace_bytes(*sizes) == expected
-
-
-@pytest.mark.parametrize(
-    "sizes, error, message",
-    [
-        ((1.0, 1, 1), TypeError, "batch: expected an int, got float"),
-        ((True, 1, 1), TypeError, "batch: expected an int, got bool"),
-        ((1, None, 1), TypeError, "tokens: expected an int, got NoneType"),
-        ((1, 1, "1"), TypeError, "value_heads: expected an int, got str"),
-        ((1, 1, 1, 2.0), TypeError, "sequences: expected an int or None, got float"),
-        ((-1, 1, 1), ValueError, "batch: expected at least 0, got -1"),
-        ((1, -1, 1), ValueError, "tokens: expected at least 0, got -1"),
-        ((1, 1, 0), ValueError, "value_heads: expected at least 1, got 0"),
-        ((1, 1, 1, -1), ValueError, "sequences: expected at least 0, got -1"),
-        ((2, 1, 1, 3), ValueError, "sequences: expected None unless batch = 1, got 3 with batch = 2"),
-    ],
-)  # fmt: skip
-def test_wrong_sizes_are_refused(sizes, error, message):
-    with pytest.raises(error) as caught:
-        kda_workspace_bytes(*sizes)
-    assert str(caught.value) == message
+    @pytest.mark.parametrize("wrong, mode", cases(WRONG, "cuda"))
+    def test_wrong_cuda_arguments_are_refused(self, cuda, wrong, mode):
+        assert_refused(self.subject.package.chunk_kda, wrong, good_arguments(mode, cuda))
+        torch.cuda.synchronize()

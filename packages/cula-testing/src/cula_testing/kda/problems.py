@@ -1,21 +1,22 @@
-"""What the emulated tests share: calls, what the oracle makes of them, and memory that shows forbidden reads."""
+"""What emulated tests call kernels with: problems, what the oracle makes of them, memory that shows forbidden reads."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from kda_inputs import BOUNDED_KINDS, LOWER_BOUNDS, inputs
 from torch import Tensor
 
-from cula_cp_sm90 import reference
-from cula_cp_sm90.config import CHUNK, Plan, plan
+from cula_core.reference import kda as reference
+
+from ..comparing import assert_within, same
+from .inputs import BOUNDED_KINDS, LOWER_BOUNDS, inputs
 
 # Relative RMSE of outputs and states by what the tensor cores are given.
 BOUNDS = {"float16": 3e-3, "bfloat16": 5e-3}
@@ -27,8 +28,8 @@ STRENGTHS = {"plain": (False, False), "sigmoid": (True, False), "doubled": (True
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """The inputs of one call, whatever the layout in memory that it is given.
+class Problem:
+    """The inputs of one call, whatever the layout in memory that they are given.
 
     given: q, k [B, T, H, 128], v, g [B, T, HV, 128], beta [B, T, HV], A_log [HV] and dt_bias [HV * 128] or None.
     lengths: of every sequence; packed ones follow each other in a batch of 1. initial [rows, HV, K, V] or None, slots:
@@ -56,6 +57,7 @@ class Call:
 
     @property
     def padding(self) -> tuple[int, ...]:
+        """The sequences that are padding."""
         return tuple(n for n, row in enumerate(self.rows) if row < 0)
 
     @property
@@ -81,10 +83,11 @@ class Call:
             )  # fmt: skip
 
     def cu_seqlens(self, dtype: torch.dtype) -> Tensor:
+        """Returns the offsets of packed sequences."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(dtype)
 
     def tokens(self, tensor: Tensor, n: int) -> Tensor:
-        """Those of a sequence."""
+        """Returns the tokens of a sequence."""
         if not self.packed:
             return tensor[n, : self.lengths[n]]
         start = sum(self.lengths[:n])
@@ -99,7 +102,7 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def make_call(
+def make_problem(
     lengths: tuple[int, ...],
     heads: tuple[int, int] = (1, 1),
     kind: str = "typical",
@@ -116,8 +119,8 @@ def make_call(
     initial: bool = True,
     seed: int = 0,
     **fields,
-) -> Call:
-    """A call with inputs of `kda_inputs`; the pool has two rows more than there are sequences."""
+) -> Problem:
+    """Returns a problem with inputs of `inputs`; the pool has two rows more than there are sequences."""
     batch, tokens = (1, sum(lengths)) if packed else (len(lengths), lengths[0])
     assert packed or set(lengths) == {tokens}
     dtypes = {"gate_dtype": gate_dtype, "beta_dtype": beta_dtype, "dtype": dtype}
@@ -130,50 +133,53 @@ def make_call(
     given.pop("cu_seqlens")
     given |= {} if rate else {"A_log": None}
     given |= {} if bias else {"dt_bias": None}
-    return Call(
+    return Problem(
         given, lengths, packed, state if initial else None, gate=gate, l2norm=l2norm, strength=strength,
         **{"bounded": kind in BOUNDED_KINDS and gate != "softplus"} | fields,
     )  # fmt: skip
 
 
-def poisoned(call: Call, *sequences: int) -> Call:
-    """The same call with NaN and infinities in all that belongs to some sequences' tokens."""
+def poisoned(problem: Problem, *sequences: int) -> Problem:
+    """Returns the same problem with NaN and infinities in all that belongs to some sequences' tokens."""
     values = {"q": math.nan, "k": math.inf, "v": -math.inf, "g": math.nan, "beta": math.inf}
-    changed = {name: call.given[name].clone() for name in values}
+    changed = {name: problem.given[name].clone() for name in values}
     for name, n in itertools.product(values, sequences):
-        part = call.tokens(changed[name], n)
+        part = problem.tokens(changed[name], n)
         part[:] = values[name]
         part[1::2] = math.nan
-    return replace(call, given=call.given | changed)
+    return replace(problem, given=problem.given | changed)
 
 
-def alone(call: Call, n: int) -> Call:
-    """One sequence of a packed call, alone, with the same state in the same row."""
+def alone(problem: Problem, n: int) -> Problem:
+    """Returns one sequence of a packed problem, alone, with the same state in the same row."""
     names = ("q", "k", "v", "g", "beta")
-    parts = {name: call.tokens(call.given[name], n)[None] for name in names}
+    parts = {name: problem.tokens(problem.given[name], n)[None] for name in names}
     return replace(
-        call, given=call.given | parts, lengths=(call.lengths[n],), slots=(call.rows[n],)
+        problem,
+        given=problem.given | parts,
+        lengths=(problem.lengths[n],),
+        slots=(problem.rows[n],),
     )
 
 
-def assert_right(call: Call, actual: Outcome, assert_within, bound: float | None = None) -> None:
-    """Outputs and states of every head against the oracle; padding sequences have zeros."""
-    expected, bound = call.expected, bound or BOUNDS[call.operand]
-    live = [n for n in range(len(call.lengths)) if n not in call.padding]
-    for n in call.padding:
-        assert not call.tokens(actual.out, n).any(), "outputs of a padding sequence"
+def assert_right(problem: Problem, actual: Outcome, bound: float | None = None) -> None:
+    """Holds outputs and states of every head against the oracle; padding sequences have zeros."""
+    expected, bound = problem.expected, bound or BOUNDS[problem.operand]
+    live = [n for n in range(len(problem.lengths)) if n not in problem.padding]
+    for n in problem.padding:
+        assert not problem.tokens(actual.out, n).any(), "outputs of a padding sequence"
     for head in range(actual.out.shape[2]):
         pair = (
-            torch.cat([call.tokens(x.out, n)[:, head] for n in live]) for x in (actual, expected)
+            torch.cat([problem.tokens(x.out, n)[:, head] for n in live]) for x in (actual, expected)
         )
         assert_within(*pair, bound)
-        if call.final:
+        if problem.final:
             assert_within(*(x.states[live, head] for x in (actual, expected)), bound)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Of torch, whose threads wait for each other at every one of many small steps."""
+    """Gives torch one thread, because several wait for each other at every one of many small steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -182,43 +188,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
-    size = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(size)
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(bits(first), bits(second))
-
-
 def assert_same(first: Outcome, second: Outcome) -> None:
+    """Holds two outcomes to the same bits."""
     for name, one, other in zip(Outcome._fields, first, second):
         assert (one is None) == (other is None)
         assert one is None or same(one, other), name
-
-
-def forced(tiles: int | None, segment_chunks: int) -> Callable[..., Plan]:
-    """`config.plan`, but with these tiles, and with segments of so many chunks, which may be shorter than pays."""
-
-    def make(batch: int, tokens: int, heads_v: int, sequences: int | None, *rest, **named) -> Plan:
-        made = plan(batch, tokens, heads_v, sequences, *rest, **named)
-        length = segment_chunks * CHUNK
-        segments = batch if sequences is None else sequences
-        if length:
-            segments = (
-                batch * -(-tokens // length) if sequences is None else tokens // length + sequences
-            )
-        return replace(made, tiles=tiles or made.tiles, segment_tokens=length, segments=segments)
-
-    return make
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def views(given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """q, k and v as slices of one projection, g and beta as slices of tensors in another order, with NaN between them.
+    """Returns q, k, v as slices of one projection, g and beta as slices of tensors in another order, between NaN.
 
     A_log begins at an address that is a multiple of 4 bytes only.
     """

@@ -1,26 +1,28 @@
-# Vendored from packages/cula-cp-sm90/tests/prefill_checks.py by "nox -s vendor": edit the master.
 """What the tests on a GPU do with every problem: a call into memory full of NaN, held against the recurrence in fp64.
 
-x = inputs(1, 300, 2, 4, "mixed", initial=True)          of kda_sm100_inputs, on the CPU or on the GPU
-errors = check(x, kind="mixed", state="pool", device="cuda")
+x = inputs(1, 300, 2, 4, "mixed", initial=True)          of .inputs, on the CPU or on the GPU
+errors = check(chunk_kda, x, kind="mixed", state="pool", device="cuda")
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from kda_sm100_inputs import flags, int32, spaced
 from torch import Tensor
 
-from cula_kda_sm100 import chunk_kda, kda_workspace_bytes, reference
+from cula_core.delta_rule.config import workspace_bytes
+from cula_core.reference import kda as reference
 from cula_emulator.memory import poisoned_memory
+
+from ..comparing import assert_within, same
+from ..tensors import int32, spaced
+from .inputs import flags
 
 MAX_ERROR = 3e-3
 # Operands in bfloat16, whatever the keys; keys that never change.
 MAX_BFLOAT16_ERROR, MAX_ONE_KEY_ERROR = 5e-3, 5e-3
-# No single row of an output or a state may be this many times worse than all together are allowed to be.
-ROW_FACTOR = 3
 CHUNK_BYTES = 59_904  # of a workspace, per value head
 GUARD = 4096  # bytes behind a workspace
 
@@ -30,35 +32,6 @@ _OF_REFERENCE = {
     "use_beta_sigmoid_in_kernel": "beta_sigmoid",
     "allow_neg_eigval": "neg_eigval",
 }
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(bits(first), bits(second))
-
-
-def relative_rmse(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of `expected`, in fp64; NaN in either gives NaN, which no bound admits."""
-    assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    size = expected.double().square().sum()
-    error = (actual.double() - expected.double()).square().sum()
-    return 0.0 if error == size == 0 else (error / size).sqrt().item()
-
-
-def assert_close(name: str, actual: Tensor, expected: Tensor, bound: float = MAX_ERROR) -> float:
-    """Bounds the relative RMSE, which is returned, and that of every row (the last dimension)."""
-    error = relative_rmse(actual, expected)
-    assert error <= bound, f"{name}: relative RMSE {error:.3e}, limit {bound:.3e}"
-    if error:
-        size = expected.double().norm(dim=-1)
-        rows = (actual.double() - expected.double()).norm(dim=-1)
-        worst = (rows / (size + size.square().mean().sqrt())).max().item()
-        assert worst <= ROW_FACTOR * bound, f"{name}: a row is off by {worst:.3e}"
-    return error
 
 
 def moved(x: dict, device: torch.device | str | None) -> dict:
@@ -75,7 +48,7 @@ def nan_workspace(x: dict, chunks: int | None = None) -> Tensor:
     """Room for some chunks of every value head, or for all; the bytes are those of NaN in any format."""
     batch, tokens, heads_v = x["v"].shape[:3]
     sequences = None if x["cu_seqlens"] is None else len(x["cu_seqlens"]) - 1
-    size = kda_workspace_bytes(batch, tokens, heads_v, sequences)
+    size = max(workspace_bytes(batch, tokens, heads_v, sequences), heads_v * CHUNK_BYTES)
     if chunks is not None:
         size = min(size, chunks * heads_v * CHUNK_BYTES)
     return torch.full((size + GUARD,), 255, dtype=torch.uint8, device=x["v"].device)[:size]
@@ -87,6 +60,7 @@ def settings(gate: str, kind: str, options: dict) -> dict:
 
 
 def attend(
+    chunk_kda: Callable[..., tuple],
     x: dict,
     gate: str = "safe",
     kind: str = "typical",
@@ -95,7 +69,7 @@ def attend(
     indices: Tensor | None = None,
     **options,
 ) -> tuple:
-    """Calls the public function.
+    """Calls the public function of a package, `chunk_kda`.
 
     state: "none", "initial" (taken only), "final" (returned only), "both"; "pool" (updated in place at indices) and
     "read" (a pool that is only read); x["initial_state"] as the call takes it.
@@ -139,10 +113,11 @@ def check_intermediates(
     assert len(found) == (6 if options.get("disable_recompute") else 2)
     for name, actual, exact in zip(expected._fields, found, expected):
         assert actual.dtype == x["q"].dtype
-        assert_close(name, actual.to(exact.device), exact, bound)
+        assert_within(actual.to(exact.device), exact, bound, name=name)
 
 
 def check(
+    chunk_kda: Callable[..., tuple],
     x: dict,
     gate: str = "safe",
     kind: str = "typical",
@@ -190,15 +165,15 @@ def check(
         out, workspace = wide[..., :width], nan_workspace(there, chunks)
         with poisoned_memory():
             got, final, *intra = attend(
-                there, gate, kind, state=state, indices=rows, out=out, workspace=workspace, state_v_first=v_first,
-                **options, **way,
+                chunk_kda, there, gate, kind, state=state, indices=rows, out=out, workspace=workspace,
+                state_v_first=v_first, **options, **way,
             )  # fmt: skip
         assert got is out
         behind = workspace.as_strided((GUARD,), (1,), workspace.storage_offset() + len(workspace))
         assert (behind == 255).all(), "something was written behind the workspace"
         assert wide[..., width:].isnan().all(), "something was written beside the output"
         out = out.to(x["v"].device)
-        errors = {"out": assert_close("output", out, expected[0], bound)}
+        errors = {"out": assert_within(out, expected[0], bound, name="output")}
         if options.get("return_intra"):
             check_intermediates(x, intra, gate, kind, bound, options)
         assert not out[(expected[0] == 0).all(-1)].any(), "a padding slot has an output"
@@ -219,5 +194,5 @@ def check(
             assert final is None
             continue
         final = stored(final, v_first).to(x["v"].device)
-        errors["state"] = assert_close("state", final, expected[1][live], bound)
+        errors["state"] = assert_within(final, expected[1][live], bound, name="state")
     return errors

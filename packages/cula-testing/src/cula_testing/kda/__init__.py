@@ -1,0 +1,10 @@
+"""Suites that every KDA package runs: a test class derives from one and names its `Subject`."""
+
+from .contract import RefusalsOnGpu
+from .emulated import Emulated
+from .on_gpu import OnGpu
+from .operator import Operator
+from .recurrence import Recurrence
+from .subject import Subject
+
+__all__ = ["Emulated", "OnGpu", "Operator", "Recurrence", "RefusalsOnGpu", "Subject"]
