@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cula_cp_sm90.common import CHUNK, WIDE
-from cula_cp_sm90.fragments import (
+from cula_core.delta_rule.config import CHUNK
+from cula_core.delta_rule.kernels.block import WIDE
+from cula_core.delta_rule.kernels.fragments import (
     LINE,
     OF_WARP,
     ROUNDS,

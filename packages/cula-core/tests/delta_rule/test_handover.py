@@ -13,10 +13,10 @@ from delta_rule_targets import HOPPER, PREFILL, chunk_kda, kda_workspace_bytes
 from cula_core.delta_rule import launch, prefill
 from cula_core.delta_rule.call import Call
 from cula_core.delta_rule.plan import Plan, plan
-from cula_core.reference import kda as reference
 from cula_testing.kda.inputs import flags, inputs
 from cula_testing.tensors import int32, misplaced, spaced, turned
 
+RUN = launch.run
 EMPTY = {"no token": (2, 0), "no row": (0, 5), "neither": (0, 0)}
 each_layout = pytest.mark.parametrize("v_first", [False, True])
 
@@ -58,27 +58,25 @@ def test_a_plain_call_hands_its_tensors_over(launched):
     )  # fmt: skip
     (call,) = launched
     for name in ("q", "k", "v", "g", "beta", "A_log", "initial_state"):
-        assert call[name] is a[name]
+        assert getattr(call, name) is a[name]
     assert call.out is o and call.final_state is final and call.workspace is workspace
     assert call.state_indices is None and call.cu_seqlens is None
-    assert (
-        call.dt_bias.shape == (2, 128) and call.dt_bias.data_ptr() == a["dt_bias"].data_ptr()
-    )
+    assert call.dt_bias.shape == (2, 128) and call.dt_bias.data_ptr() == a["dt_bias"].data_ptr()
     options = {"scale": 128**-0.5, "gate": "safe", "lower_bound": -4.0, "bounded": True}
     options |= {"l2norm": True, "beta_sigmoid": True, "neg_eigval": False, "state_v_first": False}
-    options |= {"operand": "float16", "intracard_cp": "auto", "longest": 5, "intra": None}
-    assert {name: call[name] for name in options} == options
+    options |= {"operand": "float16", "intracard_cp": "auto"}
+    assert {name: getattr(call, name) for name in options} == options
     assert type(call.lower_bound) is float
-    tensors = {"out", "final_state", "workspace", "state_indices"}
-    assert set(call) == {*a, *options, *tensors}
+    assert call.state_pool is None and not call.in_place and not call.intra
 
 
-def test_a_pool_is_handed_over_as_both_states(launched):
+def test_a_pool_stands_in_place_of_both_states(launched):
     a = inputs(1, 5, 1, 2, gate="log", lengths=(3, 2), states=3, initial=True)
     pool, slots = a.pop("initial_state"), int32(1, -1)
     chunk_kda(**a, scale=2, state_pool=pool, initial_state_indices=slots)
     (call,) = launched
-    assert call.initial_state is call.final_state is pool
+    assert call.state_pool is call.initial is call.final is pool and call.in_place
+    assert call.initial_state is None and call.final_state is None
     assert call.cu_seqlens is a["cu_seqlens"] and call.state_indices is slots
     assert type(call.scale) is float and call.scale == 2.0
     assert call.A_log is None and call.dt_bias is None
@@ -118,22 +116,42 @@ def test_the_launcher_is_told_the_dtype_of_operands(launched, dtype, options, op
     assert launched[0].operand == operand
 
 
-@pytest.mark.parametrize("choice", ["auto", True, False])
-def test_the_launcher_is_told_whether_to_cut(launched, choice):
+@pytest.mark.parametrize("choice, told", [("auto", "auto"), (True, "on"), (False, "off")])
+def test_the_launcher_is_told_whether_to_cut(launched, choice, told):
     a = inputs(1, 2048, 1, 1, gate="log")
     chunk_kda(**a, use_intracard_cp=choice)
     (call,) = launched
-    assert call.intracard_cp is choice or call.intracard_cp == choice == "auto"
+    assert call.intracard_cp == told
 
 
 @pytest.mark.parametrize(
     "lengths, copy, longest",
     [(None, False, 10), ((3, 0, 7), False, None), ((3, 0, 7), True, 7), ((0, 10), True, 10)],
 )
-def test_the_launcher_is_told_the_longest_length_if_it_is_known(launched, lengths, copy, longest):
+def test_the_planner_is_told_the_longest_length_if_it_is_known(launched, lengths, copy, longest):
     a = inputs(1, 10, 1, 1, gate="log", lengths=lengths)
     chunk_kda(**a, cu_seqlens_cpu=a["cu_seqlens"].long() if copy else None)
-    assert launched[0].longest == longest
+    told: list[Any] = []
+
+    def planner(*facts: Any) -> Plan:
+        told.append(facts)
+        return plan(*facts)
+
+    RUN(
+        HOPPER,
+        launched[0],
+        multiprocessors=132,
+        kernels=lambda config: lambda *_: None,
+        planner=planner,
+    )
+    ((target, *shape, multiprocessors, workspace, intracard_cp, known),) = told
+    assert target is HOPPER and shape == [1, 10, 1, None if lengths is None else len(lengths)]
+    assert (multiprocessors, workspace, intracard_cp, known) == (
+        132,
+        launched[0].workspace.numel(),
+        "auto",
+        longest,
+    )
 
 
 @pytest.mark.parametrize("lengths", [None, (65, 0, 5)])
@@ -153,10 +171,14 @@ def test_parameters_reach_the_launcher_in_a_dtype_it_reads(launched):
         chunk_kda(**a, **flags("safe"))
         call = launched.pop()
         for name in ("g", "beta"):
-            assert call[name].dtype == read and torch.equal(call[name], a[name].to(read))
+            assert getattr(call, name).dtype == read and torch.equal(
+                getattr(call, name), a[name].to(read)
+            )
         for name in ("A_log", "dt_bias"):
-            assert call[name].dtype == torch.float32 and call[name].is_contiguous()
-            assert torch.equal(call[name].flatten(), a[name].float())
+            assert (
+                getattr(call, name).dtype == torch.float32 and getattr(call, name).is_contiguous()
+            )
+            assert torch.equal(getattr(call, name).flatten(), a[name].float())
 
 
 @pytest.mark.parametrize("how", [misplaced, spaced])
@@ -181,12 +203,14 @@ def test_views_that_tma_cannot_address_are_copied(launched, how, copied):
     o, _ = chunk_kda(**a | views, out=out)
     (call,) = launched
     for name in names:
-        assert (call[name] is not views[name]) == copied and torch.equal(call[name], a[name])
+        assert (getattr(call, name) is not views[name]) == copied and torch.equal(
+            getattr(call, name), a[name]
+        )
     assert o is out and (call.out is not out) == copied
     for name in (*names, "out"):
-        size = call[name].element_size()
-        assert not call[name].data_ptr() % 16
-        assert not any(s * size % 16 for s in call[name].stride()[:3])
+        size = getattr(call, name).element_size()
+        assert not getattr(call, name).data_ptr() % 16
+        assert not any(s * size % 16 for s in getattr(call, name).stride()[:3])
     assert torch.equal(out, chunk_kda(**a)[0])
 
 
@@ -206,7 +230,7 @@ def test_a_transposed_view_is_handed_over_as_it_lies(launched, v_first):
     assert call.state_v_first is not v_first
     assert call.initial_state.data_ptr() == state.data_ptr()
     for name in ("initial_state", "final_state"):
-        assert call[name].is_contiguous()
+        assert getattr(call, name).is_contiguous()
     assert final.shape == state.shape and final.data_ptr() == call.final_state.data_ptr()
 
 
@@ -248,18 +272,9 @@ def test_an_error_of_the_launcher_is_passed_on(launched, monkeypatch):
     def run(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ops, "_launch", lambda: run)
+    monkeypatch.setattr(launch, "run", run)
     with pytest.raises(RuntimeError, match="^out of memory$"):
         chunk_kda(**kernel_inputs(gate="log"))
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
-def test_other_gpus_are_refused_before_anything(monkeypatch, capability):
-    monkeypatch.setattr(ops, "_is_plain_cuda_call", lambda q: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    message = "^cula-cp-sm90 needs compute capability 9.0, cpu has {}.{}$".format(*capability)
-    with pytest.raises(RuntimeError, match=message):
-        chunk_kda(torch.zeros(1), None, None, None, None)
 
 
 def test_a_gpu_is_asked_once(monkeypatch):
@@ -271,7 +286,7 @@ def test_a_gpu_is_asked_once(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     device = torch.device("cuda", 93)
-    ops._require_target(device)
-    ops._require_target(device)
-    ops._require_target.cache_clear()
+    PREFILL._require_target(device)
+    PREFILL._require_target(device)
+    prefill._capability.cache_clear()
     assert asked == [device]

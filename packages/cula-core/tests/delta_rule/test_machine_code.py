@@ -1,30 +1,40 @@
-"""Every kind of config cross-compiles without a GPU, and the machine code is what it is meant to be."""
+"""The kernels that all architectures share cross-compile, and the machine code is what it is meant to be.
+
+One covering set for all architectures, in which every kernel that the emulator runs is contained.
+"""
 
 from __future__ import annotations
 
-import pytest
-from kda_compiled import assert_ctas_fit, build, label
-from kda_facts import TARGETS
+from dataclasses import asdict
 
-from cula_cp_sm90 import launch
-from cula_cp_sm90.config import (
+import pytest
+from delta_rule_problems import ARCHITECTURE, PROBLEMS, WITH_FACTORS, WITH_PRODUCTS
+from delta_rule_targets import ARCHITECTURES, BLACKWELL, HOPPER
+
+from cula_core.delta_rule import launch
+from cula_core.delta_rule.config import (
     ACTIVATION_DTYPES,
     GATE_DTYPES,
     GATES,
     OPERAND_DTYPES,
+    Config,
     FactorsConfig,
     MergeConfig,
     PrepareConfig,
-    RecurrenceConfig,
+    TableConfig,
 )
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
+from cula_testing.kda.emulated import emulated_configs
+from cula_testing.kda.running import prepare_config
+from cula_testing.machine_code import assert_ctas_fit, build, label
 
-(TARGET,) = TARGETS
 BOTH = (False, True)
+INDEX_DTYPES = (None, "int32", "int64")
 PREPARE_CTAS = {True: 3, False: 2}  # per multiprocessor, by `bounded`
 
 PREPARE = {
+    "arch": ARCHITECTURES,
     "dtype": ACTIVATION_DTYPES,
     "gate_dtype": GATE_DTYPES,
     "beta_dtype": GATE_DTYPES,
@@ -36,26 +46,23 @@ PREPARE = {
     "neg_eigval": BOTH,
     "rate": BOTH,
     "bias": BOTH,
-    "index_dtype": (None, "int32", "int64"),
+    "index_dtype": INDEX_DTYPES,
+    "intra": BOTH,
 }
-RECURRENCE = {
+FACTORS = {
+    "arch": ARCHITECTURES,
     "dtype": ACTIVATION_DTYPES,
     "operand": OPERAND_DTYPES,
-    # (tiles, split, scan)
-    "work": ((1, False, False), (2, False, False), (1, True, False), (2, True, False), (2, True, True)),
-    "packed": BOTH,
-    "state_v_first": BOTH,
-    "initial_state": BOTH,
-    "final_state": BOTH,
-    "indexed": BOTH,
-    "in_place": BOTH,
-}  # fmt: skip
-MERGE = {
-    "state_v_first": BOTH,
-    "initial_state": BOTH,
-    "indexed": BOTH,
-    "index_dtype": (None, "int32", "int64"),
+    "index_dtype": INDEX_DTYPES,
 }
+MERGE = {
+    "arch": ARCHITECTURES,
+    "state_v_first": BOTH,
+    "initial_state": BOTH,
+    "indexed": BOTH,
+    "index_dtype": INDEX_DTYPES,
+}
+TABLE = {"arch": ARCHITECTURES, "index_dtype": INDEX_DTYPES[1:]}
 
 
 def prepare_is_possible(case: dict) -> bool:
@@ -67,50 +74,66 @@ def prepare_is_possible(case: dict) -> bool:
     )
 
 
-def recurrence_is_possible(case: dict) -> bool:
-    scan, initial, final = case["work"][2], case["initial_state"], case["final_state"]
-    in_place = case["in_place"]
-    return not (
-        case["indexed"] and not initial or in_place and not (initial and final) or scan and final
-    )
-
-
 def merge_is_possible(case: dict) -> bool:
     return case["initial_state"] or not case["indexed"]
 
 
-def recurrence(case: dict) -> RecurrenceConfig:
-    tiles, split, scan = case["work"]
-    others = {name: value for name, value in case.items() if name != "work"}
-    return RecurrenceConfig(tiles=tiles, split=split, scan=scan, **others)
+def anything_is_possible(case: dict) -> bool:
+    return True
 
 
-# Covering sets, and in front of them what asks most of registers and shared memory.
-PREPARE_CONFIGS = [
-    *(
+def emulated(kind: type) -> list[tuple[str, Config]]:
+    """Returns what the emulator runs of a kind, here and in the packages."""
+    packages = [
+        (arch, config)
+        for arch, target in (("sm_90a", HOPPER), ("sm_100a", BLACKWELL))
+        for config in emulated_configs(target)
+    ]
+    stages = [(ARCHITECTURE[n], prepare_config(problem)) for n, problem in PROBLEMS.items()]
+    stages += [(ARCHITECTURE[n], prepare_config(PROBLEMS[n], intra=True)) for n in WITH_PRODUCTS]
+    factors = [(ARCHITECTURE[n], PROBLEMS[n].packed) for n in WITH_FACTORS]
+    factors += [(arch, False) for arch in ("sm_90a", "sm_100a")]
+    stages += [
+        (arch, FactorsConfig("bfloat16", "float16", "int32" if packed else None))
+        for arch, packed in factors
+    ]
+    return [pair for pair in dict.fromkeys(packages + stages) if isinstance(pair[1], kind)]
+
+
+def covering(
+    kind: type, factors: dict, possible, hardest: tuple[tuple[str, Config], ...] = ()
+) -> list[tuple[str, Config]]:
+    """Returns architectures and configs in which every two values meet, what is emulated among them."""
+    first = [{"arch": arch} | asdict(config) for arch, config in (*hardest, *emulated(kind))]
+    cases = covering_cases(factors, possible, first)
+    return [(case.pop("arch"), kind(**case)) for case in map(dict, cases)]
+
+
+# What asks most of registers and shared memory.
+HARDEST = tuple(
+    (
+        "sm_90a",
         PrepareConfig(
-            dtype, "float32", "float32", gate=gate, bounded=gate == "safe", beta_sigmoid=True,
-            neg_eigval=True, index_dtype="int64",
-        )
-        for dtype in ACTIVATION_DTYPES for gate in ("safe", "softplus")
-    ),
-    *(PrepareConfig(**case) for case in covering_cases(PREPARE, prepare_is_possible)),
-]  # fmt: skip
-RECURRENCE_CONFIGS = [
-    *(
-        RecurrenceConfig(
-            "bfloat16", "float16", tiles, split, scan, True, False, True, not scan, True, not scan
-        )
-        for tiles, split, scan in RECURRENCE["work"]
-    ),
-    *(recurrence(case) for case in covering_cases(RECURRENCE, recurrence_is_possible)),
-]
-MERGE_CONFIGS = [MergeConfig(**case) for case in covering_cases(MERGE, merge_is_possible)]
+            dtype, "float32", "float32", gate=gate, bounded=gate == "safe", beta_sigmoid=True, neg_eigval=True,
+            index_dtype="int64",
+        ),
+    )
+    for dtype in ACTIVATION_DTYPES
+    for gate in ("safe", "softplus")
+)  # fmt: skip
+PREPARES = covering(PrepareConfig, PREPARE, prepare_is_possible, HARDEST)
+FACTORS_CASES = covering(FactorsConfig, FACTORS, anything_is_possible)
+MERGES = covering(MergeConfig, MERGE, merge_is_possible)
+TABLES = covering(TableConfig, TABLE, anything_is_possible)
 
 
-@pytest.mark.parametrize("config", PREPARE_CONFIGS, ids=label)
-def test_prepare(config):
-    kernel = build(TARGET, config)
+def compiled(arch: str, config: Config) -> resources.KernelResources:
+    return build(arch, launch.kernel(HOPPER, config))
+
+
+@pytest.mark.parametrize("arch, config", PREPARES, ids=label)
+def test_prepare(arch, config):
+    kernel = compiled(arch, config)
     resources.check(kernel, expect=("HMMA", "LDSM"))
     assert kernel.threads == (256, 1, 1)
     assert_ctas_fit(kernel, PREPARE_CTAS[config.bounded])
@@ -121,48 +144,22 @@ def test_prepare(config):
     assert kernel.count("STG.128") >= 24
 
 
-@pytest.mark.parametrize("config", RECURRENCE_CONFIGS, ids=label)
-def test_recurrence(config):
-    kernel = build(TARGET, config)
-    expected = ["HGMMA", "UBLKCP", "LDSM"]
-    expected += [] if config.scan else ["UTMASTG", "STSM"]
-    expected += ["USETMAXREG"] if config.tiles > 1 else []
-    resources.check(kernel, expect=expected)
-    assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)
-    assert kernel.threads == ({1: 160, 2: 384}[config.tiles], 1, 1)
-    assert_ctas_fit(kernel, 1)
-
-    # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
-    products = {"x": 8, "u": 4, "state": 4} | ({} if config.scan else {"inter": 8, "intra": 4})
-    assert kernel.count("HGMMA") == sum(products.values())
-    assert kernel.count("UTMALDG") == config.tiles
-    # A block less what lies above the diagonals, for a scan without qg and Aqk.
-    assert kernel.count("UBLKCP") == (4 if config.scan else 7)
-    assert kernel.count("UTMASTG") == (0 if config.scan else 2)  # in the loop and after it
-    # One wait per place where results are used: the compiler adds some where it does not trust the code. It repeats the
-    # fence in front of a scan's products where the state may come from the caller.
-    assert kernel.count("WARPGROUP.DEPBAR") == 3
-    if not (config.scan and config.initial_state):
-        assert kernel.count("WARPGROUP.ARRIVE") == 3 and not kernel.warnings
-
-
-@pytest.mark.parametrize("operand", OPERAND_DTYPES)
-@pytest.mark.parametrize("index_dtype", [None, "int32", "int64"])
-def test_factors(operand, index_dtype):
-    kernel = build(TARGET, FactorsConfig("bfloat16", operand, index_dtype))
+@pytest.mark.parametrize("arch, config", FACTORS_CASES, ids=label)
+def test_factors(arch, config):
+    kernel = compiled(arch, config)
     resources.check(kernel, expect=("HMMA", "LDSM", "STSM"))
     assert_ctas_fit(kernel, 3)
     # Of each of the two products 10 sub-blocks in two tiles; four units a thread of each matrix.
     assert kernel.count("HMMA") == 2 * 10 * 2 and kernel.count("STG.128") == 4 * 4
 
 
-@pytest.mark.parametrize("config", MERGE_CONFIGS, ids=label)
-def test_merge(config):
-    kernel = build(TARGET, config)
+@pytest.mark.parametrize("arch, config", MERGES, ids=label)
+def test_merge(arch, config):
+    kernel = compiled(arch, config)
     resources.check(kernel, expect=("HMMA",))
     assert_ctas_fit(kernel, 1)
 
 
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-def test_segment_table(index_dtype):
-    resources.check(build(TARGET, launch.TableConfig(index_dtype)))
+@pytest.mark.parametrize("arch, config", TABLES, ids=label)
+def test_segment_table(arch, config):
+    resources.check(compiled(arch, config))

@@ -5,45 +5,52 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from delta_rule_targets import BLACKWELL, HOPPER
 
-from cula_cp_sm90 import config
-from cula_cp_sm90.config import BLOCK_BYTES, CHUNK, MIN_SEGMENT_CHUNKS, plan, workspace_bytes
+from cula_core.delta_rule.config import (
+    BLOCK_BYTES,
+    CHUNK,
+    HEAD_DIM,
+    MAX_GRID_Z,
+    MIN_SEGMENT_CHUNKS,
+    TRIANGLE,
+    workspace_bytes,
+)
+from cula_core.delta_rule.plan import CostModel, Plan, plan
 
 SMS = 132
 
 
-def planned(tokens, heads, batch=1, sequences=None, workspace=None, wanted="auto", longest=None):
+def planned(
+    tokens: int,
+    heads: int,
+    batch: int = 1,
+    sequences: int | None = None,
+    workspace: int | None = None,
+    wanted: str = "auto",
+    longest: int | None = None,
+    target=HOPPER,
+) -> Plan:
     if workspace is None:
         workspace = workspace_bytes(batch, tokens, heads, sequences)
-    return plan(batch, tokens, heads, sequences, SMS, workspace, wanted, longest)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "heads", "parts"),
-    [(1024, 4, 1), (2048, 8, 1), (4096, 4, 4), (8192, 8, 8), (65536, 8, 8), (65536, 4, 16), (8192, 16, 4)]
-    + [(16384, 32, 1), (65536, 32, 1), (16384, 64, 1), (131072, 64, 1)],
-)  # fmt: skip
-def test_long_sequences_of_few_heads_are_cut(tokens, heads, parts):
-    """As was measured to be the best choice on an H200."""
-    spread = planned(tokens, heads)
-    assert (-(-tokens // spread.segment_tokens) if spread.split else 1) == parts
+    return plan(target, batch, tokens, heads, sequences, SMS, workspace, wanted, longest)
 
 
 @pytest.mark.parametrize(
     ("heads", "tokens"), list(itertools.product((1, 4, 16, 64), (2048, 5000, 65536)))
 )
 def test_segments_are_whole_chunks_and_long_enough(heads, tokens):
-    spread = planned(tokens, heads, wanted=True)
+    spread = planned(tokens, heads, wanted="on")
     assert spread.split
     assert spread.segment_tokens % CHUNK == 0
     assert spread.segment_tokens >= MIN_SEGMENT_CHUNKS * CHUNK
     assert spread.segments == -(-tokens // spread.segment_tokens) >= 2
 
 
-@pytest.mark.parametrize("wanted", ["auto", True, False])
+@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
 def test_short_sequences_stay_whole(wanted):
     assert not planned(2 * MIN_SEGMENT_CHUNKS * CHUNK - CHUNK, 1, wanted=wanted).split
-    assert not planned(100_000, 4, wanted=False).split
+    assert not planned(100_000, 4, wanted="off").split
 
 
 def test_lengths_of_packed_sequences_decide_where_they_are_known():
@@ -68,10 +75,10 @@ def test_a_small_workspace_means_pieces(chunks):
 
 
 def test_one_launch_takes_no_more_chunks_than_a_grid_has():
-    tokens = (config.MAX_GRID_Z + 10) * CHUNK
+    tokens = (MAX_GRID_Z + 10) * CHUNK
     spread = planned(tokens, 1)
     assert spread.pieces == 2
-    assert spread.piece_slots <= config.MAX_GRID_Z
+    assert spread.piece_slots <= MAX_GRID_Z
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,25 @@ def test_the_workspace_is_a_block_per_chunk_and_head():
 
 
 def test_more_parts_shorten_the_chain_and_lengthen_the_merge():
-    costs = [config.cut_us(1024, 1024, parts, 4, SMS) for parts in (2, 4, 8, 16)]
+    model = CostModel(HOPPER.costs, HOPPER.v_tiles, 4, SMS)
+    costs = [model.cut_us(1024, 1024, parts) for parts in (2, 4, 8, 16)]
     assert costs == sorted(costs, reverse=True)
-    assert config.whole_us(1024, 1024, 4, SMS) > costs[-1]
-    assert config.cut_us(32, 32, 2, 4, SMS) > config.whole_us(32, 32, 4, SMS)
+    assert model.whole_us(1024, 1024) > costs[-1]
+    assert model.cut_us(32, 32, 2) > model.whole_us(32, 32)
+
+
+@pytest.mark.parametrize("batch, heads", [(1, 1), (1, 64), (2, 64), (4, 96)])
+def test_a_cta_has_all_columns_where_a_head_has_one_tile(batch, heads):
+    assert planned(512, heads, batch, target=BLACKWELL).tiles == 1
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.distribution)
+def test_a_stage_is_a_block_and_v(target):
+    tiles = target.v_tiles
+    forward = target.recurrence_config("bfloat16", tiles=tiles)
+    scan = target.recurrence_config("bfloat16", tiles=tiles, scan=True)
+    assert forward.stage_bytes == BLOCK_BYTES + 2 * CHUNK * HEAD_DIM
+    # Without qg and the triangle of Aqk.
+    assert forward.stage_bytes - scan.stage_bytes == 2 * (CHUNK * HEAD_DIM + TRIANGLE)
+    assert (forward.stages, scan.stages) == (target.stages, target.scan_stages)
+    assert forward.v_tiles == tiles == HEAD_DIM // forward.v_tile

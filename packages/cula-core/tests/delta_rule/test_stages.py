@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from delta_rule_problems import ARCHITECTURE, PROBLEMS, WITH_FACTORS, WITH_PRODUCTS
 from delta_rule_targets import HOPPER
 from torch import Tensor
 
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, TRIANGLE, FactorsConfig
 from cula_core.delta_rule.kernels.block import WIDE
+from cula_core.dtypes import dtype_name
 from cula_core.reference import kda as reference
 from cula_emulator import mutation
 from cula_testing.comparing import relative_rmse
@@ -31,7 +33,6 @@ from cula_testing.kda.running import compiler, prepare_config
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 
-LENGTHS = (70, 0, 1, 64)
 ROUNDED_ERROR = 3e-3  # relative RMSE, to bfloat16
 
 
@@ -44,20 +45,6 @@ def test_places():
     found = unpacked(packed(parts, torch.float16))
     for part in PARTS:
         assert torch.equal(found[part], getattr(parts, part).to(found[part].dtype)), part
-
-
-ARCHITECTURE = {
-    "dense": "sm_90a", "packed": "sm_100a", "weak": "sm_103a", "any decay": "sm_90a", "equal keys": "sm_100a",
-    "raw": "sm_103a",
-}  # fmt: skip
-PROBLEMS = {
-    "dense": {"lengths": (130, 130), "gate_dtype": "bfloat16", "beta_dtype": "bfloat16"},
-    "packed": {"lengths": LENGTHS, "kind": "moderate", "packed": True, "strength": "sigmoid"},
-    "weak": {"lengths": (100,), "kind": "near_zero"},
-    "any decay": {"lengths": (100,), "kind": "resets", "gate": "softplus"},
-    "equal keys": {"lengths": (128,), "kind": "equal_keys", "strength": "doubled"},
-    "raw": {"lengths": (65,), "gate": "log", "rate": False, "bias": False, "l2norm": False},
-}
 
 
 def prepare(compiled, problem, blocks: Tensor, intra: tuple[Tensor, Tensor] | None = None) -> None:
@@ -75,7 +62,7 @@ def prepare(compiled, problem, blocks: Tensor, intra: tuple[Tensor, Tensor] | No
 def test_the_chunk_parallel_stages(emulated, name):
     """Gate (decay), norm and gate (qg, kh, kg), products inside a chunk (Aqk), inverse (T')."""
     compiled = compiler(emulated, HOPPER, ARCHITECTURE[name])
-    problem = make_problem(heads=(1, 2), **PROBLEMS[name])
+    problem = PROBLEMS[name]
     blocks = blocks_of(problem, emulated)
     prepare(compiled, problem, blocks)
     with one_thread():
@@ -91,11 +78,11 @@ def test_the_chunk_parallel_stages(emulated, name):
             assert error <= bound, f"{part} of slot {slot}, head {head}: {error:.1e}"
 
 
-@pytest.mark.parametrize("name", ["dense", "packed", "any decay"])
+@pytest.mark.parametrize("name", WITH_PRODUCTS)
 def test_products_and_inverse_for_the_caller(emulated, name):
     """Aqk and (I + Akk)^-1 by token, zero above the diagonal; the blocks are the same bits."""
     compiled = compiler(emulated, HOPPER, ARCHITECTURE[name])
-    problem = make_problem(heads=(1, 2), **PROBLEMS[name])
+    problem = PROBLEMS[name]
     batch, tokens, heads_v = problem.given["v"].shape[:3]
     alone, blocks = blocks_of(problem, emulated), blocks_of(problem, emulated)
     prepare(compiled, problem, alone)
@@ -114,18 +101,17 @@ def test_products_and_inverse_for_the_caller(emulated, name):
                 assert relative_rmse(own, exact[: len(own)]) <= ROUNDED_ERROR
 
 
-@pytest.mark.parametrize("name", ["dense", "packed", "raw"])
+@pytest.mark.parametrize("name", WITH_FACTORS)
 def test_factors_for_the_caller(emulated, name):
     """w, u, qg and kg by token, of both heads, from what the chunk-parallel kernel wrote."""
     compiled = compiler(emulated, HOPPER, ARCHITECTURE[name])
-    problem = make_problem(heads=(1, 2), **PROBLEMS[name])
+    problem = PROBLEMS[name]
     shape, dtype = problem.given["v"].shape, problem.given["v"].dtype
     blocks = blocks_of(problem, emulated)
     prepare(compiled, problem, blocks)
     found = [emulated.empty(shape, dtype) for _ in range(4)]
     cu_seqlens = problem.cu_seqlens(torch.int32) if problem.packed else None
-    name = str(dtype).removeprefix("torch.")
-    config = FactorsConfig(name, problem.operand, "int32" if problem.packed else None)
+    config = FactorsConfig(dtype_name(dtype), problem.operand, "int32" if problem.packed else None)
     compiled(config)(
         blocks, problem.given["v"], *found, cu_seqlens, problem.scale, 0, blocks.shape[0]
     )  # fmt: skip

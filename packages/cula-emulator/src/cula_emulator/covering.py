@@ -28,10 +28,10 @@ def covering_cases(
         return set(itertools.combinations([(name, case[name]) for name in factors], 2))
 
     missing: dict[tuple, None] = {}
-    for first, second in itertools.combinations(factors, 2):
-        for values in itertools.product(factors[first], factors[second]):
-            if draw({first: values[0], second: values[1]}):
-                missing[(first, values[0]), (second, values[1])] = None
+    for one, other in itertools.combinations(factors, 2):
+        for values in itertools.product(factors[one], factors[other]):
+            if draw({one: values[0], other: values[1]}):
+                missing[(one, values[0]), (other, values[1])] = None
     cases = list(first)
     for case in cases:
         for pair in pairs(case):

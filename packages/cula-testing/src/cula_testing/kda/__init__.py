@@ -2,9 +2,10 @@
 
 from .contract import RefusalsOnGpu
 from .emulated import Emulated
+from .machine_code import MachineCode
 from .on_gpu import OnGpu
 from .operator import Operator
 from .recurrence import Recurrence
 from .subject import Subject
 
-__all__ = ["Emulated", "OnGpu", "Operator", "Recurrence", "RefusalsOnGpu", "Subject"]
+__all__ = ["Emulated", "MachineCode", "OnGpu", "Operator", "Recurrence", "RefusalsOnGpu", "Subject"]

@@ -145,7 +145,7 @@ class OnGpu:
         return check(self.subject.package.chunk_kda, x, *arguments, **options)
 
     def repeated(self, x: dict, gate: str = "safe", **options) -> tuple[Callable[[], None], Tensor]:
-        """Returns a step that runs into NaN-filled buffers and counts bits unlike those of the first run, and the count."""
+        """Returns a step that runs into NaN-filled buffers and counts bits unlike the first run's, and the count."""
         options["out"] = out = torch.full_like(x["v"], math.nan)
         given = x | {"initial_state": x["initial_state"].clone()}
         if options.get("state") == "pool":

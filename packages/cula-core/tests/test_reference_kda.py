@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kda_inputs import BOUNDED_KINDS, GATES, KINDS, LOWER_BOUNDS, inputs, int32, spaced, turned
 from torch import Tensor
 
-from cula_cp_sm90 import reference
-from cula_cp_sm90.reference import recurrent_prefill
+from cula_core.reference import kda as reference
+from cula_core.reference.kda import recurrent_prefill
+from cula_testing.kda.inputs import BOUNDED_KINDS, GATES, KINDS, LOWER_BOUNDS, inputs
+from cula_testing.tensors import int32, spaced, turned
 
 DOUBLE = torch.float64
 EXACT = 1e-10
