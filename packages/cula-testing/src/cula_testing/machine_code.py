@@ -42,6 +42,7 @@ def build(arch: str, kernel: tuple[Any, ...]) -> resources.KernelResources:
 
 def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:
     """Holds a kernel to so many CTAs at once on a multiprocessor."""
+    assert kernel.threads is not None and kernel.dynamic_shared_bytes is not None
     registers = -(-kernel.registers // 8) * 8 * kernel.threads[0]
     assert ctas * registers <= resources.REGISTERS_PER_SM, kernel.registers
     shared = kernel.shared_bytes + kernel.dynamic_shared_bytes

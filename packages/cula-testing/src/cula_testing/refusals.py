@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 Arguments = dict[str, Any]
 Maker = Callable[[Arguments], Any]
+Error = type[Exception]
+Modes = tuple[str, ...] | None
 ANYWHERE, CUDA, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
 # A device that tensors may not be on when the others are on the one named.
 ELSEWHERE = {"cpu": "meta", "cuda": "cpu"}
@@ -26,7 +28,7 @@ class Wrong:
 
     label: str
     change: Callable[[Arguments], Arguments]
-    error: type[Exception]
+    error: Error
     argument: str
     says: str
     got: str
@@ -40,33 +42,62 @@ class Table:
 
     modes: tuple[str, ...]
 
-    def change(self, label, name, how, error, says, got, modes=None, **more) -> Wrong:
+    def change(
+        self,
+        label: str,
+        name: str,
+        how: Callable[[Tensor], Any],
+        error: Error,
+        says: str,
+        got: str,
+        modes: Modes = None,
+        devices: tuple[str, ...] = ANYWHERE,
+    ) -> Wrong:
         """Returns an entry with one tensor of the good ones replaced by a function of itself."""
-        return self.several(
-            label, {name: lambda a: how(a[name])}, error, name, says, got, modes, **more
-        )
+        makers = {name: lambda a: how(a[name])}
+        return self.several(label, makers, error, name, says, got, modes, devices)
 
-    def several(self, label, makers, error, argument, says, got, modes=None, **more) -> Wrong:
+    def several(
+        self,
+        label: str,
+        makers: Mapping[str, Maker],
+        error: Error,
+        argument: str,
+        says: str,
+        got: str,
+        modes: Modes = None,
+        devices: tuple[str, ...] = ANYWHERE,
+    ) -> Wrong:
         """Returns an entry with several arguments replaced together, so that only one rule is broken."""
         return Wrong(
-            label, lambda a: {n: make(a) for n, make in makers.items()}, error, argument, says, got,
-            modes or self.modes, **more,
-        )  # fmt: skip
+            label,
+            lambda a: {n: make(a) for n, make in makers.items()},
+            error,
+            argument,
+            says,
+            got,
+            modes or self.modes,
+            devices,
+        )
 
-    def values(self, argument, error, says, got, modes=None, **given) -> Wrong:
+    def values(
+        self, argument: str, error: Error, says: str, got: str, modes: Modes = None, **given: Any
+    ) -> Wrong:
         """Returns an entry with arguments replaced by these values."""
         label = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return Wrong(label, lambda a: given, error, argument, says, got, modes or self.modes)
 
-    def value(self, name, given, error, says, got, modes=None) -> Wrong:
+    def value(
+        self, name: str, given: Any, error: Error, says: str, got: str, modes: Modes = None
+    ) -> Wrong:
         """Returns an entry with one argument replaced by this value."""
         return self.values(name, error, says, got, modes, **{name: given})
 
-    def no_tensor(self, name: str, given: object, modes=None) -> Wrong:
+    def no_tensor(self, name: str, given: object, modes: Modes = None) -> Wrong:
         """Returns an entry with something that is no tensor."""
         return self.value(name, given, TypeError, "a torch.Tensor", type(given).__name__, modes)
 
-    def away(self, name: str, modes=None) -> Wrong:
+    def away(self, name: str, modes: Modes = None) -> Wrong:
         """Returns an entry with a tensor on another device than the others."""
         makers = {name: lambda a: a[name].to(ELSEWHERE[a["q"].device.type])}
         label = f"{name} on another device"
