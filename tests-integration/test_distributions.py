@@ -107,10 +107,7 @@ def test_the_base_needs_none_of_ours(wheels: dict[str, Path]) -> None:
     """Except that its tests need the tools. It alone says which CuTe DSL the kernels are built with."""
     for name in noxfile.BASE:
         assert requirements(wheels[name]) == {"torch>=2.8"}
-        every = ours(wheels[name])
-        assert {line for line in every if 'extra=="test"' not in line} == {
-            f'{name}[cute];extra=="cu13"'
-        }
+        assert not [line for line in ours(wheels[name]) if 'extra=="test"' not in line]
     pinned = {
         name
         for name in (*noxfile.BASE, *noxfile.PACKAGES)

@@ -25,6 +25,7 @@ from cula_core.delta_rule.config import (
 from cula_core.delta_rule.target import Target
 from cula_core.reference import kda as reference
 from cula_emulator import Options, mutation
+from cula_emulator.memory import poisoned_memory
 
 from ..comparing import relative_rmse, same
 from .inputs import BOUNDED_KINDS, KINDS
@@ -257,7 +258,8 @@ class Emulated:
                 return partial(compiled(config), **(changes if config == mutated else others))
 
             work = Run(target, problem, emulated.empty, **options)
-            work.launch(kernels)
+            with poisoned_memory():
+                work.launch(kernels)
             return work.outcome()
 
         run.compiled = compiled

@@ -22,7 +22,7 @@ from cula_core.delta_rule.plan import Plan, plan
 from cula_core.delta_rule.prefill import prepared
 from cula_core.delta_rule.target import Target
 from cula_core.dtypes import dtype_name
-from cula_emulator.memory import loose_strides, poisoned_memory
+from cula_emulator.memory import loose_strides
 from cula_emulator.pytest_plugin import BoundKernel, Emulated
 
 from ..comparing import same
@@ -171,11 +171,9 @@ class Run:
 
     def launch(self, kernels: launch.Kernels) -> None:
         """Launches the kernels; kernels turns a config into what is called."""
-        with poisoned_memory():
-            launch.run(
-                self._target, self._call, multiprocessors=self._multiprocessors, kernels=kernels,
-                planner=self._planner,
-            )  # fmt: skip
+        launch.run(
+            self._target, self._call, multiprocessors=self._multiprocessors, kernels=kernels, planner=self._planner
+        )  # fmt: skip
 
     def outcome(self) -> Outcome:
         """Returns what the kernels wrote, and holds the states that they may not change to their bits."""
