@@ -39,6 +39,25 @@ def moved(x: dict, device: torch.device | str | None) -> dict:
     return {name: t if t is None or device is None else t.to(device) for name, t in x.items()}
 
 
+def fused(x: dict, offset: int, gap: int, far: int = 0) -> dict:
+    """Returns x with q, k, v as slices of one projection full of NaN elsewhere, `offset` elements into each row, and g
+    of another. far: elements from one sequence to the next, if more than needed."""
+    views = dict(x)
+    for names in (("q", "k", "v"), ("g",)):
+        batch, tokens = x["v"].shape[:2]
+        widths = [x[name][0, 0].numel() for name in names]
+        pitch = offset + sum(widths) + gap
+        stride = max(far, (tokens + 2) * pitch)
+        size = (batch - 1) * stride + (tokens + 2) * pitch
+        storage = x[names[0]].new_full((size,), math.nan)
+        first = offset + pitch
+        for name, width in zip(names, widths):
+            view = storage.as_strided(x[name].shape, (stride, pitch, 128, 1), first)
+            views[name] = view.copy_(x[name])
+            first += width
+    return views
+
+
 def stored(states: Tensor, v_first: bool) -> Tensor:
     """[.., K, V] laid out as a call with this flag takes it; the same again turns it back."""
     return states.mT.contiguous() if v_first else states

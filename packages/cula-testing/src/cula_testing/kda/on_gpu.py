@@ -21,6 +21,7 @@ from .checks import (
     MAX_ONE_KEY_ERROR,
     attend,
     check,
+    fused,
     nan_workspace,
     recurrence,
 )
@@ -109,25 +110,6 @@ CASES = {
         [(1, 3300), LONG], "log", {"normalized": True}, KEPT | PLAIN | LOOSE | CUT,
     ),
 }  # fmt: skip
-
-
-def fused(x: dict, offset: int, gap: int, far: int = 0) -> dict:
-    """x with q, k, v as slices of one projection full of NaN elsewhere, `offset` elements into each row, and g of
-    another. far: elements from one sequence to the next, if more than needed."""
-    views = dict(x)
-    for names in (("q", "k", "v"), ("g",)):
-        batch, tokens = x["v"].shape[:2]
-        widths = [x[name][0, 0].numel() for name in names]
-        pitch = offset + sum(widths) + gap
-        stride = max(far, (tokens + 2) * pitch)
-        size = (batch - 1) * stride + (tokens + 2) * pitch
-        storage = x[names[0]].new_full((size,), math.nan)
-        first = offset + pitch
-        for name, width in zip(names, widths):
-            view = storage.as_strided(x[name].shape, (stride, pitch, 128, 1), first)
-            views[name] = view.copy_(x[name])
-            first += width
-    return views
 
 
 class OnGpu:
