@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools import gpu  # noqa: E402
-from tools.layout import DEVELOPMENT_TOOLS, HOST_ROOMS  # noqa: E402
+from tools.layout import BASE, DEVELOPMENT_TOOLS, HOST_ROOMS, is_kernel, sources  # noqa: E402
 
 # The one table: kernel package -> architectures. Test sessions follow from it, and so must the extras of `cula`.
-# DEVELOPMENT_TOOLS of tools/layout.py stand beside it: tests use them, nothing that runs a kernel does.
+# Of tools/layout.py, BASE is what they are built on, and DEVELOPMENT_TOOLS are for tests: nothing that runs a kernel
+# needs them.
 PACKAGES = {
     "cula-lightning-decode": ("sm89", "sm90", "sm100"),
     "cula-lightning-sm90": ("sm90",),
@@ -30,7 +31,7 @@ PACKAGES = {
     "liteattention-sm89": ("sm89",),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
-DISTRIBUTIONS = ("cula", *PACKAGES, *DEVELOPMENT_TOOLS)
+DISTRIBUTIONS = ("cula", *BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
 # What the tests of a package need beside the dependency group `test`.
 TEST_EXTRAS = {"liteattention-sm89": "diffusers"}
 SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
@@ -45,7 +46,7 @@ nox.options.sessions = ["tests", "lint"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU."""
-    distributions = (*PACKAGES, *DEVELOPMENT_TOOLS)
+    distributions = (*BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
     _install(session, "cula[demo]", *map(_tested, distributions), group="test")
     workers = () if _bare(session) else ("--numprocesses=2",)
     folders = (*SHARED_TESTS, *map(_tests, distributions))
@@ -74,19 +75,19 @@ for _arch in ARCHITECTURES:
 @nox.session(reuse_venv=False)
 @nox.parametrize("package", [nox.param(name, id=name) for name in DISTRIBUTIONS])
 def standalone(session: nox.Session, package: str) -> None:
-    """One distribution alone: its wheel in a clean environment, where none of the others can be imported."""
+    """One distribution: its wheel in a clean environment, where only those that it declares can be imported."""
     _needs_venv(session)
     wheels = Path(session.virtualenv.location).resolve() / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
-    tools = _tools_of_its_tests(package)
-    for name in (package, *tools):
+    declared = _closure(package, "test")
+    for name in declared:
         source = f"./{_folder(name)}"  # pip takes a bare "meta" for a name on the index
         pip = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={wheels}")
         session.run(*pip, source)
     (wheel,) = wheels.glob(f"{_import_name(package)}-*.whl")
     extras = "demo,test" if package == "cula" else "test"
     session.install(f"--find-links={wheels}", f"{wheel}[{extras}]")
-    others = [_import_name(name) for name in DISTRIBUTIONS if name not in (package, *tools)]
+    others = [_import_name(name) for name in DISTRIBUTIONS if name not in declared]
     session.run("python", "-I", "tools/standalone.py", _import_name(package), *others)
     _pytest(session, _tests(package), options=("-m", "not gpu"))
 
@@ -114,27 +115,34 @@ def types(session: nox.Session) -> None:
         for path in sorted((ROOT / _folder(name) / "src").glob("*/*.py"))
         if path.stem in HOST_ROOMS
     ]
+    rooms += [
+        str(path.relative_to(ROOT))
+        for name in BASE
+        for path in sources(ROOT / _folder(name) / "src")
+        if path.stem != "launch" and not is_kernel(path)
+    ]
     tools = [f"{_folder(name)}/src" for name in DEVELOPMENT_TOOLS]
     session.run("mypy", *session.posargs, "meta/src", *tools, *rooms)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of every distribution in dist/, then installed from there into a clean environment."""
+    """Wheels and sdists of every distribution in dist/, then installed from there into clean environments."""
     _needs_venv(session)
     _install(session, group="build")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for name in DISTRIBUTIONS:
         session.run("python", "-m", "build", "--no-isolation", f"--outdir={dist}", _folder(name))
-    clean = Path(session.virtualenv.location).resolve() / "clean"
-    session.run("python", "-m", "venv", "--clear", str(clean))
-    python = str(clean / "bin" / "python")
-    install = (python, "-m", "pip", "install", "--quiet", f"--find-links={dist}")
+    python = _clean_python(session, "clean")
     for arch in ARCHITECTURES:
-        session.run(*install, f"cula[{arch}]", external=True)
-    session.chdir(clean)
+        _pip_install(session, python, f"cula[{arch}]")
+    # A kernel package alone brings what it is built on, and nothing else of ours.
+    alone = _clean_python(session, "alone")
+    _pip_install(session, alone, "cula-cp-sm90")
+    session.chdir(session.virtualenv.location)
     session.run(python, "-m", "cula", "info", external=True)
+    session.run(alone, "-c", "import cula_cp_sm90", external=True)
 
 
 @nox.session
@@ -158,12 +166,31 @@ def vendor(session: nox.Session) -> None:
     session.run(sys.executable, "tools/vendor.py", *session.posargs)
 
 
+def _clean_python(session: nox.Session, name: str) -> str:
+    """Makes an empty environment beside the session's own and returns its Python."""
+    folder = Path(session.virtualenv.location).resolve() / name
+    session.run("python", "-m", "venv", "--clear", str(folder))
+    return str(folder / "bin" / "python")
+
+
+def _pip_install(session: nox.Session, python: str, name: str) -> None:
+    """Installs one distribution from dist/ into another environment."""
+    dist = ROOT / "dist"
+    session.run(
+        python, "-m", "pip", "install", "--quiet", f"--find-links={dist}", name, external=True
+    )
+
+
 def _install(session: nox.Session, *distributions: str, group: str | None = None) -> None:
     """Installs our distributions from the tree and one dependency group, at the versions of constraints-ci.txt.
 
-    A PIP_CONSTRAINT of the caller's own, even an empty one, replaces that file. Without an environment of its own the
-    session gets the distributions on PYTHONPATH and takes the rest from the Python at hand.
+    What a distribution declares of ours comes with it. A PIP_CONSTRAINT of the caller's own, even an empty one,
+    replaces that file. Without an environment of its own the session gets the distributions on PYTHONPATH and takes
+    the rest from the Python at hand.
     """
+    listed = {name.partition("[")[0] for name in distributions}
+    declared = dict.fromkeys(d for name in distributions for d in _closure(name))
+    distributions = (*(name for name in declared if name not in listed), *distributions)
     if _bare(session):
         paths = [str(ROOT / _folder(name) / "src") for name in distributions]
         inherited = os.environ.get("PYTHONPATH")
@@ -207,11 +234,16 @@ def _bare(session: nox.Session) -> bool:
     return session.venv_backend == "none"
 
 
-def _tools_of_its_tests(package: str) -> list[str]:
-    """The development tools that the `test` extra of a distribution names."""
-    project = nox.project.load_toml(ROOT / _folder(package) / "pyproject.toml")["project"]
-    wanted = {re.match(r"[\w.-]+", line)[0] for line in project["optional-dependencies"]["test"]}
-    return [name for name in DEVELOPMENT_TOOLS if name in wanted]
+def _closure(name: str, *extras: str) -> list[str]:
+    """A distribution, and what it declares of ours, itself or through others; extras: further ones of its own."""
+    name, _, own = name.rstrip("]").partition("[")
+    project = nox.project.load_toml(ROOT / _folder(name) / "pyproject.toml")["project"]
+    lines = list(project.get("dependencies", ()))
+    for extra in (*filter(None, own.split(",")), *extras):
+        lines += project.get("optional-dependencies", {})[extra]
+    wanted = {re.match(r"[\w.-]+", line)[0] for line in lines} - {name}
+    found = {d: None for other in DISTRIBUTIONS if other in wanted for d in _closure(other)}
+    return [name, *(d for d in found if d != name)]
 
 
 def _folder(name: str) -> str:

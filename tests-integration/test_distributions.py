@@ -45,7 +45,7 @@ def run(code: str, site: Path) -> str:
 
 
 def test_table_names_every_package_of_the_tree(root: Path) -> None:
-    named = (*noxfile.PACKAGES, *noxfile.DEVELOPMENT_TOOLS)
+    named = (*noxfile.BASE, *noxfile.PACKAGES, *noxfile.DEVELOPMENT_TOOLS)
     assert sorted(named) == sorted(path.name for path in (root / "packages").iterdir())
     assert {arch for archs in noxfile.PACKAGES.values() for arch in archs} <= set(
         noxfile.ARCHITECTURES
@@ -75,8 +75,12 @@ def test_extra_for_cuda_13_is_that_of_every_package(wheels: dict[str, Path]) -> 
         assert requirements(wheels[name], "cu13") == wanted, name
 
 
-def test_cula_needs_torch_and_nothing_else(wheels: dict[str, Path]) -> None:
-    assert requirements(wheels["cula"]) == {"torch>=2.8"}
+def test_cula_needs_torch_and_the_base_of_its_version(wheels: dict[str, Path]) -> None:
+    version = metadata(wheels["cula"])["Version"]
+    assert requirements(wheels["cula"]) == {
+        "torch>=2.8",
+        *(f"{n}=={version}" for n in noxfile.BASE),
+    }
 
 
 def test_no_extra_of_cula_brings_a_development_tool(wheels: dict[str, Path]) -> None:
@@ -84,16 +88,67 @@ def test_no_extra_of_cula_brings_a_development_tool(wheels: dict[str, Path]) -> 
     assert not {re.match(r"[\w.-]+", line)[0] for line in every} & set(noxfile.DEVELOPMENT_TOOLS)
 
 
-@pytest.mark.parametrize("name", (*noxfile.PACKAGES, *noxfile.DEVELOPMENT_TOOLS))
-def test_package_depends_on_none_of_ours(name: str, wheels: dict[str, Path]) -> None:
-    """Except that the tests of a kernel package, and they alone, may need a tool of the same series."""
-    series = ".".join(metadata(wheels[name])["Version"].split(".")[:2])
-    tools = set() if name in noxfile.DEVELOPMENT_TOOLS else set(noxfile.DEVELOPMENT_TOOLS)
-    every = {line.replace(" ", "") for line in metadata(wheels[name]).get_all("Requires-Dist", [])}
-    every -= {f"{tool}~={series}.0;extra=='test'" for tool in tools}
-    needed = {re.match(r"[\w.-]+", line)[0] for line in every}
-    assert any(line.startswith("torch>=") for line in every)
-    assert not needed & set(DISTRIBUTIONS)
+def ours(wheel: Path) -> set[str]:
+    """What a wheel requires of our distributions, with extras and markers, without spaces."""
+    lines = {
+        line.replace(" ", "").replace("'", '"')
+        for line in metadata(wheel).get_all("Requires-Dist", [])
+    }
+    return {line for line in lines if re.match(r"[\w.-]+", line)[0] in DISTRIBUTIONS}
+
+
+@pytest.mark.parametrize("name", noxfile.PACKAGES)
+def test_a_kernel_package_needs_the_base_of_its_version_and_its_tests_the_tools(
+    name: str, wheels: dict[str, Path]
+) -> None:
+    version = metadata(wheels[name])["Version"]
+    series = ".".join(version.split(".")[:2])
+    assert ours(wheels[name]) == {
+        f"cula-core[cute]=={version}",
+        f'cula-core[cu13]=={version};extra=="cu13"',
+        f'cula-testing~={series}.0;extra=="test"',
+    }
+    assert "torch>=2.8" in requirements(wheels[name])
+
+
+def test_the_base_needs_none_of_ours(wheels: dict[str, Path]) -> None:
+    """Except that its tests need the tools. It alone says which CuTe DSL the kernels are built with."""
+    for name in noxfile.BASE:
+        assert requirements(wheels[name]) == {"torch>=2.8"}
+        assert not [line for line in ours(wheels[name]) if 'extra=="test"' not in line]
+    pinned = {
+        name
+        for name in (*noxfile.BASE, *noxfile.PACKAGES)
+        for line in metadata(wheels[name]).get_all("Requires-Dist", [])
+        if line.startswith("nvidia-cutlass-dsl") and "==" in line.partition(";")[0]
+    }
+    assert pinned == set(noxfile.BASE)
+
+
+def test_the_tools_need_what_they_test_with(wheels: dict[str, Path]) -> None:
+    version = metadata(wheels["cula-testing"])["Version"]
+    series = ".".join(version.split(".")[:2])
+    assert ours(wheels["cula-testing"]) == {
+        f"cula-core[cute]=={version}",
+        f"cula-emulator~={series}.0",
+    }
+    assert not ours(wheels["cula-emulator"])
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_what_a_distribution_declares_of_ours_is_found(name: str) -> None:
+    """So that `standalone` and `--no-venv` sessions see nothing less and nothing more."""
+    closure = noxfile._closure(name)
+    based = name in noxfile.PACKAGES or name in ("cula", "cula-testing")
+    assert closure[0] == name
+    assert set(closure) - {name} >= (set(noxfile.BASE) if based else set())
+    assert not set(closure) & set(noxfile.PACKAGES) - {name}
+    if name in noxfile.PACKAGES:
+        assert set(noxfile._closure(name, "test")) == {
+            name,
+            *noxfile.BASE,
+            *noxfile.DEVELOPMENT_TOOLS,
+        }
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

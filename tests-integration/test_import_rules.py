@@ -11,6 +11,10 @@ from tools.import_rules import main, violations
 PACKAGE = "packages/cula-x/src/cula_x"
 KERNEL = f"{PACKAGE}/fwd.py"
 EMULATOR = "packages/cula-emulator/src/cula_emulator"
+CORE = "packages/cula-core/src/cula_core"
+TESTING = "packages/cula-testing/src/cula_testing"
+# A package with a folder for its device code.
+FOLDERS = "packages/cula-z/src/cula_z"
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -22,6 +26,22 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         f"{PACKAGE}/launch.py": "import cutlass\nimport torch\nfrom .fwd import Fwd\n",
         KERNEL: "import cutlass.cute as cute\nfrom .config import Config\n",
         "packages/cula-y/src/cula_y/__init__.py": "",
+        f"{FOLDERS}/__init__.py": "from cula_core.delta_rule.prefill import Prefill\nfrom .arch import TARGET\n",
+        f"{FOLDERS}/arch.py": "from cula_core.delta_rule.target import Target\n",
+        f"{FOLDERS}/kernels/scan.py": (
+            "import cutlass\nfrom cula_core.delta_rule.config import CHUNK\nfrom ..arch import TARGET\n"
+        ),
+        f"{CORE}/__init__.py": "",
+        f"{CORE}/cute/compile.py": "import cutlass.cute as cute\n",
+        f"{CORE}/delta_rule/prefill.py": (
+            "import torch\n\ndef run():\n    from .launch import run\n    return run\n"
+        ),
+        f"{CORE}/delta_rule/launch.py": (
+            "import cutlass\nimport torch\nfrom ..cute.compile import cute\nfrom .kernels.scan import Scan\n"
+        ),
+        f"{CORE}/delta_rule/kernels/scan.py": "import cutlass\nfrom ..config import CHUNK\n",
+        f"{TESTING}/plugin.py": "import pytest\nimport cula_emulator\nimport cula_core\n",
+        f"{TESTING}/__init__.py": "",
         f"{EMULATOR}/__init__.py": "from .build import build\n",
         f"{EMULATOR}/build.py": "import subprocess\nimport torch\n",
         "meta/src/cula/__init__.py": "import torch\n",
@@ -44,16 +64,20 @@ def test_clean_tree_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 BROKEN = {
-    "package imports cula": (f"{PACKAGE}/check.py", "import cula.varlen", "nothing else of ours"),
+    "package imports cula": (
+        f"{PACKAGE}/check.py",
+        "import cula.varlen",
+        "nothing of ours but cula_core",
+    ),
     "package imports a sibling": (
         f"{PACKAGE}/check.py",
         "from cula_y import f",
-        "nothing else of ours",
+        "nothing of ours but cula_core",
     ),
     "package imports a sibling by name": (
         f"{PACKAGE}/check.py",
         "import importlib\nimportlib.import_module('cula_y.ops')",
-        "nothing else of ours",
+        "nothing of ours but cula_core",
     ),
     "package imports fla": (f"{PACKAGE}/check.py", "import fla", "only torch, cutlass or triton"),
     "package imports the emulator": (f"{PACKAGE}/check.py", "import cula_emulator", "only torch"),
@@ -125,10 +149,93 @@ BROKEN = {
         "import matplotlib",
         "not for this part of cula",
     ),
-    "shared file imports its neighbour": (
-        "meta/src/cula/_shared/gate.py",
-        "from . import other",
-        "so it stands alone",
+    "package has a second kernel language": (
+        f"{PACKAGE}/launch.py",
+        "import cutlass\nimport triton",
+        "imports triton beside cutlass: one kernel language",
+    ),
+    "package imports the suites": (f"{PACKAGE}/check.py", "import cula_testing", "only torch"),
+    "host file imports core's launch at the top": (
+        f"{FOLDERS}/__init__.py",
+        "from cula_core.delta_rule.launch import run",
+        "imports cula_core.delta_rule.launch at the top",
+    ),
+    "host file imports its kernel at the top": (
+        f"{FOLDERS}/arch.py",
+        "from .kernels.scan import Scan",
+        "imports scan at the top",
+    ),
+    "kernel in a folder imports torch": (
+        f"{FOLDERS}/kernels/scan.py",
+        "import torch",
+        "a kernel knows neither torch",
+    ),
+    "kernel in a folder imports core's caller": (
+        f"{FOLDERS}/kernels/scan.py",
+        "from cula_core.delta_rule.call import Call",
+        "a kernel knows neither torch",
+    ),
+    "core imports a kernel package": (
+        f"{CORE}/delta_rule/prefill.py",
+        "def f():\n    import cula_x",
+        "cula_core imports torch, and cutlass only in",
+    ),
+    "core imports cula": (f"{CORE}/arguments.py", "import cula", "cula_core imports torch, and"),
+    "core imports cutlass in a host file": (
+        f"{CORE}/arguments.py",
+        "def f():\n    import cutlass",
+        "cutlass only in cute/, kernels/ and launch",
+    ),
+    "core imports launch at the top": (
+        f"{CORE}/delta_rule/prefill.py",
+        "from .launch import run",
+        "imports cula_core.delta_rule.launch at the top",
+    ),
+    "core imports its DSL helpers at the top": (
+        f"{CORE}/tensors.py",
+        "from .cute.compile import cute",
+        "imports cula_core.cute.compile at the top",
+    ),
+    "core's kernel imports torch": (
+        f"{CORE}/delta_rule/kernels/scan.py",
+        "import torch",
+        "a kernel knows neither torch",
+    ),
+    "core's kernel imports its launcher": (
+        f"{CORE}/delta_rule/kernels/scan.py",
+        "from ..launch import run",
+        "a kernel knows neither torch",
+    ),
+    "core's planner imports torch": (
+        f"{CORE}/delta_rule/plan.py",
+        "import torch",
+        "plan is pure Python",
+    ),
+    "core's test imports a kernel package": (
+        "packages/cula-core/tests/test_plan.py",
+        "import cula_x",
+        "passes its tests alone",
+    ),
+    "suites import a kernel package": (
+        f"{TESTING}/kda.py",
+        "import cula_x",
+        "told which package it tests",
+    ),
+    "suites import cula": (f"{TESTING}/kda.py", "import cula", "told which package it tests"),
+    "meta imports core's launch": (
+        "meta/src/cula/kda.py",
+        "def f():\n    from cula_core.delta_rule import launch",
+        "cula does without a kernel language",
+    ),
+    "meta imports the suites": (
+        "meta/src/cula/kda.py",
+        "import cula_testing",
+        "not for this part of cula",
+    ),
+    "benchmark imports the suites": (
+        "benchmarks/run.py",
+        "import cula_testing",
+        "imports cula_testing, which only tests may",
     ),
     "benchmark imports the emulator": (
         "benchmarks/run.py",
@@ -240,6 +347,20 @@ def test_line_number_is_that_of_the_import(tmp_path: Path) -> None:
 
 
 ALLOWED = {
+    "core in the meta package": ("meta/src/cula/kda.py", "from cula_core.arguments import tensor"),
+    "core in a package": (f"{PACKAGE}/check.py", "from cula_core import arguments"),
+    "core's launch in a package's launch": (
+        f"{PACKAGE}/launch.py",
+        "from cula_core.cute.compile import cute",
+    ),
+    "the suites in a package's tests": (
+        "packages/cula-x/tests/test_emulated.py",
+        "from cula_testing import plugin",
+    ),
+    "the suites in core's tests": (
+        "packages/cula-core/tests/test_plan.py",
+        "from cula_testing import plugin",
+    ),
     "fla in an integration": ("meta/src/cula/integrations/fla.py", "def f():\n    import fla.ops"),
     "matplotlib in the demo": ("meta/src/cula/demo/plot.py", "import matplotlib.pyplot"),
     "a kernel's name in _discovery": ("meta/src/cula/_discovery.py", "NAME = 'cula_x'"),

@@ -11,7 +11,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.layout import ROOT, is_kernel, packages, sources
+from tools.layout import ROOT, base, is_kernel, packages, sources
 
 KERNEL_LINES = 900
 HOST_LINES = 600
@@ -22,7 +22,7 @@ def report(root: Path = ROOT) -> tuple[list[str], list[str]]:
     failures, warnings = [], []
     kernels = {
         path
-        for folder in packages(root).values()
+        for folder in (*base(root).values(), *packages(root).values())
         for path in sources(folder / "src")
         if is_kernel(path)
     }

@@ -1,10 +1,11 @@
 """Who may import whom, read from the syntax trees: `python tools/import_rules.py`.
 
-A kernel package stands alone: torch, one kernel language and its tensor exchange, nothing else of ours. `cula` knows
-the kernel packages only by name, in `_discovery`. Inside a package the host rooms run without a kernel language,
-`launch` is imported lazily, and kernels know neither torch nor the ops that call them. The emulator is for tests:
-nothing that runs a kernel imports it, and it imports torch alone until its DSL front end or its pytest plugin is used.
-Nowhere do modules of ours import each other in a circle while they are loaded.
+A kernel package imports torch, one kernel language and its tensor exchange, and of ours `cula_core` alone. That imports
+torch, and the DSL in device files and `launch`. `cula` imports torch and what `cula_core` has without the DSL; it knows
+the kernel packages only by name, in `_discovery`. Inside a package the host modules run without a kernel language,
+`launch` is imported lazily, and kernels know neither torch nor what calls them. The emulator and `cula_testing` are for
+tests: nothing that runs a kernel imports them, and the emulator imports torch alone until its DSL front end or its
+pytest plugin is used. Nowhere do modules of ours import each other in a circle while they are loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.layout import (
+    DEVICE_FOLDERS,
     HOST_ROOMS,
     KERNEL_LANGUAGES,
     ROOT,
+    base,
     development_tools,
     is_kernel,
     packages,
@@ -30,15 +33,21 @@ from tools.layout import (
 )
 
 PACKAGE_MAY = frozenset({"torch", "cutlass", "triton", "tvm_ffi", "torch_c_dlpack_ext", "cuda"})
-META_MAY = frozenset({"torch"})
+CORE, TESTING = "cula_core", "cula_testing"
+CORE_MAY = frozenset({"torch"})
+META_MAY = frozenset({"torch", CORE})
 # Folders of `cula` that an extra or a host program equips with more.
 META_ROOM_MAY = {
     "demo": frozenset({"rich", "matplotlib", "numpy"}),
     "integrations": frozenset({"fla", "einops"}),
 }
 KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
+# What of `cula_core` imports the DSL, and what stands above kernels.
+NEEDS_DSL = frozenset({"launch", *DEVICE_FOLDERS})
+CORE_CALLERS = frozenset({"call", "contract", "launch", "prefill", "reference", "tensors"})
 EMULATOR = "cula_emulator"
 EMULATOR_MAY = frozenset({"torch"})
+TESTING_MAY = frozenset({"torch", "pytest", "hypothesis", "cutlass", CORE, EMULATOR})
 # Rooms of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
 EMULATOR_ROOM_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
 EMULATOR_ROOM_MAY = {"pytest_plugin": frozenset({"pytest"})}
@@ -54,7 +63,6 @@ class Import:
     module: str
     line: int
     lazy: bool
-    relative: bool = False
     names: tuple[str, ...] = ()
 
     def under(self, prefix: str) -> bool:
@@ -63,6 +71,11 @@ class Import:
     @property
     def top(self) -> str:
         return self.module.partition(".")[0]
+
+    @property
+    def of_core(self) -> frozenset[str]:
+        """The parts of a name in `cula_core`, else nothing."""
+        return frozenset(self.module.split(".")[1:] if self.top == CORE else ())
 
 
 def imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
@@ -80,16 +93,15 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
             found.extend(Import(alias.name, node.lineno, lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = absolute(node.module or "", node.level)
-            relative = bool(node.level)
             names = tuple(alias.name for alias in node.names)
-            found.append(Import(base, node.lineno, lazy, relative, names))
+            found.append(Import(base, node.lineno, lazy, names))
             # `from package import module` reaches the module as well.
-            found.extend(Import(f"{base}.{name}", node.lineno, lazy, relative) for name in names)
+            found.extend(Import(f"{base}.{name}", node.lineno, lazy) for name in names)
         elif isinstance(node, ast.Call) and _is_dynamic_import(node):
             name = node.args[0].value  # type: ignore[attr-defined]
             stripped = name.lstrip(".")
             level = len(name) - len(stripped)
-            found.append(Import(absolute(stripped, level), node.lineno, lazy, bool(level)))
+            found.append(Import(absolute(stripped, level), node.lineno, lazy))
         inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         inside = inside or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.iter_child_nodes(node):
@@ -111,11 +123,15 @@ def violations(root: Path = ROOT) -> list[str]:
     """One line per broken rule: `path:line: what, and the rule`."""
     lines: list[str] = []
     ours = packages(root)
+    for name, folder in base(root).items():
+        lines += _check_base(root, name, folder)
+        lines += _check_package_tests(root, name, folder, set(ours))
     for name, folder in ours.items():
         lines += _check_package(root, name, folder, set(ours) - {name})
         lines += _check_package_tests(root, name, folder, set(ours) - {name})
     for name, folder in development_tools(root).items():
-        lines += _check_tool(root, name, folder)
+        check_tool = _check_testing if name == TESTING else _check_tool
+        lines += check_tool(root, name, folder)
         lines += _check_package_tests(root, name, folder, set(ours))
     lines += _check_meta(root, set(ours))
     folders = [root / "meta", *ours.values(), *development_tools(root).values()]
@@ -130,9 +146,9 @@ def violations(root: Path = ROOT) -> list[str]:
             if "/tests/" in inside or inside.startswith("benchmarks/emulator"):
                 continue
             lines += [
-                _line(root, path, i.line, f"imports {EMULATOR}, which only tests may")
+                _line(root, path, i.line, f"imports {i.top}, which only tests may")
                 for i in found
-                if i.under(EMULATOR)
+                if i.top in (EMULATOR, TESTING)
             ]
     return list(dict.fromkeys(lines))
 
@@ -150,8 +166,48 @@ def _line(root: Path, path: Path, number: int, text: str) -> str:
     return f"{path.relative_to(root)}:{number}: {text}"
 
 
+def _check_base(root: Path, name: str, folder: Path) -> Iterator[str]:
+    """`cula_core`: torch on the host; the DSL in device files and `launch`, which no host file imports at the top."""
+    source = folder / "src"
+    for path, tree, found in _modules(source, source):
+        device, room = is_kernel(path), path.stem
+        for item in found:
+            language = item.top in KERNEL_LANGUAGES
+            if language and (device or room == "launch"):
+                pass
+            elif not _allowed(item.top, CORE_MAY | {name}):
+                yield _line(
+                    root, path, item.line,
+                    f"imports {item.top}: {name} imports torch, and cutlass only in cute/, kernels/ and launch",
+                )  # fmt: skip
+            if device and (item.top == "torch" or item.of_core & CORE_CALLERS):
+                yield _line(
+                    root, path, item.line, f"imports {item.module}: a kernel knows neither torch nor its callers"
+                )  # fmt: skip
+            if item.of_core & NEEDS_DSL and not (item.lazy or device or room == "launch"):
+                yield _line(
+                    root, path, item.line,
+                    f"imports {item.module} at the top: it must be imported when the op runs",
+                )  # fmt: skip
+            if room in ("config", "plan") and item.top == "torch":
+                yield _line(root, path, item.line, f"imports torch: {room} is pure Python")
+        yield from _check_struct(root, path, tree)
+
+
+def _check_testing(root: Path, name: str, folder: Path) -> Iterator[str]:
+    """`cula_testing`: whatever tests need, but no kernel package, which is handed to it."""
+    source = folder / "src"
+    for path, _, found in _modules(source, source):
+        for item in found:
+            if not _allowed(item.top, TESTING_MAY | {name}):
+                yield _line(
+                    root, path, item.line, f"imports {item.top}: a suite is told which package it tests"
+                )  # fmt: skip
+
+
 def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> Iterator[str]:
     source = folder / "src"
+    languages: dict[str, None] = {}
     kernels = {path.stem for path in sources(source) if is_kernel(path)}
     for path, tree, found in _modules(source, source):
         room = path.stem
@@ -161,22 +217,41 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                 return _line(root, path, item.line, text)
 
             if item.top == "cula" or item.top in siblings:
-                yield broken(f"imports {item.top}: a kernel package imports nothing else of ours")
-            elif not _allowed(item.top, PACKAGE_MAY | {name}):
+                yield broken(
+                    f"imports {item.top}: a kernel package imports nothing of ours but {CORE}"
+                )
+            elif not _allowed(item.top, PACKAGE_MAY | {name, CORE}):
                 yield broken(
                     f"imports {item.top}: a kernel package may import only torch, cutlass or triton"
                 )
+            if item.top in KERNEL_LANGUAGES:
+                languages[item.top] = None
+                if len(languages) > 1 and item.top == [*languages][-1]:
+                    yield broken(
+                        f"imports {item.top} beside {[*languages][0]}: one kernel language"
+                    )
             if room in HOST_ROOMS and item.top in KERNEL_LANGUAGES:
                 yield broken(f"imports {item.top}: only launch and kernel files may")
             if room == "config" and item.top == "torch":
                 yield broken("imports torch: config is pure Python")
             if room in HOST_ROOMS and not item.lazy:
-                for late in ("launch", *sorted(kernels)):
-                    if item.under(f"{name}.{late}"):
+                for late in ("launch", *sorted(kernels - {"__init__"})):
+                    if item.under(f"{name}.{late}") or item.under(f"{name}.kernels.{late}"):
                         yield broken(
                             f"imports {late} at the top: it must be imported when the op runs"
                         )
-            if room in kernels:
+            if (
+                room in HOST_ROOMS
+                and not is_kernel(path)
+                and not item.lazy
+                and item.of_core & NEEDS_DSL
+            ):
+                yield broken(
+                    f"imports {item.module} at the top: it must be imported when the op runs"
+                )
+            if is_kernel(path) and item.of_core & CORE_CALLERS:
+                yield broken(f"imports {item.module}: a kernel knows neither torch nor its callers")
+            if is_kernel(path):
                 for forbidden in KERNEL_MAY_NOT:
                     if item.under(forbidden) or item.under(f"{name}.{forbidden}"):
                         yield broken(
@@ -293,13 +368,10 @@ def _check_meta(root: Path, kernels: set[str]) -> Iterator[str]:
                 yield _line(
                     root, path, item.line, f"imports {item.top}, which is not for this part of cula"
                 )
-            if inside[0] == "_shared" and (item.relative or item.top == "cula"):
+            elif item.of_core & NEEDS_DSL:
                 yield _line(
-                    root,
-                    path,
-                    item.line,
-                    f"imports {item.module}: a shared file is copied, so it stands alone",
-                )
+                    root, path, item.line, f"imports {item.module}: cula does without a kernel language"
+                )  # fmt: skip
         if inside == ("_discovery.py",) or named is None:
             continue
         for node in ast.walk(tree):

@@ -12,13 +12,22 @@ HOST_ROOMS = frozenset({"__init__", "ops", "check", "config", "reference", "_spe
 # Rooms that only some packages have.
 HOST_ROOMS |= {"masks", "state", "module", "calibration", "images", "thresholds", "functional"}
 HOST_ROOMS |= {"arch", "autograd", "mass", "quality", "replay", "diffusers"}
-# Distributions under packages/ that serve tests; everything else there is a kernel package.
-DEVELOPMENT_TOOLS = ("cula-emulator",)
+# Distributions under packages/ that kernel packages are built on, and that serve tests; the others are kernel packages.
+BASE = ("cula-core",)
+DEVELOPMENT_TOOLS = ("cula-emulator", "cula-testing")
+# Folders of a package that hold device code and nothing else.
+DEVICE_FOLDERS = frozenset({"kernels", "cute"})
 
 
 def packages(root: Path = ROOT) -> dict[str, Path]:
     """Import name of every kernel package -> its folder under packages/."""
-    return {k: v for k, v in _distributions(root).items() if v.name not in DEVELOPMENT_TOOLS}
+    others = (*BASE, *DEVELOPMENT_TOOLS)
+    return {k: v for k, v in _distributions(root).items() if v.name not in others}
+
+
+def base(root: Path = ROOT) -> dict[str, Path]:
+    """Import name of every distribution that kernel packages are built on -> its folder under packages/."""
+    return {k: v for k, v in _distributions(root).items() if v.name in BASE}
 
 
 def development_tools(root: Path = ROOT) -> dict[str, Path]:
@@ -50,7 +59,17 @@ def imported_names(tree: ast.AST) -> set[str]:
 
 
 def is_kernel(path: Path) -> bool:
-    """Whether a package's source file holds device code: it uses a kernel language and is no host room."""
+    """Whether a package's source file holds device code: it lies in a folder for that.
+
+    In a package without such a folder, it is a file that uses a kernel language and is no host room.
+    """
+    parts = path.parts
+    inside = len(parts) - 1 - parts[::-1].index("src") + 2 if "src" in parts else len(parts)
+    if DEVICE_FOLDERS & set(parts[inside:-1]):
+        return True
+    package = Path(*parts[:inside])
+    if any(folder.is_dir() for name in DEVICE_FOLDERS for folder in package.rglob(name)):
+        return False
     if path.stem in HOST_ROOMS or path.stem == "launch":
         return False
     return bool(imported_names(ast.parse(path.read_text())) & KERNEL_LANGUAGES)

@@ -1,13 +1,12 @@
-"""Copies shared files into the packages that need them: `python tools/vendor.py [--check]`.
+"""Copies the licence into every distribution: `python tools/vendor.py [--check]`.
 
-Kernel packages depend on no other package of this repository, so a file that two of them need has one master and
-checked copies. With --check nothing is written, and a copy that differs from its master fails.
+A wheel is built from its own folder alone and carries the licence. With --check nothing is written, and a copy that
+differs from its master fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -16,74 +15,20 @@ if __package__ in (None, ""):
 
 from tools.layout import ROOT
 
-KDA, KDA_BLACKWELL = "packages/cula-cp-sm90", "packages/cula-kda-sm100"
-# Of the KDA packages these are the same for every GPU; `arch.py` and `recurrence.py` are not.
-KDA_MODULES = (
-    "_spec", "check", "common", "config", "factors", "fragments", "inverse", "items", "launch", "merge", "ops",
-    "prepare", "reference", "states", "tokens",
-)  # fmt: skip
-KDA_TESTS = {
-    "conftest": "conftest",
-    "kda_compiled": "kda_sm100_compiled",
-    "kda_emulated": "kda_sm100_emulated",
-    "kda_inputs": "kda_sm100_inputs",
-    "prefill_checks": "prefill_sm100_checks",
-    "sanitizer": "sanitizer",
-    "test_emulated": "test_emulated",
-    "test_ops": "test_ops",
-    "test_prefill": "test_prefill",
-    "test_stages": "test_stages",
-}
-# Words that are others in the copies of a folder. All tests run in one process, so helpers differ by name.
-WORDS = {
-    f"{KDA_BLACKWELL}/tests/": {
-        "cula_cp_sm90": "cula_kda_sm100",
-        "cula-cp-sm90": "cula-kda-sm100",
-        "kda_facts": "kda_sm100_facts",
-        **{name: other for name, other in KDA_TESTS.items() if name != other},
-    },
-}
-# Master -> copies. Python copies get a header that names the master; other files are copied as they are.
+# Master -> copies.
 COPIES: dict[str, tuple[str, ...]] = {
-    "meta/src/cula/_shared/lightning_decode.py": (
-        "packages/cula-lightning-decode/src/cula_lightning_decode/reference.py",
-    ),
-    # `cula` imports no kernel language, so device code has its master in the package that had it first.
-    "packages/cula-lightning-sm90/src/cula_lightning_sm90/schedule.py": (
-        f"{KDA}/src/cula_cp_sm90/schedule.py",
-        f"{KDA_BLACKWELL}/src/cula_kda_sm100/schedule.py",
-    ),
-    **{
-        f"{KDA}/src/cula_cp_sm90/{name}.py": (f"{KDA_BLACKWELL}/src/cula_kda_sm100/{name}.py",)
-        for name in KDA_MODULES
-    },
-    **{
-        f"{KDA}/tests/{name}.py": (f"{KDA_BLACKWELL}/tests/{other}.py",)
-        for name, other in KDA_TESTS.items()
-    },
-    # Every wheel carries the licence, and a wheel is built from its own folder alone.
     "LICENSE": (
         "meta/LICENSE",
-        f"{KDA}/LICENSE",
-        f"{KDA_BLACKWELL}/LICENSE",
+        "packages/cula-core/LICENSE",
+        "packages/cula-cp-sm90/LICENSE",
         "packages/cula-emulator/LICENSE",
+        "packages/cula-kda-sm100/LICENSE",
         "packages/cula-lightning-decode/LICENSE",
         "packages/cula-lightning-sm90/LICENSE",
+        "packages/cula-testing/LICENSE",
         "packages/liteattention-sm89/LICENSE",
     ),
 }
-
-
-def rendered(root: Path, master: str, target: str) -> str:
-    """The text that a copy of `master` must hold."""
-    text = (root / master).read_text()
-    if not master.endswith(".py"):
-        return text
-    for folder, words in WORDS.items():
-        if target.startswith(folder):
-            for word, other in words.items():
-                text = re.sub(rf"\b{word}\b", other, text)
-    return f'# Vendored from {master} by "nox -s vendor": edit the master.\n{text}'
 
 
 def vendor(
@@ -92,8 +37,9 @@ def vendor(
     """Brings every copy up to date and returns the copies that were not; with `check`, writes nothing."""
     stale = []
     for master, targets in copies.items():
+        text = (root / master).read_text()
         for target in targets:
-            path, text = root / target, rendered(root, master, target)
+            path = root / target
             if path.is_file() and path.read_text() == text:
                 continue
             stale.append(target)

@@ -33,3 +33,11 @@ def test_every_possible_pair_meets():
 
 def test_the_cases_are_always_the_same():
     assert covering_cases(FACTORS, possible) == covering_cases(FACTORS, possible)
+
+
+def test_given_cases_come_first_and_what_they_cover_is_not_covered_again():
+    without = covering_cases(FACTORS, possible)
+    first = without[: len(without) // 2]
+    cases = covering_cases(FACTORS, possible, first)
+    assert cases[: len(first)] == first and pairs(cases) == pairs(without)
+    assert covering_cases(FACTORS, possible, without) == without

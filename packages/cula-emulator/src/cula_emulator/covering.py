@@ -7,10 +7,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 
-def covering_cases(factors: Mapping[str, Sequence], possible: Callable[[dict], bool]) -> list[dict]:
+def covering_cases(
+    factors: Mapping[str, Sequence], possible: Callable[[dict], bool], first: Sequence[dict] = ()
+) -> list[dict]:
     """Few cases in which every possible pair of two factors' values meets; always the same ones.
 
-    factors: the values of each, by name. possible: whether a case, a value per name, is one that can be.
+    factors: the values of each, by name. possible: whether a case, a value per name, is one that can be. first: cases
+    that are there in any event; the others cover the pairs that these leave.
     """
     generator = random.Random(0)
 
@@ -25,11 +28,14 @@ def covering_cases(factors: Mapping[str, Sequence], possible: Callable[[dict], b
         return set(itertools.combinations([(name, case[name]) for name in factors], 2))
 
     missing: dict[tuple, None] = {}
-    for first, second in itertools.combinations(factors, 2):
-        for values in itertools.product(factors[first], factors[second]):
-            if draw({first: values[0], second: values[1]}):
-                missing[(first, values[0]), (second, values[1])] = None
-    cases = []
+    for one, other in itertools.combinations(factors, 2):
+        for values in itertools.product(factors[one], factors[other]):
+            if draw({one: values[0], other: values[1]}):
+                missing[(one, values[0]), (other, values[1])] = None
+    cases = list(first)
+    for case in cases:
+        for pair in pairs(case):
+            missing.pop(pair, None)
     while missing:
         fixed = dict(next(iter(missing)))
         drawn = [case for case in (draw(fixed) for _ in range(400)) if case]

@@ -25,6 +25,9 @@ from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
 from .target import Target
 
 
+_INTRACARD_CP: dict[bool | str, str] = {False: "off", True: "on"}
+
+
 class Prefill:
     """The operator `<package>::prefill` of a target, and the functions that its package shows."""
 
@@ -182,9 +185,10 @@ class Prefill:
         bound = float(lower_bound) if gate == "safe" and lower_bound is not None else 0.0
         if operand_dtype is None:
             operand_dtype = torch.float16 if use_qk_l2norm_in_kernel else torch.bfloat16
+        Aqk, Akk, w, u, qg, kg = _new_intra(q, v, return_intra, disable_recompute)
         call = Call(
             q, k, v, g, beta, A_log, dt_bias, initial, pool, initial_state_indices, final, cu_seqlens, cu_seqlens_cpu,
-            out, workspace, *_new_intra(q, v, return_intra, disable_recompute),
+            out, workspace, Aqk, Akk, w, u, qg, kg,
             scale=float(q.shape[3] ** -0.5 if scale is None else scale),
             gate=gate,
             lower_bound=bound,
@@ -194,7 +198,7 @@ class Prefill:
             neg_eigval=allow_neg_eigval,
             state_v_first=v_first,
             operand=dtype_name(operand_dtype),
-            intracard_cp={False: "off", True: "on"}.get(use_intracard_cp, "auto"),  # type: ignore[call-overload]
+            intracard_cp=_INTRACARD_CP.get(use_intracard_cp, "auto"),
         )  # fmt: skip
         if plain:
             self._run_on_gpu(call)
@@ -224,7 +228,7 @@ class Prefill:
             if call.final_state is not None:
                 gather_states(call.initial_state, call.state_indices, call.final_state)
             return
-        self._launch(_prepared(call))
+        self._launch(prepared(call))
 
     def _require_target(self, device: torch.device) -> None:
         found = _capability(device)
@@ -273,7 +277,7 @@ def _new_intra(
     return intra
 
 
-def _prepared(call: Call) -> Call:
+def prepared(call: Call) -> Call:
     """Returns the call with tensors as the kernels read them, and with a workspace."""
     g, beta = (x.float() if x.dtype == torch.float64 else x for x in (call.g, call.beta))
     rate, bias = call.A_log, call.dt_bias
@@ -281,7 +285,8 @@ def _prepared(call: Call) -> Call:
         bias = aligned(bias.float().reshape(g.shape[2:]).contiguous())
     workspace = call.workspace
     if workspace is None:
-        size = workspace_bytes(*call.v.shape[:3], call.packed_sequences)
+        batch, tokens, heads_v = call.v.shape[:3]
+        size = workspace_bytes(batch, tokens, heads_v, call.packed_sequences)
         workspace = call.q.new_empty(size, dtype=torch.uint8)
     return call._replace(
         q=aligned(call.q),

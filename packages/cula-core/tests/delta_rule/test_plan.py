@@ -1,0 +1,120 @@
+"""Plans: what is cut, into what, and that nothing but shapes decides."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from delta_rule_targets import BLACKWELL, HOPPER
+
+from cula_core.delta_rule.config import (
+    BLOCK_BYTES,
+    CHUNK,
+    HEAD_DIM,
+    MAX_GRID_Z,
+    MIN_SEGMENT_CHUNKS,
+    TRIANGLE,
+    workspace_bytes,
+)
+from cula_core.delta_rule.plan import CostModel, Plan, plan
+
+SMS = 132
+
+
+def planned(
+    tokens: int,
+    heads: int,
+    batch: int = 1,
+    sequences: int | None = None,
+    workspace: int | None = None,
+    wanted: str = "auto",
+    longest: int | None = None,
+    target=HOPPER,
+) -> Plan:
+    if workspace is None:
+        workspace = workspace_bytes(batch, tokens, heads, sequences)
+    return plan(target, batch, tokens, heads, sequences, SMS, workspace, wanted, longest)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens"), list(itertools.product((1, 4, 16, 64), (2048, 5000, 65536)))
+)
+def test_segments_are_whole_chunks_and_long_enough(heads, tokens):
+    spread = planned(tokens, heads, wanted="on")
+    assert spread.split
+    assert spread.segment_tokens % CHUNK == 0
+    assert spread.segment_tokens >= MIN_SEGMENT_CHUNKS * CHUNK
+    assert spread.segments == -(-tokens // spread.segment_tokens) >= 2
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
+def test_short_sequences_stay_whole(wanted):
+    assert not planned(2 * MIN_SEGMENT_CHUNKS * CHUNK - CHUNK, 1, wanted=wanted).split
+    assert not planned(100_000, 4, wanted="off").split
+
+
+def test_lengths_of_packed_sequences_decide_where_they_are_known():
+    total, count = 32_768, 8
+    unknown, known = (planned(total, 8, sequences=count, longest=n) for n in (None, total // count))
+    assert unknown.split
+    assert not known.split
+    one_long = planned(total + 1024, 8, sequences=2, longest=total)
+    assert one_long.split
+    # However the tokens are packed, no sequence has more segments than are counted.
+    assert one_long.segments == (total + 1024) // one_long.segment_tokens + 2
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 7, 64])
+def test_a_small_workspace_means_pieces(chunks):
+    heads, tokens = 4, 64 * CHUNK
+    spread = planned(tokens, heads, workspace=chunks * heads * BLOCK_BYTES + 100)
+    assert spread.piece_slots == chunks
+    assert spread.pieces == -(-64 // chunks)
+    if chunks < 64:
+        assert not spread.split
+
+
+def test_one_launch_takes_no_more_chunks_than_a_grid_has():
+    tokens = (MAX_GRID_Z + 10) * CHUNK
+    spread = planned(tokens, 1)
+    assert spread.pieces == 2
+    assert spread.piece_slots <= MAX_GRID_Z
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tiles"), [(1, 64, 1), (1, 66, 1), (1, 67, 2), (2, 64, 2), (2, 33, 1)]
+)
+def test_a_head_has_two_ctas_while_all_fit_on_the_card(batch, heads, tiles):
+    assert planned(512, heads, batch).tiles == tiles
+
+
+def test_the_workspace_is_a_block_per_chunk_and_head():
+    assert workspace_bytes(2, 100, 3) == 2 * 2 * 3 * BLOCK_BYTES
+    # Packed: any lengths that make up the tokens have at most T // 64 + N chunks.
+    assert workspace_bytes(1, 200, 1, sequences=5) == (3 + 5) * BLOCK_BYTES
+    assert BLOCK_BYTES == 2 * (3 * 64 * 128 + 2 * (64 * 64 - 6 * 16 * 16)) + 4 * 128
+
+
+def test_more_parts_shorten_the_chain_and_lengthen_the_merge():
+    model = CostModel(HOPPER.costs, HOPPER.v_tiles, 4, SMS)
+    costs = [model.cut_us(1024, 1024, parts) for parts in (2, 4, 8, 16)]
+    assert costs == sorted(costs, reverse=True)
+    assert model.whole_us(1024, 1024) > costs[-1]
+    assert model.cut_us(32, 32, 2) > model.whole_us(32, 32)
+
+
+@pytest.mark.parametrize("batch, heads", [(1, 1), (1, 64), (2, 64), (4, 96)])
+def test_a_cta_has_all_columns_where_a_head_has_one_tile(batch, heads):
+    assert planned(512, heads, batch, target=BLACKWELL).tiles == 1
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.distribution)
+def test_a_stage_is_a_block_and_v(target):
+    tiles = target.v_tiles
+    forward = target.recurrence_config("bfloat16", tiles=tiles)
+    scan = target.recurrence_config("bfloat16", tiles=tiles, scan=True)
+    assert forward.stage_bytes == BLOCK_BYTES + 2 * CHUNK * HEAD_DIM
+    # Without qg and the triangle of Aqk.
+    assert forward.stage_bytes - scan.stage_bytes == 2 * (CHUNK * HEAD_DIM + TRIANGLE)
+    assert (forward.stages, scan.stages) == (target.stages, target.scan_stages)
+    assert forward.v_tiles == tiles == HEAD_DIM // forward.v_tile

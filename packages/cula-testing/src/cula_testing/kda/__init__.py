@@ -1,0 +1,11 @@
+"""Suites that every KDA package runs: a test class derives from one and names its `Subject`."""
+
+from .contract import RefusalsOnGpu
+from .emulated import Emulated
+from .machine_code import MachineCode
+from .on_gpu import OnGpu
+from .operator import Operator
+from .recurrence import Recurrence
+from .subject import Subject
+
+__all__ = ["Emulated", "MachineCode", "OnGpu", "Operator", "Recurrence", "RefusalsOnGpu", "Subject"]
