@@ -11,7 +11,9 @@ def missing_language(distribution: str) -> str | None:
     """Returns why the kernels of a distribution cannot be compiled here, or None if CuTe DSL is installed."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
-            return f"its dependency {module} is missing: pip install --find-links dist {distribution}"
+            return (
+                f"its dependency {module} is missing: pip install --find-links dist {distribution}"
+            )
     return None
 
 
