@@ -1,0 +1,290 @@
+"""The kernel configs whose PTX `tools/compare_ptx.py` compares, and how a tree compiles them.
+
+A spec is a dictionary of plain values: package, arch, kernel, and every static fact of the kernel. Specs are listed in
+one tree and compiled in two, whose modules may lie elsewhere. So classes are looked up by name in the modules that a
+layout may have, and the fields of nested configs are flattened. This file runs in a process of its own, whose path
+holds the packages of one tree: `python -m tools.ptx_configs list PACKAGE...` writes specs to the standard output;
+`python -m tools.ptx_configs compile FOLDER` reads specs from the standard input and writes their PTX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Spec = dict[str, Any]
+BOTH = (False, True)
+DTYPES = ("bfloat16", "float16")
+FLOATS = ("float32", *DTYPES)
+INDEX_DTYPES = (None, "int32", "int64")
+KDA_TARGETS = {"cula-cp-sm90": ("sm_90a",), "cula-kda-sm100": ("sm_100a", "sm_103a")}
+
+
+def label(spec: Spec) -> str:
+    """The kernel's name and the facts that are not False or None; the same in every layout."""
+    facts = {k: v for k, v in sorted(spec.items()) if k not in ("package", "arch", "kernel")}
+    words = [k if v is True else f"{k}={v}" for k, v in facts.items() if v not in (False, None)]
+    return "-".join([spec["kernel"], *words])
+
+
+def find(package: str, name: str) -> Any:
+    """An attribute of the first module of a package, or of the base of the family, that has it."""
+    folder = package.replace("-", "_")
+    for parent in (folder, "cula_core.delta_rule" if package in KDA_TARGETS else folder):
+        for module in ("config", "plan", "launch", "arch"):
+            with contextlib.suppress(ModuleNotFoundError):
+                found = importlib.import_module(f"{parent}.{module}")
+                if hasattr(found, name):
+                    return getattr(found, name)
+    raise LookupError(f"no module of {package} has {name}")
+
+
+def build(package: str, cls: type, spec: Spec) -> Any:
+    """A config, whose fields the spec has; a field that the spec does not know is a fact of the package's target."""
+    values = {}
+    for field in dataclasses.fields(cls):
+        if field.name == "problem":
+            values["problem"] = build(package, find(package, "Problem"), spec)
+        elif field.name in spec:
+            values[field.name] = spec[field.name]
+        elif field.default is dataclasses.MISSING:
+            values[field.name] = getattr(find(package, "TARGET"), field.name)
+    return cls(**values)
+
+
+def flat(config: Any) -> Spec:
+    """The fields of a config and of its problem."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    problem = values.pop("problem", None)
+    return values if problem is None else flat(problem) | values
+
+
+def cover(factors: dict[str, Any], possible: Callable[[dict], bool] = lambda _: True) -> list[dict]:
+    from cula_emulator.covering import covering_cases
+
+    return covering_cases(factors, possible)
+
+
+def decode_specs(package: str) -> Iterator[Spec]:
+    problem_of = find(package, "Problem")
+    select, candidates = find(package, "select"), find(package, "candidates")
+    factors = {
+        "mode": ("decode", "verify", "commit"), "stochastic": BOTH,
+        "dims": ((64, 64), (128, 128), (256, 256), (64, 256), (256, 64)),
+        "arch": ("sm_80", "sm_89", "sm_90a", "sm_100a"),
+        "state_dtype": FLOATS, "tokens": (1, 3, 4, 8), "dtype": DTYPES, "state_v_first": BOTH, "indexed": BOTH,
+    }  # fmt: skip
+
+    def problem(case: dict) -> Any:
+        dims = dict(zip(("head_dim_k", "head_dim_v"), case["dims"]))
+        return problem_of(**dims, **{k: v for k, v in case.items() if k not in ("dims", "arch")})
+
+    cases = cover(factors, lambda case: problem(case).illegal() is None)
+    found = [(select(problem(case), case["arch"]), case["arch"]) for case in cases]
+    for state in ("float32", "bfloat16"):
+        for v_first in BOTH:
+            heavy = problem_of("bfloat16", state, 64, 256, 8, v_first, True)
+            found.append((select(heavy, "sm_90a"), "sm_90a"))
+            for tokens in (1, 4):
+                tuned = problem_of("bfloat16", state, 128, 128, tokens, v_first, False)
+                found += [(config, "sm_90a") for config in candidates(tuned)]
+    for config, arch in found:
+        yield {"arch": arch, "kernel": "LightningDecode", **flat(config)}
+
+
+def decode_compile(package: str, spec: Spec, options: tuple) -> Any:
+    config = build(package, find(package, "Config"), spec)
+    return find(package, "compile")(config, spec["arch"], *options)
+
+
+def lightning_specs(package: str) -> Iterator[Spec]:
+    config_of, problem_of = find(package, "Config"), find(package, "Problem")
+    candidates = find(package, "candidates")
+    full = problem_of("bfloat16", 128, 128, "float32")
+    states = ("initial_state", "indexed", "in_place", "final_state")
+    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "exact_state")
+    factors = {
+        "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
+        "gate": ((None, False), (None, True), ("float32", False), ("bfloat16", True), ("float16", False)),
+        "states": ((0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 1)),
+        **dict.fromkeys(flags, BOTH),
+        "dtype": DTYPES,
+        "work": tuple((c.tiles, c.split, c.prescan, c.paired) for c in candidates(full)),
+    }  # fmt: skip
+
+    def config(case: dict) -> Any:
+        given = {name: bool(value) for name, value in zip(states, case["states"])}
+        given |= {name: case[name] for name in flags}
+        problem = problem_of(case["dtype"], *case["dims"], *case["gate"], **given)
+        return config_of(problem, *case["work"])
+
+    found = [config(c) for c in cover(factors, lambda case: config(case).illegal() is None)]
+    most = dict.fromkeys((*states, "checkpoints", "l2norm", "exact_state"), True)
+    for packed in BOTH:
+        found += candidates(dataclasses.replace(full, packed=packed, **most))
+    yield from ({"arch": "sm_90a", "kernel": "LightningPrefill", **flat(c)} for c in found)
+    for index_dtype in INDEX_DTYPES[1:]:
+        yield {"arch": "sm_90a", "kernel": "SegmentTable", "index_dtype": index_dtype}
+
+
+def lightning_compile(package: str, spec: Spec, options: tuple) -> Any:
+    compile = find(package, "compile")
+    if spec["kernel"] == "SegmentTable":
+        import torch
+
+        return compile(find(package, "TableConfig")(getattr(torch, spec["index_dtype"])), *options)
+    return compile(build(package, find(package, "Config"), spec), *options)
+
+
+def kda_specs(package: str) -> Iterator[Spec]:
+    targets = KDA_TARGETS[package]
+    # (tiles, split, scan); a CTA of the scan has all columns of v.
+    tiles = (1, 2) if package == "cula-cp-sm90" else (1,)
+    works = [(n, split, False) for n in tiles for split in BOTH] + [(tiles[-1], True, True)]
+
+    def prepare(case: dict) -> bool:
+        log, softplus = case["gate"] == "log", case["gate"] == "softplus"
+        return (
+            not (log and (case["rate"] or case["bias"]))
+            and not (softplus and (case["bounded"] or not case["rate"]))
+            and (case["beta_sigmoid"] or not case["neg_eigval"])
+        )
+
+    def recurrence(case: dict) -> bool:
+        initial, final, scan = case["initial_state"], case["final_state"], case["work"][2]
+        return not (
+            (case["indexed"] and not initial)
+            or (case["in_place"] and not (initial and final))
+            or (scan and final)
+        )
+
+    switches = ("bounded", "l2norm", "beta_sigmoid", "neg_eigval", "rate", "bias", "intra")
+    walks = ("packed", "state_v_first", "initial_state", "final_state", "indexed", "in_place")
+    prepares = {
+        "arch": targets, "dtype": DTYPES, "gate_dtype": FLOATS, "beta_dtype": FLOATS, "operand": DTYPES,
+        "gate": ("log", "softplus", "safe"), **dict.fromkeys(switches, BOTH), "index_dtype": INDEX_DTYPES,
+    }  # fmt: skip
+    recurrences = {
+        "arch": targets, "dtype": DTYPES, "operand": DTYPES, "work": works, **dict.fromkeys(walks, BOTH),
+    }  # fmt: skip
+    factors = {"arch": targets, "dtype": DTYPES, "operand": DTYPES, "index_dtype": INDEX_DTYPES}
+    merges = {
+        "arch": targets, "index_dtype": INDEX_DTYPES,
+        **dict.fromkeys(("state_v_first", "initial_state", "indexed"), BOTH),
+    }  # fmt: skip
+    tables = {"arch": targets, "index_dtype": INDEX_DTYPES[1:]}
+    for kernel, table, possible in (
+        ("Prepare", prepares, prepare),
+        ("Factors", factors, lambda _: True),
+        ("Recurrence", recurrences, recurrence),
+        ("Merge", merges, lambda case: case["initial_state"] or not case["indexed"]),
+        ("Table", tables, lambda _: True),
+    ):
+        for case in cover(table, possible):
+            work = dict(zip(("tiles", "split", "scan"), case.pop("work", ())))
+            yield {"kernel": kernel, **case, **work}
+
+
+def kda_compile(package: str, spec: Spec, options: tuple) -> Any:
+    config = build(package, find(package, f"{spec['kernel']}Config"), spec)
+    return find(package, "compile")(config, spec["arch"], *options)
+
+
+def lite_specs(package: str) -> Iterator[Spec]:
+    problem_of, candidates = find(package, "Problem"), find(package, "candidates")
+    select, roles = find(package, "select_backward"), find(package, "ROLES")
+    facts = {
+        "arch": ("sm_80", "sm_89", "sm_90a", "sm_120a"), "dtype": DTYPES,
+        "head_dim": (8, 64, 72, 96, 128, 192, 200, 256), "causal": BOTH, "skip": BOTH, "block_n": (64, 128),
+        "packed": BOTH, "index_dtype": INDEX_DTYPES[1:],
+    }  # fmt: skip
+    forwards = facts | dict.fromkeys(("must_do", "on_device", "int8"), BOTH) | {"choice": (0, 1, 2)}
+    ends = {k: v for k, v in facts.items() if k in ("arch", "dtype", "head_dim", "packed")}
+
+    def problem(case: dict) -> Any:
+        names = {field.name for field in dataclasses.fields(problem_of)}
+        return problem_of(**{k: v for k, v in case.items() if k in names})
+
+    def chosen(case: dict) -> list:
+        legal = problem(case).illegal() is None
+        return candidates(problem(case), case["arch"])[case["choice"] :] if legal else []
+
+    for case in cover(forwards, lambda case: bool(chosen(case))):
+        yield {"arch": case["arch"], "kernel": "LiteForward", **flat(chosen(case)[0])}
+    for case in cover(facts | {"role": roles}):
+        config = select(problem(case), case["role"], case["arch"])
+        yield {"arch": case["arch"], "kernel": "LiteBackward", **flat(config)}
+    for case in cover(ends | {"with_dlse": BOTH, "role": roles[:2]}):
+        given = flat(select(problem(case), case["role"], case["arch"]))
+        yield {"kernel": "RowSums", **given, **case}
+        if case["role"] == roles[0]:
+            yield {"arch": case["arch"], "kernel": "GatherDq", **given}
+    yield from ({"kernel": "Quantize", **case} for case in cover(ends | {"of_keys": BOTH}))
+
+
+def lite_compile(package: str, spec: Spec, options: tuple) -> Any:
+    kernel, more = spec["kernel"], (spec["arch"], *options)
+    if kernel == "Quantize":
+        problem = build(package, find(package, "Problem"), spec)
+        return find(package, "compile_quantize")(problem, spec["of_keys"], *more)
+    forward = kernel == "LiteForward"
+    config = build(package, find(package, "ForwardConfig" if forward else "BackwardConfig"), spec)
+    if kernel == "RowSums":
+        return find(package, "compile_sums")(config, spec["with_dlse"], *more)
+    names = {"LiteForward": "forward", "LiteBackward": "backward", "GatherDq": "gather"}
+    return find(package, f"compile_{names[kernel]}")(config, *more)
+
+
+PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec, tuple], Any]]] = {
+    "cula-lightning-decode": (decode_specs, decode_compile),
+    "cula-lightning-sm90": (lightning_specs, lightning_compile),
+    "cula-cp-sm90": (kda_specs, kda_compile),
+    "cula-kda-sm100": (kda_specs, kda_compile),
+    "liteattention-sm89": (lite_specs, lite_compile),
+}
+
+
+def specs(package: str) -> list[Spec]:
+    """Every spec of a package once, in a stable order."""
+    found = [{"package": package, **spec} for spec in PACKAGES[package][0](package)]
+    return list({(spec["arch"], label(spec)): spec for spec in found}.values())
+
+
+def write_ptx(spec: Spec, target: Path) -> None:
+    """Compiles a spec; where that fails, `target` with the suffix .error holds the reason."""
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        written = Path(folder, "text")
+        try:
+            compiled = PACKAGES[spec["package"]][1](
+                spec["package"], spec, (cute.KeepPTX, DumpDir(folder))
+            )
+            written.write_text(compiled.artifacts.PTX)
+        except Exception:
+            written.write_text(traceback.format_exc())
+            target = target.with_suffix(".error")
+        written.rename(target)
+
+
+def main(arguments: list[str]) -> None:
+    command, *rest = arguments
+    if command == "list":
+        print(json.dumps([spec for package in rest for spec in specs(package)]))
+        return
+    for spec in json.load(sys.stdin):
+        write_ptx(spec, Path(rest[0], spec["package"], spec["arch"], f"{label(spec)}.ptx"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
