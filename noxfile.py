@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools import gpu  # noqa: E402
-from tools.layout import DEVELOPMENT_TOOLS, HOST_ROOMS  # noqa: E402
+from tools.layout import DEVELOPMENT_TOOLS, is_host, sources  # noqa: E402
 
 # The one table: kernel package -> architectures. Test sessions follow from it, and so must the extras of `cula`.
 # DEVELOPMENT_TOOLS of tools/layout.py stand beside it: tests use them, nothing that runs a kernel does.
@@ -108,14 +108,14 @@ def types(session: nox.Session) -> None:
     """mypy over the host files; kernels are written in the DSL's types and left out."""
     _install(session, "cula[demo]", *PACKAGES, *DEVELOPMENT_TOOLS, group="types")
     session.env["MYPYPATH"] = os.pathsep.join(f"{_folder(name)}/src" for name in DISTRIBUTIONS)
-    rooms = [
+    modules = [
         str(path.relative_to(ROOT))
         for name in PACKAGES
-        for path in sorted((ROOT / _folder(name) / "src").glob("*/*.py"))
-        if path.stem in HOST_ROOMS
+        for path in sources(ROOT / _folder(name) / "src")
+        if is_host(path)
     ]
     tools = [f"{_folder(name)}/src" for name in DEVELOPMENT_TOOLS]
-    session.run("mypy", *session.posargs, "meta/src", *tools, *rooms)
+    session.run("mypy", *session.posargs, "meta/src", *tools, *modules)
 
 
 @nox.session

@@ -10,6 +10,7 @@ from tools.import_rules import main, violations
 
 PACKAGE = "packages/cula-x/src/cula_x"
 KERNEL = f"{PACKAGE}/fwd.py"
+FOLDED = "packages/cula-y/src/cula_y"  # whose device code lies in a folder
 EMULATOR = "packages/cula-emulator/src/cula_emulator"
 
 
@@ -21,7 +22,11 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         f"{PACKAGE}/config.py": "from dataclasses import dataclass\n",
         f"{PACKAGE}/launch.py": "import cutlass\nimport torch\nfrom .fwd import Fwd\n",
         KERNEL: "import cutlass.cute as cute\nfrom .config import Config\n",
-        "packages/cula-y/src/cula_y/__init__.py": "",
+        f"{FOLDED}/__init__.py": "",
+        f"{FOLDED}/plan.py": "from dataclasses import dataclass\n",
+        f"{FOLDED}/launch.py": "import cutlass\nfrom .kernels.fwd import Fwd\n",
+        f"{FOLDED}/kernels/fwd.py": "import cutlass\nfrom ..config import Config\nfrom .tiles import T\n",
+        f"{FOLDED}/kernels/tiles.py": "import cutlass\n",
         f"{EMULATOR}/__init__.py": "from .build import build\n",
         f"{EMULATOR}/build.py": "import subprocess\nimport torch\n",
         "meta/src/cula/__init__.py": "import torch\n",
@@ -98,6 +103,27 @@ BROKEN = {
         "import triton\nfrom .launch import run",
         "a kernel knows neither torch",
     ),
+    "kernel in a folder imports torch": (
+        f"{FOLDED}/kernels/fwd.py",
+        "import torch",
+        "a kernel knows neither torch",
+    ),
+    "kernel in a folder imports ops": (
+        f"{FOLDED}/kernels/fwd.py",
+        "from .. import ops",
+        "a kernel knows neither torch",
+    ),
+    "module beside a folder imports cutlass": (
+        f"{FOLDED}/walks.py",
+        "import cutlass",
+        "only launch and kernel files",
+    ),
+    "module beside a folder imports a kernel at the top": (
+        f"{FOLDED}/walks.py",
+        "from .kernels.tiles import T",
+        "imports kernels at the top",
+    ),
+    "plan imports torch": (f"{FOLDED}/plan.py", "import torch", "plan is pure Python"),
     "struct under future annotations": (
         KERNEL,
         "from __future__ import annotations\nimport cutlass.cute as cute\n@cute.struct\nclass S: ...",
@@ -205,6 +231,14 @@ ALLOWED = {
     "the emulator in a package's tests": (
         "packages/cula-x/tests/test_emulated.py",
         "import cula_emulator",
+    ),
+    "the emulator's covering arrays in the comparison of PTX": (
+        "tools/ptx_configs.py",
+        "import cula_emulator",
+    ),
+    "a kernel imported when a function runs": (
+        f"{FOLDED}/walks.py",
+        "def f():\n    from .kernels import fwd",
     ),
     "the emulator in its own benchmark": ("benchmarks/emulator_speed.py", "import cula_emulator"),
     "cutlass in the emulator's front end": (

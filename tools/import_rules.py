@@ -1,8 +1,9 @@
 """Who may import whom, read from the syntax trees: `python tools/import_rules.py`.
 
 A kernel package stands alone: torch, one kernel language and its tensor exchange, nothing else of ours. `cula` knows
-the kernel packages only by name, in its registry. Inside a package the host rooms run without a kernel language,
-`launch` is imported lazily, and kernels know neither torch nor the ops that call them. The emulator is for tests:
+the kernel packages only by name, in its registry. Inside a package the host modules run without a kernel language,
+`launch` is imported lazily, and kernels, the files under `kernels/`, know neither torch nor the ops that call them. The
+emulator is for tests:
 nothing that runs a kernel imports it, and it imports torch alone until its DSL front end or its pytest plugin is used.
 """
 
@@ -19,11 +20,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.layout import (
-    HOST_ROOMS,
     KERNEL_LANGUAGES,
     ROOT,
     development_tools,
+    is_host,
     is_kernel,
+    package_of,
     packages,
     sources,
 )
@@ -31,18 +33,19 @@ from tools.layout import (
 PACKAGE_MAY = frozenset({"torch", "cutlass", "triton", "tvm_ffi", "torch_c_dlpack_ext", "cuda"})
 META_MAY = frozenset({"torch"})
 # Folders of `cula` that an extra or a host program equips with more.
-META_ROOM_MAY = {
+META_PART_MAY = {
     "demo": frozenset({"rich", "matplotlib", "numpy"}),
     "integrations": frozenset({"fla", "einops"}),
 }
 KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
+PURE_PYTHON = ("config", "plan")
 EMULATOR = "cula_emulator"
 EMULATOR_MAY = frozenset({"torch"})
 # Outside tests: measurements of the emulator itself, and the covering arrays of the comparison of PTX.
 EMULATOR_USERS = ("benchmarks/emulator*.py", "tools/ptx_configs.py")
-# Rooms of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
-EMULATOR_ROOM_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
-EMULATOR_ROOM_MAY = {"pytest_plugin": frozenset({"pytest"})}
+# Parts of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
+EMULATOR_PART_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
+EMULATOR_PART_MAY = {"pytest_plugin": frozenset({"pytest"})}
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,9 @@ def _line(root: Path, path: Path, number: int, text: str) -> str:
 
 def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> Iterator[str]:
     source = folder / "src"
-    kernels = {path.stem for path in sources(source) if is_kernel(path)}
+    kernels = {_device_module(path) for path in sources(source) if is_kernel(path)}
     for path, tree, found in _modules(source, source):
-        room = path.stem
+        host = is_host(path)
         for item in found:
 
             def broken(text: str, item: Import = item, path: Path = path) -> str:
@@ -157,17 +160,17 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                 yield broken(
                     f"imports {item.top}: a kernel package may import only torch, cutlass or triton"
                 )
-            if room in HOST_ROOMS and item.top in KERNEL_LANGUAGES:
+            if host and item.top in KERNEL_LANGUAGES:
                 yield broken(f"imports {item.top}: only launch and kernel files may")
-            if room == "config" and item.top == "torch":
-                yield broken("imports torch: config is pure Python")
-            if room in HOST_ROOMS and not item.lazy:
+            if path.stem in PURE_PYTHON and host and item.top == "torch":
+                yield broken(f"imports torch: {path.stem} is pure Python")
+            if host and not item.lazy:
                 for late in ("launch", *sorted(kernels)):
                     if item.under(f"{name}.{late}"):
                         yield broken(
                             f"imports {late} at the top: it must be imported when the op runs"
                         )
-            if room in kernels:
+            if is_kernel(path):
                 for forbidden in KERNEL_MAY_NOT:
                     if item.under(forbidden) or item.under(f"{name}.{forbidden}"):
                         yield broken(
@@ -176,12 +179,23 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
         yield from _check_struct(root, path, tree)
 
 
+def _device_module(path: Path) -> str:
+    """The dotted name, within its package, of a kernel's file or of the folder `kernels` in which it lies."""
+    parts = path.relative_to(package_of(path)).with_suffix("").parts
+    return ".".join(parts[: parts.index("kernels") + 1] if "kernels" in parts else parts)
+
+
+def _first_part(path: Path) -> str:
+    """The module or folder of a package in which a source file lies."""
+    return path.relative_to(package_of(path)).with_suffix("").parts[0]
+
+
 def _check_tool(root: Path, name: str, folder: Path) -> Iterator[str]:
     source = folder / "src"
     for path, _, found in _modules(source, source):
-        room = path.relative_to(source / name).with_suffix("").parts[0]
-        late = EMULATOR_ROOM_MAY_LATE.get(room, frozenset())
-        may = EMULATOR_MAY | EMULATOR_ROOM_MAY.get(room, frozenset()) | late | {name}
+        part = _first_part(path)
+        late = EMULATOR_PART_MAY_LATE.get(part, frozenset())
+        may = EMULATOR_MAY | EMULATOR_PART_MAY.get(part, frozenset()) | late | {name}
         for item in found:
             if not _allowed(item.top, may):
                 yield _line(
@@ -227,7 +241,7 @@ def _check_meta(root: Path, kernels: set[str]) -> Iterator[str]:
     )
     for path, tree, found in _modules(source, source):
         inside = path.relative_to(source / "cula").parts
-        may = META_MAY | META_ROOM_MAY.get(inside[0], frozenset()) | {"cula"}
+        may = META_MAY | META_PART_MAY.get(inside[0], frozenset()) | {"cula"}
         for item in found:
             if item.top in kernels:
                 yield _line(

@@ -7,11 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_LANGUAGES = frozenset({"cutlass", "triton"})
-# The rooms of a package that must run without a kernel language; every package has the same ones.
-HOST_ROOMS = frozenset({"__init__", "ops", "check", "config", "reference", "_spec"})
-# Rooms that only some packages have.
-HOST_ROOMS |= {"masks", "state", "module", "calibration", "images", "thresholds", "functional"}
-HOST_ROOMS |= {"arch", "autograd", "mass", "quality", "replay", "diffusers"}
+# The host modules of packages whose device code has no folder `kernels` of its own: they use no kernel language.
+HOST_MODULES = frozenset({"__init__", "ops", "check", "config", "reference", "_spec", "arch"})
 # Distributions under packages/ that serve tests; everything else there is a kernel package.
 DEVELOPMENT_TOOLS = ("cula-emulator",)
 
@@ -50,7 +47,29 @@ def imported_names(tree: ast.AST) -> set[str]:
 
 
 def is_kernel(path: Path) -> bool:
-    """Whether a package's source file holds device code: it uses a kernel language and is no host room."""
-    if path.stem in HOST_ROOMS or path.stem == "launch":
+    """Whether a package's source file holds device code: what lies under a folder `kernels` does.
+
+    In a package without that folder it is what uses a kernel language and is neither a host module nor `launch`.
+    """
+    package = package_of(path)
+    if _has_kernels(package):
+        return "kernels" in path.relative_to(package).parts[:-1]
+    if path.stem in HOST_MODULES or path.stem == "launch":
         return False
     return bool(imported_names(ast.parse(path.read_text())) & KERNEL_LANGUAGES)
+
+
+def is_host(path: Path) -> bool:
+    """Whether a package's source file must run without a kernel language: outside `kernels`, all but `launch`."""
+    if _has_kernels(package_of(path)):
+        return path.stem != "launch" and not is_kernel(path)
+    return path.stem in HOST_MODULES
+
+
+def _has_kernels(package: Path) -> bool:
+    return any(found.is_dir() for found in package.rglob("kernels"))
+
+
+def package_of(path: Path) -> Path:
+    """The folder `src/<import_name>` in which a source file lies."""
+    return next(parent for parent in path.parents if parent.parent.name == "src")

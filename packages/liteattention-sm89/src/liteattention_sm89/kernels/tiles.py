@@ -1,14 +1,16 @@
 """What the kernels share: tiles of rows in shared memory, filled by cp.async and emptied in whole lines."""
 
+import math
 from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from .config import PADDING
+from ..config import PADDING
 
 F32, I32 = cutlass.Float32, cutlass.Int32
+INFINITY = math.inf
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 

@@ -5,7 +5,6 @@ With P = exp(scale q k^T - lse), Delta = rowsum(out * dout) - dlse and dS = P * 
     dv = P^T dout        dk = scale dS^T q        dq = scale dS k
 """
 
-import math
 from types import SimpleNamespace
 
 import cutlass
@@ -13,42 +12,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from .config import BLOCK_M, BackwardConfig
-from .tiles import DTYPES, F32, I32, Tiles, tokens_of
-
-INFINITY = math.inf
-
-
-class BackwardTiles(Tiles):
-    """The mma of the backward kernels: two warps share the rows, the others the columns of every product."""
-
-    def __init__(self, config: BackwardConfig):
-        self.config, self.problem = config, config.problem
-        dtype, dim = DTYPES[self.problem.dtype], self.problem.head_dim
-        super().__init__(dtype, dim, config.width, 32 * config.warps)
-        self.m, self.n = config.rows, config.keys
-        # Columns of dq at a time: what registers leave room for beside dk and dv.
-        self.chunk = {192: 64, 256: 32}.get(self.width, self.width)
-
-    def chunk_shape(self, thr_mma):
-        return thr_mma.partition_shape_C((self.m, self.chunk))
-
-    def tiled_mma(self):
-        return cute.make_tiled_mma(
-            warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)),
-            cute.make_layout((2, self.config.warps // 2, 1)),
-            permutation_mnk=(32, 8 * self.config.warps, 16),
-        )
-
-    def put(self, acc, thr_mma, shared):
-        """Rounds accumulators into a tile in shared memory."""
-        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-        rounded.store(acc.load().to(self.dtype))
-        cute.autovec_copy(rounded, thr_mma.partition_C(shared))
-
-    def slot(self, first_row, sequence):
-        """The first tile of rows of a sequence among those of all: each sequence begins at a multiple of 128 rows."""
-        return (first_row // BLOCK_M + sequence) * (BLOCK_M // self.m)
+from ..config import BLOCK_M, BackwardConfig
+from .backward_tiles import BackwardTiles
+from .tiles import F32, I32, INFINITY, tokens_of
 
 
 class LiteBackward(BackwardTiles):
@@ -474,142 +440,3 @@ class LiteBackward(BackwardTiles):
             for c in cutlass.range_constexpr(cute.size(s_rows, mode=[1])):
                 key = column + c % 2 + c // 2 * (4 * self.config.warps)
                 s_rows[r, c] = s_rows[r, c] if key < seen else F32(-INFINITY)
-
-
-class RowSums(BackwardTiles):
-    """Per row lse in log2 units and Delta, one CTA per tile of rows; accumulators of dq become zero.
-
-    Rows behind the end, and those that saw nothing, get an lse of infinity: their probabilities are zero.
-    """
-
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        dout: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        sums: cute.Tensor,
-        acc: cute.Tensor,
-        starts_q: cute.Tensor,
-        tiles: cutlass.Int32,
-        sequences: cutlass.Int32,
-        stream,
-    ):
-        """The arguments of `launch.sums_arguments`."""
-        self.kernel(out, dout, lse, dlse, sums, acc, starts_q).launch(
-            grid=(tiles, out.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        out: cute.Tensor,
-        dout: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        sums: cute.Tensor,
-        acc: cute.Tensor,
-        starts_q: cute.Tensor,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        tile, head, sequence = cute.arch.block_idx()
-        batch, first_q, length_q = tokens_of(sequence, starts_q, out)
-        slot = tile
-        if cutlass.const_expr(self.problem.packed):
-            slot = self.slot(first_q, sequence) + tile
-        if tile * self.m < cute.round_up(length_q, BLOCK_M):
-            if cutlass.const_expr(acc is not None):
-                zeros = cute.make_rmem_tensor(4, F32)
-                zeros.fill(0.0)
-                line = acc[batch, head, slot, None]
-                for i in cutlass.range_constexpr(self.m * self.width // (4 * self.threads)):
-                    unit = cute.local_tile(line, (4,), (i * self.threads + tidx,))
-                    cute.autovec_copy(zeros, unit)
-            lanes = 32 if self.width > 128 else 16 if self.width > 64 else 8  # of a row
-            for i in cutlass.range_constexpr(self.m * lanes // self.threads):
-                row = i * (self.threads // lanes) + tidx // lanes
-                self.sum_row(
-                    out, dout, lse, dlse, sums[batch, head, slot, None], batch, head,
-                    first_q, tile * self.m + row, row, length_q, tidx % lanes, lanes,
-                )  # fmt: skip
-
-    @cute.jit
-    def sum_row(
-        self, out, dout, lse, dlse, sums, batch, head, first_q, token, row, length_q, lane, lanes
-    ):
-        total = F32(0.0)
-        if (token < length_q) & (lane * 8 < self.dim):
-            values = []
-            for tensor in (out, dout):
-                unit = cute.local_tile(tensor[batch, first_q + token, head, None], (8,), (lane,))
-                value = cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(unit, value)
-                values.append(value)
-            for i in cutlass.range_constexpr(8):
-                total = total + F32(values[0][i]) * F32(values[1][i])
-        for i in cutlass.range_constexpr(int(math.log2(lanes))):
-            total = total + cute.arch.shuffle_sync_bfly(total, 1 << i)
-        bias = F32(INFINITY)
-        if token < length_q:
-            value = F32(lse[batch, head, first_q + token])
-            bias = bias if value == -INFINITY else value * math.log2(math.e)
-            if cutlass.const_expr(dlse is not None):
-                total = total - dlse[batch, head, first_q + token]
-            total = F32(0.0) if value == -INFINITY else total
-        if lane == 0:
-            sums[row] = bias
-            sums[self.m + row] = total
-
-
-class GatherDq(BackwardTiles):
-    """dq in order and in its dtype, from what the atomics of `LiteBackward` added up; one CTA per tile of rows."""
-
-    @cute.jit
-    def __call__(
-        self,
-        acc: cute.Tensor,
-        dq: cute.Tensor,
-        starts_q: cute.Tensor,
-        scale: cutlass.Float32,
-        tiles: cutlass.Int32,
-        sequences: cutlass.Int32,
-        stream,
-    ):
-        """The arguments of `launch.gather_arguments`."""
-        self.kernel(acc, dq, starts_q, scale, self.tiled_mma(), self.tiled_load()).launch(
-            grid=(tiles, dq.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        acc: cute.Tensor,
-        dq: cute.Tensor,
-        starts_q: cute.Tensor,
-        scale: cutlass.Float32,
-        mma: cute.TiledMma,
-        load: cute.TiledCopy,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        tile, head, sequence = cute.arch.block_idx()
-        batch, first_q, length_q = tokens_of(sequence, starts_q, dq)
-        slot = tile
-        if cutlass.const_expr(self.problem.packed):
-            slot = self.slot(first_q, sequence) + tile
-        smem = SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, self.padded(self.m), 128)
-        if tile * self.m < length_q:
-            thr_mma = mma.get_slice(tidx)
-            line = acc[batch, head, slot, None]
-            for chunk in cutlass.range_constexpr(self.width // self.chunk):
-                values = cute.make_rmem_tensor(self.chunk_shape(thr_mma), F32)
-                size = cute.size(values)
-                for i in cutlass.range_constexpr(size):
-                    values[i] = line[(chunk * size + i) * self.threads + tidx] * scale
-                part = cute.local_tile(sQ, (self.m, self.chunk), (0, chunk))
-                self.put(values, thr_mma, part)
-            cute.arch.sync_threads()
-            first = tile * self.m
-            rows = dq[batch, None, head, None]
-            self.store(load, load.get_slice(tidx), rows, first_q + first, length_q - first, sQ)

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from .config import (
+from ..config import (
     BLOCK_M,
     KEY_GROUP,
     MAX_LISTED,
@@ -24,9 +24,8 @@ from .config import (
     ForwardConfig,
 )
 from .int8 import EXACT, EXACT_BITS, SignedInt8Op, multiply
-from .tiles import DTYPES, F32, I32, Tiles, tokens_of
+from .tiles import DTYPES, F32, I32, INFINITY, Tiles, tokens_of
 
-INFINITY = math.inf
 TINY = 1.2e-38
 LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
 SLACK = 8.0  # log2 units
