@@ -19,21 +19,23 @@ class BackwardTiles(Tiles):
         self.chunk = {192: 64, 256: 32}.get(self.width, self.width)
 
     def chunk_shape(self, thr_mma):
+        """Returns the shape of a thread's accumulators of one chunk of dq."""
         return thr_mma.partition_shape_C((self.m, self.chunk))
 
     def tiled_mma(self):
+        """Returns the mma of all warps."""
         return cute.make_tiled_mma(
             warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)),
             cute.make_layout((2, self.config.warps // 2, 1)),
             permutation_mnk=(32, 8 * self.config.warps, 16),
         )
 
-    def put(self, acc, thr_mma, shared):
-        """Rounds accumulators into a tile in shared memory."""
+    def store_rounded(self, acc, thr_mma, shared):
+        """Stores rounded accumulators in a tile in shared memory."""
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
         rounded.store(acc.load().to(self.dtype))
         cute.autovec_copy(rounded, thr_mma.partition_C(shared))
 
     def slot(self, first_row, sequence):
-        """The first tile of rows of a sequence among those of all: each sequence begins at a multiple of 128 rows."""
+        """Returns the first tile of rows of a sequence among those of all; each begins at a multiple of 128 rows."""
         return (first_row // BLOCK_M + sequence) * (BLOCK_M // self.m)

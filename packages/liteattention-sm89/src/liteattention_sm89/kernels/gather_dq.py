@@ -54,7 +54,7 @@ class GatherDq(BackwardTiles):
                 for i in cutlass.range_constexpr(size):
                     values[i] = line[(chunk * size + i) * self.threads + tidx] * scale
                 part = cute.local_tile(sQ, (self.m, self.chunk), (0, chunk))
-                self.put(values, thr_mma, part)
+                self.store_rounded(values, thr_mma, part)
             cute.arch.sync_threads()
             first = tile * self.m
             rows = dq[batch, None, head, None]

@@ -33,7 +33,7 @@ class SignedInt8Op(warp_mma.WarpMmaOp):
 
 
 def multiply(mma, acc, a, b):
-    """acc += a b^T: fragments (V, blocks of 16 rows), (V, blocks of 8 keys) of a 16-bit mma, of pairs of integers."""
+    """Adds a b^T to acc. a (V, blocks of 16 rows) and b (V, blocks of 8 keys) are 16-bit fragments of integer pairs."""
     rows, keys = cute.size(a, mode=[1]), cute.size(b, mode=[1])
     for n in range(keys):
         for m in range(rows):
@@ -44,6 +44,7 @@ def multiply(mma, acc, a, b):
 
 
 def _bytes(fragment):
+    """Returns a fragment of pairs of integers as the operand of the 8-bit mma."""
     whole = cute.recast_tensor(fragment, cutlass.Int8)
     size = cute.size(whole)
     shape = ((4, 2, size // 8), 1, 1) if size == 16 else ((4, 2), 1, 1)

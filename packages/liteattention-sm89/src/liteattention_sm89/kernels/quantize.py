@@ -81,6 +81,7 @@ class Quantize:
     def quantize(
         self, x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, batch, first, length, slot,
     ):  # fmt: skip
+        """Rounds the rows of a CTA, of which there is at least one."""
         warp, lane = tidx // 32, tidx % 32
         column = lane % self.lanes * 8
         per_pass = 32 // self.lanes  # rows of a warp
@@ -97,7 +98,7 @@ class Quantize:
         values = cute.make_rmem_tensor(cute.make_layout((8, passes)), self.dtype)
         values.fill(0.0)
         for i in cutlass.range_constexpr(passes):
-            self.read(x, values[None, i], batch, first, row + i * per_pass, length, head, column)
+            self.load(x, values[None, i], batch, first, row + i * per_pass, length, head, column)
         most = F32(LEAST)
         for i in cutlass.range_constexpr(passes):
             seen = row + i * per_pass < length
@@ -128,19 +129,20 @@ class Quantize:
                 scales[batch, head, slot + tile * 4 + warp] = most * (1 / 127)
         inverse = 127.0 / most
         for i in cutlass.range_constexpr(passes):
-            self.write(
+            self.store(
                 integers, values[None, i], mean, inverse, batch, first, row + i * per_pass, length, head, column
             )  # fmt: skip
 
     @cute.jit
-    def read(self, x, values, batch, first, row, length, head, column):
+    def load(self, x, values, batch, first, row, length, head, column):
+        """Loads 8 values of a row that exists."""
         if (row < length) & (column < self.dim):
             unit = cute.local_tile(x[batch, first + row, head, None], (8,), (column // 8,))
             cute.autovec_copy(unit, values)
 
     @cute.jit
-    def write(self, integers, values, mean, inverse, batch, first, row, length, head, column):
-        """Rounds to nearest even; adding EXACT leaves the integer in the lowest byte."""
+    def store(self, integers, values, mean, inverse, batch, first, row, length, head, column):
+        """Stores 8 values, rounded to nearest even; adding EXACT leaves the integer in the lowest byte."""
         words = cute.make_rmem_tensor(2, I32)
         for word in cutlass.range_constexpr(2):
             packed = I32(0)

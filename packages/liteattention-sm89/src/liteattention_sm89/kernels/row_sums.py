@@ -72,6 +72,7 @@ class RowSums(BackwardTiles):
     def sum_row(
         self, out, dout, lse, dlse, sums, batch, head, first_q, token, row, length_q, lane, lanes
     ):
+        """Stores the two numbers of a row, which `lanes` threads read together."""
         total = F32(0.0)
         if (token < length_q) & (lane * 8 < self.dim):
             values = []
