@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import subprocess
 import sys
@@ -132,26 +131,22 @@ def test_autograd_on_a_cpu(packed):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_bool_attention():
-    """The function of the dispatcher: bool masks, and its defaults."""
-    x = tensors()
-    read, steady = torch.rand(2, 4, 2, 3) < 0.7, torch.tensor([True, False, True])
-    for must_do in (None, steady, steady[0], steady[:1, None], (torch.rand(2, 1, 2, 3) < 0.3)):
-        words = None if must_do is None else masks.pack(must_do.expand(2, 4, 2, 3))
-        expected = reference.lite_attention(
-            *x, masks.pack(read), must_do=words, block_n=128, threshold=-1, direction=-1, scale=0.5
-        )
-        actual = ops.bool_attention(
-            *x, read, threshold=-1, direction=-1, scale=0.5, must_do=must_do
-        )
-        assert_same(actual, (*expected[:2], masks.unpack(expected[2], 3)))
-    out, lse, write = ops.bool_attention(*x)
-    assert_same((out, lse, masks.pack(write)), reference.lite_attention(*x, block_n=128))
-    given = inspect.signature(ops.bool_attention).parameters.values()
-    assert {p.name: p.default for p in given if p.default is not p.empty} == {
-        "read_mask": None, "threshold": -10.0, "threshold_mode": "max", "direction": 1, "scale": None, "must_do": None,
-        "block_m": 128, "block_n": 128,
-    }  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_may_be_bool(packed):
+    """The result has the form of read_mask; the forms of the others do not matter to it."""
+    x, more = tensors(1 if packed else 2), options(packed)
+    tiles = 3 if packed else 5
+    read = masks.unpack(more["read_mask"], tiles)
+    shape = read.shape
+    assert 0 < read.sum() < read.numel()
+    held = torch.rand(shape) < 0.3
+    for must_do in (None, held[0, 0, 0], held[0, 0, 0, 0], held[:, :1, :, :1], held):
+        words = None if must_do is None else masks.pack(must_do.expand(shape))
+        out, lse, write = lite_attention(*x, **more | {"must_do": words})
+        for a, b in ((read, must_do), (read, words), (more["read_mask"], must_do)):
+            found = lite_attention(*x, **more | {"read_mask": a, "must_do": b})
+            expected = masks.unpack(write, tiles) if a.dtype == torch.bool else write
+            assert_same(found, (out, lse, expected))
 
 
 @pytest.fixture
@@ -399,6 +394,6 @@ def test_the_spec_says_what_to_install(monkeypatch, missing):
 
 
 def test_the_spec_loads_its_function():
-    assert _spec.load("lite_attention") is ops.bool_attention and _spec.OP == "lite.attention"
+    assert _spec.load("lite_attention") is lite_attention and _spec.OP == "lite.attention"
     with pytest.raises(AttributeError, match="has no attribute 'chunk_kda'"):
         _spec.load("chunk_kda")
