@@ -279,18 +279,16 @@ def test_an_error_of_the_launcher_is_passed_on(launched, monkeypatch):
         lite_attention(*tensors())
 
 
-@pytest.mark.parametrize("call", ["dense", "list", "packed", "int8"])
-def test_opcheck(launched, call):
-    x, more = inputs(call)
+def test_opcheck(launched):
+    """With every argument that there is; traces below go without."""
+    x, more = inputs("packed")
     with AsCuda():
-        lite_attention(*x, **more)
+        lite_attention(*x, **more | {"use_int8": True})
     (a,) = launched
-    step = torch.ones(1, dtype=torch.int32) if call == "list" else None
     given = [a[n] for n in (*LAUNCHED[:3], "read_mask", "must_do", *LAUNCHED[8:])]
-    written = [torch.zeros_like(a[n]) for n in ("out", "lse")]
-    written.append(None if call == "dense" else torch.zeros_like(a["write_mask"]))
-    longest = a["max_seqlen_q"], a["max_seqlen_k"]
-    scalars = (*longest, -1.0, "length", 1, 0.5, False, 64, call == "int8")
+    written = [torch.zeros_like(a[n]) for n in ("out", "lse", "write_mask")]
+    scalars = (a["max_seqlen_q"], a["max_seqlen_k"], -1.0, "length", 1, 0.5, False, 64, True)
+    step = torch.ones(1, dtype=torch.int32)
     torch.library.opcheck(OP, (*given, step, *written, *scalars), test_utils=CHECKS)
     names = [n.name for n in OP._schema.arguments if n.alias_info and n.alias_info.is_write]
     assert names == ["out", "lse", "write_mask"]
@@ -341,19 +339,20 @@ def test_torch_compile_sees_one_graph_on_a_cpu():
     torch._dynamo.reset()
 
 
-def test_import_and_cpu_calls_need_neither_cutlass_nor_triton():
+def test_a_fresh_interpreter(tmp_path):
+    """Imports and calls on a CPU need neither a kernel language nor diffusers; `replay` is a program."""
     code = f"""
-import importlib.abc, sys
+import importlib.abc, runpy, sys
 sys.path.insert(0, {str(Path(liteattention_sm89.__file__).parents[1])!r})
 import torch
-before, heavy = set(sys.modules), ("cutlass", "triton", "tvm_ffi", "cula", "fla")
+before, heavy = set(sys.modules), ("cutlass", "triton", "tvm_ffi", "cula", "fla", "diffusers")
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in heavy:
             raise ImportError(f"{{name}} must not be imported")
 sys.meta_path.insert(0, Block())
 import liteattention_sm89
-from liteattention_sm89 import _spec
+from liteattention_sm89 import _spec, diffusers
 x = torch.zeros(1, 3, 1, 64)
 liteattention_sm89.lite_attention(x, x, x)
 _spec.load("lite_attention")(x, x, x)
@@ -362,9 +361,12 @@ _spec.supports()
 new = set(sys.modules) - before
 assert not {{m.partition(".")[0] for m in new}} & set(heavy), new
 assert "liteattention_sm89.launch" not in new
+sys.argv = ["replay", "x.pt"]
+runpy.run_module("liteattention_sm89.replay", run_name="__main__")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, "error: x.pt: no such file\n")
 
 
 @pytest.mark.parametrize("problem, reason", [
