@@ -125,9 +125,9 @@ def lite_attention(
     tiles = -(-extent.queries // block_m), -(-extent.keys // block_n)
     limit = 0.0 if threshold is None else float(threshold)
     mask_shape = extent.sequences, q.shape[2], tiles[0], masks.words(tiles[1])
-    as_bool = read_mask is not None and read_mask.dtype == torch.bool
-    if as_bool:
-        read_mask = masks.pack(read_mask)
+    as_bool = False
+    if read_mask is not None and read_mask.dtype == torch.bool:
+        read_mask, as_bool = masks.pack(read_mask), True
     must_do, grad_mask = (_as_words(m, mask_shape, tiles[1]) for m in (must_do, grad_mask))
     attended, lse, write_mask = _attend(
         q, k, v, read_mask, must_do, grad_mask, direction, cu_seqlens_q, cu_seqlens_k, extent, tiles, limit,

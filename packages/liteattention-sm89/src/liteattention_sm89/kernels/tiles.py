@@ -46,8 +46,8 @@ def tokens_of(sequence, starts, x):
 def exp2(x):
     """Returns 2 to the power of x, about.
 
-    As an instruction with side effects it stays where it is written, among the products that hide it; the compiler
-    moves cute.math.exp2.
+    As an instruction with side effects it stays where it is written, among the products that hide it. The compiler may
+    move `cute.math.exp2`, which has none.
     """
     return F32(
         llvm.inline_asm(
