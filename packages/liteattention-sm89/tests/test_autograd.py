@@ -236,7 +236,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_of_a_training_step(dynamic):
     torch._dynamo.reset()
-    layer, read, some = Layer(), masks.full(2, 2, 2, 3), masks.pack(torch.rand(2, 2, 2, 3) < 0.7)
+    layer, read, some = Layer(), masks.full(2, 2, 2, 3), torch.rand(2, 2, 2, 3) < 0.7
 
     def step(x: Tensor) -> Tensor:
         return layer(x, read_mask=read, threshold=-3.0, grad_mask=some, causal=True).square().sum()

@@ -131,24 +131,6 @@ def test_autograd_on_a_cpu(packed):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_masks_may_be_bool(packed):
-    """The result has the form of read_mask; the forms of the others do not matter to it."""
-    x, more = tensors(1 if packed else 2), options(packed)
-    tiles = 3 if packed else 5
-    read = masks.unpack(more["read_mask"], tiles)
-    shape = read.shape
-    assert 0 < read.sum() < read.numel()
-    held = torch.rand(shape) < 0.3
-    for must_do in (None, held[0, 0, 0], held[0, 0, 0, 0], held[:, :1, :, :1], held):
-        words = None if must_do is None else masks.pack(must_do.expand(shape))
-        out, lse, write = lite_attention(*x, **more | {"must_do": words})
-        for a, b in ((read, must_do), (read, words), (more["read_mask"], must_do)):
-            found = lite_attention(*x, **more | {"read_mask": a, "must_do": b})
-            expected = masks.unpack(write, tiles) if a.dtype == torch.bool else write
-            assert_same(found, (out, lse, expected))
-
-
 @pytest.fixture
 def launched(monkeypatch) -> Iterator[list[dict]]:
     """The launcher's calls: it records and computes what a kernel would be given. Enter `AsCuda` to get there."""
@@ -196,6 +178,26 @@ def test_what_a_kernel_is_handed(launched, call):
     assert a["int8"] is more.get("use_int8", False)
     assert (a["direction"], a["block_n"]) == (more.get("direction", 1), more.get("block_n", 64))
     assert a["threshold"] == (0.0 if dense else more.get("threshold", -10.0))
+
+
+@pytest.mark.parametrize("machine", [torch.no_grad, AsCuda])
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_may_be_bool(launched, packed, machine):
+    """The result has the form of read_mask; the forms of the others do not matter to it."""
+    x, more = tensors(1 if packed else 2), options(packed)
+    tiles = 3 if packed else 5
+    read = masks.unpack(more["read_mask"], tiles)
+    shape = read.shape
+    assert 0 < read.sum() < read.numel()
+    held = torch.rand(shape) < 0.3
+    for must_do in (None, held[0, 0, 0], held[0, 0, 0, 0], held[:, :1, :, :1], held):
+        words = None if must_do is None else masks.pack(must_do.expand(shape))
+        out, lse, write = lite_attention(*x, **more | {"must_do": words})
+        for a, b in ((read, must_do), (read, words), (more["read_mask"], must_do)):
+            with machine():
+                found = lite_attention(*x, **more | {"read_mask": a, "must_do": b})
+            expected = masks.unpack(write, tiles) if a.dtype == torch.bool else write
+            assert_same(found, (out, lse, expected))
 
 
 def test_a_direction_on_the_device_is_not_read(launched):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import masks, reference
 from .autograd import DENSE, TINY
-from .check import Extent, check_attention, is_aligned
+from .check import check_attention, is_aligned
 from .config import BLOCK_M, BLOCK_N
 from .thresholds import effective
 
@@ -129,22 +129,10 @@ def lite_attention(
     if read_mask is not None and read_mask.dtype == torch.bool:
         read_mask, as_bool = masks.pack(read_mask), True
     must_do, grad_mask = (_as_words(m, mask_shape, tiles[1]) for m in (must_do, grad_mask))
-    attended, lse, write_mask = _attend(
-        q, k, v, read_mask, must_do, grad_mask, direction, cu_seqlens_q, cu_seqlens_k, extent, tiles, limit,
-        threshold is None, threshold_mode, scale, causal, block_m, block_n, use_int8, deterministic, out,
-    )  # fmt: skip
-    if as_bool and write_mask is not None:
-        write_mask = masks.unpack(write_mask, tiles[1])
-    return attended, lse, write_mask
 
+    def as_given(mask: Tensor | None) -> Tensor | None:
+        return masks.unpack(mask, tiles[1]) if as_bool and mask is not None else mask
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, read_mask: Tensor | None, must_do: Tensor | None, grad_mask: Tensor | None,
-    direction: int | Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, extent: Extent,
-    tiles: tuple[int, int], limit: float, dense: bool, threshold_mode: str, scale: float, causal: bool, block_m: int,
-    block_n: int, use_int8: bool, deterministic: bool, out: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`lite_attention` of checked arguments, all masks as words; dense: without masks."""
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     on_cpu = q.device.type == "cpu"
     if on_cpu and (grad_mask is None or not wants_gradient):
@@ -156,8 +144,8 @@ def _attend(
             max_seqlen_k=extent.keys, use_int8=use_int8,
         )  # fmt: skip
         attended = result[0] if out is None else out.copy_(result[0])
-        return attended, result[1], None if dense else result[2]
-    if not dense:
+        return attended, result[1], as_given(None if threshold is None else result[2])
+    if threshold is not None:
         if read_mask is None:
             read_mask = masks.full(extent.sequences, q.shape[2], *tiles, device=q.device)
         read_mask = _with_whole_rows(read_mask)
@@ -171,9 +159,9 @@ def _attend(
             q, k, v, read_mask, must_do, grad_mask, cu_seqlens_q, cu_seqlens_k, at, extent.queries, extent.keys, limit,
             threshold_mode, step, scale, causal, block_m, block_n, deterministic,
         )  # fmt: skip
-        if dense:
+        if threshold is None:
             write_mask = None
-        return attended, lse if cu_seqlens_q is None else lse[0], write_mask
+        return attended, lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
     if out is None:
         out = torch.empty_like(q, memory_format=DENSE)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
@@ -185,7 +173,7 @@ def _attend(
         )  # fmt: skip
     elif write_mask is not None:
         write_mask.zero_()
-    return out, lse if cu_seqlens_q is None else lse[0], write_mask
+    return out, lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
 
 
 def _as_words(mask: Tensor | None, shape: tuple[int, ...], tiles: int) -> Tensor | None:
