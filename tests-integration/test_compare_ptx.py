@@ -153,9 +153,10 @@ def test_two_trees_of_a_real_kernel(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare_ptx, "listed", lambda tree, package: [spec])
 
     def tree(name: str, old: str, new: str) -> str:
-        folder = tmp_path / name / "packages" / DECODE
-        shutil.copytree(ROOT / "packages" / DECODE / "src", folder / "src")
-        found = [path for path in folder.rglob("*.py") if old in path.read_text()]
+        folder = tmp_path / name / "packages"
+        for package in {DECODE, "cula-core"} & {path.name for path in ROOT.glob("packages/*")}:
+            shutil.copytree(ROOT / "packages" / package / "src", folder / package / "src")
+        found = [path for path in (folder / DECODE).rglob("*.py") if old in path.read_text()]
         assert found
         for path in found:
             path.write_text(path.read_text().replace(old, new))

@@ -48,15 +48,13 @@ def find(package: str, name: str) -> Any:
 
 
 def build(package: str, cls: type, spec: Spec) -> Any:
-    """A config, whose fields the spec has; a field that the spec does not know is a fact of the package's target."""
+    """A config, whose fields the spec has."""
     values = {}
     for field in dataclasses.fields(cls):
         if field.name == "problem":
             values["problem"] = build(package, find(package, "Problem"), spec)
         elif field.name in spec:
             values[field.name] = spec[field.name]
-        elif field.default is dataclasses.MISSING:
-            values[field.name] = getattr(find(package, "TARGET"), field.name)
     return cls(**values)
 
 
@@ -138,9 +136,11 @@ def lightning_specs(package: str) -> Iterator[Spec]:
 def lightning_compile(package: str, spec: Spec, options: tuple) -> Any:
     compile = find(package, "compile")
     if spec["kernel"] == "SegmentTable":
-        import torch
-
-        return compile(find(package, "TableConfig")(getattr(torch, spec["index_dtype"])), *options)
+        table, index_dtype = find(package, "TableConfig"), spec["index_dtype"]
+        (field,) = dataclasses.fields(table)
+        if "torch" in str(field.type):  # before configs were pure Python
+            index_dtype = getattr(importlib.import_module("torch"), index_dtype)
+        return compile(table(index_dtype), *options)
     return compile(build(package, find(package, "Config"), spec), *options)
 
 
@@ -194,8 +194,17 @@ def kda_specs(package: str) -> Iterator[Spec]:
 
 
 def kda_compile(package: str, spec: Spec, options: tuple) -> Any:
-    config = build(package, find(package, f"{spec['kernel']}Config"), spec)
-    return find(package, "compile")(config, spec["arch"], *options)
+    compile, arch = find(package, "compile"), spec["arch"]
+    cls = find(package, f"{spec['kernel']}Config")
+    try:
+        target = find(package, "TARGET")
+    except LookupError:  # each package had all of its kernels
+        return compile(build(package, cls, spec), arch, *options)
+    if spec["kernel"] == "Recurrence":
+        names = {field.name for field in dataclasses.fields(cls)}
+        facts = {name: value for name, value in spec.items() if name in names}
+        return compile(target, target.recurrence_config(**facts), arch, *options)
+    return compile(target, build(package, cls, spec), arch, *options)
 
 
 def lite_specs(package: str) -> Iterator[Spec]:
