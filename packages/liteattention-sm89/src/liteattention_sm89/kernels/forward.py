@@ -367,7 +367,7 @@ class LiteForward(Tiles):
             key_scale = of_keys[key // KEY_GROUP]
         limit = cute.make_rmem_tensor(1, F32)
         limit[0] = work.margin - INFINITY
-        registers = Registers(
+        regs = Registers(
             starts=starts, gK=gK, gV=gV, thr_load=thr_load, thr_scored=thr_scored,
             ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t, tQsQ=tQsQ, tKsK=tKsK, tVsV=tVsV, tQrQ=tQrQ, tKrK=tKrK, tVrV=tVrV,
             rQ=rQ, rK=rK, rV=rV,
@@ -377,7 +377,7 @@ class LiteForward(Tiles):
         )  # fmt: skip
         flags = I32(0)
         for step in cutlass.range(count, unroll=1):
-            key, key_scale, flags = self.visit(work, registers, step, key, key_scale, flags)
+            key, key_scale, flags = self.visit(work, regs, step, key, key_scale, flags)
         # Where outputs go others may still read, or the last step's copy of a k may be on its way.
         if cutlass.const_expr(self.config.outputs_over_keys):
             cute.arch.cp_async_wait_group(0)
@@ -449,80 +449,56 @@ class LiteForward(Tiles):
         return of_queries, cute.domain_offset((first_group,), of_keys)
 
     @cute.jit
-    def visit(self, work, registers, step, key, key_scale, flags):
+    def visit(self, work, regs, step, key, key_scale, flags):
         """Does one step, and returns the first key of the next one, its scale, and the votes of the last 32."""
-        start_v = registers.starts[1]
+        start_v = regs.starts[1]
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         next_step = step + 1
         if cutlass.const_expr(not self.problem.skip):
-            next_step = cutlass.min(next_step, registers.count - 1)
-        next_key = self.key_of(next_step, registers.count, work.listed)
-        registers.scores.fill(EXACT_BITS if self.problem.int8 else 0.0)
+            next_step = cutlass.min(next_step, regs.count - 1)
+        next_key = self.key_of(next_step, regs.count, work.listed)
+        regs.scores.fill(EXACT_BITS if self.problem.int8 else 0.0)
         slices = self.config.score_columns // 16
         values = self.lines_behind(
-            start_v, work.load, registers.thr_load, registers.gV, key, work.length_k, work.sV
+            start_v, work.load, regs.thr_load, regs.gV, key, work.length_k, work.sV
         )
         for i in cutlass.range_constexpr(slices):
             if cutlass.const_expr(not self.config.query_in_registers):
-                cute.copy(
-                    registers.ldmatrix, registers.tQsQ[None, None, i], registers.tQrQ[None, None, i]
-                )
-            cute.copy(
-                registers.ldmatrix, registers.tKsK[None, None, i], registers.tKrK[None, None, i]
-            )
+                cute.copy(regs.ldmatrix, regs.tQsQ[None, None, i], regs.tQrQ[None, None, i])
+            cute.copy(regs.ldmatrix, regs.tKsK[None, None, i], regs.tKrK[None, None, i])
             if cutlass.const_expr(self.problem.int8):
-                multiply(
-                    work.mma8,
-                    registers.scores,
-                    registers.rQ[None, None, i],
-                    registers.rK[None, None, i],
-                )
+                multiply(work.mma8, regs.scores, regs.rQ[None, None, i], regs.rK[None, None, i])
             else:
-                cute.gemm(
-                    work.mma,
-                    registers.s,
-                    registers.rQ[None, None, i],
-                    registers.rK[None, None, i],
-                    registers.s,
-                )
+                rQ, rK = regs.rQ[None, None, i], regs.rK[None, None, i]
+                cute.gemm(work.mma, regs.s, rQ, rK, regs.s)
             self.copy_part_async(values, i, max(slices // 4, 1))
         cute.arch.cp_async_commit_group()
-        for _ in cutlass.range(rarely(key + self.step > registers.clear, work.length_k), unroll=1):
-            self.mask_scores(
-                registers.s_rows, work.tile, key, work.length_q, work.length_k, work.tidx
-            )
+        for _ in cutlass.range(rarely(key + self.step > regs.clear, work.length_k), unroll=1):
+            self.mask_scores(regs.s_rows, work.tile, key, work.length_q, work.length_k, work.tidx)
         if cutlass.const_expr(self.problem.int8):
             for m in cutlass.range_constexpr(self.blocks):
                 # Not zero: hidden scores stay minus infinity.
-                registers.factors[m] = cute.arch.fmax(
-                    registers.of_queries[m] * key_scale, F32(TINY)
-                )
-            key_scale = registers.of_keys[cutlass.min(next_key, work.length_k - 1) // KEY_GROUP]
-        start_k = registers.starts[0]
-        most = self.rescale(registers, step)
+                regs.factors[m] = cute.arch.fmax(regs.of_queries[m] * key_scale, F32(TINY))
+            key_scale = regs.of_keys[cutlass.min(next_key, work.length_k - 1) // KEY_GROUP]
+        start_k = regs.starts[0]
+        most = self.rescale(regs, step)
         for c in cutlass.range_constexpr(4):
             for r in cutlass.range_constexpr(self.rows):
-                self.exponentiate(registers, r, c)
+                self.exponentiate(regs, r, c)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         # The last step loads a k once more, where a branch would break up what the products hide.
         keys = self.scored.lines_behind(
-            start_k,
-            work.load_scored,
-            registers.thr_scored,
-            registers.gK,
-            next_key,
-            work.length_k,
-            work.sK,
+            start_k, work.load_scored, regs.thr_scored, regs.gK, next_key, work.length_k, work.sK
         )
         blocks = self.blocks
         parts, units = self.step // 16, self.width // 16
         for u in cutlass.range_constexpr(self.ahead):
-            self.load_v(registers, u, units)
+            self.load_v(regs, u, units)
         for i in cutlass.range_constexpr(parts):  # 16 keys
             scores = cute.make_tensor(
-                registers.s.iterator + 8 * blocks * i, cute.make_layout(8 * blocks)
+                regs.s.iterator + 8 * blocks * i, cute.make_layout(8 * blocks)
             )
             p = cute.make_rmem_tensor(8 * blocks, self.dtype)
             p.store(scores.load().to(self.dtype))
@@ -531,37 +507,33 @@ class LiteForward(Tiles):
             for j in cutlass.range_constexpr(units):  # 16 columns
                 u = i * units + j
                 if cutlass.const_expr(u + self.ahead < parts * units):
-                    self.load_v(registers, u + self.ahead, units)
+                    self.load_v(regs, u + self.ahead, units)
                 for n in cutlass.range_constexpr(2 * j, 2 * j + 2):
                     for m in cutlass.range_constexpr(blocks):
-                        o = cute.make_tensor(registers.o.iterator + 4 * (blocks * n + m), c)
+                        o = cute.make_tensor(regs.o.iterator + 4 * (blocks * n + m), c)
                         p_m = cute.make_tensor(p.iterator + 4 * m, a)
-                        cute.gemm(work.mma, o, p_m, self.single(registers.rV, n, i), o)
+                        cute.gemm(work.mma, o, p_m, self.single(regs.rV, n, i), o)
                 if cutlass.const_expr(i + 1 < parts):
                     every = 4 * self.rows
                     first, end = (min(every * k // (units - LEAD), every) for k in (j, j + 1))
                     for due in cutlass.range_constexpr(first, end):
-                        self.exponentiate(
-                            registers, due % self.rows, 4 * (i + 1) + due // self.rows
-                        )
+                        self.exponentiate(regs, due % self.rows, 4 * (i + 1) + due // self.rows)
                 self.scored.copy_part_async(keys, u, parts * units * self.spread // 32)
                 if cutlass.const_expr(self.problem.skip and u == VOTE):
-                    flags = self.vote(work, registers, step, most, flags)
+                    flags = self.vote(work, regs, step, most, flags)
         cute.arch.cp_async_commit_group()
         return next_key, key_scale, flags
 
-    def load_v(self, registers, unit, units):
+    def load_v(self, regs, unit, units):
         """Loads 16 keys and 16 columns of v from shared memory."""
         part = (None, unit % units, unit // units)
-        cute.copy(registers.ldmatrix_t, registers.tVsV[part], registers.tVrV[part])
+        cute.copy(regs.ldmatrix_t, regs.tVsV[part], regs.tVrV[part])
 
     @cute.jit
-    def exponentiate(self, registers, r, c):
+    def exponentiate(self, regs, r, c):
         """Replaces a score by its exponential, and adds that to the row's sum."""
-        registers.s_rows[r, c] = exp2(
-            registers.s_rows[r, c] * registers.factors[r // 2] - registers.offsets[r]
-        )
-        registers.total[r] = registers.total[r] + registers.s_rows[r, c]
+        regs.s_rows[r, c] = exp2(regs.s_rows[r, c] * regs.factors[r // 2] - regs.offsets[r])
+        regs.total[r] = regs.total[r] + regs.s_rows[r, c]
 
     # ---- the list ---------------------------------------------------------------------------------------------------
 
@@ -619,7 +591,7 @@ class LiteForward(Tiles):
         return so_far, begin
 
     @cute.jit
-    def vote(self, work, registers, step, most, flags):
+    def vote(self, work, regs, step, most, flags):
         """Returns the votes of this warp on the last 32 visits, with that on this step in the lowest bit.
 
         most: the best score of each row among those of this thread. A tile of two steps is judged twice, the second
@@ -627,8 +599,8 @@ class LiteForward(Tiles):
         that raised a row's best score was near.
         """
         best = self.own_row(most, work.tidx, cute.arch.fmax)
-        near = best > registers.limit[0]
-        registers.limit[0] = cute.arch.fmax(registers.limit[0], best + work.margin)
+        near = best > regs.limit[0]
+        regs.limit[0] = cute.arch.fmax(regs.limit[0], best + work.margin)
         visit = step // self.steps
         if cutlass.const_expr(self.steps == 1):
             flags = flags << 1
@@ -711,35 +683,35 @@ class LiteForward(Tiles):
         )
 
     @cute.jit
-    def rescale(self, registers, step):
+    def rescale(self, regs, step):
         """Moves origins, and what is relative to them, where needed.
 
         It returns the best score of each row among those of this thread; it compares them with those of the three
         neighbours only where that matters.
         """
         rose = cutlass.Boolean(False)
-        most = [self.largest(registers.s_rows, r, 0, self.step // 4) for r in range(self.rows)]
+        most = [self.largest(regs.s_rows, r, 0, self.step // 4) for r in range(self.rows)]
         if cutlass.const_expr(self.problem.int8):
-            most = [(most[r] - EXACT) * registers.factors[r // 2] for r in range(self.rows)]
+            most = [(most[r] - EXACT) * regs.factors[r // 2] for r in range(self.rows)]
         tops = cute.make_rmem_tensor(self.rows, F32)
         for r in cutlass.range_constexpr(self.rows):
-            tops[r] = most[r] if self.problem.int8 else most[r] * registers.factors[r // 2]
-            rose = rose | (tops[r] - registers.origins[r] > SLACK)
+            tops[r] = most[r] if self.problem.int8 else most[r] * regs.factors[r // 2]
+            rose = rose | (tops[r] - regs.origins[r] > SLACK)
         if cute.arch.vote_any_sync(rose):  # rare after the first tile
             self.combine_quad(tops, cute.arch.fmax)
             shrinks = cute.make_rmem_tensor(self.rows, F32)
             for r in cutlass.range_constexpr(self.rows):
-                origin = cute.arch.fmax(registers.origins[r], tops[r])
-                shrinks[r] = exp2(registers.origins[r] - origin)
-                registers.origins[r] = origin
-                registers.total[r] = registers.total[r] * shrinks[r]
+                origin = cute.arch.fmax(regs.origins[r], tops[r])
+                shrinks[r] = exp2(regs.origins[r] - origin)
+                regs.origins[r] = origin
+                regs.total[r] = regs.total[r] * shrinks[r]
             if step > 0:
                 for r in cutlass.range_constexpr(self.rows):
                     for c in cutlass.range_constexpr(self.width // 4):
-                        registers.o_rows[r, c] = registers.o_rows[r, c] * shrinks[r]
+                        regs.o_rows[r, c] = regs.o_rows[r, c] * shrinks[r]
         if cutlass.const_expr(self.problem.int8):
             for r in cutlass.range_constexpr(self.rows):
-                registers.offsets[r] = registers.origins[r] + EXACT * registers.factors[r // 2]
+                regs.offsets[r] = regs.origins[r] + EXACT * regs.factors[r // 2]
         return most
 
     def own_row(self, values, tidx, combine=None):
