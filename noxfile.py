@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools import gpu  # noqa: E402
-from tools.layout import BASE, DEVELOPMENT_TOOLS, HOST_ROOMS, is_kernel, sources  # noqa: E402
+from tools.layout import BASE, DEVELOPMENT_TOOLS, is_host, sources  # noqa: E402
 
 # The one table: kernel package -> architectures. Test sessions follow from it, and so must the extras of `cula`.
 # Of tools/layout.py, BASE is what they are built on, and DEVELOPMENT_TOOLS are for tests: nothing that runs a kernel
@@ -109,20 +109,14 @@ def types(session: nox.Session) -> None:
     """mypy over the host files; kernels are written in the DSL's types and left out."""
     _install(session, "cula[demo]", *PACKAGES, *DEVELOPMENT_TOOLS, group="types")
     session.env["MYPYPATH"] = os.pathsep.join(f"{_folder(name)}/src" for name in DISTRIBUTIONS)
-    rooms = [
+    modules = [
         str(path.relative_to(ROOT))
-        for name in PACKAGES
-        for path in sorted((ROOT / _folder(name) / "src").glob("*/*.py"))
-        if path.stem in HOST_ROOMS
-    ]
-    rooms += [
-        str(path.relative_to(ROOT))
-        for name in BASE
+        for name in (*BASE, *PACKAGES)
         for path in sources(ROOT / _folder(name) / "src")
-        if path.stem != "launch" and not is_kernel(path)
+        if is_host(path)
     ]
     tools = [f"{_folder(name)}/src" for name in DEVELOPMENT_TOOLS]
-    session.run("mypy", *session.posargs, "meta/src", *tools, *rooms)
+    session.run("mypy", *session.posargs, "meta/src", *tools, *modules)
 
 
 @nox.session

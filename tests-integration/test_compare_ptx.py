@@ -64,18 +64,22 @@ def test_a_label_names_the_facts_that_are_set():
 
 
 def test_the_report_shows_differences_and_failures(tmp_path, capsys):
-    folders = base, changed = tmp_path / "base", tmp_path / "changed"
+    for name in ("base", "changed"):
+        write_source(tmp_path / name, DECODE, name)
+    trees = base, changed = [
+        compare_ptx.Tree(tmp_path / name, tmp_path / "cache") for name in ("base", "changed")
+    ]
     specs = [a_spec(tokens=tokens) for tokens in (1, 2, 3)]
-    for folder in folders:
+    for tree in trees:
         for spec in specs:
-            path = compare_ptx.ptx_path(folder, spec)
+            path = tree.ptx(spec)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(PTX)
     assert compare_ptx.report(base, changed, specs)
     assert "3 equal" in capsys.readouterr().out
 
-    compare_ptx.ptx_path(changed, specs[1]).write_text(PTX.replace("%r1, 5", "%r1, 6"))
-    failed = compare_ptx.ptx_path(changed, specs[2])
+    changed.ptx(specs[1]).write_text(PTX.replace("%r1, 5", "%r1, 6"))
+    failed = changed.ptx(specs[2])
     failed.unlink()
     failed.with_suffix(".error").write_text("LookupError: no module has it")
     assert not compare_ptx.report(base, changed, specs)
@@ -103,15 +107,23 @@ def test_a_sample_is_spread_over_kernels_and_architectures():
     assert len(compare_ptx.sample(specs, None)) == len(specs)
 
 
-def test_the_digest_is_that_of_kernel_sources(tmp_path):
-    for name in ("cula-x", "cula-emulator"):
-        (tmp_path / f"packages/{name}/src/x").mkdir(parents=True)
-        (tmp_path / f"packages/{name}/src/x/kernel.py").write_text("x = 1\n")
-    first = compare_ptx.digest(tmp_path)
-    (tmp_path / "packages/cula-emulator/src/x/kernel.py").write_text("x = 2\n")
-    assert compare_ptx.digest(tmp_path) == first
-    (tmp_path / "packages/cula-x/src/x/kernel.py").write_text("x = 2\n")
-    assert compare_ptx.digest(tmp_path) != first
+def write_source(root: Path, package: str, text: str) -> None:
+    path = root / "packages" / package / "src/x/kernel.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_digest_is_that_of_a_package_and_of_the_base(tmp_path):
+    for name in (DECODE, "cula-core", "cula-cp-sm90"):
+        write_source(tmp_path, name, "x = 1")
+    first = compare_ptx.digest(tmp_path, DECODE)
+    write_source(tmp_path, "cula-cp-sm90", "x = 2")
+    assert compare_ptx.digest(tmp_path, DECODE) == first
+    found = {first}
+    for name in (DECODE, "cula-core"):
+        write_source(tmp_path, name, "x = 2")
+        found.add(compare_ptx.digest(tmp_path, DECODE))
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("package", ptx_configs.PACKAGES)
@@ -138,12 +150,13 @@ def test_two_trees_of_a_real_kernel(tmp_path, monkeypatch, capsys):
         for spec in ptx_configs.specs(DECODE)
         if (spec["tokens"], spec["arch"], spec["mode"]) == (1, "sm_90a", "decode")
     )
-    monkeypatch.setattr(compare_ptx, "listed", lambda root, cache, package: [spec])
+    monkeypatch.setattr(compare_ptx, "listed", lambda tree, package: [spec])
 
     def tree(name: str, old: str, new: str) -> str:
-        folder = tmp_path / name / "packages" / DECODE
-        shutil.copytree(ROOT / "packages" / DECODE / "src", folder / "src")
-        found = [path for path in folder.rglob("*.py") if old in path.read_text()]
+        folder = tmp_path / name / "packages"
+        for package in {DECODE, "cula-core"} & {path.name for path in ROOT.glob("packages/*")}:
+            shutil.copytree(ROOT / "packages" / package / "src", folder / package / "src")
+        found = [path for path in (folder / DECODE).rglob("*.py") if old in path.read_text()]
         assert found
         for path in found:
             path.write_text(path.read_text().replace(old, new))
@@ -157,5 +170,5 @@ def test_two_trees_of_a_real_kernel(tmp_path, monkeypatch, capsys):
     assert run(tree("scaled", "* scale", "* scale * 3.0")) == 1
     printed = capsys.readouterr().out
     assert "1 equal" in printed and "1 differs" in printed
-    assert Path(tmp_path / "cache" / compare_ptx.digest(ROOT)).is_dir()
+    assert (tmp_path / "cache" / DECODE / compare_ptx.digest(ROOT, DECODE)).is_dir()
     assert "0 of 1 configs compiled" in printed  # the base, the second time

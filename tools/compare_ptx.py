@@ -1,7 +1,7 @@
 """Compares the PTX of kernels before and after a refactoring: `python tools/compare_ptx.py --base REVISION`.
 
 Every config of `tools/ptx_configs.py` is compiled in two trees, each a folder or a revision, and what both make must be
-equal but for names of symbols and labels, comments and debugging information. No GPU is needed. The PTX of a tree is
+equal but for names of symbols and labels, comments and debugging information. No GPU is needed. The PTX of a package is
 kept by the digest of its sources, so only what is missing is compiled. Exit status 1: something differs.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -57,22 +59,35 @@ def normalized(ptx: str) -> list[str]:
     return [re.sub(r"(?<![\w$%.])[A-Za-z_$][\w$]*", renamed, line) for line in lines]
 
 
-def compare(base: Path, changed: Path, spec: Spec) -> tuple[str, list[str]]:
+@dataclass(frozen=True)
+class Tree:
+    """A folder with packages/, and where the PTX of its packages is kept."""
+
+    root: Path
+    cache: Path
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        return {package: digest(self.root, package) for package in ptx_configs.PACKAGES}
+
+    def kept(self, package: str) -> Path:
+        return self.cache / package / self.digests[package]
+
+    def ptx(self, spec: Spec) -> Path:
+        return self.kept(spec["package"]) / spec["arch"] / f"{label(spec)}.ptx"
+
+
+def compare(base: Tree, changed: Tree, spec: Spec) -> tuple[str, list[str]]:
     """Whether the PTX of a spec is "equal", "differs" or "failed" to compile, and lines that say why."""
     texts = []
-    for folder in (base, changed):
-        path = ptx_path(folder, spec)
+    for path in (base.ptx(spec), changed.ptx(spec)):
         if not path.exists():
             error = path.with_suffix(".error")
             reason = error.read_text().splitlines() if error.exists() else ["it was not compiled"]
-            return "failed", [f"in {folder}:", *reason[-SHOWN:]]
+            return "failed", [f"{path}:", *reason[-SHOWN:]]
         texts.append(normalized(path.read_text()))
     lines = list(difflib.unified_diff(*texts, "base", "changed", lineterm="", n=2))
     return ("differs", lines[:SHOWN]) if lines else ("equal", [])
-
-
-def ptx_path(folder: Path, spec: Spec) -> Path:
-    return Path(folder, spec["package"], spec["arch"], f"{label(spec)}.ptx")
 
 
 @contextlib.contextmanager
@@ -90,11 +105,11 @@ def sources(tree: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def digest(root: Path) -> str:
-    """Of the sources that PTX is made of: those of kernel packages and their bases, and the version of the DSL."""
+def digest(root: Path, package: str) -> str:
+    """Of the sources that a package's PTX is made of, those of the base included, and the version of the DSL."""
     found = hashlib.sha256(_dsl_version().encode())
-    for path in sorted(root.glob("packages/*/src/**/*.py")):
-        if not path.is_relative_to(root / "packages/cula-emulator"):
+    for name in ("cula-core", package):
+        for path in sorted((root / "packages" / name / "src").rglob("*.py")):
             found.update(f"{path.relative_to(root)}\0{path.read_text()}\0".encode())
     return found.hexdigest()[:16]
 
@@ -123,21 +138,22 @@ def _finish(process: subprocess.Popen, text: str = "") -> str:
     return out
 
 
-def listed(root: Path, cache: Path, package: str) -> list[Spec]:
+def listed(tree: Tree, package: str) -> list[Spec]:
     """The specs of a package of a tree; kept beside the PTX, by the text that lists them."""
     text = Path(ptx_configs.__file__).read_bytes()
-    kept = cache / f"{package}-{hashlib.sha256(text).hexdigest()[:16]}.json"
+    kept = tree.kept(package) / f"{hashlib.sha256(text).hexdigest()[:16]}.json"
     if not kept.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        kept.write_text(_finish(_start(root, ["list", package])))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found = _finish(_start(tree.root, ["list", package]))
+        kept.write_text(found)
     return json.loads(kept.read_text())
 
 
-def compile_missing(root: Path, folder: Path, specs: list[Spec], jobs: int) -> int:
-    """Compiles in `jobs` processes what a tree's folder lacks, and returns how many that were."""
-    missing = [spec for spec in specs if not ptx_path(folder, spec).exists()]
+def compile_missing(tree: Tree, specs: list[Spec], jobs: int) -> int:
+    """Compiles in `jobs` processes what is not kept of a tree, and returns how many that were."""
+    missing = [(spec, str(tree.ptx(spec))) for spec in specs if not tree.ptx(spec).exists()]
     parts = [part for part in (missing[number::jobs] for number in range(jobs)) if part]
-    running = [(_start(root, ["compile", str(folder)]), json.dumps(part)) for part in parts]
+    running = [(_start(tree.root, ["compile"]), json.dumps(part)) for part in parts]
     for process, text in running:
         process.stdin.write(text)
         process.stdin.close()
@@ -171,7 +187,7 @@ def sample(specs: list[Spec], size: int | None) -> list[Spec]:
     return chosen
 
 
-def report(base: Path, changed: Path, specs: list[Spec]) -> bool:
+def report(base: Tree, changed: Tree, specs: list[Spec]) -> bool:
     """Prints what differs, and counts by package and architecture; whether everything is equal."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for spec in specs:
@@ -200,18 +216,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where PTX is kept")
     given = parser.parse_args(arguments)
     with sources(given.base) as base, sources(given.changed) as changed:
-        folders = [given.cache / digest(root) for root in (base, changed)]
+        trees = [Tree(root, given.cache) for root in (base, changed)]
         specs = [
             spec
             for package in given.package or ptx_configs.PACKAGES
-            for spec in listed(base, folders[0], package)
+            for spec in listed(trees[0], package)
             if given.arch is None or spec["arch"] in given.arch
         ]
         specs = sample(specs, given.sample)
-        for root, folder in zip((base, changed), folders):
-            count = compile_missing(root, folder, specs, given.jobs)
-            print(f"{folder}: {count} of {len(specs)} configs compiled", flush=True)
-    return 0 if specs and report(*folders, specs) else 1
+        for name, tree in zip((given.base, given.changed), trees):
+            count = compile_missing(tree, specs, given.jobs)
+            print(f"{name}: {count} of {len(specs)} configs compiled", flush=True)
+    return 0 if specs and report(*trees, specs) else 1
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ if __package__ in (None, ""):
 
 from tools.layout import (
     DEVICE_FOLDERS,
-    HOST_ROOMS,
     KERNEL_LANGUAGES,
     ROOT,
     base,
     development_tools,
+    is_host,
     is_kernel,
     packages,
     sources,
@@ -37,7 +37,7 @@ CORE, TESTING = "cula_core", "cula_testing"
 CORE_MAY = frozenset({"torch"})
 META_MAY = frozenset({"torch", CORE})
 # Folders of `cula` that an extra or a host program equips with more.
-META_ROOM_MAY = {
+META_PART_MAY = {
     "demo": frozenset({"rich", "matplotlib", "numpy"}),
     "integrations": frozenset({"fla", "einops"}),
 }
@@ -47,10 +47,13 @@ NEEDS_DSL = frozenset({"launch", *DEVICE_FOLDERS})
 CORE_CALLERS = frozenset({"call", "contract", "launch", "prefill", "reference", "tensors"})
 EMULATOR = "cula_emulator"
 EMULATOR_MAY = frozenset({"torch"})
+# Outside tests: measurements of the emulator itself, and the covering arrays of the comparison of PTX.
+EMULATOR_USERS = ("benchmarks/emulator/", "tools/ptx_configs.py")
+PURE_PYTHON = ("config", "plan")
 TESTING_MAY = frozenset({"torch", "pytest", "hypothesis", "cutlass", CORE, EMULATOR})
-# Rooms of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
-EMULATOR_ROOM_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
-EMULATOR_ROOM_MAY = {"pytest_plugin": frozenset({"pytest"})}
+# Parts of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
+EMULATOR_PART_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
+EMULATOR_PART_MAY = {"pytest_plugin": frozenset({"pytest"})}
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,8 @@ def violations(root: Path = ROOT) -> list[str]:
         lines += _check_circles(root, root / name, root)
     for folder_name in ("benchmarks", "tools"):
         for path, _, found in _modules(root / folder_name, root / folder_name):
-            # benchmarks/emulator/ measures the emulator itself.
             inside = path.relative_to(root).as_posix()
-            if "/tests/" in inside or inside.startswith("benchmarks/emulator"):
+            if "/tests/" in inside or inside.startswith(EMULATOR_USERS):
                 continue
             lines += [
                 _line(root, path, i.line, f"imports {i.top}, which only tests may")
@@ -170,10 +172,10 @@ def _check_base(root: Path, name: str, folder: Path) -> Iterator[str]:
     """`cula_core`: torch on the host; the DSL in device files and `launch`, which no host file imports at the top."""
     source = folder / "src"
     for path, tree, found in _modules(source, source):
-        device, room = is_kernel(path), path.stem
+        device, module = is_kernel(path), path.stem
         for item in found:
             language = item.top in KERNEL_LANGUAGES
-            if language and (device or room == "launch"):
+            if language and (device or module == "launch"):
                 pass
             elif not _allowed(item.top, CORE_MAY | {name}):
                 yield _line(
@@ -184,13 +186,13 @@ def _check_base(root: Path, name: str, folder: Path) -> Iterator[str]:
                 yield _line(
                     root, path, item.line, f"imports {item.module}: a kernel knows neither torch nor its callers"
                 )  # fmt: skip
-            if item.of_core & NEEDS_DSL and not (item.lazy or device or room == "launch"):
+            if item.of_core & NEEDS_DSL and not (item.lazy or device or module == "launch"):
                 yield _line(
                     root, path, item.line,
                     f"imports {item.module} at the top: it must be imported when the op runs",
                 )  # fmt: skip
-            if room in ("config", "plan") and item.top == "torch":
-                yield _line(root, path, item.line, f"imports torch: {room} is pure Python")
+            if module in PURE_PYTHON and item.top == "torch":
+                yield _line(root, path, item.line, f"imports torch: {module} is pure Python")
         yield from _check_struct(root, path, tree)
 
 
@@ -208,9 +210,8 @@ def _check_testing(root: Path, name: str, folder: Path) -> Iterator[str]:
 def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> Iterator[str]:
     source = folder / "src"
     languages: dict[str, None] = {}
-    kernels = {path.stem for path in sources(source) if is_kernel(path)}
     for path, tree, found in _modules(source, source):
-        room = path.stem
+        module, host = path.stem, is_host(path)
         for item in found:
 
             def broken(text: str, item: Import = item, path: Path = path) -> str:
@@ -230,28 +231,20 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                     yield broken(
                         f"imports {item.top} beside {[*languages][0]}: one kernel language"
                     )
-            if room in HOST_ROOMS and item.top in KERNEL_LANGUAGES:
+            if host and item.top in KERNEL_LANGUAGES:
                 yield broken(f"imports {item.top}: only launch and kernel files may")
-            if room == "config" and item.top == "torch":
-                yield broken("imports torch: config is pure Python")
-            if room in HOST_ROOMS and not item.lazy:
-                for late in ("launch", *sorted(kernels - {"__init__"})):
-                    if item.under(f"{name}.{late}") or item.under(f"{name}.kernels.{late}"):
-                        yield broken(
-                            f"imports {late} at the top: it must be imported when the op runs"
-                        )
-            if (
-                room in HOST_ROOMS
-                and not is_kernel(path)
-                and not item.lazy
-                and item.of_core & NEEDS_DSL
-            ):
+            if module in PURE_PYTHON and item.top == "torch":
+                yield broken(f"imports torch: {module} is pure Python")
+            late = any(item.under(f"{name}.{part}") for part in ("launch", "kernels"))
+            if host and not item.lazy and (late or item.of_core & NEEDS_DSL):
                 yield broken(
                     f"imports {item.module} at the top: it must be imported when the op runs"
                 )
-            if is_kernel(path) and item.of_core & CORE_CALLERS:
-                yield broken(f"imports {item.module}: a kernel knows neither torch nor its callers")
             if is_kernel(path):
+                if item.of_core & CORE_CALLERS:
+                    yield broken(
+                        f"imports {item.module}: a kernel knows neither torch nor its callers"
+                    )
                 for forbidden in KERNEL_MAY_NOT:
                     if item.under(forbidden) or item.under(f"{name}.{forbidden}"):
                         yield broken(
@@ -263,9 +256,9 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
 def _check_tool(root: Path, name: str, folder: Path) -> Iterator[str]:
     source = folder / "src"
     for path, _, found in _modules(source, source):
-        room = path.relative_to(source / name).with_suffix("").parts[0]
-        late = EMULATOR_ROOM_MAY_LATE.get(room, frozenset())
-        may = EMULATOR_MAY | EMULATOR_ROOM_MAY.get(room, frozenset()) | late | {name}
+        part = path.relative_to(source / name).with_suffix("").parts[0]
+        late = EMULATOR_PART_MAY_LATE.get(part, frozenset())
+        may = EMULATOR_MAY | EMULATOR_PART_MAY.get(part, frozenset()) | late | {name}
         for item in found:
             if not _allowed(item.top, may):
                 yield _line(
@@ -355,7 +348,7 @@ def _check_meta(root: Path, kernels: set[str]) -> Iterator[str]:
     )
     for path, tree, found in _modules(source, source):
         inside = path.relative_to(source / "cula").parts
-        may = META_MAY | META_ROOM_MAY.get(inside[0], frozenset()) | {"cula"}
+        may = META_MAY | META_PART_MAY.get(inside[0], frozenset()) | {"cula"}
         for item in found:
             if item.top in kernels:
                 yield _line(

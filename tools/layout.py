@@ -7,11 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_LANGUAGES = frozenset({"cutlass", "triton"})
-# The rooms of a package that must run without a kernel language; every package has the same ones.
-HOST_ROOMS = frozenset({"__init__", "ops", "check", "config", "reference", "_spec"})
-# Rooms that only some packages have.
-HOST_ROOMS |= {"masks", "state", "module", "calibration", "images", "thresholds", "functional"}
-HOST_ROOMS |= {"arch", "autograd", "mass", "quality", "replay", "diffusers"}
 # Distributions under packages/ that kernel packages are built on, and that serve tests; the others are kernel packages.
 BASE = ("cula-core",)
 DEVELOPMENT_TOOLS = ("cula-emulator", "cula-testing")
@@ -59,17 +54,15 @@ def imported_names(tree: ast.AST) -> set[str]:
 
 
 def is_kernel(path: Path) -> bool:
-    """Whether a package's source file holds device code: it lies in a folder for that.
+    """Whether a package's source file holds device code: it lies in a folder for that."""
+    return bool(DEVICE_FOLDERS & set(path.relative_to(package_of(path)).parts[:-1]))
 
-    In a package without such a folder, it is a file that uses a kernel language and is no host room.
-    """
-    parts = path.parts
-    inside = len(parts) - 1 - parts[::-1].index("src") + 2 if "src" in parts else len(parts)
-    if DEVICE_FOLDERS & set(parts[inside:-1]):
-        return True
-    package = Path(*parts[:inside])
-    if any(folder.is_dir() for name in DEVICE_FOLDERS for folder in package.rglob(name)):
-        return False
-    if path.stem in HOST_ROOMS or path.stem == "launch":
-        return False
-    return bool(imported_names(ast.parse(path.read_text())) & KERNEL_LANGUAGES)
+
+def is_host(path: Path) -> bool:
+    """Whether a package's source file must run without a kernel language: all but device code and `launch`."""
+    return path.stem != "launch" and not is_kernel(path)
+
+
+def package_of(path: Path) -> Path:
+    """The folder `src/<import_name>` in which a source file lies."""
+    return next(parent for parent in path.parents if parent.parent.name == "src")

@@ -4,7 +4,7 @@ A spec is a dictionary of plain values: package, arch, kernel, and every static 
 one tree and compiled in two, whose modules may lie elsewhere. So classes are looked up by name in the modules that a
 layout may have, and the fields of nested configs are flattened. This file runs in a process of its own, whose path
 holds the packages of one tree: `python -m tools.ptx_configs list PACKAGE...` writes specs to the standard output;
-`python -m tools.ptx_configs compile FOLDER` reads specs from the standard input and writes their PTX.
+`python -m tools.ptx_configs compile` reads pairs of a spec and a path from the standard input and writes the PTX there.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def main(arguments: list[str]) -> None:
     if command == "list":
         print(json.dumps([spec for package in rest for spec in specs(package)]))
         return
-    for spec in json.load(sys.stdin):
-        write_ptx(spec, Path(rest[0], spec["package"], spec["arch"], f"{label(spec)}.ptx"))
+    for spec, target in json.load(sys.stdin):
+        write_ptx(spec, Path(target))
 
 
 if __name__ == "__main__":

@@ -687,9 +687,18 @@ def cases() -> list[Case]:
     for name in ("block_m", "block_n"):
         add(lite_name, name, {name: 0}, ValueError, "an int >= 1, got 0")
         add(lite_name, name, {name: 8.0}, TypeError, "an int, got float")
-    for bad, error in ((0, ValueError), (2, ValueError), (1.0, TypeError), (True, TypeError)):
-        add(lite_name, "direction", {"direction": bad}, error, "1 or -1")
-    add(lite_name, "threshold", {"threshold": "low"}, TypeError, "a float, got str")
+    step = torch.ones(1, dtype=torch.int32)
+    for bad, error in (
+        (0, ValueError), (2, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError),
+        (step.long(), TypeError), (step[0], ValueError), (torch.cat((step, step)), ValueError),
+    ):  # fmt: skip
+        add(lite_name, "direction", {"direction": bad}, error, "1 or -1, or an int32 tensor [1]")
+    add(lite_name, "direction", {"direction": step.to(META)}, ValueError, "a tensor on cpu")
+    for name in ("causal", "use_int8", "deterministic"):
+        add(lite_name, name, {name: 1}, TypeError, "a bool, got int")
+    requiring = {"q": lambda args: args["q"].clone().requires_grad_()}
+    add(lite_name, "use_int8", {"use_int8": True, **requiring}, ValueError, "False when gradients")
+    add(lite_name, "threshold", {"threshold": "low"}, TypeError, "a float or None, got str")
     for bad in (float("nan"), 0.5):
         message = "log2 units, at most 0, or an infinity"
         add(lite_name, "threshold", {"threshold": bad}, ValueError, message)
@@ -700,13 +709,57 @@ def cases() -> list[Case]:
     bad = {"threshold_mode": "sum"}
     add(lite_name, "threshold_mode", bad, ValueError, "'max' or 'length', got 'sum'")
     mask = torch.ones(B, 4, 3, 4, dtype=torch.bool)
-    for name in ("read_mask", "must_do"):
+    for name in ("read_mask", "must_do", "grad_mask"):
         add(lite_name, name, {name: mask.tolist()}, TypeError, "a torch.Tensor, got list")
-        add(lite_name, name, {name: mask.int()}, TypeError, "bool, got int32")
+        add(
+            lite_name, name, {name: mask.long()}, TypeError, "bool, or int32 words of 32 tiles, got"
+        )
         add(lite_name, name, {name: mask.to(META)}, ValueError, "a tensor on cpu")
         add(lite_name, name, {name: mask[..., :3]}, ValueError, "[B, Hq, Mt, Nt] = [2, 4, 3, 4]")
+        add(lite_name, name, {name: mask.int()}, ValueError, "[B, Hq, Mt, W] = [2, 4, 3, 1]")
     add(lite_name, "read_mask", {"read_mask": mask[:1]}, ValueError, "shape [B, Hq, Mt, Nt]")
-    add(lite_name, "must_do", {"must_do": mask[None]}, ValueError, "a shape that broadcasts")
+    dense = {"threshold": None}
+    add(lite_name, "read_mask", {"read_mask": mask, **dense}, ValueError, "None where threshold is")
+    add(lite_name, "must_do", {"must_do": mask, **dense}, ValueError, "None where threshold is")
+    for name in ("must_do", "grad_mask"):
+        add(lite_name, name, {name: mask[None]}, ValueError, "a shape that broadcasts")
+    add(lite_name, "grad_mask", {"grad_mask": mask}, ValueError, "None for the reference")
+    add(lite_name, "use_int8", {"use_int8": True}, ValueError, "False for the reference")
+    offsets = {"cu_seqlens_q": torch.tensor([0, 4, 9]), "cu_seqlens_k": torch.tensor([0, 7, 7])}
+    packed = offsets | {n: (lambda args, n=n: args[n][:1]) for n in ("q", "k", "v")}
+    for name, longest in (("cu_seqlens_q", "max_seqlen_q"), ("cu_seqlens_k", "max_seqlen_k")):
+        x = offsets[name]
+        for changes, error, message in (
+            (x.tolist(), TypeError, "a torch.Tensor, got list"),
+            (x.float(), TypeError, "int32 or int64, got float32"),
+            (x[None], ValueError, "shape [N + 1]"),
+            (x[:1], ValueError, ""),
+            (x.to(META), ValueError, "a tensor on cpu"),
+            (x.repeat_interleave(2)[::2], ValueError, "a contiguous tensor"),
+            (x + 1, ValueError, "a first entry of 0"),
+            (x[[0, 2, 1]], ValueError, "") if name == "cu_seqlens_q" else (x[[0, 0, 0]], ValueError, ""),
+        ):  # fmt: skip
+            add(lite_name, name, packed | {name: changes}, error, message)
+        alone = "None unless cu_seqlens_q and cu_seqlens_k are given"
+        add(lite_name, name, {name: x}, ValueError, alone)
+        add(lite_name, longest, {longest: 9}, ValueError, alone)
+        add(lite_name, longest, packed | {longest: 9.0}, TypeError, "an int, got float")
+        add(lite_name, longest, packed | {longest: 4}, ValueError, "at least the length of the")
+    other = {"cu_seqlens_k": torch.tensor([0, 7, 7], dtype=torch.int32)}
+    add(lite_name, "cu_seqlens_k", packed | other, TypeError, "int64, the dtype of cu_seqlens_q")
+    other = {"cu_seqlens_k": torch.tensor([0, 7])}
+    add(lite_name, "cu_seqlens_k", packed | other, ValueError, "the shape of cu_seqlens_q, [3]")
+    place = torch.zeros(B, 9, 4, V)
+    for bad, error, message in (
+        ("no", TypeError, "a torch.Tensor, got str"),
+        (place.double(), TypeError, "float32, the dtype of q, got float64"),
+        (place.to(META), ValueError, "a tensor on cpu"),
+        (place[:, 1:], ValueError, "shape [B, Sq, Hq, DV] = [2, 9, 4, 6]"),
+        (strided(place), ValueError, "a contiguous last dimension"),
+        (place.clone().requires_grad_(), ValueError, "None when gradients are required"),
+    ):
+        add(lite_name, "out", {"out": bad}, error, message)
+    add(lite_name, "out", {"out": place, **requiring}, ValueError, "None when gradients are")
     return found
 
 

@@ -294,25 +294,29 @@ def test_skip_list_attention_is_attention() -> None:
         torch.randn(1, 7, 2, K, dtype=torch.float64),
     )
     v = torch.randn(1, 7, 2, V, dtype=torch.float64)
-    out, lse, mask = lite.lite_attention(q, k, v, threshold=float("-inf"), block_m=4, block_n=2)
+    every = torch.ones(1, 4, 3, 4, dtype=torch.bool)
+    options = {"threshold": float("-inf"), "block_m": 4, "block_n": 2}
+    out, lse, mask = lite.lite_attention(q, k, v, every, **options)
     keys, values = (a.transpose(1, 2).repeat_interleave(2, 1) for a in (k, v))
     scores = q.transpose(1, 2) @ keys.mT * K**-0.5
     torch.testing.assert_close(out, (scores.softmax(-1) @ values).transpose(1, 2))
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     assert mask.all() and mask.shape == (1, 4, 3, 4)
+    words = lite.lite_attention(q, k, v, **options)[2]
+    assert words.dtype == torch.int32 and (words == 15).all() and words.shape == (1, 4, 3, 1)
 
 
 @pytest.mark.parametrize("limit", [-3.0, 0.0, 4.0, 20, math.inf, -math.inf])
 def test_a_threshold_for_all_dropped_keys_together(limit: float) -> None:
     q, k, v = (torch.randn(1, n, 2, K, dtype=torch.float64) for n in (9, 64, 64))
     q[..., 0], k[..., 0] = K**0.5, -torch.arange(64.0)[:, None] % 13
-    tiles = {"block_m": 4, "block_n": 2}
+    every, tiles = torch.ones(1, 2, 3, 32, dtype=torch.bool), {"block_m": 4, "block_n": 2}
     for direction in (1, -1):
         found = lite.lite_attention(
-            q, k, v, threshold=limit, threshold_mode="length", direction=direction, **tiles
+            q, k, v, every, threshold=limit, threshold_mode="length", direction=direction, **tiles
         )
         expected = lite.lite_attention(
-            q, k, v, threshold=min(0.0, limit - 6), direction=direction, **tiles
+            q, k, v, every, threshold=min(0.0, limit - 6), direction=direction, **tiles
         )
         for one, other in zip(found, expected):
             assert torch.equal(one, other)

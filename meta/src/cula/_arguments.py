@@ -311,13 +311,6 @@ def split_count(num_splits: int | None) -> None:
         value_error("num_splits", "an int >= 1 or None", num_splits)
 
 
-def boolean_mask(name: str, x: Tensor, q: Tensor) -> None:
-    tensor(name, x)
-    if x.dtype != torch.bool:
-        type_error(name, "bool", dtype_name(x.dtype))
-    same_device(name, x, q)
-
-
 def output(out: Tensor | None, v: Tensor, requires_grad: bool) -> None:
     if out is None:
         return

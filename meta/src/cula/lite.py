@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cula import _check
+from cula import _check, _check_lite
 from cula._installed import how_to_install
 from cula._registry import implementations, resolve
 
@@ -36,60 +36,93 @@ def lite_attention(
     v: Tensor,
     read_mask: Tensor | None = None,
     *,
-    threshold: float = -10.0,
+    threshold: float | None = -10.0,
     threshold_mode: str = "max",
-    direction: int = 1,
+    direction: int | Tensor = 1,
     scale: float | None = None,
+    causal: bool = False,
     must_do: Tensor | None = None,
     block_m: int = 128,
-    block_n: int = 128,
+    block_n: int = 64,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    use_int8: bool = False,
+    grad_mask: Tensor | None = None,
+    deterministic: bool = False,
+    out: Tensor | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Non-causal attention over the listed key tiles, and the list for the next call.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Softmax attention over the listed key tiles, and the list for the next call.
 
     A query tile is `block_m` queries of a head, a key tile `block_n` keys. The listed tiles are visited in the order of
     `direction`; all of them enter the output. A visited tile stays on the list if it is the first one, if `must_do`
     says so, or if for any of its rows `(tile's best score) - (best score of the tiles before) > threshold`, scores in
     log2 units. A tile that is dropped does not come back, so alternate `direction` between calls.
 
+    The function of the kernel package, `liteattention_sm89.lite_attention`, has the same arguments but `impl`.
+
     Args:
-        q: `[B, Sq, Hq, D]`, bfloat16, float16, float32 or float64; last dimension contiguous.
+        q: `[B, Sq, Hq, D]`, last dimension contiguous. Kernels serve bfloat16 and float16 with D a multiple of 8 up to
+            256; the reference also float32, float64 and any D.
         k: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv; query head h reads key head `h // (Hq // Hkv)`.
-        v: `[B, Sk, Hkv, DV]`.
-        read_mask: bool `[B, Hq, ceil(Sq / block_m), ceil(Sk / block_n)]`, the tiles to visit. None: all.
+        v: `[B, Sk, Hkv, DV]`, in kernels DV = D.
+        read_mask: the tiles to visit, in one of two forms. bool `[B, Hq, Mt, Nt]` with Mt = ceil(Sq / block_m) and
+            Nt = ceil(Sk / block_n), or int32 words `[B, Hq, Mt, W]` with W = ceil(Nt / 32): bit n % 32 of word n // 32
+            lists tile n. Kernels read words; bool is converted before and after. None: all tiles.
         threshold: log2 units, at most 0; more negative keeps more, -inf everything. +inf keeps the first tile only.
+            None: dense attention, without masks.
         threshold_mode: what 2**threshold limits, as a share of the row's largest probability at that time. "max": what
             a dropped key holds. "length": what all dropped keys of a row hold together; tiles are then judged by
-            `min(0, threshold - log2(Sk))`, and the threshold may be any number, +inf acting as 0.
-        direction: 1 visits tiles in ascending order, -1 in descending order.
+            `min(0, threshold - log2(Sk))`, Sk being max_seqlen_k for packed sequences, and the threshold may be any
+            number, +inf acting as 0.
+        direction: 1 visits tiles in ascending order, -1 in descending order. An int32 tensor `[1]` on the device of q
+            is read when the kernel runs, so that a captured CUDA graph can alternate.
         scale: factor of the scores, finite; None: `D ** -0.5`.
-        must_do: bool, broadcastable to `read_mask`: tiles that stay whenever they are visited. None: none.
-        block_m, block_n: tile sizes in tokens.
+        causal: key j is visible to query i if j <= i + Sk - Sq.
+        must_do: tiles that stay whenever they are visited; bool or words, broadcastable to that form of `read_mask`.
+        block_m, block_n: tile sizes in tokens; kernels serve 128, and 64 or 128.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[N + 1]` on the device of q: N sequences, one behind the other in
+            B = 1. Masks have N in the place of B, and tiles are counted from the start of each sequence.
+        max_seqlen_q, max_seqlen_k: the longest lengths, which fix Mt and Nt; needed for offsets on a GPU.
+        use_int8: scores from q and k rounded to 8-bit integers, with one scale per 16 queries and per 64 keys. Kernels
+            only, and not where a gradient is wanted.
+        grad_mask: the tiles, of those visited, that get a gradient; in the forms of `must_do`. Kernels only. None: all,
+            which is exact.
+        deterministic: gradients of q without atomics, the same from run to run.
+        out: `[B, Sq, Hq, DV]`, written and returned; not where a gradient is wanted.
         impl: "auto" or the name of an implementation; see `cula.explain`.
 
     Returns:
-        `(out, lse, write_mask)`: out `[B, Sq, Hq, DV]` in the dtype of q; lse `[B, Hq, Sq]`, the natural log of the sum
-        of exponentials, float32 (float64 for float64); write_mask, a subset of read_mask. A query tile that lists
-        nothing gives 0, -inf and an empty row.
+        `(out, lse, write_mask)`: out `[B, Sq, Hq, DV]` in the dtype of q; lse `[B, Hq, Sq]`, packed `[Hq, Sq]`, the
+        natural log of the sum of exponentials, float32 (float64 for float64); write_mask, a subset of read_mask in its
+        form, words if that is None, or None for dense attention. A row that sees nothing gives 0 and -inf.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument does not fit, or the reference serves and does not have what is asked for.
         RuntimeError: the implementation asked for cannot serve; the message says why.
     """
     requires_grad = _check.requires_grad(q, k, v)
-    _check.lite_attention(
-        q,
-        k,
-        v,
-        read_mask,
-        threshold=threshold,
-        threshold_mode=threshold_mode,
-        direction=direction,
-        scale=scale,
-        must_do=must_do,
-        block_m=block_m,
-        block_n=block_n,
-    )
+    options: dict[str, Any] = {
+        "threshold": threshold,
+        "threshold_mode": threshold_mode,
+        "direction": direction,
+        "scale": scale,
+        "causal": causal,
+        "must_do": must_do,
+        "block_m": block_m,
+        "block_n": block_n,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "use_int8": use_int8,
+        "grad_mask": grad_mask,
+        "deterministic": deterministic,
+        "out": out,
+    }
+    _check_lite.lite_attention(q, k, v, read_mask, **options, requires_grad=requires_grad)
     run = resolve(
         "lite_attention",
         impl,
@@ -103,16 +136,4 @@ def lite_attention(
         block_n,
         must_do is not None,
     )
-    return run(
-        q,
-        k,
-        v,
-        read_mask,
-        threshold=threshold,
-        threshold_mode=threshold_mode,
-        direction=direction,
-        scale=scale,
-        must_do=must_do,
-        block_m=block_m,
-        block_n=block_n,
-    )
+    return run(q, k, v, read_mask, **options)

@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: needs a CUDA GPU and fails without one; -m 'not gpu' leaves it out"
     )
+    # Loops over the registers of a thread are unrolled on purpose; `launch` says so where it compiles.
+    config.addinivalue_line("filterwarnings", "ignore:This static loop has")
 
 
 @pytest.fixture

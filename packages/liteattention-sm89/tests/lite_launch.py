@@ -1,4 +1,4 @@
-"""`launch.forward` of a `lite_helpers.Call`, for tests that bring their kernels or a GPU."""
+"""`launch.forward` of a `lite_helpers.Call`, for tests that pass kernels or have a GPU."""
 
 from __future__ import annotations
 

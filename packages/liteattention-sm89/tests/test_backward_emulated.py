@@ -21,7 +21,9 @@ from torch import Tensor
 
 from cula_emulator import mutation
 from liteattention_sm89 import launch
-from liteattention_sm89.backward import GatherDq, LiteBackward, RowSums
+from liteattention_sm89.kernels.backward import LiteBackward
+from liteattention_sm89.kernels.gather_dq import GatherDq
+from liteattention_sm89.kernels.row_sums import RowSums
 
 pytestmark = pytest.mark.emulated(seeds=1, detect_races=True, concurrent_ctas=2)
 

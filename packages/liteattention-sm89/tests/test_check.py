@@ -152,8 +152,10 @@ WRONG = [
           "None where threshold is None", "a mask"),
     Wrong("dense and a must_do", lambda a: {"threshold": None, "read_mask": None}, ValueError, "must_do",
           "None where threshold is None", "a mask"),
-    *(change("of bool", name, Tensor.bool, TypeError, "int32 words of 32 tiles", "bool") for name in MASKS),
-    *(change("of int64", name, Tensor.long, TypeError, "int32 words of 32 tiles", "int64") for name in MASKS),
+    *(change("of int64", name, Tensor.long, TypeError, "bool, or int32 words of 32 tiles", "int64") for name in MASKS),
+    change("of bool words", "read_mask", Tensor.bool, ValueError, "[B, Hq, Mt, Nt] = [2, 4, ", ", 1]"),
+    *(change("of five bool tiles", name, lambda x: x.bool().repeat(1, 1, 1, 5), ValueError, TO_BROADCAST, ", 5]")
+      for name in MASKS[1:]),
     change("of 3 dimensions", "read_mask", lambda x: x[0], ValueError, "[B, Hq, Mt, W] = [2, 4, ", "[4, "),
     change("of key heads", "read_mask", lambda x: x[:, :2], ValueError, "[B, Hq, Mt, W] = [2, 4, ", "[2, 2, "),
     change("to broadcast", "read_mask", lambda x: x[:1], ValueError, "[B, Hq, Mt, W] = [2, 4, ", "[1, 4, "),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cula_emulator import mutation
 from liteattention_sm89 import launch, masks
-from liteattention_sm89.forward import LiteForward
+from liteattention_sm89.kernels.forward import LiteForward
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

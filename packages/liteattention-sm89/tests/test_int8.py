@@ -38,8 +38,8 @@ from torch import Tensor
 from cula_emulator import mutation
 from liteattention_sm89 import launch, lite_attention, masks, reference
 from liteattention_sm89.config import Problem
-from liteattention_sm89.forward import LiteForward
-from liteattention_sm89.int8 import Quantize
+from liteattention_sm89.kernels.forward import LiteForward
+from liteattention_sm89.kernels.quantize import Quantize
 from liteattention_sm89.module import LiteAttention, SeqParallelLiteAttention, merge
 
 

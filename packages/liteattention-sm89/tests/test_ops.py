@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import subprocess
 import sys
@@ -132,28 +131,6 @@ def test_autograd_on_a_cpu(packed):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_bool_attention():
-    """The function of the dispatcher: bool masks, and its defaults."""
-    x = tensors()
-    read, steady = torch.rand(2, 4, 2, 3) < 0.7, torch.tensor([True, False, True])
-    for must_do in (None, steady, steady[0], steady[:1, None], (torch.rand(2, 1, 2, 3) < 0.3)):
-        words = None if must_do is None else masks.pack(must_do.expand(2, 4, 2, 3))
-        expected = reference.lite_attention(
-            *x, masks.pack(read), must_do=words, block_n=128, threshold=-1, direction=-1, scale=0.5
-        )
-        actual = ops.bool_attention(
-            *x, read, threshold=-1, direction=-1, scale=0.5, must_do=must_do
-        )
-        assert_same(actual, (*expected[:2], masks.unpack(expected[2], 3)))
-    out, lse, write = ops.bool_attention(*x)
-    assert_same((out, lse, masks.pack(write)), reference.lite_attention(*x, block_n=128))
-    given = inspect.signature(ops.bool_attention).parameters.values()
-    assert {p.name: p.default for p in given if p.default is not p.empty} == {
-        "read_mask": None, "threshold": -10.0, "threshold_mode": "max", "direction": 1, "scale": None, "must_do": None,
-        "block_m": 128, "block_n": 128,
-    }  # fmt: skip
-
-
 @pytest.fixture
 def launched(monkeypatch) -> Iterator[list[dict]]:
     """The launcher's calls: it records and computes what a kernel would be given. Enter `AsCuda` to get there."""
@@ -201,6 +178,26 @@ def test_what_a_kernel_is_handed(launched, call):
     assert a["int8"] is more.get("use_int8", False)
     assert (a["direction"], a["block_n"]) == (more.get("direction", 1), more.get("block_n", 64))
     assert a["threshold"] == (0.0 if dense else more.get("threshold", -10.0))
+
+
+@pytest.mark.parametrize("machine", [torch.no_grad, AsCuda])
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_may_be_bool(launched, packed, machine):
+    """The result has the form of read_mask; the forms of the others do not matter to it."""
+    x, more = tensors(1 if packed else 2), options(packed)
+    tiles = 3 if packed else 5
+    read = masks.unpack(more["read_mask"], tiles)
+    shape = read.shape
+    assert 0 < read.sum() < read.numel()
+    held = torch.rand(shape) < 0.3
+    for must_do in (None, held[0, 0, 0], held[0, 0, 0, 0], held[:, :1, :, :1], held):
+        words = None if must_do is None else masks.pack(must_do.expand(shape))
+        out, lse, write = lite_attention(*x, **more | {"must_do": words})
+        for a, b in ((read, must_do), (read, words), (more["read_mask"], must_do)):
+            with machine():
+                found = lite_attention(*x, **more | {"read_mask": a, "must_do": b})
+            expected = masks.unpack(write, tiles) if a.dtype == torch.bool else write
+            assert_same(found, (out, lse, expected))
 
 
 def test_a_direction_on_the_device_is_not_read(launched):
@@ -284,18 +281,16 @@ def test_an_error_of_the_launcher_is_passed_on(launched, monkeypatch):
         lite_attention(*tensors())
 
 
-@pytest.mark.parametrize("call", ["dense", "list", "packed", "int8"])
-def test_opcheck(launched, call):
-    x, more = inputs(call)
+def test_opcheck(launched):
+    """With every argument that there is; traces below go without."""
+    x, more = inputs("packed")
     with AsCuda():
-        lite_attention(*x, **more)
+        lite_attention(*x, **more | {"use_int8": True})
     (a,) = launched
-    step = torch.ones(1, dtype=torch.int32) if call == "list" else None
     given = [a[n] for n in (*LAUNCHED[:3], "read_mask", "must_do", *LAUNCHED[8:])]
-    written = [torch.zeros_like(a[n]) for n in ("out", "lse")]
-    written.append(None if call == "dense" else torch.zeros_like(a["write_mask"]))
-    longest = a["max_seqlen_q"], a["max_seqlen_k"]
-    scalars = (*longest, -1.0, "length", 1, 0.5, False, 64, call == "int8")
+    written = [torch.zeros_like(a[n]) for n in ("out", "lse", "write_mask")]
+    scalars = (a["max_seqlen_q"], a["max_seqlen_k"], -1.0, "length", 1, 0.5, False, 64, True)
+    step = torch.ones(1, dtype=torch.int32)
     torch.library.opcheck(OP, (*given, step, *written, *scalars), test_utils=CHECKS)
     names = [n.name for n in OP._schema.arguments if n.alias_info and n.alias_info.is_write]
     assert names == ["out", "lse", "write_mask"]
@@ -346,19 +341,20 @@ def test_torch_compile_sees_one_graph_on_a_cpu():
     torch._dynamo.reset()
 
 
-def test_import_and_cpu_calls_need_neither_cutlass_nor_triton():
+def test_a_fresh_interpreter(tmp_path):
+    """Imports and calls on a CPU need neither a kernel language nor diffusers; `replay` is a program."""
     code = f"""
-import importlib.abc, sys
+import importlib.abc, runpy, sys
 sys.path.insert(0, {str(Path(liteattention_sm89.__file__).parents[1])!r})
 import torch
-before, heavy = set(sys.modules), ("cutlass", "triton", "tvm_ffi", "cula", "fla")
+before, heavy = set(sys.modules), ("cutlass", "triton", "tvm_ffi", "cula", "fla", "diffusers")
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in heavy:
             raise ImportError(f"{{name}} must not be imported")
 sys.meta_path.insert(0, Block())
 import liteattention_sm89
-from liteattention_sm89 import _spec
+from liteattention_sm89 import _spec, diffusers
 x = torch.zeros(1, 3, 1, 64)
 liteattention_sm89.lite_attention(x, x, x)
 _spec.load("lite_attention")(x, x, x)
@@ -367,9 +363,12 @@ _spec.supports()
 new = set(sys.modules) - before
 assert not {{m.partition(".")[0] for m in new}} & set(heavy), new
 assert "liteattention_sm89.launch" not in new
+sys.argv = ["replay", "x.pt"]
+runpy.run_module("liteattention_sm89.replay", run_name="__main__")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, "error: x.pt: no such file\n")
 
 
 @pytest.mark.parametrize("problem, reason", [
@@ -400,6 +399,6 @@ def test_the_spec_says_what_to_install(monkeypatch, missing):
 
 
 def test_the_spec_loads_its_function():
-    assert _spec.load("lite_attention") is ops.bool_attention and _spec.OP == "lite.attention"
+    assert _spec.load("lite_attention") is lite_attention and _spec.OP == "lite.attention"
     with pytest.raises(AttributeError, match="has no attribute 'chunk_kda'"):
         _spec.load("chunk_kda")

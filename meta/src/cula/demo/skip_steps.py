@@ -71,7 +71,7 @@ def run(
         trace.error.append(loss)
 
         _, _, want_mask = reference_attention(
-            q64, k64, v64, mask.cpu(), threshold=THRESHOLD, direction=direction
+            q64, k64, v64, mask.cpu(), threshold=THRESHOLD, direction=direction, block_n=TILE
         )
         # A tile that was not visited cannot come back; one that did makes the whole mask worthless.
         regained = bool((written & ~mask).any())
@@ -105,7 +105,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, read: torch.Tensor, direction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, _, written = cula.lite.lite_attention(
-        q, k, v, read, threshold=THRESHOLD, direction=direction
+        q, k, v, read, threshold=THRESHOLD, direction=direction, block_n=TILE
     )
     return out, written
 

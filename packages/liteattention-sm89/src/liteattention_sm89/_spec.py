@@ -53,9 +53,7 @@ def supports(
 
 
 def load(function: str) -> Callable:
-    """The function of the dispatcher's contract, whose masks are bool, or a class of the package by name."""
+    """A public function or class of the package by name."""
     import liteattention_sm89
 
-    from .ops import bool_attention
-
-    return bool_attention if function == "lite_attention" else getattr(liteattention_sm89, function)
+    return getattr(liteattention_sm89, function)

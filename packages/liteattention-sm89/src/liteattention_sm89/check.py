@@ -68,7 +68,7 @@ def check_attention(
     _check_direction(direction, q.device)
     check_mode(threshold_mode)
     tiles = (-(-extent.queries // block_m), -(-extent.keys // block_n))
-    shape = (extent.sequences, q.shape[2], tiles[0], -(-tiles[1] // 32))
+    shape = (extent.sequences, q.shape[2], *tiles)
     if grad_mask is not None:
         _check_broadcast("grad_mask", grad_mask, shape, q.device)
     if threshold is None:
@@ -80,15 +80,16 @@ def check_attention(
         return extent
     _check_number("threshold", threshold)
     check_range(threshold, threshold_mode)
-    if kind == "cuda" and shape[3] > MAX_WORDS:
+    if kind == "cuda" and shape[3] > 32 * MAX_WORDS:
         most = 32 * MAX_WORDS * block_n
         _value_error(
             "k", f"at most {most} keys per sequence with a list, block_n = {block_n}", extent.keys
         )
     if read_mask is not None:
-        _check_words("read_mask", read_mask, q.device)
-        if tuple(read_mask.shape) != shape:
-            _value_error("read_mask", f"[B, Hq, Mt, W] = {list(shape)}", _shape(read_mask))
+        last, wanted = _form("read_mask", read_mask, shape, q.device)
+        if tuple(read_mask.shape) != wanted:
+            expected = f"[B, Hq, Mt, {last}] = {list(wanted)}"
+            _value_error("read_mask", expected, _shape(read_mask))
     if must_do is not None:
         _check_broadcast("must_do", must_do, shape, q.device)
     return extent
@@ -223,15 +224,21 @@ def _check_direction(direction: int | Tensor, device: torch.device) -> None:
         _value_error(name, "1 or -1", direction)
 
 
-def _check_words(name: str, mask: Tensor, device: torch.device) -> None:
+def _form(
+    name: str, mask: Tensor, tiles: tuple[int, ...], device: torch.device
+) -> tuple[str, tuple[int, ...]]:
+    """What the last dimension of a mask over [B, Hq, Mt, Nt] tiles counts in its form, and the shape in that form."""
     _check_tensor(name, mask)
-    if mask.dtype != torch.int32:
-        _type_error(name, "int32 words of 32 tiles", dtype_name(mask.dtype))
+    if mask.dtype not in (torch.bool, torch.int32):
+        _type_error(name, "bool, or int32 words of 32 tiles", dtype_name(mask.dtype))
     _check_device(name, mask, device)
+    if mask.dtype == torch.bool:
+        return "Nt", tiles
+    return "W", (*tiles[:3], -(-tiles[3] // 32))
 
 
-def _check_broadcast(name: str, mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_words(name, mask, device)
+def _check_broadcast(name: str, mask: Tensor, tiles: tuple[int, ...], device: torch.device) -> None:
+    _, shape = _form(name, mask, tiles, device)
     try:
         fits = tuple(torch.broadcast_shapes(mask.shape, shape)) == shape
     except RuntimeError:

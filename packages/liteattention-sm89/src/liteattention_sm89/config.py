@@ -10,6 +10,7 @@ DTYPES = ("bfloat16", "float16")
 BLOCK_M = 128
 PADDING = 8  # elements behind a row in shared memory
 QUERY_GROUP, KEY_GROUP = 16, 64  # rows with one scale where scores are products of 8-bit integers
+QUANTIZED_ROWS = 64  # of a CTA that rounds queries or keys to 8-bit integers
 BLOCK_N = (64, 128)  # the first is the default
 # Words of 32 tiles in a row of a mask: what the kernel's shared memory holds.
 MAX_WORDS = 128
@@ -70,8 +71,8 @@ class ForwardConfig:
 
     rows: query rows of a warp, 16 or 32. With 32, two blocks of rows share what is loaded of k and v from shared
     memory; with 16 there are twice as many warps, which hide more latency where only one CTA fits on a multiprocessor,
-    and whose registers have room for larger heads. query_in_registers: q gives its shared memory to k and v once it is
-    loaded.
+    and whose registers hold larger heads. query_in_registers: once q is loaded into registers, k and v take its place
+    in shared memory.
     """
 
     problem: Problem
@@ -85,7 +86,7 @@ class ForwardConfig:
 
     @property
     def step(self) -> int:
-        """Keys that the kernel takes at once: scores of 64 do not fit into registers beside the widest outputs."""
+        """Keys of a step: scores of 64 do not fit into registers beside the widest outputs."""
         return 64 if self.width < 256 else 32
 
     @property

@@ -6,7 +6,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -15,22 +14,14 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from . import masks
-from .backward import GatherDq, LiteBackward, RowSums
-from .config import (
-    BLOCK_M,
-    KEY_GROUP,
-    QUERY_GROUP,
-    BackwardConfig,
-    ForwardConfig,
-    Problem,
-    dtype_name,
-    int8_width,
-    select,
-    select_backward,
-)
-from .forward import LiteForward
-from .int8 import Quantize
-from .tiles import DTYPES
+from .config import BackwardConfig, ForwardConfig, Problem, dtype_name, int8_width
+from .kernels.backward import LiteBackward
+from .kernels.forward import LiteForward
+from .kernels.gather_dq import GatherDq
+from .kernels.quantize import Quantize
+from .kernels.row_sums import RowSums
+from .kernels.tiles import DTYPES
+from .plan import plan_backward, plan_forward, plan_quantize
 
 _INDEX = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
@@ -265,8 +256,8 @@ def forward(
         int8=int8,
     )  # fmt: skip
     scale_log2 = scale * math.log2(math.e)
-    sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     arch = arch or _arch(q.device)
+    plan = plan_forward(problem, arch, q.shape[0], _packed(cu_seqlens_q), max_seqlen_q)
     scales = (None,) * 3
     margin = threshold / scale_log2  # in the units of products q k^T
     if int8:
@@ -275,18 +266,15 @@ def forward(
         q, k, *scales = _quantized(
             q, k, cu_seqlens_q, cu_seqlens_k, *most, scale, problem, arch, quantize_for
         )
-    kernel_for(select(problem, arch), arch)(
+    kernel_for(plan.config, arch)(
         q, k, v, out, lse, read, must_do, write, cu_seqlens_q, cu_seqlens_k, direction if on_device else None,
-        *scales, scale_log2, margin, 1 if on_device else direction, -(-max_seqlen_q // BLOCK_M), sequences,
+        *scales, scale_log2, margin, 1 if on_device else direction, plan.query_tiles, plan.sequences,
     )  # fmt: skip
 
 
-def _slots(x: Tensor, starts: Tensor | None, period: int) -> tuple[int, int]:
-    """The number of sequences, and of places for groups of `period` tokens: each sequence begins at a whole group."""
-    if starts is None:
-        return x.shape[0], -(-x.shape[1] // period)
-    sequences = starts.shape[0] - 1
-    return sequences, x.shape[1] // period + sequences
+def _packed(starts: Tensor | None) -> int | None:
+    """The number of packed sequences, None for a dense batch."""
+    return None if starts is None else starts.shape[0] - 1
 
 
 def _quantized(
@@ -301,24 +289,24 @@ def _quantized(
     )
     shifts = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     found, scales = [], []
-    for x, starts, longest, period, group, of_keys in (
-        (q, cu_seqlens_q, max_seqlen_q, BLOCK_M, QUERY_GROUP, False),
-        (k, cu_seqlens_k, max_seqlen_k, KEY_GROUP, KEY_GROUP, True),
+    for x, starts, longest, of_keys in (
+        (q, cu_seqlens_q, max_seqlen_q, False),
+        (k, cu_seqlens_k, max_seqlen_k, True),
     ):
-        sequences, slots = _slots(x, starts, period)
+        plan = plan_quantize(of_keys, *x.shape[:2], _packed(starts), longest)
         found.append(x.new_empty(*x.shape[:3], int8_width(x.shape[3]) // 2))
-        shape = x.shape[0], x.shape[2], slots * (period // group)
+        shape = x.shape[0], x.shape[2], plan.groups
         scales.append(torch.empty(shape, dtype=torch.float32, device=x.device))
-        if longest > 0:
+        if plan.tiles > 0:
             quantize_for(problem.plain, of_keys, arch)(
                 x, means, found[-1], scales[-1], None if of_keys else shifts, starts, scale,
-                -(-longest // Quantize.rows), sequences,
+                plan.tiles, plan.sequences,
             )  # fmt: skip
     return *found, *scales, shifts
 
 
 class BackwardKernels:
-    """The kernels of a backward pass; tests without a GPU bring others."""
+    """The kernels of a backward pass; tests without a GPU pass others."""
 
     backward = staticmethod(compile_backward)
     sums = staticmethod(compile_sums)
@@ -361,34 +349,27 @@ def backward(
         index_dtype="int32" if cu_seqlens_q is None else dtype_name(cu_seqlens_q.dtype),
     )  # fmt: skip
     arch = arch or _arch(q.device)
-    main = select_backward(problem, "keys" if deterministic else "both", arch)
-    sequences, slots = _slots(q, cu_seqlens_q, BLOCK_M)
-    per_slot = BLOCK_M // main.rows
-    shape = (q.shape[0], q.shape[2], slots * per_slot)
+    plan = plan_backward(
+        problem, arch, *q.shape[:2], _packed(cu_seqlens_q), max_seqlen_q, max_seqlen_k, deterministic
+    )  # fmt: skip
+    main, ends, sequences = plan.main, plan.ends, plan.sequences
+    shape = (q.shape[0], q.shape[2], plan.slots)
     sums = torch.empty(*shape, 2 * main.rows, dtype=torch.float32, device=q.device)
     acc = None
     if not deterministic:
         acc = torch.empty(*shape, main.rows * main.width, dtype=torch.float32, device=q.device)
-    # What comes before and after does not depend on masks.
-    ends = replace(main, problem=problem.plain)
-    query_tiles = -(-max_seqlen_q // main.rows)
-    every_row = -(-max_seqlen_q // BLOCK_M) * per_slot, sequences
     kernels.sums(ends, dlse is not None, arch)(
-        out, dout, lse, dlse, sums, acc, cu_seqlens_q, *every_row
+        out, dout, lse, dlse, sums, acc, cu_seqlens_q, plan.row_tiles, sequences
     )
     starts = cu_seqlens_q, cu_seqlens_k
     scales = scale, scale * math.log2(math.e)
-    across = None
-    if mask is not None:
-        tiles = -(-max_seqlen_q // BLOCK_M), -(-max_seqlen_k // block_n)
-        across = masks.transpose(mask, *tiles)
+    across = None if mask is None else masks.transpose(mask, *plan.mask_tiles)
     kernels.backward(main, arch)(
-        q, k, v, dout, sums, across, acc, dk, dv, *starts, *scales, -(-max_seqlen_k // main.keys), sequences
+        q, k, v, dout, sums, across, acc, dk, dv, *starts, *scales, plan.key_tiles, sequences
     )  # fmt: skip
-    if not deterministic:
-        kernels.gather(ends, arch)(acc, dq, cu_seqlens_q, scale, query_tiles, sequences)
+    if plan.queries is None:
+        kernels.gather(ends, arch)(acc, dq, cu_seqlens_q, scale, plan.query_tiles, sequences)
         return
-    config = select_backward(problem, "queries", arch)
-    kernels.backward(config, arch)(
-        q, k, v, dout, sums, mask, dq, None, None, *starts, *scales, query_tiles, sequences
+    kernels.backward(plan.queries, arch)(
+        q, k, v, dout, sums, mask, dq, None, None, *starts, *scales, plan.query_tiles, sequences
     )

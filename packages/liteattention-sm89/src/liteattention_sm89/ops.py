@@ -82,8 +82,9 @@ def lite_attention(
             Any strides with a contiguous last dimension; address and other strides that are no multiples of 16 bytes
             cost a copy on the GPU.
         k, v: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv; query head h reads head h // (Hq // Hkv).
-        read_mask: int32 `[B, Hq, Mt, W]`, Mt = ceil(Sq / block_m), W = ceil(ceil(Sk / block_n) / 32): bit n % 32 of
-            word n // 32 lists key tile n; see `masks`. None: all tiles.
+        read_mask: the tiles to visit, in one of two forms. int32 words `[B, Hq, Mt, W]`, Mt = ceil(Sq / block_m),
+            W = ceil(Nt / 32), Nt = ceil(Sk / block_n): bit n % 32 of word n // 32 lists key tile n; see `masks`. Or
+            bool `[B, Hq, Mt, Nt]`, which is packed first. None: all tiles.
         threshold: log2 units, <= 0; more negative keeps more, -inf all that any row sees, 0 those that raise the best
             score of some row; +inf is allowed too and keeps the first only. None: dense attention, without masks.
         threshold_mode: what 2**threshold limits, as a share of the row's largest probability at that time. "max": what
@@ -94,22 +95,23 @@ def lite_attention(
             is read by the kernel, so that a captured CUDA graph can alternate.
         scale: factor of the scores; None: D ** -0.5.
         causal: key j is visible to query i if j <= i + Sk - Sq.
-        must_do: int32 words that broadcast to read_mask: tiles that stay whenever they are visited.
+        must_do: tiles that stay whenever they are visited, words or bool, broadcast to the shape of their form.
         block_m: 128. block_n: 64 or 128. On the CPU any.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[N + 1]` on the device of q pack N sequences into B = 1; masks then
             have N in the place of B, and tiles are counted from the start of each sequence.
-        max_seqlen_q, max_seqlen_k: the longest lengths, which fix Mt and W; needed with packed sequences on a GPU.
+        max_seqlen_q, max_seqlen_k: the longest lengths, which fix Mt and Nt; needed with packed sequences on a GPU.
         use_int8: scores from q and k rounded to 8-bit integers: one scale per 16 queries of a head and per 64 keys,
             which are centred first; lse takes that into account. Not where a gradient is wanted.
-        grad_mask: int32 words that broadcast to read_mask: the tiles, of those visited, that get a gradient. None:
-            all, which is exact. Fewer are an approximation, see `mass`.
+        grad_mask: the tiles, of those visited, that get a gradient, words or bool like `must_do`. None: all, which is
+            exact. Fewer are an approximation, see `mass`.
         deterministic: gradients of q without atomics, in two kernels. With atomics they may differ in the last bits
             from run to run. `torch.use_deterministic_algorithms` asks for it too.
         out: `[B, Sq, Hq, D]`, written and returned; not where a gradient is wanted.
 
     Returns:
         `(out, lse, write_mask)`: out in the dtype of q; lse float32 `[B, Hq, Sq]`, packed `[Hq, Tq]`, natural log;
-        write_mask, a subset of read_mask, or None for dense attention. A row that sees nothing has out 0 and lse -inf.
+        write_mask, a subset of read_mask in its form, words if that is None, or None for dense attention. A row that
+        sees nothing has out 0 and lse -inf.
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
@@ -123,8 +125,14 @@ def lite_attention(
     tiles = -(-extent.queries // block_m), -(-extent.keys // block_n)
     limit = 0.0 if threshold is None else float(threshold)
     mask_shape = extent.sequences, q.shape[2], tiles[0], masks.words(tiles[1])
-    if must_do is not None:
-        must_do = must_do.expand(mask_shape)
+    as_bool = False
+    if read_mask is not None and read_mask.dtype == torch.bool:
+        read_mask, as_bool = masks.pack(read_mask), True
+    must_do, grad_mask = (_as_words(m, mask_shape, tiles[1]) for m in (must_do, grad_mask))
+
+    def as_given(mask: Tensor | None) -> Tensor | None:
+        return masks.unpack(mask, tiles[1]) if as_bool and mask is not None else mask
+
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     on_cpu = q.device.type == "cpu"
     if on_cpu and (grad_mask is None or not wants_gradient):
@@ -136,7 +144,7 @@ def lite_attention(
             max_seqlen_k=extent.keys, use_int8=use_int8,
         )  # fmt: skip
         attended = result[0] if out is None else out.copy_(result[0])
-        return attended, result[1], None if threshold is None else result[2]
+        return attended, result[1], as_given(None if threshold is None else result[2])
     if threshold is not None:
         if read_mask is None:
             read_mask = masks.full(extent.sequences, q.shape[2], *tiles, device=q.device)
@@ -146,14 +154,14 @@ def lite_attention(
     step, at = (1, direction) if isinstance(direction, Tensor) else (direction, None)
     if wants_gradient:
         if grad_mask is not None:
-            grad_mask = grad_mask.expand(mask_shape).clone(memory_format=DENSE)
+            grad_mask = grad_mask.clone(memory_format=DENSE)
         attended, lse, write_mask = torch.ops.liteattention_sm89.attend.default(
             q, k, v, read_mask, must_do, grad_mask, cu_seqlens_q, cu_seqlens_k, at, extent.queries, extent.keys, limit,
             threshold_mode, step, scale, causal, block_m, block_n, deterministic,
         )  # fmt: skip
         if threshold is None:
             write_mask = None
-        return attended, lse if cu_seqlens_q is None else lse[0], write_mask
+        return attended, lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
     if out is None:
         out = torch.empty_like(q, memory_format=DENSE)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
@@ -165,34 +173,16 @@ def lite_attention(
         )  # fmt: skip
     elif write_mask is not None:
         write_mask.zero_()
-    return out, lse if cu_seqlens_q is None else lse[0], write_mask
+    return out, lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
 
 
-def bool_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read_mask: Tensor | None = None,
-    *,
-    threshold: float = -10.0,
-    threshold_mode: str = "max",
-    direction: int = 1,
-    scale: float | None = None,
-    must_do: Tensor | None = None,
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N[-1],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`lite_attention` with bool masks `[B, Hq, Mt, Nt]`, in place of words."""
-    tiles = -(-k.shape[1] // block_n)
-    read = None if read_mask is None else masks.pack(read_mask)
-    if must_do is not None:
-        must_do = masks.pack(must_do.expand(*must_do.shape[:-1], tiles))
-    out, lse, write = lite_attention(
-        q, k, v, read, threshold=threshold, threshold_mode=threshold_mode, direction=direction, scale=scale,
-        must_do=must_do, block_m=block_m, block_n=block_n,
-    )  # fmt: skip
-    assert write is not None
-    return out, lse, masks.unpack(write, tiles)
+def _as_words(mask: Tensor | None, shape: tuple[int, ...], tiles: int) -> Tensor | None:
+    """A mask in either form that broadcasts to words of `shape`, as those. tiles: of the keys."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = masks.pack(mask.expand(*mask.shape[:-1], tiles))
+    return mask.expand(shape)
 
 
 def _with_whole_rows(mask: Tensor) -> Tensor:

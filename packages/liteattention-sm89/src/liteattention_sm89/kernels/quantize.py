@@ -1,64 +1,20 @@
-"""Queries and keys as 8-bit integers: the mma that multiplies them, and the kernel that rounds them.
+"""The kernel that rounds queries and keys to 8-bit integers.
 
 A block of rows has one scale, largest magnitude / 127. Keys are centred first: their mean over the tokens, which shifts
 all scores of a row by the same amount, holds the outliers of single channels (SageAttention, arXiv 2410.02367).
 """
 
 import math
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu
-from cutlass.cute.nvgpu.warp import mma as warp_mma
 from cutlass.memory import SmemAllocator
 
-from .config import BLOCK_M, KEY_GROUP, QUERY_GROUP, Problem, int8_width
+from ..config import BLOCK_M, KEY_GROUP, QUANTIZED_ROWS, QUERY_GROUP, Problem, int8_width
+from .int8 import EXACT
 from .tiles import DTYPES, F32, I32, tokens_of
 
-# Added to an integer below 2^22 these bits make it a float: 1.5 * 2^23 + the integer. Sums that start with them are
-# floats without a conversion.
-EXACT, EXACT_BITS = 12582912.0, 0x4B400000
 LEAST = 1e-15  # magnitude, so that no product of scales is zero
-
-
-@dataclass(frozen=True)
-class SignedInt8Op(warp_mma.WarpMmaOp):
-    """mma.m16n8k32 of signed integers; the DSL's own element type Int8 would mean unsigned ones here."""
-
-    shape_mnk: tuple = (16, 8, 32)
-
-    def _make_trait(self, *, loc=None, ip=None, **_):
-        shape = warp_mma._pack_shape(self.shape_mnk, loc=loc, ip=ip)
-        s8 = ir.IntegerType.get_signed(8)
-        atom = cute_nvgpu.MmaAtomSM80Type.get(shape.type.attribute, s8, s8, cutlass.Int32.mlir_type)
-        return warp_mma.MmaTF32Trait(warp_mma.make_atom(atom, loc=loc, ip=ip))
-
-    def _verify_fragment_A(self, fragment, *, loc=None, ip=None):
-        return True
-
-    def _verify_fragment_B(self, fragment, *, loc=None, ip=None):
-        return True
-
-
-def multiply(mma, acc, a, b):
-    """acc += a b^T: fragments (V, blocks of 16 rows), (V, blocks of 8 keys) of a 16-bit mma, of pairs of integers."""
-    rows, keys = cute.size(a, mode=[1]), cute.size(b, mode=[1])
-    for n in range(keys):
-        for m in range(rows):
-            c = cute.make_tensor(
-                acc.iterator + 4 * (rows * n + m), cute.make_layout(((2, 2), 1, 1))
-            )
-            cute.gemm(mma, c, _bytes(a[None, m]), _bytes(b[None, n]), c)
-
-
-def _bytes(fragment):
-    whole = cute.recast_tensor(fragment, cutlass.Int8)
-    size = cute.size(whole)
-    shape = ((4, 2, size // 8), 1, 1) if size == 16 else ((4, 2), 1, 1)
-    stride = ((1, 4, 8), 0, 0) if size == 16 else ((1, 4), 0, 0)
-    return cute.make_tensor(whole.iterator, cute.make_layout(shape, stride=stride))
 
 
 class Quantize:
@@ -69,7 +25,7 @@ class Quantize:
     sequence; packed sequences begin at a multiple of 128 queries or 64 keys.
     """
 
-    rows, threads = 64, 128
+    rows, threads = QUANTIZED_ROWS, 128
 
     def __init__(self, problem: Problem, of_keys: bool):
         self.problem, self.of_keys = problem, of_keys
@@ -125,6 +81,7 @@ class Quantize:
     def quantize(
         self, x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, batch, first, length, slot,
     ):  # fmt: skip
+        """Rounds the rows of a CTA, of which there is at least one."""
         warp, lane = tidx // 32, tidx % 32
         column = lane % self.lanes * 8
         per_pass = 32 // self.lanes  # rows of a warp
@@ -141,7 +98,7 @@ class Quantize:
         values = cute.make_rmem_tensor(cute.make_layout((8, passes)), self.dtype)
         values.fill(0.0)
         for i in cutlass.range_constexpr(passes):
-            self.read(x, values[None, i], batch, first, row + i * per_pass, length, head, column)
+            self.load(x, values[None, i], batch, first, row + i * per_pass, length, head, column)
         most = F32(LEAST)
         for i in cutlass.range_constexpr(passes):
             seen = row + i * per_pass < length
@@ -172,19 +129,20 @@ class Quantize:
                 scales[batch, head, slot + tile * 4 + warp] = most * (1 / 127)
         inverse = 127.0 / most
         for i in cutlass.range_constexpr(passes):
-            self.write(
+            self.store(
                 integers, values[None, i], mean, inverse, batch, first, row + i * per_pass, length, head, column
             )  # fmt: skip
 
     @cute.jit
-    def read(self, x, values, batch, first, row, length, head, column):
+    def load(self, x, values, batch, first, row, length, head, column):
+        """Loads 8 values of a row that exists."""
         if (row < length) & (column < self.dim):
             unit = cute.local_tile(x[batch, first + row, head, None], (8,), (column // 8,))
             cute.autovec_copy(unit, values)
 
     @cute.jit
-    def write(self, integers, values, mean, inverse, batch, first, row, length, head, column):
-        """Rounds to nearest even; adding EXACT leaves the integer in the lowest byte."""
+    def store(self, integers, values, mean, inverse, batch, first, row, length, head, column):
+        """Stores 8 values, rounded to nearest even; adding EXACT leaves the integer in the lowest byte."""
         words = cute.make_rmem_tensor(2, I32)
         for word in cutlass.range_constexpr(2):
             packed = I32(0)

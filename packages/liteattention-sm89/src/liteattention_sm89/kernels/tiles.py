@@ -1,23 +1,69 @@
 """What the kernels share: tiles of rows in shared memory, filled by cp.async and emptied in whole lines."""
 
-from types import SimpleNamespace
+import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 
-from .config import PADDING
+from ..config import PADDING
 
 F32, I32 = cutlass.Float32, cutlass.Int32
+INFINITY = math.inf
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
+@dataclass(frozen=True)
+class Lines:
+    """How a thread copies between a tile in shared memory and rows of [T, D].
+
+    shared: its part of the tile. where: (row, column) of each unit of that, the first of which is (row, column). start:
+    the address of the first row's unit. skip: rows from there to the tile. last: the last row. pitch: bytes of a row.
+    """
+
+    load: cute.TiledCopy
+    shared: cute.Tensor
+    tile: cute.Tensor
+    where: cute.Tensor
+    row: cutlass.Int32
+    column: cutlass.Int32
+    start: cutlass.Int64
+    skip: cutlass.Int32
+    last: cutlass.Int32
+    pitch: cutlass.Int32
+
+
 def tokens_of(sequence, starts, x):
-    """Where x [B, T, ...] has a sequence: (batch, its first token, their number). starts: of packed ones, else None."""
+    """Returns (batch, first token, number of tokens) of a sequence in x [B, T, ...]. starts: None unless packed."""
     if starts is None:
         return sequence, I32(0), I32(x.shape[1])
     first = I32(starts[sequence])
     return I32(0), first, I32(starts[sequence + 1]) - first
+
+
+def exp2(x):
+    """Returns 2 to the power of x, about.
+
+    As an instruction with side effects it stays where it is written, among the products that hide it. The compiler may
+    move `cute.math.exp2`, which has none.
+    """
+    return F32(
+        llvm.inline_asm(
+            F32.mlir_type, [F32(x).ir_value()], "ex2.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=True,
+            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )  # fmt: skip
+
+
+def rarely(condition, length):
+    """Returns how often a loop runs whose body is for a rare condition: once if it holds, else never.
+
+    A branch is turned into instructions that are always executed. The compiler leaves a loop alone, as long as it
+    doesn't know the number, and it doesn't know that a length is not negative.
+    """
+    return I32(condition) - (length >> 31)
 
 
 class Tiles:
@@ -28,12 +74,16 @@ class Tiles:
         self.columns = 64 if width % 64 == 0 else 32  # columns that neighbouring threads copy
 
     def padded(self, rows, columns=None):
-        """[rows, columns], the head dimension unless said, in shared memory. 16 bytes behind every row keep ldmatrix
-        free of bank conflicts; unlike a swizzle this leaves every address a constant away from one register."""
+        """Returns the layout in shared memory of [rows, columns]; the columns are the head dimension unless given.
+
+        16 bytes behind every row keep ldmatrix free of bank conflicts. Unlike a swizzle this leaves every address a
+        constant away from one register.
+        """
         columns = self.width if columns is None else columns
         return cute.make_layout((rows, columns), stride=(columns + PADDING, 1))
 
     def tiled_load(self):
+        """Returns the copy of a tile by cp.async, 16 bytes per thread."""
         per_line = self.columns // 8
         return cute.make_tiled_copy_tv(
             cute.make_copy_atom(
@@ -45,55 +95,55 @@ class Tiles:
 
     @cute.jit
     def lines(self, load, thr_load, rows_of, first, left, shared):
-        """How this thread copies between a tile in shared memory and rows of [T, D]: `left` from `first` on."""
+        """Returns how this thread copies between a tile in shared memory and rows of [T, D]: `left` from `first` on."""
         start = self.start_of(thr_load, rows_of, first, shared)
-        return self.lines_from(start, load, thr_load, rows_of, 0, left, shared)
+        return self.lines_behind(start, load, thr_load, rows_of, 0, left, shared)
 
     @cute.jit
     def start_of(self, thr_load, rows_of, first, shared):
-        """The address in row `first` of [T, D] of what this thread copies."""
+        """Returns the address, in row `first` of [T, D], of what this thread copies."""
         column = self.places(thr_load, shared)[0, 0][1]
         start = cute.domain_offset((first, 0), rows_of).iterator + cute.assume(column, divby=8)
         return start.toint()
 
     @cute.jit
-    def lines_from(self, start, load, thr_load, rows_of, skip, end, shared):
-        """The same, with `start_of` known: the tile begins `skip` rows behind that one, and the rows end before `end`.
+    def lines_behind(self, start, load, thr_load, rows_of, skip, end, shared):
+        """Returns what `lines` returns, from the address that `start_of` returned.
 
-        Pitches are 32-bit: strides of tokens are below 2^24.
+        The tile begins `skip` rows behind that one, and the rows end before `end`. Pitches are 32-bit: strides of
+        tokens are below 2^24.
         """
         where = self.places(thr_load, shared)
         row, column = where[0, 0]
-        return SimpleNamespace(
+        return Lines(
             load=load, shared=thr_load.partition_D(shared), tile=shared, where=where, row=row, column=column,
             start=start, skip=skip, last=end - 1, pitch=I32(rows_of.stride[0]) * (self.dtype.width // 8),
         )  # fmt: skip
 
     def places(self, thr_load, shared):
-        """(row, column) in the tile of what this thread copies."""
+        """Returns (row, column), in the tile, of what this thread copies."""
         shape = (cute.size(shared, mode=[0]), self.width)
         return thr_load.partition_S(cute.make_identity_tensor(shape))[0, None, None]
 
-    def line_rows(self, x):
-        """The number of rows that one thread copies."""
+    def rows_of_thread(self, x):
+        """Returns the number of rows that one thread copies."""
         return cute.size(x.shared, mode=[1])
 
     @cute.jit
-    def line(self, x, i):
-        """Where the i-th row of this thread is: its number in the tile, and its address. Behind the last row stands the
-        last one."""
+    def address_of(self, x, i):
+        """Returns the number in the tile, and the address, of this thread's i-th row; behind the last row, the last."""
         row = cutlass.min(x.skip + x.row + (x.where[i, 0][0] - x.row), x.last)
         address = x.start + cutlass.Int64(row) * cutlass.Int64(x.pitch)
         at = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
         return row - x.skip, at
 
     @cute.jit
-    def fetch_part(self, x, number, of):
-        """Starts part `number` of `of` of a copy to shared memory. Rows behind the last one hold the last one."""
-        rows = self.line_rows(x)
+    def copy_part_async(self, x, number, of):
+        """Starts part `number` of `of` of a copy to shared memory; rows behind the last one become copies of it."""
+        rows = self.rows_of_thread(x)
         for i in cutlass.range_constexpr(rows):
             if cutlass.const_expr(i * of // rows == number):
-                _, at = self.line(x, i)
+                _, at = self.address_of(x, i)
                 for j in cutlass.range_constexpr(cute.size(x.shared, mode=[2])):
                     unit = cute.make_tensor(at + self.columns * j, cute.make_layout(8))
                     if cutlass.const_expr(self.dim == self.width):
@@ -103,25 +153,28 @@ class Tiles:
                             cute.copy(x.load, unit, x.shared[None, i, j])
 
     @cute.jit
-    def fetch(self, load, thr_load, rows_of, first, left, shared):
+    def copy_async(self, load, thr_load, rows_of, first, left, shared):
         """Starts a whole copy to shared memory."""
-        self.fetch_part(self.lines(load, thr_load, rows_of, first, left, shared), 0, 1)
+        self.copy_part_async(self.lines(load, thr_load, rows_of, first, left, shared), 0, 1)
 
     @cute.jit
     def store(self, load, thr_load, rows_of, first, left, shared):
-        """The other way, of at least one row. In the place of rows behind the last one, the last one is stored again:
-        that takes no branches, which would make each row wait for the one before."""
+        """Copies from shared memory; there is at least one row.
+
+        In the place of rows behind the last one the last one is stored again. That needs no branches, which would make
+        each row wait for the one before.
+        """
         x = self.lines(load, thr_load, rows_of, first, left, shared)
-        rows, units = self.line_rows(x), cute.size(x.shared, mode=[2])
+        rows, units = self.rows_of_thread(x), cute.size(x.shared, mode=[2])
         values = cute.make_rmem_tensor(cute.make_layout((8, units, rows)), self.dtype)
         for i in cutlass.range_constexpr(rows):
-            row, _ = self.line(x, i)
+            row, _ = self.address_of(x, i)
             for j in cutlass.range_constexpr(units):
                 place = cute.assume(x.tile.layout((row, x.column + self.columns * j)), divby=8)
                 unit = cute.make_tensor(x.tile.iterator + place, cute.make_layout(8))
                 cute.autovec_copy(unit, values[None, j, i])
         for i in cutlass.range_constexpr(rows):
-            _, at = self.line(x, i)
+            _, at = self.address_of(x, i)
             for j in cutlass.range_constexpr(units):
                 unit = cute.make_tensor(at + self.columns * j, cute.make_layout(8))
                 if cutlass.const_expr(self.dim == self.width):
@@ -139,7 +192,7 @@ class Tiles:
             for i in cutlass.range(tidx, rows * padding, self.threads, unroll=1):
                 shared[i // padding, self.dim + i % padding] = self.dtype(0.0)
 
-    def one(self, fragment, number, k):
-        """What a single mma takes of the k-th slice of a fragment, as (V, 1)."""
+    def single(self, fragment, number, k):
+        """Returns the operand of a single mma, as (V, 1), from the k-th slice of a fragment."""
         part = fragment[None, number, k]
         return cute.make_tensor(part.iterator, cute.append(part.layout, cute.make_layout(1)))

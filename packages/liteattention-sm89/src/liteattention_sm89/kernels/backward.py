@@ -5,50 +5,72 @@ With P = exp(scale q k^T - lse), Delta = rowsum(out * dout) - dlse and dS = P * 
     dv = P^T dout        dk = scale dS^T q        dq = scale dS k
 """
 
-import math
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from .config import BLOCK_M, BackwardConfig
-from .tiles import DTYPES, F32, I32, Tiles, tokens_of
+from ..config import BLOCK_M, BackwardConfig
+from .backward_tiles import BackwardTiles
+from .tiles import F32, I32, INFINITY, exp2, rarely, tokens_of
 
-INFINITY = math.inf
+
+@dataclass(frozen=True)
+class Tile:
+    """What a CTA reads: tensors of its batch, shared memory, and the first tokens and lengths of its sequence."""
+
+    load: cute.TiledCopy
+    thr_load: cute.TiledCopy
+    gQ: cute.Tensor
+    gO: cute.Tensor
+    sums: cute.Tensor
+    sQ: cute.Tensor
+    sO: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sR: cute.Tensor
+    tidx: cutlass.Int32
+    slot: cutlass.Int32
+    first_q: cutlass.Int32
+    first_k: cutlass.Int32
+    length_q: cutlass.Int32
+    length_k: cutlass.Int32
 
 
-class BackwardTiles(Tiles):
-    """The mma of the backward kernels: two warps share the rows, the others the columns of every product."""
+@dataclass(frozen=True)
+class Operands:
+    """How operands go from shared memory to registers: the copy of a, b and their transposes, each with its atom."""
 
-    def __init__(self, config: BackwardConfig):
-        self.config, self.problem = config, config.problem
-        dtype, dim = DTYPES[self.problem.dtype], self.problem.head_dim
-        super().__init__(dtype, dim, config.width, 32 * config.warps)
-        self.m, self.n = config.rows, config.keys
-        # Columns of dq at a time: what registers leave room for beside dk and dv.
-        self.chunk = {192: 64, 256: 32}.get(self.width, self.width)
+    mma: cute.TiledMma
+    thr_mma: cute.TiledMma
+    a: tuple
+    b: tuple
+    at: tuple
+    bt: tuple
 
-    def chunk_shape(self, thr_mma):
-        return thr_mma.partition_shape_C((self.m, self.chunk))
 
-    def tiled_mma(self):
-        return cute.make_tiled_mma(
-            warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)),
-            cute.make_layout((2, self.config.warps // 2, 1)),
-            permutation_mnk=(32, 8 * self.config.warps, 16),
-        )
+@dataclass(frozen=True)
+class Walk:
+    """What a CTA walks over: tiles [low, high) of every head from first_head on, or those that row `row` of a mask has.
 
-    def put(self, acc, thr_mma, shared):
-        """Rounds accumulators into a tile in shared memory."""
-        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-        rounded.store(acc.load().to(self.dtype))
-        cute.autovec_copy(rounded, thr_mma.partition_C(shared))
+    Without a mask it walks in a circle from `start`. first_word, words: the range of the mask's words. shared: the
+    state, in turns for even and odd steps.
+    """
 
-    def slot(self, first_row, sequence):
-        """The first tile of rows of a sequence among those of all: each sequence begins at a multiple of 128 rows."""
-        return (first_row // BLOCK_M + sequence) * (BLOCK_M // self.m)
+    start: cutlass.Int32
+    mask: cute.Tensor
+    sequence: cutlass.Int32
+    row: cutlass.Int32
+    first_head: cutlass.Int32
+    heads: cutlass.Int32
+    low: cutlass.Int32
+    high: cutlass.Int32
+    first_word: cutlass.Int32
+    words: cutlass.Int32
+    shared: cute.Tensor
+    tidx: cutlass.Int32
 
 
 class LiteBackward(BackwardTiles):
@@ -156,7 +178,7 @@ class LiteBackward(BackwardTiles):
         self, q, k, v, dout, sums, mask, dq, dk, dv, scale, scale_log2, mma, load, sQ, sO, sK, sV, sP, sS, sR, sW,
         tidx, block, head, sequence, batch, slot, first_q, first_k, length_q, length_k,
     ):  # fmt: skip
-        """One tile that has rows or keys."""
+        """Computes the gradients of a tile that has rows or keys."""
         group = q.shape[2] // k.shape[2]
         shift = length_k - length_q  # query i sees the keys up to i + shift
         walk = self.walk(mask, sequence, head, block, group, length_q, length_k, shift, sW, tidx)
@@ -168,7 +190,7 @@ class LiteBackward(BackwardTiles):
                 g, at = self.advance(walk, I32(-1), *before)
 
         thr_load, thr_mma = load.get_slice(tidx), mma.get_slice(tidx)
-        x = self.operands(mma, thr_mma, tidx)
+        operands = self.operands(mma, thr_mma, tidx)
         sQt, sOt, sKt, sSt = (self.transposed(t) for t in (sQ, sO, sK, sS))
         s = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.m, self.n)), F32)
         dp = cute.make_rmem_tensor(s.shape, F32)
@@ -176,7 +198,7 @@ class LiteBackward(BackwardTiles):
         for shared in (sQ, sO, sK, sV):
             self.clear_padding(shared, tidx)
         gQ, gO = (t[batch, None, None, None] for t in (q, dout))
-        y = SimpleNamespace(
+        tile = Tile(
             load=load, thr_load=thr_load, gQ=gQ, gO=gO, sums=sums[batch, None, None, None],
             sQ=sQ, sO=sO, sK=sK, sV=sV, sR=sR, tidx=tidx, slot=slot, first_q=first_q, first_k=first_k,
             length_q=length_q, length_k=length_k,
@@ -184,8 +206,8 @@ class LiteBackward(BackwardTiles):
         if cutlass.const_expr(self.for_keys):
             sPt = self.transposed(sP)
             here, left = first_k + block * self.n, length_k - block * self.n
-            self.fetch(load, thr_load, k[batch, None, head, None], here, left, sK)
-            self.fetch(load, thr_load, v[batch, None, head, None], here, left, sV)
+            self.copy_async(load, thr_load, k[batch, None, head, None], here, left, sK)
+            self.copy_async(load, thr_load, v[batch, None, head, None], here, left, sV)
             gK, gV = None, None
             dK = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.n, self.width)), F32)
             dV = cute.make_rmem_tensor(dK.shape, F32)
@@ -193,14 +215,14 @@ class LiteBackward(BackwardTiles):
             dV.fill(0.0)
         else:
             here, left = first_q + block * self.m, length_q - block * self.m
-            self.fetch(load, thr_load, gQ[None, head, None], here, left, sQ)
-            self.fetch(load, thr_load, gO[None, head, None], here, left, sO)
-            self.fetch_sums(y, head, block)
+            self.copy_async(load, thr_load, gQ[None, head, None], here, left, sQ)
+            self.copy_async(load, thr_load, gO[None, head, None], here, left, sO)
+            self.copy_sums_async(tile, head, block)
             gK, gV = (t[batch, None, head // group, None] for t in (k, v))
             dQ = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.m, self.width)), F32)
             dQ.fill(0.0)
         if count > 0:
-            for part in self.moving(y, gK, gV, walk.first_head + g, at):
+            for part in self.moving_copies(tile, gK, gV, walk.first_head + g, at):
                 part(0, 1)
         cute.arch.cp_async_commit_group()
 
@@ -213,33 +235,40 @@ class LiteBackward(BackwardTiles):
             this_head = walk.first_head + g
             s.fill(0.0)
             dp.fill(0.0)
-            self.product(x, s, sQ, x.a, sK, x.b)
+            self.product(operands, s, sQ, operands.a, sK, operands.b)
             edge = tile_k * self.n + self.n > length_k
             if cutlass.const_expr(self.problem.causal):
                 edge = edge | (tile_k * self.n + self.n - 1 > tile_q * self.m + shift)
-            # As in the forward kernel: a loop over nothing or once, where a branch would always be executed.
-            for _ in cutlass.range(I32(edge) - (length_k >> 31), unroll=1):
-                self.hide(s_rows, tile_q * self.m, tile_k * self.n, length_k, shift, tidx)
+            for _ in cutlass.range(rarely(edge, length_k), unroll=1):
+                self.mask_scores(s_rows, tile_q * self.m, tile_k * self.n, length_k, shift, tidx)
             rows = range(self.m // 16)
             biases = [sR[self.row_of(r, tidx)] for r in rows]
             deltas = [sR[self.m + self.row_of(r, tidx)] for r in rows]
-            self.product(x, dp, sO, x.a, sV, x.b, self.exponentials(s_rows, biases, scale_log2))
+            self.product(
+                operands,
+                dp,
+                sO,
+                operands.a,
+                sV,
+                operands.b,
+                self.exponentials(s_rows, biases, scale_log2),
+            )
             for c in cutlass.range_constexpr(cute.size(s_rows, mode=[1])):
                 for r in cutlass.range_constexpr(self.m // 16):
                     dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - deltas[r])
             if cutlass.const_expr(self.for_keys):
-                self.put(s, thr_mma, sP)
-            self.put(dp, thr_mma, sS)
+                self.store_rounded(s, thr_mma, sP)
+            self.store_rounded(dp, thr_mma, sS)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.for_keys):
-                self.product(x, dV, sPt, x.at, sOt, x.bt)
-                self.product(x, dK, sSt, x.at, sQt, x.bt)
+                self.product(operands, dV, sPt, operands.at, sOt, operands.bt)
+                self.product(operands, dK, sSt, operands.at, sQt, operands.bt)
                 cute.arch.sync_threads()
             else:
-                self.product(x, dQ, sS, x.a, sKt, x.bt)
+                self.product(operands, dQ, sS, operands.a, sKt, operands.bt)
                 cute.arch.sync_threads()
             g, at = self.next_tile(walk, step, count, g, at)
-            moving = self.moving(y, gK, gV, walk.first_head + g, at)
+            moving = self.moving_copies(tile, gK, gV, walk.first_head + g, at)
             if cutlass.const_expr(self.config.role == "both"):
                 for chunk in cutlass.range_constexpr(self.width // self.chunk):
                     acc = cute.make_rmem_tensor(self.chunk_shape(thr_mma), F32)
@@ -248,29 +277,31 @@ class LiteBackward(BackwardTiles):
                     if cutlass.const_expr(self.chunk < self.width):
                         b = cute.local_tile(sKt, (self.chunk, self.n), (chunk, 0))
                     if cutlass.const_expr(chunk == 0):
-                        self.product(x, acc, sS, x.a, b, x.bt, self.together(moving))
+                        self.product(
+                            operands, acc, sS, operands.a, b, operands.bt, self.joined(moving)
+                        )
                         cute.arch.cp_async_commit_group()
                     else:
-                        self.product(x, acc, sS, x.a, b, x.bt)
+                        self.product(operands, acc, sS, operands.a, b, operands.bt)
                     to = dq[batch, this_head, slot + tile_q, None].iterator + tidx
                     size = cute.size(acc)
                     for i in cutlass.range_constexpr(size):
                         number = chunk * size + i
                         cute.arch.atomic_add((to + number * self.threads).llvm_ptr, acc[i])
             else:
-                self.together(moving)(0, 1)
+                self.joined(moving)(0, 1)
                 cute.arch.cp_async_commit_group()
 
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.for_keys):
-            self.put(self.scaled(dK, scale), thr_mma, sK)
-            self.put(dV, thr_mma, sV)
+            self.store_rounded(self.scale(dK, scale), thr_mma, sK)
+            self.store_rounded(dV, thr_mma, sV)
             cute.arch.sync_threads()
             self.store(load, thr_load, dk[batch, None, head, None], here, left, sK)
             self.store(load, thr_load, dv[batch, None, head, None], here, left, sV)
         else:
-            self.put(self.scaled(dQ, scale), thr_mma, sQ)
+            self.store_rounded(self.scale(dQ, scale), thr_mma, sQ)
             cute.arch.sync_threads()
             self.store(load, thr_load, dq[batch, None, head, None], here, left, sQ)
 
@@ -278,8 +309,7 @@ class LiteBackward(BackwardTiles):
 
     @cute.jit
     def walk(self, mask, sequence, head, block, group, length_q, length_k, shift, shared, tidx):
-        """What there is to walk over: tiles [low, high) of every head from first_head on, from `start` in a circle, or
-        those of a mask's row in ascending order."""
+        """Returns what there is to walk over."""
         low, high, row = I32(0), I32(0), I32(0)
         if cutlass.const_expr(self.for_keys):
             first_head, heads = head * group, group
@@ -300,7 +330,7 @@ class LiteBackward(BackwardTiles):
             self.config.role == "both"
         ):  # atomics of neighbours go to different places
             start = low + block % cutlass.max(high - low, 1)
-        return SimpleNamespace(
+        return Walk(
             start=start, mask=mask, sequence=sequence, row=row, first_head=first_head, heads=heads, low=low, high=high,
             first_word=low // (32 * self.parts), words=cute.ceil_div(high, 32 * self.parts),
             shared=shared, tidx=tidx,
@@ -308,6 +338,7 @@ class LiteBackward(BackwardTiles):
 
     @cute.jit
     def number_of_tiles(self, walk):
+        """Returns the number of steps."""
         count = (walk.high - walk.low) * walk.heads
         if cutlass.const_expr(self.problem.skip):
             count = I32(0)
@@ -318,7 +349,7 @@ class LiteBackward(BackwardTiles):
 
     @cute.jit
     def word(self, walk, g, w):
-        """Word w of the mask's row of head g of the group, without tiles outside [low, high)."""
+        """Returns word w of the mask's row of head g of the group, without tiles outside [low, high)."""
         bits = walk.mask[walk.sequence, walk.first_head + g, walk.row, w]
         first = walk.low // self.parts - 32 * w
         end = cute.ceil_div(walk.high, self.parts) - 32 * w
@@ -330,7 +361,7 @@ class LiteBackward(BackwardTiles):
 
     @cute.jit
     def next_tile(self, walk, step, count, g, at):
-        """Head of the group and tile of the next step; after the last one that again, for loads without a branch."""
+        """Returns the head of the group and the tile of the next step; after the last one, the last again."""
         if cutlass.const_expr(self.problem.skip):
             state = walk.shared[None, step % 2]
             g, at = state[4], state[5]
@@ -345,8 +376,9 @@ class LiteBackward(BackwardTiles):
 
     @cute.jit
     def advance(self, walk, step, g, w, bits, part):
-        """To the next listed tile; there is one. bits: what is left of word w of head g; part: of the lowest bit.
+        """Moves to the next listed tile, which there is, and returns its head of the group and its number.
 
+        bits: what is left of word w of head g. part: which part of the tile of the lowest bit came last.
         The state lies in shared memory, in turns for even and odd steps, because registers are short.
         """
         part = part + 1
@@ -366,22 +398,22 @@ class LiteBackward(BackwardTiles):
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
-    def moving(self, y, gK, gV, head, at):
-        """The copies of a moving tile, as functions of a part and the number of parts."""
+    def moving_copies(self, tile, gK, gV, head, at):
+        """Returns the copies of a moving tile, as functions of a part and the number of parts."""
         if self.for_keys:
-            here, left = y.first_q + at * self.m, y.length_q - at * self.m
-            pairs = ((y.gQ[None, head, None], y.sQ), (y.gO[None, head, None], y.sO))
+            here, left = tile.first_q + at * self.m, tile.length_q - at * self.m
+            pairs = ((tile.gQ[None, head, None], tile.sQ), (tile.gO[None, head, None], tile.sO))
         else:
-            here, left = y.first_k + at * self.n, y.length_k - at * self.n
-            pairs = ((gK, y.sK), (gV, y.sV))
-        lines = [self.lines(y.load, y.thr_load, rows, here, left, to) for rows, to in pairs]
-        copies = [lambda i, of, x=x: self.fetch_part(x, i, of) for x in lines]
+            here, left = tile.first_k + at * self.n, tile.length_k - at * self.n
+            pairs = ((gK, tile.sK), (gV, tile.sV))
+        lines = [self.lines(tile.load, tile.thr_load, rows, here, left, to) for rows, to in pairs]
+        copies = [lambda i, of, x=x: self.copy_part_async(x, i, of) for x in lines]
         if self.for_keys:
-            copies.append(lambda i, of: self.fetch_sums(y, head, at) if i == 0 else None)
+            copies.append(lambda i, of: self.copy_sums_async(tile, head, at) if i == 0 else None)
         return copies
 
-    def together(self, copies):
-        """One function that does the same part of all copies."""
+    def joined(self, copies):
+        """Returns one function that starts the same part of all copies."""
 
         def part(i, of):
             for copy in copies:
@@ -390,63 +422,65 @@ class LiteBackward(BackwardTiles):
         return part
 
     @cute.jit
-    def fetch_sums(self, y, head, at):
-        """Starts the copy of what `RowSums` left for a tile of rows."""
+    def copy_sums_async(self, tile, head, at):
+        """Starts the copy of what `RowSums` stored for a tile of rows."""
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), F32, num_bits_per_copy=128
         )
-        source = y.sums[head, y.slot + at, None]
-        if y.tidx < self.m // 2:
+        source = tile.sums[head, tile.slot + at, None]
+        if tile.tidx < self.m // 2:
             cute.copy(
                 atom,
-                cute.local_tile(source, (4,), (y.tidx,)),
-                cute.local_tile(y.sR, (4,), (y.tidx,)),
+                cute.local_tile(source, (4,), (tile.tidx,)),
+                cute.local_tile(tile.sR, (4,), (tile.tidx,)),
             )
 
     # ---- products ---------------------------------------------------------------------------------------------------
 
     def transposed(self, shared):
+        """Returns the transposed view of a tile in shared memory."""
         return cute.make_tensor(shared.iterator, cute.select(shared.layout, mode=[1, 0]))
 
     def operands(self, mma, thr_mma, tidx):
-        """How a, b and their transposes go from shared memory to registers."""
+        """Returns how a, b and their transposes go from shared memory to registers."""
         straight, across = (
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), self.dtype)
             for transpose in (False, True)
         )
         as_a, as_b = cute.make_tiled_copy_A, cute.make_tiled_copy_B
-        return SimpleNamespace(
+        return Operands(
             mma=mma, thr_mma=thr_mma,
             a=(straight, as_a(straight, mma).get_slice(tidx)), b=(straight, as_b(straight, mma).get_slice(tidx)),
             at=(across, as_a(across, mma).get_slice(tidx)), bt=(across, as_b(across, mma).get_slice(tidx)),
         )  # fmt: skip
 
-    def product(self, x, acc, a, load_a, b, load_b, between=lambda i, of: None):
-        """acc += a b^T from shared memory; between(i, of) comes after the i-th of the slices."""
+    def product(self, operands, acc, a, load_a, b, load_b, between=lambda i, of: None):
+        """Adds a b^T, from shared memory, to acc; it calls between(i, of) after the i-th slice."""
         (atom_a, copy_a), (atom_b, copy_b) = load_a, load_b
-        rA = x.mma.make_fragment_A(x.thr_mma.partition_A(a))
-        rB = x.mma.make_fragment_B(x.thr_mma.partition_B(b))
+        rA = operands.mma.make_fragment_A(operands.thr_mma.partition_A(a))
+        rB = operands.mma.make_fragment_B(operands.thr_mma.partition_B(b))
         from_a, from_b = copy_a.partition_S(a), copy_b.partition_S(b)
         to_a, to_b = copy_a.retile(rA), copy_b.retile(rB)
         slices = cute.size(rA, mode=[2])
         for i in range(slices):
             cute.copy(atom_a, from_a[None, None, i], to_a[None, None, i])
             cute.copy(atom_b, from_b[None, None, i], to_b[None, None, i])
-            cute.gemm(x.mma, acc, rA[None, None, i], rB[None, None, i], acc)
+            cute.gemm(operands.mma, acc, rA[None, None, i], rB[None, None, i], acc)
             between(i, slices)
 
     def exponentials(self, s_rows, biases, scale_log2):
-        """Scores to probabilities, as a function of a part and the number of parts."""
+        """Returns a function, of a part and the number of parts, that turns scores into probabilities."""
         rows, columns = self.m // 16, cute.size(s_rows, mode=[1])
 
         def part(i, of):
             for number in range(rows * columns * i // of, rows * columns * (i + 1) // of):
                 r, c = number % rows, number // rows
-                s_rows[r, c] = cute.arch.exp2(s_rows[r, c] * scale_log2 - biases[r])
+                s_rows[r, c] = exp2(s_rows[r, c] * scale_log2 - biases[r])
 
         return part
 
-    def scaled(self, acc, scale):
+    def scale(self, acc, scale):
+        """Multiplies accumulators in place, and returns them."""
         for i in range(cute.size(acc)):
             acc[i] = acc[i] * scale
         return acc
@@ -454,18 +488,18 @@ class LiteBackward(BackwardTiles):
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def row_of(self, r, tidx):
-        """This thread's r-th row of a tile."""
+        """Returns this thread's r-th row of a tile."""
         return tidx // 32 % 2 * 16 + tidx % 32 // 4 + r % 2 * 8 + r // 2 * 32
 
     def by_row(self, acc):
-        """Scores of the mma seen as [this thread's rows, columns]."""
+        """Returns a view of the mma's scores as [this thread's rows, columns]."""
         blocks, atoms = self.m // 32, self.n // (4 * self.config.warps)
         layout = cute.make_layout(((2, blocks), (2, atoms)), stride=((2, 4), (1, 4 * blocks)))
         return cute.make_tensor(acc.iterator, layout)
 
     @cute.jit
-    def hide(self, s_rows, first_row, first_key, length_k, shift, tidx):
-        """Scores of keys that a row does not see become minus infinity."""
+    def mask_scores(self, s_rows, first_row, first_key, length_k, shift, tidx):
+        """Sets the scores of keys that a row does not see to minus infinity."""
         column = first_key + tidx // 64 * 8 + tidx % 4 * 2
         for r in cutlass.range_constexpr(self.m // 16):
             seen = length_k
@@ -474,142 +508,3 @@ class LiteBackward(BackwardTiles):
             for c in cutlass.range_constexpr(cute.size(s_rows, mode=[1])):
                 key = column + c % 2 + c // 2 * (4 * self.config.warps)
                 s_rows[r, c] = s_rows[r, c] if key < seen else F32(-INFINITY)
-
-
-class RowSums(BackwardTiles):
-    """Per row lse in log2 units and Delta, one CTA per tile of rows; accumulators of dq become zero.
-
-    Rows behind the end, and those that saw nothing, get an lse of infinity: their probabilities are zero.
-    """
-
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        dout: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        sums: cute.Tensor,
-        acc: cute.Tensor,
-        starts_q: cute.Tensor,
-        tiles: cutlass.Int32,
-        sequences: cutlass.Int32,
-        stream,
-    ):
-        """The arguments of `launch.sums_arguments`."""
-        self.kernel(out, dout, lse, dlse, sums, acc, starts_q).launch(
-            grid=(tiles, out.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        out: cute.Tensor,
-        dout: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor,
-        sums: cute.Tensor,
-        acc: cute.Tensor,
-        starts_q: cute.Tensor,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        tile, head, sequence = cute.arch.block_idx()
-        batch, first_q, length_q = tokens_of(sequence, starts_q, out)
-        slot = tile
-        if cutlass.const_expr(self.problem.packed):
-            slot = self.slot(first_q, sequence) + tile
-        if tile * self.m < cute.round_up(length_q, BLOCK_M):
-            if cutlass.const_expr(acc is not None):
-                zeros = cute.make_rmem_tensor(4, F32)
-                zeros.fill(0.0)
-                line = acc[batch, head, slot, None]
-                for i in cutlass.range_constexpr(self.m * self.width // (4 * self.threads)):
-                    unit = cute.local_tile(line, (4,), (i * self.threads + tidx,))
-                    cute.autovec_copy(zeros, unit)
-            lanes = 32 if self.width > 128 else 16 if self.width > 64 else 8  # of a row
-            for i in cutlass.range_constexpr(self.m * lanes // self.threads):
-                row = i * (self.threads // lanes) + tidx // lanes
-                self.sum_row(
-                    out, dout, lse, dlse, sums[batch, head, slot, None], batch, head,
-                    first_q, tile * self.m + row, row, length_q, tidx % lanes, lanes,
-                )  # fmt: skip
-
-    @cute.jit
-    def sum_row(
-        self, out, dout, lse, dlse, sums, batch, head, first_q, token, row, length_q, lane, lanes
-    ):
-        total = F32(0.0)
-        if (token < length_q) & (lane * 8 < self.dim):
-            values = []
-            for tensor in (out, dout):
-                unit = cute.local_tile(tensor[batch, first_q + token, head, None], (8,), (lane,))
-                value = cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(unit, value)
-                values.append(value)
-            for i in cutlass.range_constexpr(8):
-                total = total + F32(values[0][i]) * F32(values[1][i])
-        for i in cutlass.range_constexpr(int(math.log2(lanes))):
-            total = total + cute.arch.shuffle_sync_bfly(total, 1 << i)
-        bias = F32(INFINITY)
-        if token < length_q:
-            value = F32(lse[batch, head, first_q + token])
-            bias = bias if value == -INFINITY else value * math.log2(math.e)
-            if cutlass.const_expr(dlse is not None):
-                total = total - dlse[batch, head, first_q + token]
-            total = F32(0.0) if value == -INFINITY else total
-        if lane == 0:
-            sums[row] = bias
-            sums[self.m + row] = total
-
-
-class GatherDq(BackwardTiles):
-    """dq in order and in its dtype, from what the atomics of `LiteBackward` added up; one CTA per tile of rows."""
-
-    @cute.jit
-    def __call__(
-        self,
-        acc: cute.Tensor,
-        dq: cute.Tensor,
-        starts_q: cute.Tensor,
-        scale: cutlass.Float32,
-        tiles: cutlass.Int32,
-        sequences: cutlass.Int32,
-        stream,
-    ):
-        """The arguments of `launch.gather_arguments`."""
-        self.kernel(acc, dq, starts_q, scale, self.tiled_mma(), self.tiled_load()).launch(
-            grid=(tiles, dq.shape[2], sequences), block=(self.threads, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        acc: cute.Tensor,
-        dq: cute.Tensor,
-        starts_q: cute.Tensor,
-        scale: cutlass.Float32,
-        mma: cute.TiledMma,
-        load: cute.TiledCopy,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        tile, head, sequence = cute.arch.block_idx()
-        batch, first_q, length_q = tokens_of(sequence, starts_q, dq)
-        slot = tile
-        if cutlass.const_expr(self.problem.packed):
-            slot = self.slot(first_q, sequence) + tile
-        smem = SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, self.padded(self.m), 128)
-        if tile * self.m < length_q:
-            thr_mma = mma.get_slice(tidx)
-            line = acc[batch, head, slot, None]
-            for chunk in cutlass.range_constexpr(self.width // self.chunk):
-                values = cute.make_rmem_tensor(self.chunk_shape(thr_mma), F32)
-                size = cute.size(values)
-                for i in cutlass.range_constexpr(size):
-                    values[i] = line[(chunk * size + i) * self.threads + tidx] * scale
-                part = cute.local_tile(sQ, (self.m, self.chunk), (0, chunk))
-                self.put(values, thr_mma, part)
-            cute.arch.sync_threads()
-            first = tile * self.m
-            rows = dq[batch, None, head, None]
-            self.store(load, load.get_slice(tidx), rows, first_q + first, length_q - first, sQ)

@@ -1,0 +1,1 @@
+"""Device code, one kernel class per file."""
