@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
-from decode_helpers import MODES, clone, exact, keys, possible, rows, same
+from decode_helpers import MODES, clone, exact, keys, possible, rows
 from torch import Tensor
 
 from cula_emulator import mutation
@@ -18,6 +18,7 @@ from cula_emulator.covering import covering_cases
 from cula_lightning_decode import launch, reference
 from cula_lightning_decode.config import STATE_DTYPES, Problem, select, supports_overlap
 from cula_lightning_decode.decode import LightningDecode
+from cula_testing.comparing import same
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

@@ -20,7 +20,6 @@ from emulated_helpers import (
     piece,
     poisoned,
     relative_error,
-    same,
 )
 from gpu_oracle import in_rows
 from torch import Tensor
@@ -31,6 +30,7 @@ from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90 import launch
 from cula_lightning_sm90.common import PAIR_SLOTS
 from cula_lightning_sm90.config import Config
+from cula_testing.comparing import same
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

@@ -24,7 +24,6 @@ from .config import CHUNK, workspace_bytes
 from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
 from .target import Target
 
-
 _INTRACARD_CP: dict[bool | str, str] = {False: "off", True: "on"}
 
 
