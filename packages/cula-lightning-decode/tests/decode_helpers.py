@@ -17,16 +17,6 @@ MODES = (
 )
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
-    size = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(size)
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(bits(first), bits(second))
-
-
 def rows(device: torch.device | str, *values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from decode_helpers import bits, clone, exact, keys, rows, same
+from decode_helpers import clone, exact, keys, rows
 from torch import Tensor
 
 from cula_core.reference import lightning_decode as reference
 from cula_lightning_decode import launch, linear_attention_commit, linear_attention_decode
+from cula_testing.comparing import bits, same
 
 pytestmark = pytest.mark.gpu
 
@@ -385,13 +385,6 @@ def test_graph_replay_sees_new_inputs_and_indices(cuda, make_inputs, tokens, v_f
         step(fresh, options, verify, accepted, expected)
         assert same(inputs["state"], fresh["state"])
         assert same(outs[0], expected[0]) and same(outs[1], expected[1])
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_torch_compile_sees_one_graph(cuda, make_inputs, fresh_compiler):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cutlass.cute.runtime import make_fake_stream
-from decode_helpers import MODES, clone, exact, keys, possible, rows, same
+from decode_helpers import MODES, clone, exact, keys, possible, rows
 from torch import Tensor
 
 from cula_core.reference import lightning_decode as reference
@@ -20,6 +20,7 @@ from cula_lightning_decode import launch
 from cula_lightning_decode.config import STATE_DTYPES, Problem
 from cula_lightning_decode.kernels.decode import LightningDecode
 from cula_lightning_decode.plan import select, supports_overlap
+from cula_testing.comparing import same
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

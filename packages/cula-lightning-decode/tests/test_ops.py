@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ from cula_lightning_decode import _spec, linear_attention_commit, linear_attenti
 
 SOURCE = Path(cula_lightning_decode.__file__).parents[1]
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def int32(*values: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the tests of this package share; nothing outside this folder is needed to run them."""
+"""What the tests of this package share; the plugin is that of all packages."""
 
 from __future__ import annotations
 
@@ -10,29 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cula_testing.loading import pytest_addoption
+
+__all__ = ["pytest_addoption"]
+
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Loads the emulator's plugin from a source tree; where it is installed its entry point has done so."""
-    from cula_emulator import pytest_plugin
-
-    if not pluginmanager.is_registered(pytest_plugin):
-        pluginmanager.register(pytest_plugin, pytest_plugin.__name__)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu: needs a CUDA GPU and fails without one; -m 'not gpu' leaves it out"
-    )
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    """The GPU; a machine without one fails the test in one line."""
-    if not torch.cuda.is_available():
-        pytest.fail("needs a CUDA GPU; -m 'not gpu' leaves such tests out", pytrace=False)
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _make_inputs(
@@ -75,15 +57,3 @@ def _make_inputs(
 @pytest.fixture(scope="session")
 def make_inputs() -> Callable[..., dict[str, Tensor]]:
     return _make_inputs
-
-
-def _relative_rmse(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of `expected`, in fp64; NaN in either gives NaN, which no bound admits."""
-    assert actual.shape == expected.shape
-    difference = actual.double() - expected.double()
-    return (difference.square().sum() / expected.double().square().sum()).sqrt().item()
-
-
-@pytest.fixture(scope="session")
-def relative_rmse() -> Callable[[Tensor, Tensor], float]:
-    return _relative_rmse

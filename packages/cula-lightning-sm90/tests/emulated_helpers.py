@@ -293,16 +293,6 @@ def assert_right(call: Call, actual: Outcome) -> None:
             assert_within(*(x[owned] for x in taken), limit, f"checkpoints of head {head}")
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
-    size = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(size)
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(bits(first), bits(second))
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cula_emulator.memory import poisoned_memory
 from cula_lightning_sm90 import chunk_simple_gla, lightning_attn_fwd, lightning_attn_fwd_varlen
+from cula_testing.comparing import relative_rmse, same
 
 MAX_OUTPUT_ERROR, MAX_STATE_ERROR, MAX_EXACT_STATE_ERROR = 5e-3, 3e-3, 2e-5
 # Of what the same algorithm loses in torch; on top of it, the noise of fp32 sums in another order.
@@ -269,24 +270,6 @@ def chunked(
         out = out[positions < lengths][None]
     written = torch.stack(checkpoints, 1) if checkpoints else None
     return Result(out if rounded is None else out.to(rounded), state, written)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals NaN and the zeros differ."""
-    size = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(size)
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(bits(first), bits(second))
-
-
-def relative_rmse(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of `expected`, in fp64; NaN in either gives NaN, which no bound admits."""
-    assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    size = expected.double().square().sum()
-    error = (actual.double() - expected.double()).square().sum()
-    return 0.0 if error == size == 0 else (error / size).sqrt().item()
 
 
 def worst_row(actual: Tensor, expected: Tensor) -> float:

@@ -20,7 +20,6 @@ from emulated_helpers import (
     piece,
     poisoned,
     relative_error,
-    same,
 )
 from gpu_oracle import in_rows
 from torch import Tensor
@@ -33,6 +32,7 @@ from cula_lightning_sm90 import launch
 from cula_lightning_sm90.call import Call as Arguments
 from cula_lightning_sm90.config import Config, TableConfig
 from cula_lightning_sm90.kernels.layout import PAIR_SLOTS
+from cula_testing.comparing import same
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 

@@ -9,8 +9,10 @@ import types
 import gpu_oracle
 import pytest
 import torch
-from gpu_oracle import CASES, FACTORS, Inputs, check, chunked, make, possible, relative_rmse
+from gpu_oracle import CASES, FACTORS, Inputs, check, chunked, make, possible
 from torch import Tensor
+
+from cula_testing.comparing import relative_rmse
 
 LENGTHS = [100, 0, 1, 64, 65, 0, 33]
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -37,13 +36,6 @@ SOURCE = Path(cula_lightning_sm90.__file__).parents[1]
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 OP = torch.ops.cula_lightning_sm90.prefill.default
 each_layout = pytest.mark.parametrize("v_first", [False, True])
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # Where the state is and where it goes, dtypes, packed, gate; the rest alternates.

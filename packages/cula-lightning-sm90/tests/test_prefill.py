@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,12 +15,9 @@ from gpu_oracle import (
     assert_output,
     assert_state,
     attend,
-    bits,
     check,
     chunked,
     make,
-    relative_rmse,
-    same,
 )
 from torch import Tensor
 
@@ -32,6 +29,7 @@ from cula_lightning_sm90 import (
     lightning_attn_fwd_varlen,
     ops,
 )
+from cula_testing.comparing import bits, relative_rmse, same
 
 pytestmark = pytest.mark.gpu
 
@@ -575,13 +573,6 @@ def test_calls_neither_synchronise_nor_allocate(hopper, mode, size, options):
     if x.lengths is not None:
         allowed += 24 * (1 + segments) + 8
     assert used <= allowed, (used, allowed)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_torch_compile_sees_one_graph(hopper, fresh_compiler):
