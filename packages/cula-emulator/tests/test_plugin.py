@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import cula_emulator  # noqa: F401  (pytester forgets what an inner run imports first, and torch bears one import only)
+# pytester forgets what an inner run imports first, and torch bears one import only.
+import cula_emulator
+from cula_emulator import build, levels
 
 pytest_plugins = ["pytester"]
 
@@ -317,6 +319,45 @@ def test_distributed_over_workers(run):
     result = run(source, "-n2")
     result.assert_outcomes(passed=3, failed=2)
     assert "Options(async_mode='lazy', seed=1, detect_races=True)" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "rebuilt"),
+    [
+        ("pass", None, True),
+        ("assert False", None, True),
+        ("pytest.exit('enough')", None, False),
+        ("pass", cula_emulator.BuildError("no room"), True),
+    ],
+    ids=["passes", "fails", "is stopped", "does not build"],
+)
+def test_slow_kernels_are_compiled_when_the_tests_are_over(run, monkeypatch, end, error, rebuilt):
+    seen = []
+
+    def rebuild(quick):
+        seen.append(quick.ptx)
+        if error:
+            raise error
+
+    monkeypatch.setattr(build, "rebuild", rebuild)
+    monkeypatch.setattr(levels, "_first", levels.FULL)
+    monkeypatch.setattr(levels, "_quick_builds", {})
+    source = f"""
+    from pathlib import Path
+    from cula_emulator import levels
+
+    def test():
+        assert levels.first() is levels.QUICK
+        for name, seconds in (("quick", 0.9), ("slow", 1.1)):
+            levels.remember(Path(name), name, None)
+            levels.book(Path(name), seconds / 2)
+            levels.book(Path(name), seconds / 2)
+        {end}
+    """
+    text = run(source).stdout.str()
+    assert seen == ["slow"] * rebuilt
+    assert ("compiles 1 slow kernel(s) for the next run" in text) == rebuilt
+    assert ("a slow kernel stays as it is: no room" in text) == bool(error)
 
 
 def test_loading_it_twice_is_harmless(pytester):

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .errors import EmulatorError
+from .levels import book
 from .options import Options
 from .ptx import ir, parse
 
@@ -174,7 +175,9 @@ def run(
         return _mutate(check, line, schedules, limit, exhaustive)
 
     patience = len(schedules) * limit + _GRACE_SECONDS
-    for line, findings in _in_processes(job, list(reached), processes or _cpus(), patience):
+    jobs = _in_processes(job, list(reached), processes or _cpus(), patience)
+    for line, findings, seconds in jobs:
+        book(module.path, seconds)
         reached[line] = dataclasses.replace(reached[line], findings=tuple(findings))
     every = tuple(reached.get(m.line, m) for m in mutants)
     return Report(every, tuple(map(_label, schedules)), time.monotonic() - started)
@@ -300,8 +303,11 @@ def _child(job: Callable[[int], list[Finding]], line: int, answer: Connection) -
 
 def _in_processes(
     job: Callable[[int], list[Finding]], lines: list[int], processes: int, patience: float
-) -> Iterator[tuple[int, list[Finding]]]:
-    """(line, job(line)) in the order of completion; a process that dies or outlives `patience` is a finding too."""
+) -> Iterator[tuple[int, list[Finding], float]]:
+    """(line, job(line), seconds) in the order of completion.
+
+    A process that dies or outlives `patience` is a finding too.
+    """
     context = multiprocessing.get_context(
         "fork"
     )  # the kernel, its library and the check are inherited
@@ -318,24 +324,28 @@ def _in_processes(
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 sender.close()
-                running[receiver] = (line, process, time.monotonic() + patience)
-            first_end = min(end for _, _, end in running.values())
+                running[receiver] = (line, process, time.monotonic())
+            first_end = min(begin for _, _, begin in running.values()) + patience
             ended: list[Any] = wait(list(running), max(0.0, first_end - time.monotonic()))
             for ready in ended:
-                line, process, _ = running.pop(ready)
+                line, process, begin = running.pop(ready)
                 try:
                     findings = ready.recv()
                 except EOFError:
                     process.join()
                     findings = [Finding("any", f"killed by signal {-(process.exitcode or 0)}", "")]
                 process.join()
-                yield line, findings
-            for receiver, (line, process, end) in list(running.items()):
-                if time.monotonic() >= end:
+                yield line, findings, time.monotonic() - begin
+            for receiver, (line, process, begin) in list(running.items()):
+                if time.monotonic() >= begin + patience:
                     del running[receiver]
                     process.kill()
                     process.join()
-                    yield line, [Finding("any", "hangs", f"killed after {patience:.0f} s")]
+                    yield (
+                        line,
+                        [Finding("any", "hangs", f"killed after {patience:.0f} s")],
+                        patience,
+                    )
     finally:
         for _, process, _ in running.values():
             process.kill()

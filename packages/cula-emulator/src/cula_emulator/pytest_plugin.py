@@ -14,10 +14,15 @@ The module is the pytest11 entry point of the distribution; from a source tree i
 from __future__ import annotations
 
 import dataclasses
+import os
+import warnings
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from . import levels
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         " runs its kernels; further keywords are fields of cula_emulator.Options. Every test with the fixture has it.",
     )
     config.stash[_compiled] = {}
+    levels.quick_first()
 
 
 def _marker_arguments(node: pytest.Item | pytest.Collector, where: str) -> dict[str, Any]:
@@ -149,6 +155,33 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         "emulated"
     ):
         item.add_marker("emulated")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Compiles the kernels that ran for long at the full level, for the next session."""
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return
+    slow = levels.take_slow()
+    if not slow:
+        return
+    from .build import rebuild
+    from .errors import BuildError
+
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter:
+        reporter.ensure_newline()
+        reporter.write_line(f"cula-emulator compiles {len(slow)} slow kernel(s) for the next run")
+    # A worker of pytest-xdist has others beside it.
+    processes = 1 if hasattr(session.config, "workerinput") else os.cpu_count() or 1
+    with ThreadPoolExecutor(processes) as pool:
+        for done in [pool.submit(rebuild, one) for one in slow]:
+            if isinstance(error := done.exception(), BuildError):
+                warnings.warn(
+                    f"a slow kernel stays as it is: {error}", RuntimeWarning, stacklevel=1
+                )
+            elif error:
+                raise error
 
 
 # ---- fixtures ------------------------------------------------------------------------------------
