@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         default=None,
         dest="emulator_races",
-        help="detect races on shared memory in emulated tests (the default unless the ini file says otherwise)",
+        help="detect races on shared memory in every schedule of emulated tests; by default in the first one",
     )
     group.addoption(
         "--no-emulator-races",
@@ -63,7 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="do not detect races; tests whose marker asks for it still do",
     )
     parser.addini(
-        "emulator_detect_races", "detect races in emulated tests", type="bool", default=True
+        "emulator_detect_races",
+        "the schedules of an emulated test in which races are detected: first, true for all, false for none",
+        default="first",
     )
     parser.addini(
         "emulator_time_limit", "seconds that one emulated launch may take, 0 for any", default="300"
@@ -74,7 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "emulated(schedules=('immediate', 'random', 'lazy'), seeds=2, arch=None, **options): how the fixture `emulated`"
-        " runs its kernels; further keywords are fields of cula_emulator.Options. Every test with the fixture has it.",
+        " runs its kernels; further keywords are fields of cula_emulator.Options, of which detect_races may be 'first',"
+        " for the first schedule only. Every test with the fixture has the marker.",
     )
     config.stash[_compiled] = {}
     levels.quick_first()
@@ -98,6 +101,19 @@ def _marker_arguments(node: pytest.Item | pytest.Collector, where: str) -> dict[
             )
         arguments = {**marker.kwargs, **arguments}
     return arguments
+
+
+def _wanted_races(config: pytest.Config, arguments: dict[str, Any]) -> bool | str:
+    """Where races are detected: True, False, or "first" for the first schedule of each test."""
+    wanted, option = arguments.get("detect_races"), config.getoption("emulator_races", None)
+    if wanted is None and option is None:
+        wanted = str(config.getini("emulator_detect_races")).lower()
+        wanted = {"true": True, "false": False}.get(wanted, wanted)
+    elif wanted is None or (wanted == "first" and option):
+        wanted = option
+    if wanted not in (True, False, "first"):
+        raise ValueError(f"detect_races must be True, False or 'first', not {wanted!r}")
+    return wanted
 
 
 def _schedules(names: Sequence[str], seeds: int) -> Iterator[tuple[str, int]]:
@@ -127,23 +143,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config, where = metafunc.config, metafunc.definition.nodeid
     arguments = _marker_arguments(metafunc.definition, where)
     fixed = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
-    wanted_races = config.getoption("emulator_races", None)
-    if wanted_races is None:
-        wanted_races = config.getini("emulator_detect_races")
-    fixed.setdefault("detect_races", wanted_races)
     fixed.setdefault("time_limit", float(config.getini("emulator_time_limit")) or None)
     seeds = max(
         arguments.get("seeds", DEFAULT_SEEDS), config.getoption("emulator_seeds", None) or 0
     )
     names = arguments.get("schedules", DEFAULT_SCHEDULES)
     try:
+        races = _wanted_races(config, arguments)
+        modes = dict.fromkeys(_schedules([names] if isinstance(names, str) else names, seeds))
         every = [
-            Options(async_mode=mode, seed=seed, **fixed)
-            for mode, seed in _schedules([names] if isinstance(names, str) else names, seeds)
+            Options(mode, seed, **{**fixed, "detect_races": n == 0 if races == "first" else races})
+            for n, (mode, seed) in enumerate(modes)
         ]
     except ValueError as error:
         pytest.fail(f"{where}: {error}", pytrace=False)
-    every = list(dict.fromkeys(every))
     if not every:
         pytest.fail(f"{where}: the marker `emulated` leaves no schedule", pytrace=False)
     metafunc.parametrize("emulator_schedule", every, indirect=True, ids=[_label(o) for o in every])
@@ -392,6 +405,11 @@ def pytest_runtest_makereport(
         ]
         seeds = options.seed + 1
         more = f" --emulator-seeds={seeds}" if seeds > DEFAULT_SEEDS else ""
+        chosen = item.config.getoption("emulator_races", None)
+        more += {True: " --emulator-races", False: " --no-emulator-races"}.get(chosen, "")
         lines = f"Options({', '.join(changed)})\nagain: pytest '{item.nodeid}'{more}"
+        arguments = _marker_arguments(item, item.nodeid)
+        if not options.detect_races and _wanted_races(item.config, arguments) == "first":
+            lines += "\n--emulator-races detects races in this schedule too"
         report.sections.append(("emulator schedule", lines))
     return report
