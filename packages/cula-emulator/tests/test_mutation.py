@@ -10,9 +10,17 @@ import pytest
 import torch
 
 import cula_emulator as emulator
-from cula_emulator import mutation
+from cula_emulator import mutation, verdicts
 
 IMMEDIATE = (emulator.Options(detect_races=True),)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_verdicts():
+    """The harness itself is tested here, so that its mutants run every time."""
+    with verdicts.kept_for(None):
+        yield
+
 
 # Turns the words of a CTA round through shared memory. Its second barrier guards nothing.
 ROTATE = """

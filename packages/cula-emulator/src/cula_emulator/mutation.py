@@ -4,7 +4,8 @@
     assert [m.line for m in report.unnoticed] == []
     print(report.table())
 
-A line whose absence nothing notices is either redundant or not tested.
+A line whose absence nothing notices is either redundant or not tested. In a test of pytest the verdicts are kept (see
+`verdicts`): where nothing has changed that they depend on, the mutants do not run again, and the report says so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from . import verdicts
 from .errors import EmulatorError
 from .levels import book
 from .options import Options
@@ -83,11 +85,15 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The mutants of a kernel in the order of its lines, and the schedules that looked for them."""
+    """The mutants of a kernel in the order of its lines, and the schedules that looked for them.
+
+    kept: whether the verdicts are those of an earlier run, in which nothing was different.
+    """
 
     mutants: tuple[Mutant, ...]
     schedules: tuple[str, ...]
     seconds: float
+    kept: bool = False
 
     def _with_status(self, status: str) -> tuple[Mutant, ...]:
         return tuple(m for m in self.mutants if m.status == status)
@@ -120,7 +126,10 @@ class Report:
     def __str__(self) -> str:
         counts = Counter(m.status for m in self.mutants)
         summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        return f"{summary or 'nothing to skip'} ({', '.join(self.schedules)})\n{self.table()}"
+        origin = ", verdicts kept from an earlier run" if self.kept else ""
+        return (
+            f"{summary or 'nothing to skip'} ({', '.join(self.schedules)}{origin})\n{self.table()}"
+        )
 
 
 def synchronisation(ptx: str) -> dict[int, str]:
@@ -162,7 +171,7 @@ def run(
     wanted = synchronisation("\n".join(module.ptx_lines))
     if lines is not None:
         wanted = {n: wanted.get(n, module.ptx_lines[n - 1].strip().rstrip(";")) for n in lines}
-    executions, slowest = _unchanged(check, module, schedules)
+    launched, executions, slowest = _unchanged(check, module, schedules)
     limit = time_limit or max(5.0, 20 * slowest)
     races = any(o.detect_races for o in schedules)
     mutants = [
@@ -174,13 +183,47 @@ def run(
     def job(line: int) -> list[Finding]:
         return _mutate(check, line, schedules, limit, exhaustive)
 
-    patience = len(schedules) * limit + _GRACE_SECONDS
-    jobs = _in_processes(job, list(reached), processes or _cpus(), patience)
-    for line, findings, seconds in jobs:
-        book(module.path, seconds)
-        reached[line] = dataclasses.replace(reached[line], findings=tuple(findings))
+    test, name = verdicts.current(), ""
+    if test:
+        counts, given = sorted(executions.items()), (list(wanted), list(schedules))
+        name = verdicts.key(test, launched, counts, *given, time_limit, exhaustive)
+    found = _kept(name, set(reached)) if test else None
+    kept = found is not None
+    if test and kept:
+        test.hits += 1
+    if found is None:
+        found = {}
+        patience = len(schedules) * limit + _GRACE_SECONDS
+        jobs = _in_processes(job, list(reached), processes or _cpus(), patience)
+        for line, findings, seconds in jobs:
+            book(module.path, seconds)
+            found[line] = tuple(findings)
+        _keep(name, found)
+    for line, findings in found.items():
+        reached[line] = dataclasses.replace(reached[line], findings=findings)
     every = tuple(reached.get(m.line, m) for m in mutants)
-    return Report(every, tuple(map(_label, schedules)), time.monotonic() - started)
+    labels = tuple(map(_label, schedules))
+    return Report(every, labels, time.monotonic() - started, kept)
+
+
+def _kept(name: str, lines: set[int]) -> dict[int, tuple[Finding, ...]] | None:
+    """The findings for every line that an earlier run kept under a name, if there are any."""
+    try:
+        found = {
+            int(line): tuple(Finding(*map(str, f)) for f in findings)
+            for line, findings in (verdicts.load(name) or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return found if found.keys() == lines else None
+
+
+def _keep(name: str, found: dict[int, tuple[Finding, ...]]) -> None:
+    """Keeps findings, unless one depends on how busy the machine was."""
+    timely = ("hangs", "killed", "TimeLimitExceeded")
+    if name and not any(f.how.startswith(timely) for every in found.values() for f in every):
+        every = {line: list(map(dataclasses.astuple, findings)) for line, findings in found.items()}
+        verdicts.save(name, every)
 
 
 def _is(opcode: str, *patterns: re.Pattern[str]) -> bool:
@@ -212,29 +255,34 @@ def _module_of(kernel: Any) -> Any:
 
 
 @contextmanager
-def _counting(module: Any) -> Iterator[Counter[int]]:
-    """Adds up the executions of every launch, because a check may launch several times."""
+def _counting(module: Any) -> Iterator[tuple[dict[str, None], Counter[int]]]:
+    """Notes the text of every module that a check launches, and adds up the executions of `module`."""
+    launched: dict[str, None] = {}
     total: Counter[int] = Counter()
-    launch = module._run
+    kind = type(module)
+    launch = kind._run
 
-    def counted(*arguments: Any) -> None:
+    def counted(self: Any, *arguments: Any) -> None:
         try:
-            launch(*arguments)
+            launch(self, *arguments)
         finally:
-            total.update(module.statistics.executions)
+            launched["\n".join(self.ptx_lines)] = None
+            if self is module:
+                total.update(module.statistics.executions)
 
-    module._run = counted
+    kind._run = counted
     try:
-        yield total
+        yield launched, total
     finally:
-        del module._run
+        kind._run = launch
 
 
 def _unchanged(
     check: Callable[[Options], Any], module: Any, schedules: Sequence[Options]
-) -> tuple[Counter[int], float]:
+) -> tuple[list[str], Counter[int], float]:
+    """The texts of what the check launches, the executions of `module`'s lines, and the slowest run's seconds."""
     slowest = 0.0
-    with _counting(module) as executions:
+    with _counting(module) as (launched, executions):
         for options in schedules:
             begin = time.monotonic()
             try:
@@ -250,7 +298,7 @@ def _unchanged(
             slowest = max(slowest, time.monotonic() - begin)
     if not executions:
         raise RuntimeError("the check never launched the kernel")
-    return executions, slowest
+    return list(launched), executions, slowest
 
 
 def _mutate(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from . import levels
+from . import levels, verdicts
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ DEFAULT_SCHEDULES = ("immediate", "random", "lazy")
 DEFAULT_SEEDS = 2
 _OWN_ARGUMENTS = ("schedules", "seeds", "arch")
 _GUARD_BYTES = 512
+_KEPT = "emulator_kept_verdicts"
 _compiled: pytest.StashKey[dict[Hashable, Any]] = pytest.StashKey()
 
 
@@ -61,6 +62,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         dest="emulator_races",
         help="do not detect races; tests whose marker asks for it still do",
+    )
+    group.addoption(
+        "--emulator-no-verdicts",
+        action="store_true",
+        help="run every mutant of mutation tests, also where nothing has changed since its verdict was kept",
     )
     parser.addini(
         "emulator_detect_races",
@@ -387,6 +393,19 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Keeps the verdicts of mutation tests, and tells the report when they are kept ones."""
+    wanted = not item.config.getoption("emulator_no_verdicts", False)
+    test = verdicts.Test(item.nodeid, item.path, item.config.rootpath) if wanted else None
+    with verdicts.kept_for(test):
+        try:
+            return (yield)
+        finally:
+            if test and test.hits:
+                item.user_properties.append((_KEPT, test.hits))
+
+
 # ---- reports -------------------------------------------------------------------------------------
 
 
@@ -413,3 +432,19 @@ def pytest_runtest_makereport(
             lines += "\n--emulator-races detects races in this schedule too"
         report.sections.append(("emulator schedule", lines))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many mutation tests did not run their mutants; their reports come from workers, too."""
+    kept = {
+        report.nodeid
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, _ in getattr(report, "user_properties", ())
+        if name == _KEPT
+    }
+    if kept:
+        terminalreporter.write_line(
+            f"cula-emulator: the verdicts of {len(kept)} mutation test(s) are kept ones, because nothing that"
+            " they depend on has changed; --emulator-no-verdicts runs the mutants again"
+        )
