@@ -349,16 +349,19 @@ def test_distributed_over_workers(run):
 
 
 @pytest.mark.parametrize(
-    ("end", "error", "rebuilt"),
+    ("end", "arguments", "error", "rebuilt"),
     [
-        ("pass", None, True),
-        ("assert False", None, True),
-        ("pytest.exit('enough')", None, False),
-        ("pass", cula_emulator.BuildError("no room"), True),
+        ("pass", (), None, True),
+        ("assert False", (), None, True),
+        ("pytest.exit('enough')", (), None, False),
+        ("pass", ("--emulator-no-rebuild",), None, False),
+        ("pass", (), cula_emulator.BuildError("no room"), True),
     ],
-    ids=["passes", "fails", "is stopped", "does not build"],
+    ids=["passes", "fails", "is stopped", "is told not to", "does not build"],
 )
-def test_slow_kernels_are_compiled_when_the_tests_are_over(run, monkeypatch, end, error, rebuilt):
+def test_slow_kernels_are_compiled_when_the_tests_are_over(
+    run, monkeypatch, end, arguments, error, rebuilt
+):
     seen = []
 
     def rebuild(quick):
@@ -381,7 +384,7 @@ def test_slow_kernels_are_compiled_when_the_tests_are_over(run, monkeypatch, end
             levels.book(Path(name), seconds / 2)
         {end}
     """
-    text = run(source).stdout.str()
+    text = run(source, *arguments).stdout.str()
     assert seen == ["slow"] * rebuilt
     assert ("compiles 1 slow kernel(s) for the next run" in text) == rebuilt
     assert ("a slow kernel stays as it is: no room" in text) == bool(error)

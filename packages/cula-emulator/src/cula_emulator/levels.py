@@ -1,8 +1,9 @@
 """How much work the compiler puts into a kernel, and which kernels are worth more of it.
 
 A test session builds its kernels at the quick level: they compile in a third of the time, and run up to four times as
-long. What ran for more than SLOW_SECONDS is compiled again at the full level when the tests are over, so that the next
-session finds it in the cache, where the full level is always preferred. Results have the same bits at both.
+long. What ran for more than SLOW_SECONDS of processor time is compiled again at the full level when the tests are over,
+so that the next session finds it in the cache, where the full level is always preferred. Results have the same bits at
+both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FULL = Level(
 
 @dataclass
 class QuickBuild:
-    """What a library of the quick level was made of, and how long its kernels ran in this session."""
+    """What a library of the quick level was made of, and how long its kernels ran in this process."""
 
     ptx: str
     host_object: bytes | None

@@ -183,27 +183,28 @@ def run(
     def job(line: int) -> list[Finding]:
         return _mutate(check, line, schedules, limit, exhaustive)
 
-    test, name = verdicts.current(), ""
-    if test:
-        counts, given = sorted(executions.items()), (list(wanted), list(schedules))
-        name = verdicts.key(test, launched, counts, *given, time_limit, exhaustive)
-    found = _kept(name, set(reached)) if test else None
-    kept = found is not None
-    if test and kept:
-        test.hits += 1
-    if found is None:
-        found = {}
-        patience = len(schedules) * limit + _GRACE_SECONDS
+    def run_mutants() -> dict[int, tuple[Finding, ...]]:
+        found, patience = {}, len(schedules) * limit + _GRACE_SECONDS
         jobs = _in_processes(job, list(reached), processes or _cpus(), patience)
         for line, findings, seconds in jobs:
             book(module.path, seconds)
             found[line] = tuple(findings)
+        return found
+
+    test, kept = verdicts.current(), None
+    if test:
+        counts, given = sorted(executions.items()), (list(wanted), list(schedules))
+        name = verdicts.key(test, launched, counts, *given, time_limit, exhaustive)
+        kept = _kept(name, set(reached))
+        test.hits += kept is not None
+    found = run_mutants() if kept is None else kept
+    if test and kept is None:
         _keep(name, found)
     for line, findings in found.items():
         reached[line] = dataclasses.replace(reached[line], findings=findings)
     every = tuple(reached.get(m.line, m) for m in mutants)
     labels = tuple(map(_label, schedules))
-    return Report(every, labels, time.monotonic() - started, kept)
+    return Report(every, labels, time.monotonic() - started, kept is not None)
 
 
 def _kept(name: str, lines: set[int]) -> dict[int, tuple[Finding, ...]] | None:
@@ -211,7 +212,7 @@ def _kept(name: str, lines: set[int]) -> dict[int, tuple[Finding, ...]] | None:
     try:
         found = {
             int(line): tuple(Finding(*map(str, f)) for f in findings)
-            for line, findings in (verdicts.load(name) or {}).items()
+            for line, findings in verdicts.load(name).items()
         }
     except (AttributeError, TypeError, ValueError):
         return None
@@ -221,7 +222,7 @@ def _kept(name: str, lines: set[int]) -> dict[int, tuple[Finding, ...]] | None:
 def _keep(name: str, found: dict[int, tuple[Finding, ...]]) -> None:
     """Keeps findings, unless one depends on how busy the machine was."""
     timely = ("hangs", "killed", "TimeLimitExceeded")
-    if name and not any(f.how.startswith(timely) for every in found.values() for f in every):
+    if not any(f.how.startswith(timely) for every in found.values() for f in every):
         every = {line: list(map(dataclasses.astuple, findings)) for line, findings in found.items()}
         verdicts.save(name, every)
 
@@ -345,14 +346,14 @@ def _child(job: Callable[[int], list[Finding]], line: int, answer: Connection) -
         import torch
 
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
-    answer.send(job(line))
+    answer.send((job(line), time.process_time()))
     answer.close()
 
 
 def _in_processes(
     job: Callable[[int], list[Finding]], lines: list[int], processes: int, patience: float
 ) -> Iterator[tuple[int, list[Finding], float]]:
-    """(line, job(line), seconds) in the order of completion.
+    """(line, job(line), seconds of processor time) in the order of completion.
 
     A process that dies or outlives `patience` is a finding too.
     """
@@ -376,14 +377,15 @@ def _in_processes(
             first_end = min(begin for _, _, begin in running.values()) + patience
             ended: list[Any] = wait(list(running), max(0.0, first_end - time.monotonic()))
             for ready in ended:
-                line, process, begin = running.pop(ready)
+                line, process, _ = running.pop(ready)
                 try:
-                    findings = ready.recv()
+                    findings, seconds = ready.recv()
                 except EOFError:
                     process.join()
-                    findings = [Finding("any", f"killed by signal {-(process.exitcode or 0)}", "")]
+                    signal = -(process.exitcode or 0)
+                    findings, seconds = [Finding("any", f"killed by signal {signal}", "")], 0.0
                 process.join()
-                yield line, findings, time.monotonic() - begin
+                yield line, findings, seconds
             for receiver, (line, process, begin) in list(running.items()):
                 if time.monotonic() >= begin + patience:
                     del running[receiver]

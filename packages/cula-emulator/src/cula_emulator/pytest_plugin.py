@@ -64,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="do not detect races; tests whose marker asks for it still do",
     )
     group.addoption(
+        "--emulator-no-rebuild",
+        action="store_true",
+        help="do not compile slow kernels again for the next run; for machines that throw the cache away",
+    )
+    group.addoption(
         "--emulator-no-verdicts",
         action="store_true",
         help="run every mutant of mutation tests, also where nothing has changed since its verdict was kept",
@@ -179,10 +184,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Compiles the kernels that ran for long at the full level, for the next session."""
-    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return
     slow = levels.take_slow()
-    if not slow:
+    finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not slow or not finished or session.config.getoption("emulator_no_rebuild", False):
         return
     from .build import rebuild
     from .errors import BuildError

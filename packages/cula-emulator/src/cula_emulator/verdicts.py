@@ -67,7 +67,7 @@ def key(test: Test, *facts: Any) -> str:
     )
 
 
-def load(name: str) -> Any | None:
+def load(name: str) -> Any:
     """What `save` was given under this name, or None."""
     found = cache.find(f"{name}.verdicts")
     if found is None:
