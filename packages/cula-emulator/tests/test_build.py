@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_case import PTX, RUN, compiled, finish, logging_compiler, start
+from build_processes import PTX, RUN, compiled, finish, logging_compiler, start
 
 import cula_emulator as emulator
 from cula_emulator import build, cache, levels, library, toolchain

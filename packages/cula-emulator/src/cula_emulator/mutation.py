@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from . import verdicts
+from .emit.registry import Order, order_of
 from .errors import EmulatorError
 from .levels import book
 from .options import Options
@@ -37,16 +38,6 @@ SCHEDULES = (
     ),
 )
 
-# Opcodes that order threads or engines. `ignore_line` skips the first kind. The second kind does nothing in the
-# emulator, so that its absence cannot show.
-_MODELLED = re.compile(
-    r"mbarrier\.(arrive|expect_tx|try_wait|test_wait)|cp\.async\.(wait|commit|mbarrier)|cp\.async\.bulk\.(wait|commit)"
-    r"|wgmma\.(wait|commit)|tcgen05\.(commit|wait::st)|bar(rier)?\.|fence\.proxy\.async|fence\.(sc|acq|rel)|membar"
-)
-_NOT_MODELLED = re.compile(
-    r"wgmma\.fence|tcgen05\.(fence|wait::ld)|fence\.|griddepcontrol\.wait|mbarrier\.complete_tx"
-)
-_ORDINARY_FENCE = re.compile(r"fence\.(sc|acq|rel)|membar")
 _GRACE_SECONDS = 30.0
 
 
@@ -137,7 +128,7 @@ def synchronisation(ptx: str) -> dict[int, str]:
     found: dict[int, str] = {}
     for kernel in parse(ptx).kernels:
         for item in kernel.body:
-            if isinstance(item, ir.Instruction) and _is(item.opcode, _MODELLED, _NOT_MODELLED):
+            if isinstance(item, ir.Instruction) and order_of(item.opcode):
                 found.setdefault(item.line, " ".join(item.text.rstrip(";").split()))
     return dict(sorted(found.items()))
 
@@ -227,20 +218,14 @@ def _keep(name: str, found: dict[int, tuple[Finding, ...]]) -> None:
         verdicts.save(name, every)
 
 
-def _is(opcode: str, *patterns: re.Pattern[str]) -> bool:
-    return any(pattern.match(opcode) for pattern in patterns)
-
-
 def _opcode(text: str) -> str:
     words = [w for w in text.split() if not w.startswith("@")]
     return words[0] if words else ""
 
 
 def _is_modelled(text: str, races: bool) -> bool:
-    opcode = _opcode(text)
-    if _is(opcode, _ORDINARY_FENCE):
-        return races
-    return _is(opcode, _MODELLED) or not _is(opcode, _NOT_MODELLED)
+    order = order_of(_opcode(text))
+    return races if order is Order.FENCE else order is not Order.ABSENT
 
 
 def _label(options: Options) -> str:
