@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import softfloat as sf
-from scalar_case import Case
+from scalar_rows import Case
 from softfloat import E4M3, E5M2, F16, F32, FORMATS, TF32
 from tables_integer import clamp, mask, number
 

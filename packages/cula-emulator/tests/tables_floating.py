@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import softfloat as sf
-from scalar_case import Approximate, Case
+from scalar_rows import Approximate, Case
 from softfloat import BF16, F16, F32, F64, FORMATS
 
 CASES: list[Case] = []

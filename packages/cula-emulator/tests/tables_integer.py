@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalar_case import Case
+from scalar_rows import Case
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 
 import softfloat as sf
-from scalar_case import Case
+from scalar_rows import Case
 from tables_integer import M32, mask, number, signed
 
 CASES: list[Case] = []

@@ -13,7 +13,7 @@ a word, predicates are 0 or 1; where one value has 64 bits, all take two words. 
 None where every bit must agree, or an Approximate.
 """
 
-from scalar_case import HEADER, Approximate, Case, entry, expected, mismatches, pack, samples
+from scalar_rows import HEADER, Approximate, Case, entry, expected, mismatches, pack, samples
 from tables_conversion import CASES as CONVERSION
 from tables_floating import CASES as FLOATING
 from tables_integer import CASES as INTEGER

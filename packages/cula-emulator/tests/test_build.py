@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_case import PTX, RUN, compiled, finish, logging_compiler, start
+from build_processes import PTX, RUN, compiled, finish, logging_compiler, start
 
 import cula_emulator as emulator
-from cula_emulator import build, cache, toolchain
+from cula_emulator import build, cache, levels, library, toolchain
 
 RUNTIME_SOURCES = sorted(path.name for path in build.RUNTIME.glob("*.cpp"))
 
@@ -31,11 +31,21 @@ def raced(tmp_path_factory):
     return folder / "cache", compiler, compiled(folder)
 
 
+def copy_cache(old, new):
+    """Copies a cache folder, but for its large headers, which are linked."""
+
+    def copy(source, target):
+        (os.link if source.endswith(".gch") else shutil.copy2)(source, target)
+
+    shutil.copytree(old, new, copy_function=copy)
+
+
 @pytest.fixture
 def filled(raced, tmp_path, monkeypatch):
     """A private copy of that cache, in the environment of this process; the log is empty."""
     folder = tmp_path / "cache"
-    shutil.copytree(raced[0], folder)
+    copy_cache(raced[0], folder)
+    monkeypatch.setattr(levels, "_first", levels.FULL)
     monkeypatch.setenv("CXX", str(raced[1]))
     monkeypatch.setenv("CULA_EMULATOR_CACHE", str(folder))
     monkeypatch.setenv("CULA_EMULATOR_CXXFLAGS", "-O0")
@@ -69,8 +79,8 @@ def seven(module):
 
 def test_processes_that_build_at_once_compile_everything_once(raced):
     folder, _, done = raced
-    assert sorted(done) == sorted([*RUNTIME_SOURCES, "kernel.cpp", "link"])
-    assert {path.suffix for path in folder.iterdir()} == {".so", ".o", ".json"}
+    assert sorted(done) == sorted([*RUNTIME_SOURCES, "header", "kernel.cpp", "link"])
+    assert {path.suffix for path in folder.iterdir()} == {".so", ".o", ".json", ".h", ".gch"}
 
 
 def test_second_run_compiles_nothing_and_starts_in_half_a_second(filled, log):
@@ -134,6 +144,96 @@ def test_file_system_without_locks(filled, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     assert seven(emulator.EmulatedModule(PTX.replace("7;", "5;"))) == 5
+
+
+# ---- levels ---------------------------------------------------------------------------------
+
+
+def test_quick_build_that_ran_for_long_is_rebuilt(filled, log, monkeypatch):
+    monkeypatch.setattr(levels, "_first", levels.QUICK)
+    monkeypatch.setattr(levels, "_quick_builds", {})
+    text = PTX.replace("7;", "2;")
+    quick = emulator.EmulatedModule(text)
+    assert seven(quick) == 2 and log() == ["header", "kernel.cpp", "link"]
+    assert emulator.EmulatedModule(text).path == quick.path and not log()
+    assert emulator.EmulatedModule(PTX).path not in levels._quick_builds  # of the full level
+    (one,) = levels._quick_builds.values()
+    assert 0 < one.seconds < levels.SLOW_SECONDS
+    assert levels.take_slow() == []
+
+    emulator.EmulatedModule(text)
+    levels.book(quick.path, 1.5 * levels.SLOW_SECONDS)
+    (slow,) = levels.take_slow()
+    build.rebuild(slow)
+    assert log() == ["kernel.cpp", "link"] and levels.take_slow() == []
+    full = emulator.EmulatedModule(text)
+    assert full.path != quick.path and seven(full) == 2 and not log()
+
+
+def test_processes_that_rebuild_at_once_compile_once(filled, log):
+    code = """
+import sys
+from cula_emulator import build, levels
+build.rebuild(levels.QuickBuild(sys.argv[1], None))
+"""
+    for process in [start(code, PTX.replace("7;", "2;")) for _ in range(2)]:
+        finish(process)
+    assert log() == ["kernel.cpp", "link"]
+
+
+ROUNDING = """.version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry rounding(.param .u64 in, .param .u64 out)
+{
+.reg .b32 %r<4>; .reg .f32 %f<12>; .reg .b64 %rd<8>; .reg .f64 %d<8>; .reg .b16 %h<4>;
+ld.param.u64 %rd1, [in]; ld.param.u64 %rd2, [out];
+mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd1, %rd3; mul.wide.u32 %rd5, %r1, 32;
+add.s64 %rd6, %rd2, %rd5; ld.global.f32 %f1, [%rd4];
+mul.f32 %f2, %f1, %f1; add.f32 %f2, %f2, %f1; st.global.f32 [%rd6], %f2;
+mul.rn.f32 %f3, %f1, 0f3E9E3779; sub.f32 %f3, %f3, %f2; st.global.f32 [%rd6+4], %f3;
+fma.rn.f32 %f4, %f1, %f2, %f3; st.global.f32 [%rd6+8], %f4;
+div.rn.f32 %f5, %f1, %f4; sqrt.rn.f32 %f5, %f5; st.global.f32 [%rd6+12], %f5;
+ex2.approx.f32 %f6, %f1; rcp.rn.f32 %f6, %f6; st.global.f32 [%rd6+16], %f6;
+cvt.rn.bf16.f32 %h1, %f4; cvt.f32.bf16 %f7, %h1; st.global.f32 [%rd6+20], %f7;
+cvt.f64.f32 %d1, %f1; mul.f64 %d2, %d1, %d1; add.f64 %d2, %d2, %d1; st.global.f64 [%rd6+24], %d2;
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize("kernel", ["rounding", "softmax.sm_80", "matmul.sm_80"])
+def test_levels_give_the_same_bits(kernel, monkeypatch):
+    """Products and sums that a compiler would like to fuse, exponentials, and a pipeline of matrix products."""
+    torch.manual_seed(0)
+    results = []
+    for level in (levels.QUICK, levels.FULL):
+        monkeypatch.setattr(
+            library, "build", lambda *given, at=level: build._build(toolchain.find(), at, *given)
+        )
+        if kernel == "rounding":
+            module = emulator.EmulatedModule(ROUNDING)
+            given, out = torch.linspace(-3, 7, 1024), torch.zeros(1024, 8)
+            module.launch("rounding", (1,), (1024,), (given, out))
+        else:
+            text = (Path(__file__).parent / "triton_ptx" / f"{kernel}.ptx").read_text()
+            module = emulator.EmulatedModule(text)
+            (entry,) = module.kernels
+            if "softmax" in kernel:
+                x = torch.linspace(-5, 9, 600).view(3, 200).sin()
+                out, grid = torch.zeros(3, 200), (3,)
+                arguments = (x, out, 200)
+            else:
+                a = torch.linspace(0, 90, 64 * 128).sin().half().view(64, 128)
+                b = torch.linspace(0, 70, 128 * 128).cos().half().view(128, 128)
+                out, grid = torch.zeros(64, 128), (1, 2)
+                arguments = (a, b, out, 64, 128, 128)
+            unused = [None] * (len(module.parameters[entry]) - len(arguments))
+            module.launch(entry, grid, (128,), [*arguments, *unused], shared_bytes=98304)
+        results.append((module.path, out))
+    (quick, one), (full, other) = results
+    assert quick != full and one.count_nonzero() > one.numel() / 2
+    assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 # ---- folders that refuse --------------------------------------------------------------------
@@ -280,6 +380,28 @@ def test_damaged_object_is_rebuilt(filled, log, damage, links):
     assert done.count("link") == links and "kernel.cpp" in done and len(done) == links + 2
 
 
+@pytest.mark.parametrize("damage", [cut, blank, lambda data: b""], ids=["cut", "blank", "empty"])
+def test_damaged_header_is_left_out_or_rebuilt(filled, log, damage):
+    (path,) = filled.glob("*.gch")
+    data = path.read_bytes()
+    path.unlink()  # the file is shared with other tests
+    path.write_bytes(damage(data))
+    assert seven(emulator.EmulatedModule(PTX.replace("7;", "2;"))) == 2
+    assert set(log()) <= {"header", "kernel.cpp", "link"}
+    assert seven(emulator.EmulatedModule(PTX.replace("7;", "1;"))) == 1
+
+
+def test_old_headers_go_when_a_new_one_comes(filled, monkeypatch):
+    (old,) = filled.glob("*.gch")
+    old.unlink()
+    old.write_text("old")
+    (filled / "young.gch").write_text("young")
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(levels, "_first", levels.QUICK)  # of which this cache has no header
+    assert seven(emulator.EmulatedModule(PTX.replace("7;", "2;"))) == 2
+    assert len(list(filled.glob("*.gch"))) == 2 and not old.exists()
+
+
 def test_library_that_never_loads_is_a_build_error(filled, monkeypatch):
     def refuse(*_, **__):
         raise OSError("failed to map segment from shared object")
@@ -344,10 +466,15 @@ def test_flags_that_the_compiler_refuses_are_left_out(filled, tmp_path, monkeypa
         'echo "error: unknown argument" >&2; exit 1;; esac\nexec g++ "$@"\n'
     )
     picky.chmod(0o755)
-    usual = build._kernel_flags(toolchain.find())
-    assert {"-march=native", *build._KERNEL_FLAGS, *build._WANTED_KERNEL_FLAGS} == set(usual)
+    usual = build._kernel_flags(toolchain.find(), levels.FULL)
+    assert {
+        "-march=native",
+        *build._KERNEL_FLAGS,
+        *levels.FULL.flags,
+        *levels.FULL.wanted,
+    } == set(usual)
     monkeypatch.setenv("CXX", str(picky))
-    refused = build._kernel_flags(toolchain.find())
+    refused = build._kernel_flags(toolchain.find(), levels.FULL)
     assert set(usual) - set(refused) == {"-march=native", "-fno-tree-pta"}
 
 
@@ -399,7 +526,7 @@ def test_linker_messages_are_shown_without_the_summary():
 def test_interrupted_build_leaves_no_half_files(raced, tmp_path):
     """A process that is killed while it compiles leaves a folder that the next one ignores."""
     folder = tmp_path / "cache"
-    shutil.copytree(raced[0], folder)
+    copy_cache(raced[0], folder)
     slow = tmp_path / "slow"
     slow.write_text('#!/bin/sh\ncase "$*" in *kernel.cpp*) sleep 30;; esac\nexec g++ "$@"\n')
     slow.chmod(0o755)

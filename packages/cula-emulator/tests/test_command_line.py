@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from build_case import PTX
+from build_processes import PTX
 
 import cula_emulator
 

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 import cula_emulator as emulator
-from cula_emulator import mutation
+from cula_emulator import mutation, verdicts
+from cula_emulator.emit.registry import Order, order_of
 
 IMMEDIATE = (emulator.Options(detect_races=True),)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_verdicts():
+    """The harness itself is tested here, so that its mutants run every time."""
+    with verdicts.kept_for(None):
+        yield
+
 
 # Turns the words of a CTA round through shared memory. Its second barrier guards nothing.
 ROTATE = """
@@ -248,6 +257,23 @@ def test_synchronisation_lists_every_kind():
     found = mutation.synchronisation(ptx)
     assert list(found.values()) == wanted
     assert list(found) == list(range(7, 7 + len(wanted)))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "order"),
+    [
+        ("bar.red.popc.u32", Order.MODELLED),
+        ("mbarrier.arrive_drop.shared.b64", Order.MODELLED),
+        ("fence.proxy.async", Order.MODELLED),
+        ("fence.proxy.async.global", Order.ABSENT),
+        ("fence.proxy.tensormap::generic.acquire.gpu", Order.ABSENT),
+        ("fence.acquire.gpu", Order.FENCE),
+        ("mbarrier.init.shared.b64", None),
+        ("no.such.instruction", None),
+    ],
+)
+def test_what_an_instruction_orders_is_where_it_is_registered(opcode, order):
+    assert order_of(opcode) is order
 
 
 # ---- pipelines of the DSL ------------------------------------------------------------------------

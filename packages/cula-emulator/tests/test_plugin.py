@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import cula_emulator  # noqa: F401  (pytester forgets what an inner run imports first, and torch bears one import only)
+# pytester forgets what an inner run imports first, and torch bears one import only.
+import cula_emulator
+from cula_emulator import build, levels
 
 pytest_plugins = ["pytester"]
 
@@ -145,24 +147,47 @@ def test_marker_expression_selects_every_emulated_test(run):
     assert names(result) == ["test_plain"]
 
 
+FIRST, EVERY, NONE = [True, False, False, False, False], [True] * 5, [False] * 5
+
+
 @pytest.mark.parametrize(
     ("marker", "arguments", "ini", "expected"),
     [
-        ("", (), "", True),
-        ("", (), "emulator_detect_races = false", False),
-        ("", ("--emulator-races",), "emulator_detect_races = false", True),
-        ("", ("--no-emulator-races",), "", False),
-        ("detect_races=True", ("--no-emulator-races",), "", True),
-        ("detect_races=False", ("--emulator-races",), "", False),
+        ("", (), "", FIRST),
+        ("", (), "emulator_detect_races = true", EVERY),
+        ("", (), "emulator_detect_races = false", NONE),
+        ("", ("--emulator-races",), "", EVERY),
+        ("", ("--emulator-races",), "emulator_detect_races = false", EVERY),
+        ("", ("--no-emulator-races",), "", NONE),
+        ("detect_races=True", (), "", EVERY),
+        ("detect_races=True", ("--no-emulator-races",), "", EVERY),
+        ("detect_races=False", ("--emulator-races",), "", NONE),
+        ("detect_races='first'", (), "emulator_detect_races = false", FIRST),
+        ("detect_races='first'", ("--no-emulator-races",), "", FIRST),
+        ("detect_races='first'", ("--emulator-races",), "", EVERY),
+        ("detect_races='first', schedules=('lazy-4', 'lazy', 'lazy-4', 'random')", (), "", FIRST),
     ],
 )
 def test_race_detection_marker_then_command_line_then_ini(run, marker, arguments, ini, expected):
     source = f"""
+    seen = []
+
     @pytest.mark.emulated({marker})
     def test(emulated, emulator_schedule):
-        assert emulated.options is emulator_schedule and emulated.options.detect_races is {expected}
+        assert emulated.options is emulator_schedule
+        seen.append(emulated.options.detect_races)
+
+    def test_last():
+        assert seen == {expected}
     """
-    run(source, *arguments, ini=ini).assert_outcomes(passed=5)
+    run(source, *arguments, ini=ini).assert_outcomes(passed=6)
+
+
+def test_wrong_race_detection_is_an_error_at_collection(run):
+    for marker, ini in (("detect_races='last'", ""), ("", "emulator_detect_races = last")):
+        result = run(f"@pytest.mark.emulated({marker})\n{USES_IT}", ini=ini)
+        result.assert_outcomes(errors=1)
+        assert "detect_races must be True, False or 'first', not 'last'" in result.stdout.str()
 
 
 @pytest.mark.parametrize(("ini", "expected"), [("12.5", 12.5), ("0", None)])
@@ -215,7 +240,7 @@ def test_kernels_are_compiled_once(run):
         emulated(f, -n)
         assert calls.pop() == emulated.options.__class__(
             async_mode=emulated.options.async_mode, seed=emulated.options.seed,
-            detect_races=True, time_limit=300, concurrent_ctas=2
+            detect_races=emulated.options.async_mode == "immediate", time_limit=300, concurrent_ctas=2
         )
 
     def test_b(emulated):
@@ -299,11 +324,15 @@ def test_failure_names_schedule_and_how_to_run_it_again(run):
     result = run(source, "--emulator-seeds=4")
     result.assert_outcomes(passed=4, failed=1)
     text = result.stdout.str()
-    assert "Options(async_mode='lazy', seed=3, detect_races=True)" in text
+    assert "Options(async_mode='lazy', seed=3)" in text
+    assert "--emulator-races detects races in this schedule too" in text
     again = re.search(r"again: pytest '(\S+)' (\S+)", text)
     assert again.groups() == ("test_inner.py::test[5-lazy-3]", "--emulator-seeds=4")
-    rerun = run(source, *again.groups())
+    rerun = run(source, *again.groups(), "--emulator-races")
     rerun.assert_outcomes(failed=1)
+    text = rerun.stdout.str()
+    assert "Options(async_mode='lazy', seed=3, detect_races=True)" in text
+    assert "--emulator-seeds=4 --emulator-races" in text and "in this schedule too" not in text
 
 
 def test_distributed_over_workers(run):
@@ -316,7 +345,49 @@ def test_distributed_over_workers(run):
     """
     result = run(source, "-n2")
     result.assert_outcomes(passed=3, failed=2)
-    assert "Options(async_mode='lazy', seed=1, detect_races=True)" in result.stdout.str()
+    assert "Options(async_mode='lazy', seed=1)" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("end", "arguments", "error", "rebuilt"),
+    [
+        ("pass", (), None, True),
+        ("assert False", (), None, True),
+        ("pytest.exit('enough')", (), None, False),
+        ("pass", ("--emulator-no-rebuild",), None, False),
+        ("pass", (), cula_emulator.BuildError("no room"), True),
+    ],
+    ids=["passes", "fails", "is stopped", "is told not to", "does not build"],
+)
+def test_slow_kernels_are_compiled_when_the_tests_are_over(
+    run, monkeypatch, end, arguments, error, rebuilt
+):
+    seen = []
+
+    def rebuild(quick):
+        seen.append(quick.ptx)
+        if error:
+            raise error
+
+    monkeypatch.setattr(build, "rebuild", rebuild)
+    monkeypatch.setattr(levels, "_first", levels.FULL)
+    monkeypatch.setattr(levels, "_quick_builds", {})
+    source = f"""
+    from pathlib import Path
+    from cula_emulator import levels
+
+    def test():
+        assert levels.first() is levels.QUICK
+        for name, seconds in (("quick", 0.9), ("slow", 1.1)):
+            levels.remember(Path(name), name, None)
+            levels.book(Path(name), seconds / 2)
+            levels.book(Path(name), seconds / 2)
+        {end}
+    """
+    text = run(source, *arguments).stdout.str()
+    assert seen == ["slow"] * rebuilt
+    assert ("compiles 1 slow kernel(s) for the next run" in text) == rebuilt
+    assert ("a slow kernel stays as it is: no room" in text) == bool(error)
 
 
 def test_loading_it_twice_is_harmless(pytester):

@@ -1,5 +1,6 @@
 """The happens-before check on shared memory: every kind of order, with it and without."""
 
+import random
 import re
 
 import pytest
@@ -222,6 +223,128 @@ def test_each_byte_has_its_own_past(schedule):
     run(module, "bytes", schedule)
     with pytest.raises(emulator.DataRace):
         run(module, "words", schedule)
+
+
+def test_a_byte_that_was_read_is_not_its_neighbour(schedule):
+    """Only the byte that was read conflicts with a write, also in a word that was written as a whole before."""
+    body = (
+        PROLOGUE
+        + "setp.eq.u32 %p3, %r2, 0; setp.eq.u32 %p4, %r2, 33; @%p3 st.shared.b32 [%r12], 7;"
+        "bar.sync 0; @%p3 ld.shared.u8 %r13, [%r12+1]; @%p4 st.shared.b8 [%r12+{byte}], %r2;"
+        "bar.sync 0; @%p3 st.shared.b32 [%r12], 7; bar.sync 0; @%p4 st.shared.b16 [%r12+2], %h1;"
+    )
+    module = build({f"byte{n}": body.format(byte=n) for n in range(4)}, SHARED)
+    for byte in (0, 2, 3):
+        run(module, f"byte{byte}", schedule)
+    with pytest.raises(emulator.DataRace, match="shared byte 0x401 "):
+        run(module, "byte1", schedule)
+
+
+def test_a_strong_read_does_not_excuse_an_ordinary_one(schedule):
+    """A strong write may meet strong reads only, whatever the reader did besides."""
+    write = "@%p7 st.volatile.shared.b32 [%r12], 1;"
+    strong = "@!%p7 ld.volatile.shared.b32 %r13, [%r12];"
+    module = build(
+        {
+            "strong": PROLOGUE + strong + strong + write,
+            "ordinary": PROLOGUE + "@!%p7 ld.shared.b32 %r13, [%r12];" + strong + write,
+        },
+        SHARED,
+    )
+    run(module, "strong", schedule)
+    with pytest.raises(emulator.DataRace):
+        run(module, "ordinary", schedule)
+
+
+# ---- random programs -----------------------------------------------------------------------------
+
+
+class Program:
+    """A random kernel of two warps, and whether it races, found by comparing all its accesses with each other."""
+
+    def __init__(self, seed):
+        choose = random.Random(seed)
+        self.lines, self.races = [], False
+        # What each thread knows of the others, and the accesses to each byte: (thread, its clock, whether it writes).
+        self.known = [[int(t == other) for other in range(64)] for t in range(64)]
+        self.bytes = {}
+        for _ in range(choose.randint(4, 24)):
+            step = choose.choice(("lane", "lane", "lanes", "lanes", "warp", "warp", "cta"))
+            getattr(self, step)(choose)
+
+    def meet(self, threads):
+        all_known = [max(column) for column in zip(*(self.known[t] for t in threads))]
+        for t in threads:
+            self.known[t] = [*all_known]
+            self.known[t][t] += 1
+
+    def cta(self, choose):
+        self.lines.append("bar.sync 0;")
+        self.meet(range(64))
+
+    def warp(self, choose):
+        self.lines.append("bar.warp.sync -1;")
+        self.meet(range(32))
+        self.meet(range(32, 64))
+
+    def access(self, thread, begin, size, write):
+        for byte in range(begin, begin + size):
+            before = self.bytes.setdefault(byte, [])
+            self.races |= any(
+                (write or wrote) and self.known[thread][other] < clock
+                for other, clock, wrote in before
+            )
+            before.append((thread, self.known[thread][thread], write))
+
+    def lane(self, choose):
+        """One thread touches a few bytes at the start of the tile."""
+        thread, size = choose.randrange(64), choose.choice((1, 2, 4, 8))
+        write = choose.random() < 0.4
+        begin = choose.randrange(0, 16, size)
+        kind = f"st.shared.b{8 * size}" if write else f"ld.shared.b{8 * size}"
+        register = "%rd6" if size == 8 else "%r14"
+        operands = f"[%r12+{begin}], {register}" if write else f"{register}, [%r12+{begin}]"
+        self.lines.append(f"setp.eq.u32 %p3, %r2, {thread}; @%p3 {kind} {operands};")
+        self.access(thread, begin, size, write)
+
+    def lanes(self, choose):
+        """The lanes of one warp or both touch a word each, or all read the same ones."""
+        threads = choose.choice((range(32), range(32, 64), range(64)))
+        write, same = choose.random() < 0.3, choose.random() < 0.5
+        first, last = threads[0], threads[-1]
+        condition = f"setp.ge.u32 %p3, %r2, {first}; setp.le.and.u32 %p3, %r2, {last}, %p3;"
+        if write:
+            self.lines.append(f"{condition} @%p3 st.shared.b32 [%r11], %r2;")
+        else:
+            address = "%r12" if same else "%r11"
+            self.lines.append(f"{condition} @%p3 ld.shared.b32 %r14, [{address}];")
+        for t in threads:
+            self.access(t, 4 * t if write or not same else 0, 4, write)
+
+
+PROGRAMS = [Program(seed) for seed in range(120)]
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return build({f"p{n}": PROLOGUE + " ".join(p.lines) for n, p in enumerate(PROGRAMS)}, SHARED)
+
+
+def test_random_programs_of_both_kinds():
+    assert 20 <= sum(p.races for p in PROGRAMS) <= 100
+
+
+def test_verdicts_of_random_programs(programs, schedule):
+    wrong = []
+    for n, program in enumerate(PROGRAMS):
+        try:
+            run(programs, f"p{n}", schedule)
+            found = False
+        except emulator.DataRace:
+            found = True
+        if found != program.races:
+            wrong.append((n, found, program.lines))
+    assert not wrong, wrong
 
 
 def test_lanes_may_write_one_place_together(schedule):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix_case import check_all, run_body
+from matrix_launches import check_all, run_body
 from tables_tcgen05 import HEADER, TCGEN05, instruction, tcgen05_case
 
 import cula_emulator as emulator

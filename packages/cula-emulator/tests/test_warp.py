@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ptx_module import build
-from scalar_case import HEADER, entry, mismatches, pack, samples
+from scalar_rows import HEADER, entry, mismatches, pack, samples
 from tables_warp import CASES
 from test_scalar import words
 

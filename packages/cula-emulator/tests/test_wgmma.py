@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from matrix_case import build, check, check_all, run_body
+from matrix_launches import build, check, check_all, run_body
 from tables_wgmma import WGMMA, layout, wgmma_case
 
 import cula_emulator as emulator

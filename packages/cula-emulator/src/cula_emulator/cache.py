@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SUFFIXES = (".so", ".o", ".json", ".cpp", ".lock")
+_SUFFIXES = (".so", ".o", ".h", ".gch", ".json", ".verdicts", ".cpp", ".lock")
 _SCRATCH = "building-"
 LOCK_TIMEOUT = 600.0  # seconds; nothing that is built here takes longer
 _broken: set[Path] = set()

@@ -4,7 +4,8 @@
     assert [m.line for m in report.unnoticed] == []
     print(report.table())
 
-A line whose absence nothing notices is either redundant or not tested.
+A line whose absence nothing notices is either redundant or not tested. In a test of pytest the verdicts are kept (see
+`verdicts`): where nothing has changed that they depend on, the mutants do not run again, and the report says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from . import verdicts
+from .emit.registry import Order, order_of
 from .errors import EmulatorError
+from .levels import book
 from .options import Options
 from .ptx import ir, parse
 
@@ -34,16 +38,6 @@ SCHEDULES = (
     ),
 )
 
-# Opcodes that order threads or engines. `ignore_line` skips the first kind. The second kind does nothing in the
-# emulator, so that its absence cannot show.
-_MODELLED = re.compile(
-    r"mbarrier\.(arrive|expect_tx|try_wait|test_wait)|cp\.async\.(wait|commit|mbarrier)|cp\.async\.bulk\.(wait|commit)"
-    r"|wgmma\.(wait|commit)|tcgen05\.(commit|wait::st)|bar(rier)?\.|fence\.proxy\.async|fence\.(sc|acq|rel)|membar"
-)
-_NOT_MODELLED = re.compile(
-    r"wgmma\.fence|tcgen05\.(fence|wait::ld)|fence\.|griddepcontrol\.wait|mbarrier\.complete_tx"
-)
-_ORDINARY_FENCE = re.compile(r"fence\.(sc|acq|rel)|membar")
 _GRACE_SECONDS = 30.0
 
 
@@ -82,11 +76,15 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The mutants of a kernel in the order of its lines, and the schedules that looked for them."""
+    """The mutants of a kernel in the order of its lines, and the schedules that looked for them.
+
+    kept: whether the verdicts are those of an earlier run, in which nothing was different.
+    """
 
     mutants: tuple[Mutant, ...]
     schedules: tuple[str, ...]
     seconds: float
+    kept: bool = False
 
     def _with_status(self, status: str) -> tuple[Mutant, ...]:
         return tuple(m for m in self.mutants if m.status == status)
@@ -119,7 +117,10 @@ class Report:
     def __str__(self) -> str:
         counts = Counter(m.status for m in self.mutants)
         summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        return f"{summary or 'nothing to skip'} ({', '.join(self.schedules)})\n{self.table()}"
+        origin = ", verdicts kept from an earlier run" if self.kept else ""
+        return (
+            f"{summary or 'nothing to skip'} ({', '.join(self.schedules)}{origin})\n{self.table()}"
+        )
 
 
 def synchronisation(ptx: str) -> dict[int, str]:
@@ -127,7 +128,7 @@ def synchronisation(ptx: str) -> dict[int, str]:
     found: dict[int, str] = {}
     for kernel in parse(ptx).kernels:
         for item in kernel.body:
-            if isinstance(item, ir.Instruction) and _is(item.opcode, _MODELLED, _NOT_MODELLED):
+            if isinstance(item, ir.Instruction) and order_of(item.opcode):
                 found.setdefault(item.line, " ".join(item.text.rstrip(";").split()))
     return dict(sorted(found.items()))
 
@@ -161,7 +162,7 @@ def run(
     wanted = synchronisation("\n".join(module.ptx_lines))
     if lines is not None:
         wanted = {n: wanted.get(n, module.ptx_lines[n - 1].strip().rstrip(";")) for n in lines}
-    executions, slowest = _unchanged(check, module, schedules)
+    launched, executions, slowest = _unchanged(check, module, schedules)
     limit = time_limit or max(5.0, 20 * slowest)
     races = any(o.detect_races for o in schedules)
     mutants = [
@@ -173,15 +174,48 @@ def run(
     def job(line: int) -> list[Finding]:
         return _mutate(check, line, schedules, limit, exhaustive)
 
-    patience = len(schedules) * limit + _GRACE_SECONDS
-    for line, findings in _in_processes(job, list(reached), processes or _cpus(), patience):
-        reached[line] = dataclasses.replace(reached[line], findings=tuple(findings))
+    def run_mutants() -> dict[int, tuple[Finding, ...]]:
+        found, patience = {}, len(schedules) * limit + _GRACE_SECONDS
+        jobs = _in_processes(job, list(reached), processes or _cpus(), patience)
+        for line, findings, seconds in jobs:
+            book(module.path, seconds)
+            found[line] = tuple(findings)
+        return found
+
+    test, kept = verdicts.current(), None
+    if test:
+        counts, given = sorted(executions.items()), (list(wanted), list(schedules))
+        name = verdicts.key(test, launched, counts, *given, time_limit, exhaustive)
+        kept = _kept(name, set(reached))
+        test.hits += kept is not None
+    found = run_mutants() if kept is None else kept
+    if test and kept is None:
+        _keep(name, found)
+    for line, findings in found.items():
+        reached[line] = dataclasses.replace(reached[line], findings=findings)
     every = tuple(reached.get(m.line, m) for m in mutants)
-    return Report(every, tuple(map(_label, schedules)), time.monotonic() - started)
+    labels = tuple(map(_label, schedules))
+    return Report(every, labels, time.monotonic() - started, kept is not None)
 
 
-def _is(opcode: str, *patterns: re.Pattern[str]) -> bool:
-    return any(pattern.match(opcode) for pattern in patterns)
+def _kept(name: str, lines: set[int]) -> dict[int, tuple[Finding, ...]] | None:
+    """The findings for every line that an earlier run kept under a name, if there are any."""
+    try:
+        found = {
+            int(line): tuple(Finding(*map(str, f)) for f in findings)
+            for line, findings in verdicts.load(name).items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return found if found.keys() == lines else None
+
+
+def _keep(name: str, found: dict[int, tuple[Finding, ...]]) -> None:
+    """Keeps findings, unless one depends on how busy the machine was."""
+    timely = ("hangs", "killed", "TimeLimitExceeded")
+    if not any(f.how.startswith(timely) for every in found.values() for f in every):
+        every = {line: list(map(dataclasses.astuple, findings)) for line, findings in found.items()}
+        verdicts.save(name, every)
 
 
 def _opcode(text: str) -> str:
@@ -190,10 +224,8 @@ def _opcode(text: str) -> str:
 
 
 def _is_modelled(text: str, races: bool) -> bool:
-    opcode = _opcode(text)
-    if _is(opcode, _ORDINARY_FENCE):
-        return races
-    return _is(opcode, _MODELLED) or not _is(opcode, _NOT_MODELLED)
+    order = order_of(_opcode(text))
+    return races if order is Order.FENCE else order is not Order.ABSENT
 
 
 def _label(options: Options) -> str:
@@ -209,29 +241,34 @@ def _module_of(kernel: Any) -> Any:
 
 
 @contextmanager
-def _counting(module: Any) -> Iterator[Counter[int]]:
-    """Adds up the executions of every launch, because a check may launch several times."""
+def _counting(module: Any) -> Iterator[tuple[dict[str, None], Counter[int]]]:
+    """Notes the text of every module that a check launches, and adds up the executions of `module`."""
+    launched: dict[str, None] = {}
     total: Counter[int] = Counter()
-    launch = module._run
+    kind = type(module)
+    launch = kind._run
 
-    def counted(*arguments: Any) -> None:
+    def counted(self: Any, *arguments: Any) -> None:
         try:
-            launch(*arguments)
+            launch(self, *arguments)
         finally:
-            total.update(module.statistics.executions)
+            launched["\n".join(self.ptx_lines)] = None
+            if self is module:
+                total.update(module.statistics.executions)
 
-    module._run = counted
+    kind._run = counted
     try:
-        yield total
+        yield launched, total
     finally:
-        del module._run
+        kind._run = launch
 
 
 def _unchanged(
     check: Callable[[Options], Any], module: Any, schedules: Sequence[Options]
-) -> tuple[Counter[int], float]:
+) -> tuple[list[str], Counter[int], float]:
+    """The texts of what the check launches, the executions of `module`'s lines, and the slowest run's seconds."""
     slowest = 0.0
-    with _counting(module) as executions:
+    with _counting(module) as (launched, executions):
         for options in schedules:
             begin = time.monotonic()
             try:
@@ -247,7 +284,7 @@ def _unchanged(
             slowest = max(slowest, time.monotonic() - begin)
     if not executions:
         raise RuntimeError("the check never launched the kernel")
-    return executions, slowest
+    return list(launched), executions, slowest
 
 
 def _mutate(
@@ -294,14 +331,17 @@ def _child(job: Callable[[int], list[Finding]], line: int, answer: Connection) -
         import torch
 
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
-    answer.send(job(line))
+    answer.send((job(line), time.process_time()))
     answer.close()
 
 
 def _in_processes(
     job: Callable[[int], list[Finding]], lines: list[int], processes: int, patience: float
-) -> Iterator[tuple[int, list[Finding]]]:
-    """(line, job(line)) in the order of completion; a process that dies or outlives `patience` is a finding too."""
+) -> Iterator[tuple[int, list[Finding], float]]:
+    """(line, job(line), seconds of processor time) in the order of completion.
+
+    A process that dies or outlives `patience` is a finding too.
+    """
     context = multiprocessing.get_context(
         "fork"
     )  # the kernel, its library and the check are inherited
@@ -318,24 +358,29 @@ def _in_processes(
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 sender.close()
-                running[receiver] = (line, process, time.monotonic() + patience)
-            first_end = min(end for _, _, end in running.values())
+                running[receiver] = (line, process, time.monotonic())
+            first_end = min(begin for _, _, begin in running.values()) + patience
             ended: list[Any] = wait(list(running), max(0.0, first_end - time.monotonic()))
             for ready in ended:
                 line, process, _ = running.pop(ready)
                 try:
-                    findings = ready.recv()
+                    findings, seconds = ready.recv()
                 except EOFError:
                     process.join()
-                    findings = [Finding("any", f"killed by signal {-(process.exitcode or 0)}", "")]
+                    signal = -(process.exitcode or 0)
+                    findings, seconds = [Finding("any", f"killed by signal {signal}", "")], 0.0
                 process.join()
-                yield line, findings
-            for receiver, (line, process, end) in list(running.items()):
-                if time.monotonic() >= end:
+                yield line, findings, seconds
+            for receiver, (line, process, begin) in list(running.items()):
+                if time.monotonic() >= begin + patience:
                     del running[receiver]
                     process.kill()
                     process.join()
-                    yield line, [Finding("any", "hangs", f"killed after {patience:.0f} s")]
+                    yield (
+                        line,
+                        [Finding("any", "hangs", f"killed after {patience:.0f} s")],
+                        patience,
+                    )
     finally:
         for _, process, _ in running.values():
             process.kill()

@@ -14,10 +14,15 @@ The module is the pytest11 entry point of the distribution; from a source tree i
 from __future__ import annotations
 
 import dataclasses
+import os
+import warnings
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from . import levels, verdicts
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +33,7 @@ DEFAULT_SCHEDULES = ("immediate", "random", "lazy")
 DEFAULT_SEEDS = 2
 _OWN_ARGUMENTS = ("schedules", "seeds", "arch")
 _GUARD_BYTES = 512
+_KEPT = "emulator_kept_verdicts"
 _compiled: pytest.StashKey[dict[Hashable, Any]] = pytest.StashKey()
 
 
@@ -48,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         default=None,
         dest="emulator_races",
-        help="detect races on shared memory in emulated tests (the default unless the ini file says otherwise)",
+        help="detect races on shared memory in every schedule of emulated tests; by default in the first one",
     )
     group.addoption(
         "--no-emulator-races",
@@ -57,8 +63,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dest="emulator_races",
         help="do not detect races; tests whose marker asks for it still do",
     )
+    group.addoption(
+        "--emulator-no-rebuild",
+        action="store_true",
+        help="do not compile slow kernels again for the next run; for machines that throw the cache away",
+    )
+    group.addoption(
+        "--emulator-no-verdicts",
+        action="store_true",
+        help="run every mutant of mutation tests, also where nothing has changed since its verdict was kept",
+    )
     parser.addini(
-        "emulator_detect_races", "detect races in emulated tests", type="bool", default=True
+        "emulator_detect_races",
+        "the schedules of an emulated test in which races are detected: first, true for all, false for none",
+        default="first",
     )
     parser.addini(
         "emulator_time_limit", "seconds that one emulated launch may take, 0 for any", default="300"
@@ -69,9 +87,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "emulated(schedules=('immediate', 'random', 'lazy'), seeds=2, arch=None, **options): how the fixture `emulated`"
-        " runs its kernels; further keywords are fields of cula_emulator.Options. Every test with the fixture has it.",
+        " runs its kernels; further keywords are fields of cula_emulator.Options, of which detect_races may be 'first',"
+        " for the first schedule only. Every test with the fixture has the marker.",
     )
     config.stash[_compiled] = {}
+    levels.quick_first()
 
 
 def _marker_arguments(node: pytest.Item | pytest.Collector, where: str) -> dict[str, Any]:
@@ -92,6 +112,19 @@ def _marker_arguments(node: pytest.Item | pytest.Collector, where: str) -> dict[
             )
         arguments = {**marker.kwargs, **arguments}
     return arguments
+
+
+def _wanted_races(config: pytest.Config, arguments: dict[str, Any]) -> bool | str:
+    """Where races are detected: True, False, or "first" for the first schedule of each test."""
+    wanted, option = arguments.get("detect_races"), config.getoption("emulator_races", None)
+    if wanted is None and option is None:
+        wanted = str(config.getini("emulator_detect_races")).lower()
+        wanted = {"true": True, "false": False}.get(wanted, wanted)
+    elif wanted is None or (wanted == "first" and option):
+        wanted = option
+    if wanted not in (True, False, "first"):
+        raise ValueError(f"detect_races must be True, False or 'first', not {wanted!r}")
+    return wanted
 
 
 def _schedules(names: Sequence[str], seeds: int) -> Iterator[tuple[str, int]]:
@@ -121,23 +154,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config, where = metafunc.config, metafunc.definition.nodeid
     arguments = _marker_arguments(metafunc.definition, where)
     fixed = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
-    wanted_races = config.getoption("emulator_races", None)
-    if wanted_races is None:
-        wanted_races = config.getini("emulator_detect_races")
-    fixed.setdefault("detect_races", wanted_races)
     fixed.setdefault("time_limit", float(config.getini("emulator_time_limit")) or None)
     seeds = max(
         arguments.get("seeds", DEFAULT_SEEDS), config.getoption("emulator_seeds", None) or 0
     )
     names = arguments.get("schedules", DEFAULT_SCHEDULES)
     try:
+        races = _wanted_races(config, arguments)
+        modes = dict.fromkeys(_schedules([names] if isinstance(names, str) else names, seeds))
         every = [
-            Options(async_mode=mode, seed=seed, **fixed)
-            for mode, seed in _schedules([names] if isinstance(names, str) else names, seeds)
+            Options(mode, seed, **{**fixed, "detect_races": n == 0 if races == "first" else races})
+            for n, (mode, seed) in enumerate(modes)
         ]
     except ValueError as error:
         pytest.fail(f"{where}: {error}", pytrace=False)
-    every = list(dict.fromkeys(every))
     if not every:
         pytest.fail(f"{where}: the marker `emulated` leaves no schedule", pytrace=False)
     metafunc.parametrize("emulator_schedule", every, indirect=True, ids=[_label(o) for o in every])
@@ -149,6 +179,32 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         "emulated"
     ):
         item.add_marker("emulated")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Compiles the kernels that ran for long at the full level, for the next session."""
+    slow = levels.take_slow()
+    finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not slow or not finished or session.config.getoption("emulator_no_rebuild", False):
+        return
+    from .build import rebuild
+    from .errors import BuildError
+
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter:
+        reporter.ensure_newline()
+        reporter.write_line(f"cula-emulator compiles {len(slow)} slow kernel(s) for the next run")
+    # A worker of pytest-xdist has others beside it.
+    processes = 1 if hasattr(session.config, "workerinput") else os.cpu_count() or 1
+    with ThreadPoolExecutor(processes) as pool:
+        for done in [pool.submit(rebuild, one) for one in slow]:
+            if isinstance(error := done.exception(), BuildError):
+                warnings.warn(
+                    f"a slow kernel stays as it is: {error}", RuntimeWarning, stacklevel=1
+                )
+            elif error:
+                raise error
 
 
 # ---- fixtures ------------------------------------------------------------------------------------
@@ -341,6 +397,19 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Keeps the verdicts of mutation tests, and tells the report when they are kept ones."""
+    wanted = not item.config.getoption("emulator_no_verdicts", False)
+    test = verdicts.Test(item.nodeid, item.path, item.config.rootpath) if wanted else None
+    with verdicts.kept_for(test):
+        try:
+            return (yield)
+        finally:
+            if test and test.hits:
+                item.user_properties.append((_KEPT, test.hits))
+
+
 # ---- reports -------------------------------------------------------------------------------------
 
 
@@ -359,6 +428,27 @@ def pytest_runtest_makereport(
         ]
         seeds = options.seed + 1
         more = f" --emulator-seeds={seeds}" if seeds > DEFAULT_SEEDS else ""
+        chosen = item.config.getoption("emulator_races", None)
+        more += {True: " --emulator-races", False: " --no-emulator-races"}.get(chosen, "")
         lines = f"Options({', '.join(changed)})\nagain: pytest '{item.nodeid}'{more}"
+        arguments = _marker_arguments(item, item.nodeid)
+        if not options.detect_races and _wanted_races(item.config, arguments) == "first":
+            lines += "\n--emulator-races detects races in this schedule too"
         report.sections.append(("emulator schedule", lines))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many mutation tests did not run their mutants; their reports come from workers, too."""
+    kept = {
+        report.nodeid
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, _ in getattr(report, "user_properties", ())
+        if name == _KEPT
+    }
+    if kept:
+        terminalreporter.write_line(
+            f"cula-emulator: the verdicts of {len(kept)} mutation test(s) are kept ones, because nothing that"
+            " they depend on has changed; --emulator-no-verdicts runs the mutants again"
+        )

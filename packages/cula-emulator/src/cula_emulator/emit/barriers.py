@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..ptx import ir
 from .function import FunctionEmitter, boolean
-from .registry import emits
+from .registry import Order, emits
 
 _SCOPE = "?cta|cluster|gpu|sys"
 _SHARED = "?shared|shared::cta|shared::cluster"
@@ -13,35 +13,47 @@ _SHARED = "?shared|shared::cta|shared::cluster"
 # ---- fences. Fibers see memory in program order, so only the proxy check and the race detector learn of them.
 
 
-@emits("membar", forms=["cta|gl|sys"])
-@emits(
-    "fence",
-    forms=["sc|acq_rel|acquire|release cta|cluster|gpu|sys", "mbarrier_init release cluster"],
-)
+@emits("membar", forms=["cta|gl|sys"], order=Order.FENCE)
+@emits("fence", forms=["sc|acq_rel|acquire|release cta|cluster|gpu|sys"], order=Order.FENCE)
+@emits("fence.mbarrier_init", forms=["release cluster"], order=Order.ABSENT)
 def fence(e: FunctionEmitter, i: ir.Instruction) -> str:
     return "if (!ignored_here()) race_fence();"
 
 
-@emits("fence.proxy", forms=["alias", "async ?global|shared::cta|shared::cluster",
-                             "tensormap::generic release|acquire cta|cluster|gpu|sys"])  # fmt: skip
+@emits("fence.proxy.async", forms=["?shared::cta|shared::cluster"], order=Order.MODELLED)
 def proxy_fence(e: FunctionEmitter, i: ir.Instruction) -> str:
-    return "proxy_fence();" if i.has("async") and not i.has("global") else ";"
+    return "proxy_fence();"
+
+
+@emits("fence.proxy.async.global", "fence.proxy.alias", forms=[""], order=Order.ABSENT)
+@emits(
+    "fence.proxy.tensormap::generic",
+    forms=["release|acquire cta|cluster|gpu|sys"],
+    order=Order.ABSENT,
+)
+def other_proxy_fence(e: FunctionEmitter, i: ir.Instruction) -> str:
+    """Proxies are told apart in shared memory only."""
+    return ";"
 
 
 # ---- barriers
 
 
-@emits("bar.warp", forms=["sync"])
+@emits("bar.warp", forms=["sync"], order=Order.MODELLED)
 def warp_barrier(e: FunctionEmitter, i: ir.Instruction) -> str:
     return f"warp_sync({e.value(i.operands[0])});"
 
 
-@emits("barrier.cluster", forms=["arrive ?release|relaxed ?aligned", "wait ?acquire ?aligned"])
+@emits(
+    "barrier.cluster",
+    forms=["arrive ?release|relaxed ?aligned", "wait ?acquire ?aligned"],
+    order=Order.MODELLED,
+)
 def cluster_barrier(e: FunctionEmitter, i: ir.Instruction) -> str:
     return "cluster_wait();" if i.has("wait") else f"cluster_arrive({boolean(i.has('relaxed'))});"
 
 
-@emits("bar", "barrier", forms=["?cta sync|arrive ?aligned"])
+@emits("bar", "barrier", forms=["?cta sync|arrive ?aligned"], order=Order.MODELLED)
 def cta_barrier(e: FunctionEmitter, i: ir.Instruction) -> str:
     o = i.operands
     count = e.value(o[1]) if len(o) > 1 else "0"
@@ -52,7 +64,7 @@ _RESULTS = {"popc": "b_.population", "and": "b_.population == b_.count", "or": "
 
 
 @emits("bar.red", "barrier.red", "bar.cta.red", "barrier.cta.red",
-       forms=["?aligned popc u32", "?aligned and|or pred"])  # fmt: skip
+       forms=["?aligned popc u32", "?aligned and|or pred"], order=Order.MODELLED)  # fmt: skip
 def barrier_reduction(e: FunctionEmitter, i: ir.Instruction) -> str:
     destination, identifier, *count, predicate = i.operands
     call = f"{e.value(identifier)}, {e.value(count[0]) if count else '0'}, true, {e.value(predicate, 'pred')}"
@@ -77,6 +89,7 @@ def mbarrier_invalidate(e: FunctionEmitter, i: ir.Instruction) -> str:
     "mbarrier.test_wait",
     "mbarrier.try_wait",
     forms=[f"?parity ?acquire|relaxed {_SCOPE} {_SHARED} b64"],
+    order=Order.MODELLED,
 )
 def mbarrier_wait(e: FunctionEmitter, i: ir.Instruction) -> str:
     done, address, phase = i.operands[:3]  # a time hint may follow
@@ -94,6 +107,7 @@ def mbarrier_wait(e: FunctionEmitter, i: ir.Instruction) -> str:
         f"?expect_tx ?release|relaxed {_SCOPE} {_SHARED} b64",
         f"noComplete ?release {_SCOPE} {_SHARED} b64",
     ],
+    order=Order.MODELLED,
 )
 def mbarrier_arrive(e: FunctionEmitter, i: ir.Instruction) -> str:
     state, address, *rest = i.operands
@@ -108,14 +122,15 @@ def mbarrier_arrive(e: FunctionEmitter, i: ir.Instruction) -> str:
     )
 
 
-@emits("mbarrier.expect_tx", forms=[f"?relaxed {_SCOPE} {_SHARED} b64"])
+@emits("mbarrier.expect_tx", forms=[f"?relaxed {_SCOPE} {_SHARED} b64"], order=Order.MODELLED)
 def mbarrier_expect(e: FunctionEmitter, i: ir.Instruction) -> str:
     return (
         f"mbarrier_expect({e.shared_address(i, i.operands[0])}, (int32_t){e.value(i.operands[1])});"
     )
 
 
-@emits("mbarrier.complete_tx", forms=[f"?relaxed {_SCOPE} {_SHARED} b64"])
+# Skipping it is not implemented.
+@emits("mbarrier.complete_tx", forms=[f"?relaxed {_SCOPE} {_SHARED} b64"], order=Order.ABSENT)
 def mbarrier_complete(e: FunctionEmitter, i: ir.Instruction) -> str:
     return f"mbarrier_update({e.shared_address(i, i.operands[0])}, 0, -(int32_t){e.value(i.operands[1])});"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..ptx import ir
 from .function import FunctionEmitter, block, boolean
 from .matrix import array, check_count
-from .registry import Unsupported, emits
+from .registry import Order, Unsupported, emits
 
 _KINDS = {
     "kind::f16": "kF16", "kind::tf32": "kTf32", "kind::f8f6f4": "kF8f6f4", "kind::i8": "kI8",
@@ -32,19 +32,19 @@ def relinquish(e: FunctionEmitter, i: ir.Instruction) -> str:
     return "tmem_relinquish();"
 
 
-@emits("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+@emits("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", order=Order.ABSENT)
 def fence(e: FunctionEmitter, i: ir.Instruction) -> str:
     """Tensor-core work runs in the order of issue, so the fences change nothing."""
     return ";"
 
 
-@emits("tcgen05.wait::ld", forms=["sync aligned"])
+@emits("tcgen05.wait::ld", forms=["sync aligned"], order=Order.ABSENT)
 def wait_for_loads(e: FunctionEmitter, i: ir.Instruction) -> str:
     """Loads are done at once."""
     return ";"
 
 
-@emits("tcgen05.wait::st", forms=["sync aligned"])
+@emits("tcgen05.wait::st", forms=["sync aligned"], order=Order.MODELLED)
 def wait_for_stores(e: FunctionEmitter, i: ir.Instruction) -> str:
     return "tmem_wait_stores();"
 
@@ -53,6 +53,7 @@ def wait_for_stores(e: FunctionEmitter, i: ir.Instruction) -> str:
     "tcgen05.commit",
     forms=["cta_group::1 mbarrier::arrive::one ?shared::cluster ?multicast::cluster b64"],
     operands=(1, 2),
+    order=Order.MODELLED,
 )
 def commit(e: FunctionEmitter, i: ir.Instruction) -> str:
     mask = e.value(i.operands[1], "b16") if i.has("multicast::cluster") else "0"

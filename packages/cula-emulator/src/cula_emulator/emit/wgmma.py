@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..ptx import ir
 from .function import FunctionEmitter, block, boolean
 from .matrix import FORMATS, accumulator_of, array, check_count, check_types, format_of, match
-from .registry import Unsupported, emits
+from .registry import Order, Unsupported, emits
 
 
 def accumulator_registers(kernel: ir.Kernel) -> list[str]:
@@ -51,18 +51,18 @@ def _names(operand: ir.Operand) -> tuple[str, ...]:
     return tuple(r.name for r in FunctionEmitter.items(operand) if isinstance(r, ir.Register))
 
 
-@emits("wgmma.fence", forms=["sync aligned"])
+@emits("wgmma.fence", forms=["sync aligned"], order=Order.ABSENT)
 def fence(e: FunctionEmitter, i: ir.Instruction) -> str:
     """Registers are read when the instruction is issued, so the fence changes nothing."""
     return ";"
 
 
-@emits("wgmma.commit_group", forms=["sync aligned"])
+@emits("wgmma.commit_group", forms=["sync aligned"], order=Order.MODELLED)
 def commit(e: FunctionEmitter, i: ir.Instruction) -> str:
     return "wgmma_commit();"
 
 
-@emits("wgmma.wait_group", forms=["sync aligned"])
+@emits("wgmma.wait_group", forms=["sync aligned"], order=Order.MODELLED)
 def wait(e: FunctionEmitter, i: ir.Instruction) -> str:
     in_arrays = {name for names in e.accumulator_arrays for name in names}
     settled = [

@@ -41,7 +41,7 @@ const uint8_t* row_to_load(void** lanes, uint32_t lane) {
   const uint32_t address = ((Lane*)lanes[lane])->address;
   if (RaceDetector* r = races()) {
     Warp& warp = *self()->warp;
-    r->access(Agent::kWarp, r->warp_number(warp), warp.collectives, *r->past_of(warp.begin[lane]), *cta_of(address),
+    r->access(Agent::kWarp, r->warp_number(warp), warp.collectives, r->known_to(warp.begin[lane]), *cta_of(address),
               address & kOffsetMask, 16, kRead, self()->line);
   }
   return shared(address, 16, 16);

@@ -144,7 +144,7 @@ void tcgen05_commit(uint32_t mbarrier, uint32_t multicast_mask) {
   push_async(Engine::kTensorCore, [=] {
     for (uint32_t to : multicast_destinations(mbarrier, multicast_mask)) {
       if (RaceDetector* r = races())
-        r->arrive(sync_key(Sync::kMbarrier, to), *past, Agent::kTensorCore, self()->cta->rank, issued);
+        r->arrive(sync_key(Sync::kMbarrier, to), past, Agent::kTensorCore, self()->cta->rank, issued);
       mbarrier_update(to, 1, 0);
     }
   });

@@ -40,7 +40,7 @@ def logging_compiler(folder: Path) -> Path:
 
 
 def compiled(folder: Path) -> list[str]:
-    """Names of the sources that were compiled, and "link", in order; the log is emptied."""
+    """Names of the sources that were compiled, "header" and "link", in order; the log is emptied."""
     log = folder / "log"
     calls = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)
@@ -48,6 +48,8 @@ def compiled(folder: Path) -> list[str]:
     for call in calls:
         if "-c" in call and os.devnull not in call:
             done.append(Path(call[call.index("-c") + 1]).name)
+        elif "c++-header" in call:
+            done.append("header")
         elif "-shared" in call:
             done.append("link")
     return done
