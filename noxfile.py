@@ -6,6 +6,7 @@ which suits a GPU machine without a network.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -32,9 +33,26 @@ PACKAGES = {
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
 DISTRIBUTIONS = ("cula", *BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
+KEPT = Path(".nox", "kept")  # what tests compiled
 # What the tests of a package need beside the dependency group `test`.
 TEST_EXTRAS = {"liteattention-sm89": "diffusers"}
 SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
+TESTED = (*BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
+# Seconds on two idle cores that the tests of a folder may take: from a fresh clone, and in a second run. `nox -s tests`
+# prints which went over. A slow test must find what no quick one finds.
+BUDGETS = {
+    "packages/cula-core/tests": (110, 40),
+    "packages/cula-lightning-decode/tests": (45, 15),
+    "packages/cula-lightning-sm90/tests": (110, 35),
+    "packages/cula-cp-sm90/tests": (90, 30),
+    "packages/cula-kda-sm100/tests": (90, 30),
+    "packages/liteattention-sm89/tests": (100, 30),
+    "packages/cula-emulator/tests": (45, 20),
+    "packages/cula-testing/tests": (5, 5),
+    "meta/tests": (25, 20),
+    "tests-integration": (25, 20),
+    "benchmarks/tests": (35, 20),
+}
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 
 nox.needs_version = ">=2025.2"
@@ -46,11 +64,13 @@ nox.options.sessions = ["tests", "lint"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU."""
-    distributions = (*BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
-    _install(session, "cula[demo]", *map(_tested, distributions), group="test")
+    _install(session, "cula[demo]", *map(_tested, TESTED), group="test")
     workers = () if _bare(session) else ("--numprocesses=2",)
-    folders = (*SHARED_TESTS, *map(_tests, distributions))
-    _pytest(session, *folders, options=("-m", "not gpu", *workers))
+    warm = (ROOT / KEPT / "emulator").is_dir()
+    budgets = {folder: seconds[warm] for folder, seconds in BUDGETS.items()}
+    session.env["CULA_TEST_BUDGETS"] = json.dumps(budgets)
+    folders = (*SHARED_TESTS, *map(_tests, TESTED))
+    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", "not gpu", *workers))
 
 
 def _add_gpu_session(arch: str) -> None:
@@ -206,9 +226,9 @@ def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> No
         if not (ROOT / folder).is_dir():
             session.error(f"{folder} does not exist; every part of the repository has tests")
     session.env.setdefault("OMP_NUM_THREADS", "1")
-    # What the emulator compiles outlives the session's environment, so that the next run is fast.
-    kept = os.environ.get("CULA_EMULATOR_CACHE", str(ROOT / ".nox" / "emulator-cache"))
-    session.env["CULA_EMULATOR_CACHE"] = kept
+    # What is compiled outlives the session's environment, so that the next run is fast.
+    for variable, folder in (("CULA_CACHE_DIR", "kernels"), ("CULA_EMULATOR_CACHE", "emulator")):
+        session.env[variable] = os.environ.get(variable, str(ROOT / KEPT / folder))
     session.run("python", "-m", "pytest", *options, *targets, *session.posargs)
 
 
