@@ -116,6 +116,12 @@ def test_prepare_is_held_up_by_the_multiprocessors(document):
     assert 8000 < c["prepare_clk"] < c["highest_prepare_clk"] < 9000
 
 
+def test_hoppers_planner_counts_a_merge_as_it_was_measured(document):
+    costs = internals.planner_costs(H200.package)
+    merge = document["constants"]["merge_us"]
+    assert pytest.approx(merge, rel=0.05) == (costs.merge_us, costs.merge_step_us)
+
+
 def test_blackwells_planner_has_the_constants_of_the_model(document):
     costs, c = internals.planner_costs(GB200.package), document["constants"]
     pace = GB200.memory_tbs * c["share"] * 1e6  # bytes in a microsecond

@@ -19,8 +19,8 @@ TARGET = Target(
         block_us=0.0227,
         scan_chain_us=1.1,
         scan_block_us=0.0115,
-        merge_us=5.0,
-        merge_step_us=1.5,
+        merge_us=2.7,
+        merge_step_us=3.4,
     ),
     recurrence="cula_cp_sm90.kernels.recurrence:KdaRecurrence",
 )
