@@ -33,7 +33,7 @@ def test_the_forward_pass_has_a_cta_for_each_query_tile():
         plan = plan_forward(problem, "sm_89", 3, None, longest)
         assert (plan.query_tiles, plan.sequences) == (tiles, 3)
     assert plan_forward(problem, "sm_89", 1, 5, 200).sequences == 5
-    assert plan.config.problem is problem
+    assert plan.config.problem == problem
 
 
 def test_rounding_has_a_scale_for_each_group():

@@ -121,18 +121,26 @@ def sources(test: Path, root: Path) -> str:
 
 def _imports(files: Iterable[Path]) -> list[str]:
     """The first names of what Python files import, anywhere in them, or load as plugins of pytest."""
+    return sorted({name for path in files for name in _imported_by(path.read_bytes())})
+
+
+@functools.cache
+def _imported_by(source: bytes) -> frozenset[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # nothing can import it
+        return frozenset()
     found: set[str] = set()
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module)
-            elif isinstance(node, ast.Assign) and "pytest_plugins" in map(_target, node.targets):
-                with suppress(ValueError):
-                    value = ast.literal_eval(node.value)
-                    found.update([value] if isinstance(value, str) else value)
-    return sorted({name.partition(".")[0] for name in found})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+        elif isinstance(node, ast.Assign) and "pytest_plugins" in map(_target, node.targets):
+            with suppress(ValueError):
+                value = ast.literal_eval(node.value)
+                found.update([value] if isinstance(value, str) else value)
+    return frozenset(name.partition(".")[0] for name in found)
 
 
 def _target(node: ast.expr) -> str:
