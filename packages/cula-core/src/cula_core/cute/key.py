@@ -12,7 +12,10 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+from .. import IMPORTED
 
 FORMAT = 1
 # By name: to walk through all that is installed takes 25 ms, to read these takes one.
@@ -75,8 +78,14 @@ def made_with() -> str:
         for line in lines:
             path, _, size = line.rsplit(",", 2)
             if path.endswith((".so", ".a")):
-                facts.append(f"{path} {size == str(os.stat(found.locate_file(path)).st_size)}")
+                facts.append(f"{path} {size == _size(found.locate_file(path))}")
     return digest(*facts)[:16]
+
+
+def _size(path: os.PathLike[str]) -> str | None:
+    with suppress(OSError):
+        return str(os.stat(path).st_size)
+    return None
 
 
 @functools.cache
@@ -89,6 +98,12 @@ def source_digest(modules: tuple[str, ...]) -> str:
             for part in (name, path.read_bytes())
         )
     )
+
+
+def edited(modules: tuple[str, ...]) -> bool:
+    """Returns whether a source has changed since this process began to load ours, so that it may have loaded another
+    one than `source_digest` has read."""
+    return any(path.stat().st_mtime > IMPORTED for path in closure(modules).values())
 
 
 @functools.cache
