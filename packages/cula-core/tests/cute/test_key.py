@@ -12,6 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from cula_core.cute import key
+from cula_core.cute.artifacts import Unit
+from cula_core.delta_rule.config import Config as DeltaRuleConfig
+from cula_core.delta_rule.config import MergeConfig, TableConfig
+from cula_testing.compiled import assert_closed
 
 LAUNCH = "cula_core.delta_rule.launch"
 # A package with every kind of import statement. `unrelated` imports all; nobody imports it.
@@ -145,6 +149,15 @@ def test_kernels_of_the_delta_rule_do_not_depend_on_contracts():
     assert not found & {f"{folder}.contract", f"{folder}.prefill", f"{folder}.spec", "cula_core.reference"}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "config", [TableConfig("int32"), MergeConfig(False, True, False, None)], ids=["table", "merge"]
+)
+def test_the_key_of_a_kernel_holds_every_source_that_makes_it(config: DeltaRuleConfig):
+    from cula_core.delta_rule import launch
+
+    assert_closed(Unit(lambda: launch.kernel(None, config), config, "sm_90a", (LAUNCH,)))
+
+
 # ---- what is asked for -----------------------------------------------------------------------------------------------
 
 
@@ -191,6 +204,10 @@ def test_a_config_without_a_stable_text_is_refused(value):
 def test_other_processes_find_the_same_key():
     code = f"""
 from cula_core.cute import key
+from cula_core.cute.artifacts import Unit
+from cula_core.delta_rule.config import Config as DeltaRuleConfig
+from cula_core.delta_rule.config import MergeConfig, TableConfig
+from cula_testing.compiled import assert_closed
 print(key.made_with(), key.asked_for(("a", 1), "sm_90a", ("{LAUNCH}",)))
 import sys
 assert "cutlass" not in sys.modules and "torch" not in sys.modules
