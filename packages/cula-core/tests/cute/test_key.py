@@ -14,7 +14,7 @@ import pytest
 from cula_core.cute import key
 from cula_core.cute.artifacts import Unit
 from cula_core.delta_rule.config import Config as DeltaRuleConfig
-from cula_core.delta_rule.config import MergeConfig, TableConfig
+from cula_core.delta_rule.config import FactorsConfig, MergeConfig, TableConfig
 from cula_testing.compiled import assert_closed
 
 LAUNCH = "cula_core.delta_rule.launch"
@@ -150,7 +150,13 @@ def test_kernels_of_the_delta_rule_do_not_depend_on_contracts():
 
 
 @pytest.mark.parametrize(
-    "config", [TableConfig("int32"), MergeConfig(False, True, False, None)], ids=["table", "merge"]
+    "config",
+    [
+        TableConfig("int32"),
+        MergeConfig(initial_state=True),
+        FactorsConfig("bfloat16", "float16", None),
+    ],
+    ids=["table", "merge", "factors"],
 )
 def test_the_key_of_a_kernel_holds_every_source_that_makes_it(config: DeltaRuleConfig):
     from cula_core.delta_rule import launch
@@ -206,7 +212,7 @@ def test_other_processes_find_the_same_key():
 from cula_core.cute import key
 from cula_core.cute.artifacts import Unit
 from cula_core.delta_rule.config import Config as DeltaRuleConfig
-from cula_core.delta_rule.config import MergeConfig, TableConfig
+from cula_core.delta_rule.config import FactorsConfig, MergeConfig, TableConfig
 from cula_testing.compiled import assert_closed
 print(key.made_with(), key.asked_for(("a", 1), "sm_90a", ("{LAUNCH}",)))
 import sys
