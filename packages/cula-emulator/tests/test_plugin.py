@@ -260,6 +260,35 @@ def test_kernels_are_compiled_once(run):
     run(source).assert_outcomes(passed=21)
 
 
+def test_kernels_that_were_compiled_before_are_built_once(run):
+    """Whatever tests ask for the same PTX, host code and entry."""
+    source = """
+    built, calls = [], []
+
+    def load(*parts):
+        built.append(parts)
+        return lambda *arguments, options: calls.append((arguments, options))
+
+    @pytest.fixture(autouse=True)
+    def replaced(monkeypatch):
+        monkeypatch.setattr(emulator.EmulatedKernel, "load", load)
+
+    def test_a(emulated):
+        emulated.load("ptx", b"host", "entry")(1, 2)
+        assert calls.pop() == ((1, 2), emulated.options)
+
+    def test_b(emulated):
+        for parts in (("ptx", b"host", "entry"), ("other", b"host", "entry"), ("ptx", b"other", "entry"),
+                      ("ptx", b"host", "other")):
+            emulated.load(*parts)
+
+    def test_last():
+        assert built == [("ptx", b"host", "entry"), ("other", b"host", "entry"), ("ptx", b"other", "entry"),
+                         ("ptx", b"host", "other")]
+    """
+    run(source).assert_outcomes(passed=11)
+
+
 def test_architecture_must_be_named(run):
     result = run(
         "@pytest.mark.emulated(schedules='immediate')\ndef test(emulated): emulated(print)"

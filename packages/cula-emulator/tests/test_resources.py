@@ -397,6 +397,20 @@ def test_cute_reports_serialised_wgmma(fake):
     assert plain.kernel.dynamic_shared_bytes == 2 * 64 * 64 * 2
 
 
+def test_a_cubin_is_read_with_what_was_kept_beside_it():
+    cubin = (HERE / "hopper_gemm.sm_90a.cubin").read_bytes()
+    bare = resources.report(cubin, "sm_90a")
+    name = bare.kernel.name
+    warning = f"(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized in '{name}'"
+    found = resources.report(
+        cubin, "sm_90a", log=f"ptxas info    : {warning}\n", dynamic_shared_bytes=(4096,)
+    )
+    assert found.kernel == replace(bare.kernel, warnings=(warning,), dynamic_shared_bytes=4096)
+    assert found.kernel.serialized and found.warnings == (warning,)
+    # Of two launches it isn't clear which is meant.
+    assert resources.report(cubin, "sm_90a", dynamic_shared_bytes=(1, 2)) == bare
+
+
 def test_a_compiled_cute_function_is_read_from_its_artifacts(fake, tmp_path):
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
-import cutlass.cute as cute
 import pytest
-from cutlass.base_dsl.compiler import DumpDir
 from decode_helpers import MODES, possible
 
+from cula_core.cute.artifacts import artifacts
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_decode import launch
 from cula_lightning_decode.config import STATE_DTYPES, Config, Problem
 from cula_lightning_decode.plan import candidates, select
+from cula_testing.compiled import assert_closed, report
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 FACTORS = {
@@ -59,22 +57,6 @@ def label(case: tuple[Problem, str]) -> str:
     return f"{arch}-{kind}{flags}"
 
 
-@dataclass(frozen=True)
-class Build:
-    kernel: resources.KernelResources
-    ptx: str
-
-
-@pytest.fixture
-def build(tmp_path: Path):
-    def make(config: Config, arch: str, *options: object) -> Build:
-        keep = (cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)))
-        compiled = launch.compile(config, arch, *keep, *options)
-        return Build(resources.report(compiled).kernel, compiled.artifacts.PTX)
-
-    return make
-
-
 def test_the_cases_cover_every_pair():
     covered = {pair for case in COVERING for pair in itertools.combinations(case.items(), 2)}
     for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
@@ -88,17 +70,18 @@ def test_the_cases_cover_every_pair():
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_machine_code(build, shared_bytes, case):
+def test_machine_code(shared_bytes, case):
     problem, arch = case
     config = select(problem, arch)
-    made = build(config, arch)
-    kernel = made.kernel
-    assert kernel.arch == arch and kernel.threads == (config.threads, 1, 1)
+    unit = launch.unit(config, arch)
+    kernel, ptx = report(unit).kernel, artifacts(unit).ptx
+    assert re.findall(r"\.target (\w+)", ptx) == [arch]
+    assert kernel.threads == (config.threads, 1, 1)
     resources.check(kernel)
     assert (
         kernel.spill_stores == kernel.spill_loads == kernel.count("LDL") == kernel.count("STL") == 0
     )
-    assert not re.search(r"\b(ld|st)\.local|\.local \.", made.ptx)
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
     assert (kernel.shared_bytes, kernel.dynamic_shared_bytes) == (0, shared_bytes(config))
 
     accesses = config.rows_per_thread * config.vectors_per_row
@@ -109,7 +92,7 @@ def test_machine_code(build, shared_bytes, case):
     # Everything comes through registers.
     assert kernel.count("LDGSTS") == kernel.count("LDG.256") == kernel.count("STG.256") == 0
     chained = arch in ("sm_90a", "sm_100a")
-    assert ("griddepcontrol" in made.ptx) == chained
+    assert ("griddepcontrol" in ptx) == chained
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == chained
 
 
@@ -117,22 +100,22 @@ def test_machine_code(build, shared_bytes, case):
     "state_dtype, v_first, tokens",
     [("float32", False, 1), ("float32", True, 4), ("bfloat16", False, 4), ("bfloat16", True, 1)],
 )
-def test_every_candidate_compiles(build, shared_bytes, state_dtype, v_first, tokens):
+def test_every_candidate_compiles(shared_bytes, state_dtype, v_first, tokens):
     """The tiles of one head size, for tuning; a spill or too much shared memory would make their figures worthless."""
     found = candidates(Problem("bfloat16", state_dtype, 128, 128, tokens, v_first, False))
     assert len(found) >= 3
     for config in found:
-        kernel = build(config, "sm_90a").kernel
+        kernel = report(launch.unit(config, "sm_90a")).kernel
         resources.check(kernel)
         assert kernel.threads == (config.threads, 1, 1)
         assert kernel.dynamic_shared_bytes == shared_bytes(config)
 
 
-def test_a_spill_would_be_seen(build):
+def test_a_spill_would_be_seen():
     """The same reader on a tile whose threads hold more state than there are registers for one."""
     oversized = Config(Problem("bfloat16", "float32", 256, 128, 1, True, True), 32, 32)
     assert oversized.illegal() is not None
-    kernel = build(oversized, "sm_90a").kernel
+    kernel = report(launch.unit(oversized, "sm_90a")).kernel
     assert kernel.stack_bytes > 0 and kernel.spill_stores > 0 and kernel.count("STL") > 0
     with pytest.raises(AssertionError, match="spills registers"):
         resources.check(kernel)
@@ -166,6 +149,11 @@ def test_sizes_and_strides_are_left_open(mode, v_first):
         assert q.shape[0] is out.shape[0] is k.shape[0]
     strides = [s for t in (q, k, v, out) if t is not None for s in t.stride[:3]]
     assert len({id(s) for s in strides}) == len(strides)
+
+
+def test_the_key_of_a_kernel_holds_every_source_that_makes_it():
+    problem = Problem("bfloat16", "bfloat16", 64, 64, 1, True, False)
+    assert_closed(launch.unit(select(problem, "sm_80"), "sm_80"))
 
 
 def test_one_compile_per_config_and_architecture():

@@ -9,18 +9,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cutlass.cute.runtime import make_fake_stream
 from decode_helpers import MODES, clone, exact, keys, possible, rows
 from torch import Tensor
 
+from cula_core.cute.artifacts import Unit
 from cula_core.reference import lightning_decode as reference
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
 from cula_lightning_decode import launch
 from cula_lightning_decode.config import STATE_DTYPES, Problem
 from cula_lightning_decode.kernels.decode import LightningDecode
-from cula_lightning_decode.plan import select, supports_overlap
+from cula_lightning_decode.plan import select
 from cula_testing.comparing import same
+from cula_testing.compiled import emulated_kernel
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 
@@ -93,14 +94,14 @@ def run(emulated) -> Callable[..., None]:
     def compiled(problem, arch, multiprocessors, overlap):
         assert problem.illegal() is None
         config = select(problem, arch, multiprocessors)
-        overlap = supports_overlap(arch) if overlap is None else overlap
-        return emulated(
-            LightningDecode(config, overlap),
-            *launch.fake_arguments(problem),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-            arch=arch,
-            key=(config, overlap),
-        )
+        unit = launch.unit(config, arch)
+        if overlap is not None:  # whatever the architecture can
+
+            def make() -> tuple:
+                return LightningDecode(config, overlap), *launch.fake_arguments(problem)
+
+            unit = Unit(make, (config, overlap), arch, unit.modules)
+        return emulated_kernel(emulated, unit)
 
     run.compiled = compiled
     return run

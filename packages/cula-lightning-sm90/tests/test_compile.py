@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-import cutlass.cute as cute
 import pytest
 import torch
-from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 
+from cula_core.cute.artifacts import artifacts
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90 import launch
@@ -26,6 +22,7 @@ from cula_lightning_sm90.config import (
     TableConfig,
     candidates,
 )
+from cula_testing.compiled import assert_closed, report
 
 FACTORS = {
     "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
@@ -98,27 +95,6 @@ def label(config: Config) -> str:
     return f"{p.dtype}-{p.head_dim_k}x{p.head_dim_v}-{work}{flags}"
 
 
-@dataclass(frozen=True)
-class Build:
-    kernel: resources.KernelResources
-    ptx: str
-    log: str
-
-
-@pytest.fixture
-def build(tmp_path: Path) -> Callable[..., Build]:
-    def make(config: Config | TableConfig) -> Build:
-        log = tmp_path / "remarks.yaml"
-        compiled = launch.compile(
-            config, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)),
-            RemarkFilter("ptxas"), RemarkOutput(str(log)),
-        )  # fmt: skip
-        text = log.read_text() if log.exists() else ""
-        return Build(resources.report(compiled).kernel, compiled.artifacts.PTX, text)
-
-    return make
-
-
 def products(config: Config) -> dict[str, int]:
     """Matrix instructions of k16 of one chunk: of the intra-chunk products, and of a tile's three."""
     dim_k, chunk = config.problem.head_dim_k // 16, CHUNK // 16
@@ -140,30 +116,31 @@ def test_the_cases_cover_every_pair():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
-def test_machine_code(build, config):
-    made = build(config)
-    kernel = made.kernel
+def test_machine_code(config):
+    unit = launch.unit(config)
+    kernel, ptx = report(unit).kernel, artifacts(unit).ptx
     expected = ("HGMMA", "UTMALDG", "USETMAXREG", *(() if config.prescan else ("UTMASTG",)))
     resources.check(kernel, expect=expected)
-    assert "serialized" not in made.log
+    log = artifacts(unit).log
+    assert "spill stores" in log and "serialized" not in log
     assert kernel.threads == (config.threads, 1, 1)
     spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
     assert spilled == (0, 0, 0, 0)
-    assert not re.search(r"\b(ld|st)\.local|\.local \.", made.ptx)
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
     assert kernel.shared_bytes == 0 and kernel.dynamic_shared_bytes <= SHARED_MEMORY
     assert config.stages >= 3
 
     # What the roles ask for adds up to what the launch gives, and both to no more than there is.
     weights, tiles, load = config.registers
-    asked = re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.ptx)
+    asked = re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)
     assert sorted(map(int, asked)) == sorted((weights, tiles, load))
     assert kernel.registers == 65536 // config.threads // 8 * 8
     assert 128 * (weights + config.tiles * tiles + load) <= kernel.registers * config.threads
 
     # Everybody who reads what an earlier kernel of the call wrote waits for it: segments, states.
     waits = config.problem.packed + (config.split and not config.prescan)
-    assert made.ptx.count("griddepcontrol.wait") == waits
-    assert made.ptx.count("griddepcontrol.launch_dependents") == config.prescan
+    assert ptx.count("griddepcontrol.wait") == waits
+    assert ptx.count("griddepcontrol.launch_dependents") == config.prescan
 
     # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
     assert kernel.count("HGMMA") == sum(products(config).values())
@@ -176,10 +153,16 @@ def test_machine_code(build, config):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_segment_table(build, dtype):
-    made = build(TableConfig(dtype))
-    resources.check(made.kernel)
-    assert not re.search(r"\.local\b", made.ptx)
+def test_segment_table(dtype):
+    unit = launch.unit(TableConfig(dtype))
+    resources.check(report(unit).kernel)
+    assert not re.search(r"\.local\b", artifacts(unit).ptx)
+
+
+def test_the_keys_of_kernels_hold_every_source_that_makes_them():
+    smallest = Config(Problem("bfloat16", 64, 64, None), 1)
+    for config in (TableConfig("int32"), smallest):
+        assert_closed(launch.unit(config))
 
 
 def launched(

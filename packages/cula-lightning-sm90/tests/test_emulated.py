@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from cutlass.cute.runtime import make_fake_stream
 from emulated_helpers import (
     Call,
     Outcome,
@@ -33,6 +32,7 @@ from cula_lightning_sm90.call import Call as Arguments
 from cula_lightning_sm90.config import Config, TableConfig
 from cula_lightning_sm90.kernels.layout import PAIR_SLOTS
 from cula_testing.comparing import same
+from cula_testing.compiled import emulated_kernel
 
 pytestmark = pytest.mark.emulated(detect_races=True)
 
@@ -78,10 +78,7 @@ def run(emulated) -> Callable[..., Outcome]:
     """
 
     def compiled(config):
-        return emulated(
-            *launch.kernel(config), make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH,
-            key=config,
-        )  # fmt: skip
+        return emulated_kernel(emulated, launch.unit(config))
 
     def run(
         call: Call,
@@ -402,11 +399,7 @@ def check_table(emulated) -> Callable[..., None]:
         assert (table[1 + len(rows) :] == unused).all()
 
     def compiled(index_dtype: torch.dtype = torch.int32):
-        config = TableConfig(dtype_name(index_dtype))
-        return emulated(
-            *launch.kernel(config), make_fake_stream(use_tvm_ffi_env_stream=True), arch=launch.ARCH,
-            key=config,
-        )  # fmt: skip
+        return emulated_kernel(emulated, launch.unit(TableConfig(dtype_name(index_dtype))))
 
     check.compiled = compiled
     return check

@@ -3,4 +3,7 @@
 Importing it imports neither a kernel language nor torch.
 """
 
+import time
+
 __version__ = "0.1.0"
+IMPORTED = time.time()  # a source that is younger may not be the one that is loaded

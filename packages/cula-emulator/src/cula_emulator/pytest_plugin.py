@@ -285,6 +285,15 @@ class Emulated:
             )
         return BoundKernel(self._compiled[entry], self.options)
 
+    def load(self, ptx: str, host_object: bytes, entry: str) -> BoundKernel:
+        """Binds the schedule to a kernel that was compiled before, built once in a session; see EmulatedKernel.load."""
+        import cula_emulator
+
+        place = ("kernel", ptx, host_object, entry)
+        if place not in self._compiled:
+            self._compiled[place] = cula_emulator.EmulatedKernel.load(ptx, host_object, entry)
+        return BoundKernel(self._compiled[place], self.options)
+
     def ptx(self, text: str) -> BoundModule:
         """The kernels of a PTX text; every distinct text is built once in a session."""
         import cula_emulator

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..store import Store
-from .key import asked_for, made_with
+from .key import asked_for, edited, made_with
 
 STORE = Store("CULA_CACHE_DIR", "cula")
 ENTRY = "cula_kernel"  # of the host code: the exported function is __tvm_ffi_cula_kernel
-_PARTS = ("ptx", "cubin", "o", "shared")
+_PARTS = ("ptx", "cubin", "o", "log", "shared")
 _uncached: ContextVar[bool] = ContextVar("uncached", default=False)
 compiles = 0  # of this process, for tests
 
@@ -44,13 +44,14 @@ class Unit:
 class Artifacts:
     """What the DSL made of a kernel.
 
-    host_object: an object file whose only function is ENTRY. dynamic_shared_bytes: of each launch in the host code
-    that asks for a constant amount.
+    host_object: an object file whose only function is ENTRY. log: what the assembler said of the machine code.
+    dynamic_shared_bytes: of each launch in the host code that asks for a constant amount.
     """
 
     ptx: str
     cubin: bytes
     host_object: bytes
+    log: str
     dynamic_shared_bytes: tuple[int, ...]
 
 
@@ -75,7 +76,8 @@ def artifacts(unit: Unit) -> Artifacts:
             found = _find(name)
             if found is None:
                 found = _compiled(unit)
-                _keep(name, unit, found)
+                if not edited(unit.modules):
+                    _keep(name, unit, found)
     return found
 
 
@@ -99,13 +101,14 @@ def _find(name: str) -> Artifacts | None:
         )
         STORE.discard(facts_path)
         return None
-    shared = tuple(json.loads(parts["shared"]))
-    return Artifacts(parts["ptx"].decode(), parts["cubin"], parts["o"], shared)
+    ptx, cubin, host_object, log, shared = parts.values()
+    return Artifacts(ptx.decode(), cubin, host_object, log.decode(), tuple(json.loads(shared)))
 
 
 def _keep(name: str, unit: Unit, made: Artifacts) -> None:
     shared = json.dumps(made.dynamic_shared_bytes).encode()
-    parts = dict(zip(_PARTS, (made.ptx.encode(), made.cubin, made.host_object, shared)))
+    data = (made.ptx.encode(), made.cubin, made.host_object, made.log.encode(), shared)
+    parts = dict(zip(_PARTS, data))
     digests = {part: hashlib.sha256(data).hexdigest() for part, data in parts.items()}
     facts = {
         "config": repr(unit.config),

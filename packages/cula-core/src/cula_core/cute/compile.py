@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import cutlass.base_dsl.dsl as dsl
 import cutlass.base_dsl.runtime.cuda as runtime
 import cutlass.cute as cute
-from cutlass.base_dsl.compiler import DumpDir
+from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 from cutlass.cute.runtime import make_fake_stream
 
 _LOCK = threading.Lock()
@@ -33,17 +34,24 @@ def compile(
 
 def compile_artifacts(
     kernel: object, *arguments: object, arch: str, entry: str
-) -> tuple[str, bytes, bytes, tuple[int, ...]]:
+) -> tuple[str, bytes, bytes, str, tuple[int, ...]]:
     """Compiles as `compile` does, but asks no GPU, and returns PTX, machine code, the object file of the host code with
-    the function `entry`, and the dynamic shared memory of each launch."""
-    with _LOCK, _no_device(), tempfile.TemporaryDirectory() as place:
-        options = (cute.KeepPTX, cute.KeepCUBIN, DumpDir(place))
+    the function `entry`, the assembler's log, and the dynamic shared memory of each launch."""
+    with _LOCK, _no_device(), _no_locations(), tempfile.TemporaryDirectory() as place:
+        host, remarks = Path(place, "host.o"), Path(place, "remarks.yaml")
+        options = (
+            cute.KeepPTX,
+            cute.KeepCUBIN,
+            DumpDir(place),
+            RemarkFilter("ptxas"),
+            RemarkOutput(str(remarks)),
+        )
         made: Any = _compile(kernel, arguments, arch, options)
-        path = Path(place, "host.o")
-        made.export_to_c(str(path), function_name=entry)
+        made.export_to_c(str(host), function_name=entry)
         found = made.artifacts
+        log = assembler_log(remarks.read_text())
         shared = tuple(launch_shared_bytes(str(made.ir_module)))
-        return str(found.PTX), bytes(found.CUBIN), path.read_bytes(), shared
+        return str(found.PTX), bytes(found.CUBIN), host.read_bytes(), log, shared
 
 
 def _compile(
@@ -69,6 +77,25 @@ def _no_device():
         yield
     finally:
         runtime.get_device_attribute = original
+
+
+@contextmanager
+def _no_locations():
+    """Remarks make the DSL look up the source of every operation, which doubles the time of a compile and changes
+    neither code nor log."""
+    original = dsl._set_enable_frame_filtering
+    dsl._set_enable_frame_filtering = lambda _: original(False)
+    try:
+        yield
+    finally:
+        dsl._set_enable_frame_filtering = original
+
+
+def assembler_log(remarks: str) -> str:
+    """Returns what the assembler printed, out of the DSL's remarks (YAML), but for the time that it took."""
+    texts = re.findall(r"- Remark:\s+'ptxas output: ((?:[^']|'')*)'", remarks)
+    lines = "\n".join(texts).replace("''", "'").splitlines()
+    return "\n".join(line for line in lines if "Compile time" not in line)
 
 
 def launch_shared_bytes(host_code: str) -> list[int]:

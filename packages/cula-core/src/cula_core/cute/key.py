@@ -12,7 +12,10 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+from .. import IMPORTED
 
 FORMAT = 1
 # By name: to walk through all that is installed takes 25 ms, to read these takes one.
@@ -75,8 +78,14 @@ def made_with() -> str:
         for line in lines:
             path, _, size = line.rsplit(",", 2)
             if path.endswith((".so", ".a")):
-                facts.append(f"{path} {size == str(os.stat(found.locate_file(path)).st_size)}")
+                facts.append(f"{path} {size == _size(found.locate_file(path))}")
     return digest(*facts)[:16]
+
+
+def _size(path: os.PathLike[str]) -> str | None:
+    with suppress(OSError):
+        return str(os.stat(path).st_size)
+    return None
 
 
 @functools.cache
@@ -91,25 +100,33 @@ def source_digest(modules: tuple[str, ...]) -> str:
     )
 
 
+def edited(modules: tuple[str, ...]) -> bool:
+    """Returns whether a source has changed since this process began to load ours, so that it may have loaded another
+    one than `source_digest` has read."""
+    return any(path.stat().st_mtime > IMPORTED for path in closure(modules).values())
+
+
 @functools.cache
 def closure(modules: tuple[str, ...]) -> dict[str, Path]:
     """Returns the files of modules and of every module of ours that they reach by import statements, by name.
 
-    Ours are the packages of `modules` and `cula_core`. Statements inside functions count. Of a package that is only on
-    the way to a module, the own file counts, and nothing that it imports.
+    Ours are the packages of `modules` and `cula_core`. Statements inside functions count. A name that a package defines
+    may come from what it imports; of a package that is only on the way to a module, its own file counts.
     """
     ours = {name.partition(".")[0] for name in modules} | {"cula_core"}
     found: dict[str, Path] = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
+        parent = name.rpartition(".")[0]
         if name in found or name.partition(".")[0] not in ours:
             continue
         path = _file(name)
-        if path is None:
-            continue
-        found[name] = path
-        waiting += _imported(name, path)
+        if path is not None:
+            found[name] = path
+            waiting += _imported(name, path)
+        elif parent:
+            waiting.append(parent)
     for name in list(found):
         while "." in name:
             name = name.rpartition(".")[0]
@@ -135,7 +152,7 @@ def _file(name: str) -> Path | None:
 
 
 def _imported(name: str, path: Path) -> list[str]:
-    """Every name that a module's import statements may mean as a module."""
+    """Every module, and every name in a module, that a module's import statements ask for."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     names = []
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -144,5 +161,5 @@ def _imported(name: str, path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             parent = ".".join([*base, *([node.module] if node.module else [])])
-            names += [parent, *(f"{parent}.{alias.name}" for alias in node.names)]
+            names += [f"{parent}.{alias.name}" for alias in node.names]
     return names

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..cute import without_driver
-from .kernels import Report, from_cubin
+from .kernels import Report, from_cubin, with_dynamic
 from .ptxas import compile_ptx, target
 
 
@@ -28,7 +29,7 @@ def compile(
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 
-    with tempfile.TemporaryDirectory() as scratch, without_driver():
+    with tempfile.TemporaryDirectory() as scratch, without_driver(), _without_locations():
         remarks = Path(scratch, "remarks.yaml")
         chosen = (
             cute.GPUArch(arch),
@@ -45,6 +46,23 @@ def compile(
     return from_artifacts(compiled, arch, log)
 
 
+@contextmanager
+def _without_locations() -> Iterator[None]:
+    """Remarks make the DSL look up the source of every operation, which doubles the time of a compile and changes
+    neither code nor log."""
+    import cutlass.base_dsl.dsl as dsl
+
+    original = getattr(dsl, "_set_enable_frame_filtering", None)
+    if original is None:  # another version of the DSL, which then takes its time
+        yield
+        return
+    dsl._set_enable_frame_filtering = lambda _: original(False)
+    try:
+        yield
+    finally:
+        dsl._set_enable_frame_filtering = original
+
+
 def from_artifacts(compiled: Any, arch: str | None = None, log: str | None = None) -> Report:
     """The report of what `cute.compile` returned; ValueError if it kept neither cubin nor PTX."""
     artifacts = getattr(compiled, "artifacts", None)
@@ -56,11 +74,7 @@ def from_artifacts(compiled: Any, arch: str | None = None, log: str | None = Non
     if not cubin:
         cubin, log = compile_ptx(str(ptx), arch)
     found = from_cubin(cubin, arch or (target(str(ptx)) if ptx else None), log)
-    asked = launch_shared_bytes(str(compiled.ir_module))
-    if len(found.kernels) == 1 and len(asked) == 1:
-        only = replace(found.kernel, dynamic_shared_bytes=asked[0])
-        found = replace(found, kernels={only.name: only})
-    return found
+    return with_dynamic(found, launch_shared_bytes(str(compiled.ir_module)))
 
 
 def launch_shared_bytes(host_code: str) -> list[int]:

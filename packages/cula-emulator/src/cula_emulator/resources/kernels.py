@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from . import sass
@@ -136,6 +136,14 @@ def from_cubin(cubin: bytes, arch: str | None = None, log: str | None = None) ->
             warnings=of_kernel,
         )
     return Report(kernels, warnings, log)
+
+
+def with_dynamic(report: Report, asked: Sequence[int]) -> Report:
+    """The report with the dynamic shared memory of the host code's launches, where it is clear whose they are."""
+    if len(report.kernels) != 1 or len(asked) != 1:
+        return report
+    only = replace(report.kernel, dynamic_shared_bytes=asked[0])
+    return replace(report, kernels={only.name: only})
 
 
 def _resources(kernel: CubinKernel, arch: str, sm: int) -> KernelResources:

@@ -1,0 +1,93 @@
+"""Threads may compile at the same time, and what is made does not depend on the machine at hand."""
+
+from __future__ import annotations
+
+import threading
+
+import cutlass.base_dsl.runtime.cuda as runtime
+import pytest
+
+from cula_core.cute import fake
+from cula_core.cute.compile import (
+    _no_device,
+    assembler_log,
+    compile,
+    compile_artifacts,
+    launch_shared_bytes,
+)
+from cula_core.cute.schedule import SegmentTable
+from cula_core.cute.types import INDICES
+
+ARCH, ENTRY = "sm_90a", "entry"
+
+
+def table(tokens: int = 64, index_dtype: str = "int32") -> tuple:
+    """The smallest kernel there is, with its fake arguments."""
+    return SegmentTable(tokens), *fake.segment_table_arguments(INDICES[index_dtype])
+
+
+def test_threads_take_turns():
+    """Without the lock "Please start a session before accessing session data" or the like is raised."""
+    start, errors, made = threading.Barrier(2), [], []
+
+    def work(tokens: int) -> None:
+        start.wait()
+        try:
+            for n in range(2):
+                made.append(compile(*table(tokens + n), arch=ARCH))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(tokens,)) for tokens in (64, 128)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(set(map(id, made))) == 4 and all(map(callable, made))
+
+
+def test_what_is_kept_of_a_kernel():
+    ptx, cubin, host, log, shared = compile_artifacts(*table(), arch=ARCH, entry=ENTRY)
+    assert f".target {ARCH}" in ptx and cubin[:4] == host[:4] == b"\x7fELF"
+    assert f"__tvm_ffi_{ENTRY}".encode() in host and cubin in host
+    assert "Used " in log and "spill stores" in log and "Compile time" not in log
+    assert shared == (1056,)
+
+
+def test_a_kernel_may_not_ask_the_current_device():
+    original = runtime.get_device_attribute
+    with (
+        _no_device(),
+        pytest.raises(RuntimeError, match="^the kernel asks the current device for shared$"),
+    ):
+        runtime.get_device_attribute("shared", 0)
+    assert runtime.get_device_attribute is original
+
+
+def test_the_log_is_what_the_assembler_printed():
+    remarks = (
+        "--- !Analysis\n  - Remark:      'ptxas output: one ''kernel''\nptxas info    : Compile time = 3 ms\n'\n...\n"
+        "  - Remark:      'something else'\n  - Remark:  'ptxas output: two\n'\n"
+    )
+    assert assembler_log(remarks) == "one 'kernel'\n\ntwo"
+    assert assembler_log("") == ""
+
+
+FUNCTION = """
+  llvm.func @{name}() {{
+    %0 = llvm.mlir.constant({bytes} : i64) : i64
+    %1 = llvm.mlir.constant(7 : i64) : i64
+    %2 = llvm.getelementptr %9[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.{config}
+    llvm.store {value}, %2 : i64, !llvm.ptr
+  }}"""
+CONFIG = "struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+
+
+def test_shared_memory_of_each_launch():
+    def function(name: str, size: int, value: str = "%0", config: str = CONFIG) -> str:
+        return FUNCTION.format(name=name, bytes=size, value=value, config=config)
+
+    assert launch_shared_bytes(function("a", 1024) + function("b", 2048)) == [1024, 2048]
+    assert launch_shared_bytes(function("a", 1024, "%arg0") + function("b", 1, "%1")) == [7]
+    assert launch_shared_bytes(function("a", 1024, config="struct<(i64)>")) == []
