@@ -23,8 +23,6 @@ from cula_lightning_decode.plan import select
 from cula_testing.comparing import same
 from cula_testing.compiled import emulated_kernel
 
-pytestmark = pytest.mark.emulated(detect_races=True)
-
 SLOTS = (5, -1, 0, 3)
 FACTORS = {
     "mode": MODES,

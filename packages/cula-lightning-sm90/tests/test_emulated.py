@@ -34,8 +34,6 @@ from cula_lightning_sm90.kernels.layout import PAIR_SLOTS
 from cula_testing.comparing import same
 from cula_testing.compiled import emulated_kernel
 
-pytestmark = pytest.mark.emulated(detect_races=True)
-
 FACTORS = {
     "dim_k": (64, 128),
     "dim_v": (64, 128),

@@ -16,8 +16,6 @@ from cula_emulator import mutation
 from liteattention_sm89 import launch, masks
 from liteattention_sm89.kernels.forward import LiteForward
 
-pytestmark = pytest.mark.emulated(detect_races=True)
-
 
 @pytest.fixture
 def run(emulated) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:

@@ -25,9 +25,10 @@ from cula_core.delta_rule.config import (
 )
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
+from cula_testing.compiled import report
 from cula_testing.kda.emulated import emulated_configs
 from cula_testing.kda.running import prepare_config
-from cula_testing.machine_code import assert_ctas_fit, build, label
+from cula_testing.machine_code import assert_ctas_fit, label
 
 BOTH = (False, True)
 INDEX_DTYPES = (None, "int32", "int64")
@@ -133,7 +134,7 @@ TABLES = covering(TableConfig, TABLE, anything_is_possible)
 
 
 def compiled(arch: str, config: Config) -> resources.KernelResources:
-    return build(arch, launch.kernel(HOPPER, config))
+    return report(launch.unit(HOPPER, config, arch)).kernel
 
 
 def prepare_cases() -> list:

@@ -31,8 +31,6 @@ from cula_testing.kda.blocks import (
 from cula_testing.kda.problems import make_problem, one_thread
 from cula_testing.kda.running import compiler, prepare_config
 
-pytestmark = pytest.mark.emulated(detect_races=True)
-
 ROUNDED_ERROR = 3e-3  # relative RMSE, to bfloat16
 
 

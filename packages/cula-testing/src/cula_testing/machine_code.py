@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields
-from typing import Any
-
-from cutlass.cute.runtime import make_fake_stream
 
 from cula_emulator import resources
 
@@ -21,23 +17,6 @@ def label(value: object) -> str:
     values = {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]
     words = [name if value is True else str(value) for name, value in values.items() if value]
     return "-".join(words) or "plain"
-
-
-def with_stream(kernel: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns a kernel and its fake arguments with the stream that `cula_core.cute.compile` adds to them."""
-    return *kernel, make_fake_stream(use_tvm_ffi_env_stream=True)
-
-
-def quietly(compile: Any, *arguments: Any, **named: Any) -> Any:
-    """Calls something that compiles; loops over the registers of a thread are unrolled on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This static loop has")
-        return compile(*arguments, **named)
-
-
-def build(arch: str, kernel: tuple[Any, ...]) -> resources.KernelResources:
-    """Compiles a kernel with its fake arguments and returns what it asks of a GPU."""
-    return quietly(resources.compile, *with_stream(kernel), arch=arch).kernel
 
 
 def assert_ctas_fit(kernel: resources.KernelResources, ctas: int) -> None:

@@ -228,7 +228,6 @@ class Emulated:
     """Whole calls of the compiled kernels on the CPU, under every schedule, with race detection."""
 
     subject: Subject
-    pytestmark = pytest.mark.emulated(detect_races=True)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrizes with what depends on the subject."""

@@ -11,7 +11,8 @@ from cula_core.delta_rule.config import ACTIVATION_DTYPES, OPERAND_DTYPES, Recur
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 
-from ..machine_code import assert_ctas_fit, build, label
+from ..compiled import report
+from ..machine_code import assert_ctas_fit, label
 from .emulated import emulated_configs
 from .subject import Subject
 
@@ -80,7 +81,7 @@ class MachineCode:
         raise NotImplementedError
 
     def test_recurrence(self, arch, config):
-        kernel = build(arch, launch.kernel(self.subject.target, config))
+        kernel = report(launch.unit(self.subject.target, config, arch)).kernel
         outputs = () if config.scan else ("UTMASTG", "STSM")
         resources.check(kernel, expect=("UBLKCP", "LDSM", *outputs))
         assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)

@@ -25,7 +25,6 @@ class Recurrence:
     """State and outputs of the recurrence's kernel against their definition in fp64."""
 
     subject: Subject
-    pytestmark = pytest.mark.emulated(detect_races=True)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrizes with what depends on the subject."""

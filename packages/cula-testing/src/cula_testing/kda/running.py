@@ -26,7 +26,7 @@ from cula_emulator.memory import loose_strides
 from cula_emulator.pytest_plugin import BoundKernel, Emulated
 
 from ..comparing import same
-from ..machine_code import quietly, with_stream
+from ..compiled import emulated_kernel
 from .problems import Outcome, Problem, views
 
 INTRA = ("Aqk", "Akk", "w", "u", "qg", "kg")
@@ -36,8 +36,7 @@ def compiler(emulated: Emulated, target: Target, arch: str) -> Callable[[Config]
     """Returns what compiles a config for an architecture, once for all tests, and runs it under a test's schedule."""
 
     def compiled(config: Config) -> BoundKernel:
-        kernel = with_stream(launch.kernel(target, config))
-        return quietly(emulated, *kernel, arch=arch, key=config)
+        return emulated_kernel(emulated, launch.unit(target, config, arch))
 
     return compiled
 
