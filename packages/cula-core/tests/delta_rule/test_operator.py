@@ -396,4 +396,4 @@ def test_a_missing_language_comes_with_what_to_install(monkeypatch, missing):
         cula_core.spec, "find_spec", lambda name: None if name == missing else found(name)
     )
     answer = spec.supports("cula-x")
-    assert answer is not None and missing in answer and "pip install cula-x" in answer
+    assert answer is not None and missing in answer and "--find-links dist cula-x" in answer
