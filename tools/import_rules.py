@@ -37,7 +37,7 @@ META_ROOM_MAY = {
 }
 KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
 EMULATOR = "cula_emulator"
-EMULATOR_MAY = frozenset({"torch"})
+EMULATOR_MAY = frozenset({"torch", "cula_core"})
 # Rooms of the emulator that reach for more: the DSL when a function runs, pytest where pytest loads the file.
 EMULATOR_ROOM_MAY_LATE = {"cute": frozenset({"cutlass"}), "resources": frozenset({"cutlass"})}
 EMULATOR_ROOM_MAY = {"pytest_plugin": frozenset({"pytest"})}
