@@ -150,7 +150,11 @@ BROKEN = {
         "def f():\n    import cula_emulator",
         "not for this part of cula",
     ),
-    "emulator imports numpy": (f"{EMULATOR}/arguments.py", "import numpy", "may import cula_core, torch"),
+    "emulator imports numpy": (
+        f"{EMULATOR}/arguments.py",
+        "import numpy",
+        "may import cula_core, torch",
+    ),
     "emulator imports cutlass": (
         f"{EMULATOR}/library.py",
         "def f():\n    import cutlass",
