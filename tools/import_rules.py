@@ -46,7 +46,7 @@ KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
 NEEDS_DSL = frozenset({"launch", *DEVICE_FOLDERS})
 CORE_CALLERS = frozenset({"call", "contract", "launch", "prefill", "reference", "tensors"})
 EMULATOR = "cula_emulator"
-EMULATOR_MAY = frozenset({"torch"})
+EMULATOR_MAY = frozenset({"torch", CORE})
 # Outside tests: measurements of the emulator itself, and the covering arrays of the comparison of PTX.
 EMULATOR_USERS = ("benchmarks/emulator/", "tools/ptx_configs.py")
 PURE_PYTHON = ("config", "plan")

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import cula_core
 import cula_emulator
 
 PTX = """.version 8.4
@@ -57,8 +58,8 @@ def compiled(folder: Path) -> list[str]:
 
 def start(code: str = RUN, ptx: str = PTX, **environment: str) -> subprocess.Popen:
     """A fresh Python that runs `code` on a PTX text; a variable set to "" is removed."""
-    source = str(Path(cula_emulator.__file__).parents[1])
-    paths = [source, sysconfig.get_paths()["purelib"]]
+    sources = [str(Path(m.__file__).parents[1]) for m in (cula_emulator, cula_core)]
+    paths = [*sources, sysconfig.get_paths()["purelib"]]
     kept = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in {**kept, **environment}.items() if value}
     return subprocess.Popen(

@@ -61,10 +61,10 @@ def log(raced):
 @pytest.fixture
 def no_private_folder(monkeypatch):
     """Undoes what the warning and the temporary folder of another test left behind."""
-    for function in (cache._warn, cache._private):
+    for function in (cache.STORE._warn, cache.STORE._private):
         function.cache_clear()
     yield
-    for function in (cache._warn, cache._private):
+    for function in (cache.STORE._warn, cache.STORE._private):
         function.cache_clear()
 
 
@@ -285,7 +285,7 @@ def read_only(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setenv("CULA_EMULATOR_CACHE", str(tmp_path / "mounted"))
-    monkeypatch.setattr(cache.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     return "Read-only file system"
 
 
@@ -312,11 +312,11 @@ def test_refused_rename_goes_to_a_temporary_folder(filled, monkeypatch, no_priva
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(cache.os, "replace", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     with pytest.warns(RuntimeWarning, match="Permission denied"):
         module = emulator.EmulatedModule(PTX.replace("7;", "6;"))
     assert seven(module) == 6
-    assert module.path.parent == cache._private() != filled
+    assert module.path.parent == cache.STORE._private() != filled
 
 
 READ_ONLY = """

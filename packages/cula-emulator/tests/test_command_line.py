@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from build_processes import PTX
 
+import cula_core
 import cula_emulator
 
 UNSUPPORTED = """.version 8.4
@@ -27,7 +28,8 @@ ret;
 
 def call(*arguments, input="", **environment):
     """(exit status, standard output, standard error) of one call."""
-    paths = [str(Path(cula_emulator.__file__).parents[1]), sysconfig.get_paths()["purelib"]]
+    sources = [str(Path(m.__file__).parents[1]) for m in (cula_emulator, cula_core)]
+    paths = [*sources, sysconfig.get_paths()["purelib"]]
     done = subprocess.run(
         [sys.executable, "-m", "cula_emulator", *map(str, arguments)],
         input=input,

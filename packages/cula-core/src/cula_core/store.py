@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SCRATCH = "building-"
+SCRATCH = "building-"  # begins the names of folders with unfinished files
 LOCK_TIMEOUT = 600.0  # seconds; nothing that is built takes longer
 
 
@@ -87,7 +87,7 @@ class Store:
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """A folder for unfinished files, on the file system of the store."""
-        place = tempfile.mkdtemp(prefix=_SCRATCH, dir=self.folder())
+        place = tempfile.mkdtemp(prefix=SCRATCH, dir=self.folder())
         try:
             yield Path(place)
         finally:

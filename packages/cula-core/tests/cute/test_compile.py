@@ -8,13 +8,7 @@ import cutlass.base_dsl.runtime.cuda as runtime
 import pytest
 
 from cula_core.cute import fake
-from cula_core.cute.compile import (
-    _no_device,
-    assembler_log,
-    compile,
-    compile_artifacts,
-    launch_shared_bytes,
-)
+from cula_core.cute.compile import _no_device, compile, compile_artifacts
 from cula_core.cute.schedule import SegmentTable
 from cula_core.cute.types import INDICES
 
@@ -63,31 +57,3 @@ def test_a_kernel_may_not_ask_the_current_device():
     ):
         runtime.get_device_attribute("shared", 0)
     assert runtime.get_device_attribute is original
-
-
-def test_the_log_is_what_the_assembler_printed():
-    remarks = (
-        "--- !Analysis\n  - Remark:      'ptxas output: one ''kernel''\nptxas info    : Compile time = 3 ms\n'\n...\n"
-        "  - Remark:      'something else'\n  - Remark:  'ptxas output: two\n'\n"
-    )
-    assert assembler_log(remarks) == "one 'kernel'\n\ntwo"
-    assert assembler_log("") == ""
-
-
-FUNCTION = """
-  llvm.func @{name}() {{
-    %0 = llvm.mlir.constant({bytes} : i64) : i64
-    %1 = llvm.mlir.constant(7 : i64) : i64
-    %2 = llvm.getelementptr %9[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.{config}
-    llvm.store {value}, %2 : i64, !llvm.ptr
-  }}"""
-CONFIG = "struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
-
-
-def test_shared_memory_of_each_launch():
-    def function(name: str, size: int, value: str = "%0", config: str = CONFIG) -> str:
-        return FUNCTION.format(name=name, bytes=size, value=value, config=config)
-
-    assert launch_shared_bytes(function("a", 1024) + function("b", 2048)) == [1024, 2048]
-    assert launch_shared_bytes(function("a", 1024, "%arg0") + function("b", 1, "%1")) == [7]
-    assert launch_shared_bytes(function("a", 1024, config="struct<(i64)>")) == []

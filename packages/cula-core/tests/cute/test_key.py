@@ -137,6 +137,14 @@ def test_a_source_that_is_younger_than_the_process_is_seen(package):
     assert key.edited(modules)
 
 
+@pytest.mark.parametrize(
+    "name", ["cula_core.absent", "no_such_package.launch", "__main__", "json.decoder.absent"]
+)
+def test_a_module_without_a_source_is_refused(name):
+    with pytest.raises(ValueError, match=f"needs the source of {name}, which is not found"):
+        key.asked_for(None, "sm_90a", ("cula_core.once", name))
+
+
 def test_kernels_of_the_delta_rule_do_not_depend_on_contracts():
     found = key.closure((LAUNCH,)).keys()
     folder = "cula_core.delta_rule"

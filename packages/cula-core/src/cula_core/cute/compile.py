@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import cutlass.base_dsl.runtime.cuda as runtime
 import cutlass.cute as cute
 from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 from cutlass.cute.runtime import make_fake_stream
+
+from .texts import assembler_log, launch_shared_bytes
 
 _LOCK = threading.Lock()
 
@@ -37,7 +38,7 @@ def compile_artifacts(
 ) -> tuple[str, bytes, bytes, str, tuple[int, ...]]:
     """Compiles as `compile` does, but asks no GPU, and returns PTX, machine code, the object file of the host code with
     the function `entry`, the assembler's log, and the dynamic shared memory of each launch."""
-    with _LOCK, _no_device(), _no_locations(), tempfile.TemporaryDirectory() as place:
+    with _LOCK, _no_device(), without_locations(), tempfile.TemporaryDirectory() as place:
         host, remarks = Path(place, "host.o"), Path(place, "remarks.yaml")
         options = (
             cute.KeepPTX,
@@ -66,7 +67,7 @@ def _compile(
 
 
 @contextmanager
-def _no_device():
+def _no_device() -> Iterator[None]:
     """What is compiled must not depend on the card at hand, which `min_blocks_per_mp` may ask for its shared memory."""
 
     def refuse(attribute: object, *_: object, **__: object) -> int:
@@ -80,34 +81,15 @@ def _no_device():
 
 
 @contextmanager
-def _no_locations():
+def without_locations() -> Iterator[None]:
     """Remarks make the DSL look up the source of every operation, which doubles the time of a compile and changes
     neither code nor log."""
-    original = dsl._set_enable_frame_filtering
+    original = getattr(dsl, "_set_enable_frame_filtering", None)
+    if original is None:  # another version of the DSL, which then takes its time
+        yield
+        return
     dsl._set_enable_frame_filtering = lambda _: original(False)
     try:
         yield
     finally:
         dsl._set_enable_frame_filtering = original
-
-
-def assembler_log(remarks: str) -> str:
-    """Returns what the assembler printed, out of the DSL's remarks (YAML), but for the time that it took."""
-    texts = re.findall(r"- Remark:\s+'ptxas output: ((?:[^']|'')*)'", remarks)
-    lines = "\n".join(texts).replace("''", "'").splitlines()
-    return "\n".join(line for line in lines if "Compile time" not in line)
-
-
-def launch_shared_bytes(host_code: str) -> list[int]:
-    """Returns the bytes of dynamic shared memory of every launch in host code (MLIR text) that asks for a constant."""
-    # Field 2 of cudaLaunchConfig_t; SSA names are unique within a function only.
-    config = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
-    field = rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] [^\n]*{config}"
-    found = []
-    for function in re.split(r"(?m)^  llvm\.func ", host_code):
-        constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i64\)", function))
-        for name in re.findall(field, function):
-            stored = re.search(rf"llvm\.store (%\w+), {name} : i64", function)
-            if stored and stored[1] in constants:
-                found.append(int(constants[stored[1]]))
-    return found

@@ -111,7 +111,8 @@ def closure(modules: tuple[str, ...]) -> dict[str, Path]:
     """Returns the files of modules and of every module of ours that they reach by import statements, by name.
 
     Ours are the packages of `modules` and `cula_core`. Statements inside functions count. A name that a package defines
-    may come from what it imports; of a package that is only on the way to a module, its own file counts.
+    may come from what it imports; of a package that is only on the way to a module, its own file counts. Raises
+    ValueError for a module that has no source file in a package.
     """
     ours = {name.partition(".")[0] for name in modules} | {"cula_core"}
     found: dict[str, Path] = {}
@@ -125,6 +126,8 @@ def closure(modules: tuple[str, ...]) -> dict[str, Path]:
         if path is not None:
             found[name] = path
             waiting += _imported(name, path)
+        elif name in modules:
+            raise ValueError(f"the key of a kernel needs the source of {name}, which is not found")
         elif parent:
             waiting.append(parent)
     for name in list(found):
