@@ -25,6 +25,34 @@ REFUSED = {
     "another device": (
         lambda: arguments.device("x", X.to("meta"), X, "k"), ValueError, "x: expected a tensor on cpu, as k, got meta",
     ),
+    "a device of no kind": (
+        lambda: arguments.leading("x", X.to("meta")), ValueError,
+        "x: expected a tensor on a CUDA device or the CPU, got meta",
+    ),
+    "an integer activation": (
+        lambda: arguments.leading("x", X.int()), TypeError,
+        "x: expected bfloat16 or float16 or float32 or float64, got int32",
+    ),
+    "an activation of another dtype": (
+        lambda: arguments.activation("x", X.half(), X, "k"), TypeError,
+        "x: expected the dtype of k, float32, got float16",
+    ),
+    "an activation on another device": (
+        lambda: arguments.activation("x", X.to("meta"), X, "k"), ValueError,
+        "x: expected a tensor on cpu, as k, got meta",
+    ),
+    "an activation with gaps": (
+        lambda: arguments.activation("x", every_other(X), X), ValueError,
+        "x: expected a contiguous last dimension, got strides (6, 2)",
+    ),
+    "value heads that are no multiple": (
+        lambda: arguments.value_heads("x", 3, 2), ValueError,
+        "x: expected a number of heads HV that is a multiple of H = 2, got 3",
+    ),
+    "offsets of too few sequences": (
+        lambda: arguments.offsets_vector("x", int32(0), Q, least=1), ValueError,
+        "x: expected [N + 1] with N >= 1, got [1]",
+    ),
     "gaps": (
         lambda: arguments.last_dim("x", every_other(X)), ValueError,
         "x: expected a contiguous last dimension, got strides (6, 2)",
@@ -44,6 +72,8 @@ REFUSED = {
         "x: expected no gradient (no backward), got requires_grad=True",
     ),
     "no flag": (lambda: arguments.booleans(x=1), TypeError, "x: expected a bool, got int"),
+    "no integer": (lambda: arguments.integer("x", 1.0), TypeError, "x: expected an int, got float"),
+    "a flag as an integer": (lambda: arguments.integer("x", True), TypeError, "x: expected an int, got bool"),
     "no number": (lambda: arguments.number("x", "1"), TypeError, "x: expected a float or None, got str"),
     "a flag as a number": (lambda: arguments.number("x", True), TypeError, "x: expected a float or None, got bool"),
     "an infinite number": (lambda: arguments.number("x", math.inf), ValueError, "x: expected a finite number, got inf"),
@@ -96,6 +126,11 @@ def test_what_is_right_passes():
     with torch.no_grad():
         arguments.no_gradients("none", x=X.clone().requires_grad_())
     arguments.booleans(x=True, y=False)
+    assert arguments.leading("x", X) == "cpu"
+    arguments.activation("x", X[..., :2], X)
+    arguments.value_heads("x", 6, 2)
+    assert arguments.offsets_vector("x", int32(0, 9, 5), Q) == 2
+    arguments.integer("x", -3)
     for good in (None, 0, 1.5, -3):
         arguments.number("x", good)
     arguments.sign("x", torch.tensor([-1.0, -0.0, -math.inf]), -1)

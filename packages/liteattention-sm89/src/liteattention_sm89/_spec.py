@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
+from cula_core.dtypes import dtype_name
+from cula_core.spec import loader, missing_language
 
-from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS, dtype_name
+from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS
 
 NAME = "liteattention-sm89"
 OP = "lite.attention"
@@ -35,9 +35,9 @@ def supports(
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it."""
-    for module in ("cutlass", "tvm_ffi"):
-        if find_spec(module) is None:
-            return f"its dependency {module} is missing: pip install --find-links dist {NAME}"
+    missing = missing_language(NAME)
+    if missing:
+        return missing
     name = dtype_name(dtype)
     if dtype is not None and name not in DTYPES:
         return f"q, k and v must be {' or '.join(DTYPES)}, not {name}"
@@ -52,8 +52,4 @@ def supports(
     return None
 
 
-def load(function: str) -> Callable:
-    """A public function or class of the package by name."""
-    import liteattention_sm89
-
-    return getattr(liteattention_sm89, function)
+load = loader("liteattention_sm89")

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from cula_core.tensors import DENSE
+
 from . import reference
 from .check import is_aligned
 from .thresholds import effective
@@ -26,7 +28,6 @@ torch.library.define(
 )
 
 TINY = torch.finfo(torch.float32).tiny
-DENSE = torch.contiguous_format
 
 
 def _attend_cpu(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import BLOCK_M, BLOCK_N, HEAD_DIMS, MAX_WORDS, dtype_name
+from cula_core import arguments, tensors
+from cula_core.dtypes import dtype_name
+
+from .config import BLOCK_M, BLOCK_N, HEAD_DIMS, MAX_WORDS
 from .thresholds import check_mode, check_range
 
-_ACTIVATIONS = {
-    "cuda": (torch.bfloat16, torch.float16),
-    "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
-}
-_OFFSETS = (torch.int32, torch.int64)
 # Offsets within a tile are 32-bit numbers of elements.
 _MAX_STRIDE = 2**24
 
@@ -53,92 +51,84 @@ def check_attention(
     """Raises unless the arguments of `lite_attention` fit together."""
     _check_activations(q, k, v, out)
     kind = q.device.type
-    flags = (("causal", causal), ("deterministic", deterministic), ("use_int8", use_int8))
-    for name, flag in flags:
-        if flag is not True and flag is not False:
-            _type_error(name, "a bool", type(flag).__name__)
+    arguments.booleans(causal=causal, deterministic=deterministic, use_int8=use_int8)
     if use_int8 and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        _value_error("use_int8", "False where a gradient is wanted", True)
+        arguments.value_error("use_int8", "False where a gradient is wanted", True)
     if scale is not None:
-        _check_number("scale", scale)
+        check_number("scale", scale)
         if not -math.inf < scale < math.inf:
-            _value_error("scale", "a finite number", scale)
+            arguments.value_error("scale", "a finite number", scale)
     extent = _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_blocks(block_m, block_n, kind)
-    _check_direction(direction, q.device)
+    _check_direction(direction, q)
     check_mode(threshold_mode)
     tiles = (-(-extent.queries // block_m), -(-extent.keys // block_n))
     shape = (extent.sequences, q.shape[2], *tiles)
     if grad_mask is not None:
-        _check_broadcast("grad_mask", grad_mask, shape, q.device)
+        _check_broadcast("grad_mask", grad_mask, shape, q)
     if threshold is None:
         for name, tensor in (("read_mask", read_mask), ("must_do", must_do)):
             if tensor is not None:
-                _value_error(
+                arguments.value_error(
                     name, "None where threshold is None, which is dense attention", "a mask"
                 )
         return extent
-    _check_number("threshold", threshold)
+    check_number("threshold", threshold)
     check_range(threshold, threshold_mode)
     if kind == "cuda" and shape[3] > 32 * MAX_WORDS:
         most = 32 * MAX_WORDS * block_n
-        _value_error(
+        arguments.value_error(
             "k", f"at most {most} keys per sequence with a list, block_n = {block_n}", extent.keys
         )
     if read_mask is not None:
-        last, wanted = _form("read_mask", read_mask, shape, q.device)
+        last, wanted = _form("read_mask", read_mask, shape, q)
         if tuple(read_mask.shape) != wanted:
             expected = f"[B, Hq, Mt, {last}] = {list(wanted)}"
-            _value_error("read_mask", expected, _shape(read_mask))
+            arguments.value_error("read_mask", expected, list(read_mask.shape))
     if must_do is not None:
-        _check_broadcast("must_do", must_do, shape, q.device)
+        _check_broadcast("must_do", must_do, shape, q)
     return extent
 
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether the kernel can read a real tensor: address and strides in multiples of 16 bytes, strides of tokens below
     2^24."""
-    size = tensor.element_size()
-    if tensor.data_ptr() % 16 or any(s * size % 16 for s in tensor.stride()[:-1]):
-        return False
-    return tensor.stride(1) < _MAX_STRIDE
+    return tensors.is_aligned(tensor) and tensor.stride(1) < _MAX_STRIDE
 
 
 def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor)
-    kind = q.device.type
-    if kind not in _ACTIVATIONS:
-        _value_error("q", "a tensor on a CUDA device or the CPU", q.device)
-    if q.dtype not in _ACTIVATIONS[kind]:
-        _type_error("q", _names(_ACTIVATIONS[kind]), dtype_name(q.dtype))
+        arguments.tensor(name, tensor)
+    kind = arguments.leading("q", q)
     if q.dim() != 4:
-        _value_error("q", "4 dimensions [B, Sq, Hq, D]", _shape(q))
+        arguments.value_error("q", "4 dimensions [B, Sq, Hq, D]", list(q.shape))
     batch, _, heads, dim = q.shape
     if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != dim:
-        _value_error("k", f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q", _shape(k))
+        arguments.value_error(
+            "k", f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q", list(k.shape)
+        )
     wanted = k.shape if kind == "cuda" else (*k.shape[:3], v.shape[-1] if v.dim() else 0)
     if v.dim() != 4 or tuple(v.shape) != tuple(wanted):
-        _value_error("v", f"the shape of k, {_shape(k)}", _shape(v))
+        arguments.value_error("v", f"the shape of k, {list(k.shape)}", list(v.shape))
     if heads == 0 or k.shape[2] == 0 or heads % k.shape[2]:
-        _value_error("q", f"a number of heads that is a multiple of Hkv = {k.shape[2]}", heads)
+        arguments.value_error(
+            "q", f"a number of heads that is a multiple of Hkv = {k.shape[2]}", heads
+        )
     if dim < 1 or (kind == "cuda" and (dim % 8 or dim > HEAD_DIMS[-1])):
-        _value_error("q", f"a head dimension that is a multiple of 8, up to {HEAD_DIMS[-1]}", dim)
+        arguments.value_error(
+            "q", f"a head dimension that is a multiple of 8, up to {HEAD_DIMS[-1]}", dim
+        )
     if out is not None:
-        _check_tensor("out", out)
+        arguments.tensor("out", out)
         if out.shape != (*q.shape[:3], v.shape[3]):
-            _value_error("out", f"{[*q.shape[:3], v.shape[3]]}", _shape(out))
+            arguments.value_error("out", f"{[*q.shape[:3], v.shape[3]]}", list(out.shape))
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
-        if tensor.dtype != q.dtype:
-            _type_error(name, f"the dtype of q, {dtype_name(q.dtype)}", dtype_name(tensor.dtype))
-        _check_device(name, tensor, q.device)
-        if tensor.stride(3) != 1 and tensor.shape[3] != 1:
-            _value_error(name, "a contiguous last dimension", f"strides {tensor.stride()}")
+        arguments.activation(name, tensor, q)
     if out is not None and torch.is_grad_enabled():
         if out.requires_grad:
-            _value_error("out", "no gradient: it is overwritten", "requires_grad=True")
+            arguments.value_error("out", "no gradient: it is overwritten", "requires_grad=True")
         if any(x.requires_grad for x in (q, k, v)):
-            _value_error("out", "None where a gradient is wanted", "a tensor")
+            arguments.value_error("out", "None where a gradient is wanted", "a tensor")
 
 
 def _check_lengths(
@@ -153,50 +143,46 @@ def _check_lengths(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         for name, value in zip(names, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
             if value is not None:
-                _value_error(name, "None unless cu_seqlens_q and cu_seqlens_k are given", "a value")
+                arguments.value_error(
+                    name, "None unless cu_seqlens_q and cu_seqlens_k are given", "a value"
+                )
         return Extent(q.shape[0], q.shape[1], k.shape[1])
     most = []
     for name, offsets, tokens, longest_name, longest in (
         ("cu_seqlens_q", cu_seqlens_q, q.shape[1], "max_seqlen_q", max_seqlen_q),
         ("cu_seqlens_k", cu_seqlens_k, k.shape[1], "max_seqlen_k", max_seqlen_k),
     ):
-        _check_tensor(name, offsets)
-        if offsets.dtype not in _OFFSETS:
-            _type_error(name, _names(_OFFSETS), dtype_name(offsets.dtype))
-        if offsets.dim() != 1 or offsets.shape[0] < 2:
-            _value_error(name, "[N + 1] with N >= 1", _shape(offsets))
-        if offsets.stride(0) != 1:
-            _value_error(name, "contiguous elements", f"strides {offsets.stride()}")
-        _check_device(name, offsets, q.device)
-        if q.shape[0] != 1:
-            _value_error(name, "None unless B = 1", f"a tensor with B = {q.shape[0]}")
+        sequences = arguments.offsets_vector(name, offsets, q, least=1)
         lengths = None
-        if offsets.device.type == "cpu" and _is_real(offsets):
+        if arguments.is_readable(offsets):
             values = offsets.tolist()
             lengths = [b - a for a, b in zip(values, values[1:])]
             if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
-                _value_error(name, f"rising numbers from 0 to {tokens}", values[:16])
+                arguments.value_error(name, f"rising numbers from 0 to {tokens}", values[:16])
         if longest is None:
             if lengths is None:
-                _value_error(longest_name, "the length of the longest sequence, an int", None)
+                arguments.value_error(
+                    longest_name, "the length of the longest sequence, an int", None
+                )
             longest = max(lengths)
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
-            _type_error(longest_name, "an int", type(longest).__name__)
-        least = -(-tokens // (offsets.shape[0] - 1)) if lengths is None else max(lengths)
+        arguments.integer(longest_name, longest)
+        least = -(-tokens // sequences) if lengths is None else max(lengths)
         if longest < least:
-            _value_error(longest_name, "at least the length of the longest sequence", longest)
+            arguments.value_error(
+                longest_name, "at least the length of the longest sequence", longest
+            )
         most.append(longest)
     if cu_seqlens_q.dtype != cu_seqlens_k.dtype:
-        _type_error(
+        arguments.type_error(
             "cu_seqlens_k",
             f"the dtype of cu_seqlens_q, {dtype_name(cu_seqlens_q.dtype)}",
             dtype_name(cu_seqlens_k.dtype),
         )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        _value_error(
+        arguments.value_error(
             "cu_seqlens_k",
-            f"the shape of cu_seqlens_q, {_shape(cu_seqlens_q)}",
-            _shape(cu_seqlens_k),
+            f"the shape of cu_seqlens_q, {list(cu_seqlens_q.shape)}",
+            list(cu_seqlens_k.shape),
         )
     return Extent(cu_seqlens_q.shape[0] - 1, *most)
 
@@ -204,84 +190,49 @@ def _check_lengths(
 def _check_blocks(block_m: int, block_n: int, kind: str) -> None:
     for name, size, served in (("block_m", block_m, (BLOCK_M,)), ("block_n", block_n, BLOCK_N)):
         if isinstance(size, bool) or not isinstance(size, int):
-            _type_error(name, "an int", type(size).__name__)
+            arguments.type_error(name, "an int", type(size).__name__)
         if size < 1 or (kind == "cuda" and size not in served):
             expected = " or ".join(map(str, served)) if kind == "cuda" else "at least 1"
-            _value_error(name, expected, size)
+            arguments.value_error(name, expected, size)
 
 
-def _check_direction(direction: int | Tensor, device: torch.device) -> None:
+def _check_direction(direction: int | Tensor, q: Tensor) -> None:
     name = "direction"
     if isinstance(direction, Tensor):
         if direction.dtype != torch.int32:
-            _type_error(name, "an int or an int32 tensor", dtype_name(direction.dtype))
+            arguments.type_error(name, "an int or an int32 tensor", dtype_name(direction.dtype))
         if direction.shape != (1,):
-            _value_error(name, "[1]", _shape(direction))
-        _check_device(name, direction, device)
+            arguments.value_error(name, "[1]", list(direction.shape))
+        arguments.device(name, direction, q)
     elif isinstance(direction, bool) or not isinstance(direction, int):
-        _type_error(name, "an int or an int32 tensor", type(direction).__name__)
+        arguments.type_error(name, "an int or an int32 tensor", type(direction).__name__)
     elif direction not in (1, -1):
-        _value_error(name, "1 or -1", direction)
+        arguments.value_error(name, "1 or -1", direction)
 
 
 def _form(
-    name: str, mask: Tensor, tiles: tuple[int, ...], device: torch.device
+    name: str, mask: Tensor, tiles: tuple[int, ...], q: Tensor
 ) -> tuple[str, tuple[int, ...]]:
     """What the last dimension of a mask over [B, Hq, Mt, Nt] tiles counts in its form, and the shape in that form."""
-    _check_tensor(name, mask)
+    arguments.tensor(name, mask)
     if mask.dtype not in (torch.bool, torch.int32):
-        _type_error(name, "bool, or int32 words of 32 tiles", dtype_name(mask.dtype))
-    _check_device(name, mask, device)
+        arguments.type_error(name, "bool, or int32 words of 32 tiles", dtype_name(mask.dtype))
+    arguments.device(name, mask, q)
     if mask.dtype == torch.bool:
         return "Nt", tiles
     return "W", (*tiles[:3], -(-tiles[3] // 32))
 
 
-def _check_broadcast(name: str, mask: Tensor, tiles: tuple[int, ...], device: torch.device) -> None:
-    _, shape = _form(name, mask, tiles, device)
+def _check_broadcast(name: str, mask: Tensor, tiles: tuple[int, ...], q: Tensor) -> None:
+    _, shape = _form(name, mask, tiles, q)
     try:
         fits = tuple(torch.broadcast_shapes(mask.shape, shape)) == shape
     except RuntimeError:
         fits = False
     if not fits:
-        _value_error(name, f"a shape that broadcasts to {list(shape)}", _shape(mask))
+        arguments.value_error(name, f"a shape that broadcasts to {list(shape)}", list(mask.shape))
 
 
-def _check_number(name: str, value: object) -> None:
+def check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        _type_error(name, "a number", type(value).__name__)
-
-
-def _check_tensor(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        _type_error(name, "a torch.Tensor", type(tensor).__name__)
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        _value_error(name, f"a tensor on {device}, as q", tensor.device)
-
-
-def _is_real(tensor: Tensor) -> bool:
-    """Whether the tensor has values now: nothing is being traced."""
-    return (
-        type(tensor) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(dtype_name(d) for d in dtypes)
-
-
-def _type_error(name: str, expected: str, got: object) -> NoReturn:
-    raise TypeError(f"{name}: expected {expected}, got {got}")
-
-
-def _value_error(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
+        arguments.type_error(name, "a number", type(value).__name__)

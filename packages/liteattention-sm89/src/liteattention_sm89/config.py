@@ -21,11 +21,6 @@ SHARED_MEMORY = (
 ONE_CTA = ("sm_86", "sm_89", "sm_120a", "sm_121a")
 
 
-def dtype_name(dtype: object) -> str:
-    """The name of a torch dtype, such as "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class Problem:
     """The static facts of a call: batch, lengths, head counts, strides, scale and threshold are not among them.

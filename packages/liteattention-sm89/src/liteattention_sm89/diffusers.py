@@ -33,8 +33,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from cula_core.dtypes import dtype_name
+
 from .calibration import LiteAttentionRunConfig
-from .config import DTYPES, HEAD_DIMS, dtype_name
+from .config import DTYPES, HEAD_DIMS
 from .masks import tiles_of_tokens
 from .module import LiteAttention
 from .state import SkipState, check_int

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .check import _check_number, _check_tensor, _type_error, _value_error
+from cula_core import arguments
+
+from .check import check_number
 from .config import BLOCK_N
 from .ops import lite_attention
 
@@ -137,7 +139,7 @@ def flash_attn_varlen_func(
     if out is not None:
         _check_dims("out", out, "[Tq, Hq, D]")
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_tensor(name, offsets)
+        arguments.tensor(name, offsets)
     found = _attend(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
@@ -192,7 +194,7 @@ def flash_attn_varlen_qkvpacked_func(
     Returns: as `flash_attn_varlen_func`. Raises: as that, ValueError for a `qkv` of another shape included.
     """
     _check_dims("qkv", qkv, "[T, 3, H, D]")
-    _check_tensor("cu_seqlens", cu_seqlens)
+    arguments.tensor("cu_seqlens", cu_seqlens)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale, causal, **options
@@ -202,7 +204,7 @@ def flash_attn_varlen_qkvpacked_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, threshold: float | None, return_softmax_lse: bool,
     return_mask: bool, dropout_p: float, window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None,
-    deterministic: bool, return_attn_probs: bool, **arguments: Any,
+    deterministic: bool, return_attn_probs: bool, **more: Any,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The call of `lite_attention` behind every function of this module, and what of its results was asked for."""
     for name, flag in (
@@ -211,35 +213,37 @@ def _attend(
         ("return_attn_probs", return_attn_probs),
     ):
         if flag is not True and flag is not False:
-            _type_error(name, "a bool", type(flag).__name__)
+            arguments.type_error(name, "a bool", type(flag).__name__)
     if return_attn_probs:
-        _value_error(
+        arguments.value_error(
             "return_attn_probs", "False: return_softmax_lse=True gives the log-sum-exp", True
         )
     if return_mask and threshold is None:
-        _value_error("return_mask", "False where threshold is None, which is dense attention", True)
+        arguments.value_error(
+            "return_mask", "False where threshold is None, which is dense attention", True
+        )
     for name, number, what in (
         ("dropout_p", dropout_p, "dropout"),
         ("softcap", softcap, "soft cap"),
     ):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
-            _type_error(name, "a number", type(number).__name__)
+            arguments.type_error(name, "a number", type(number).__name__)
         if number != 0:
-            _value_error(name, f"0.0, there is no {what}", number)
+            arguments.value_error(name, f"0.0, there is no {what}", number)
     if not isinstance(window_size, (tuple, list)):
-        _type_error("window_size", "two ints", type(window_size).__name__)
+        arguments.type_error("window_size", "two ints", type(window_size).__name__)
     if tuple(window_size) != (-1, -1):
-        _value_error("window_size", "(-1, -1), there is no window but causal", window_size)
+        arguments.value_error("window_size", "(-1, -1), there is no window but causal", window_size)
     if alibi_slopes is not None:
-        _value_error("alibi_slopes", "None, there is no bias", type(alibi_slopes).__name__)
+        arguments.value_error("alibi_slopes", "None, there is no bias", type(alibi_slopes).__name__)
     if softmax_scale is not None:
-        _check_number("softmax_scale", softmax_scale)
+        check_number("softmax_scale", softmax_scale)
         # 0 would be the dropout_p of a call in the order of flash-attn 2.
         if softmax_scale == 0 or not -math.inf < softmax_scale < math.inf:
             told = "a finite number, not 0 (dropout_p is a keyword)"
-            _value_error("softmax_scale", told, softmax_scale)
+            arguments.value_error("softmax_scale", told, softmax_scale)
     attended, lse, mask = lite_attention(
-        q, k, v, scale=softmax_scale, threshold=threshold, deterministic=deterministic, **arguments
+        q, k, v, scale=softmax_scale, threshold=threshold, deterministic=deterministic, **more
     )
     found = [attended]
     if return_softmax_lse:
@@ -252,8 +256,8 @@ def _attend(
 
 def _check_dims(name: str, tensor: Tensor, shape: str) -> None:
     """Whether the tensor has the dimensions of the shape, and those that are numbers there."""
-    _check_tensor(name, tensor)
+    arguments.tensor(name, tensor)
     wanted = shape.strip("[]").split(", ")
     fits = tensor.dim() == len(wanted)
     if not fits or any(n.isdigit() and size != int(n) for n, size in zip(wanted, tensor.shape)):
-        _value_error(name, shape, list(tensor.shape))
+        arguments.value_error(name, shape, list(tensor.shape))

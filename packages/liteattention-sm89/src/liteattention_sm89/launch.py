@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import warnings
 from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
+from cula_core.cute import fake
+from cula_core.cute.artifacts import Unit
+from cula_core.cute.compile import compile as compile_kernel
+from cula_core.cute.types import INDICES, LOG2_E
+from cula_core.dtypes import dtype_name
+from cula_core.once import once
+
 from . import masks
-from .config import BackwardConfig, ForwardConfig, Problem, dtype_name, int8_width
+from .config import BackwardConfig, ForwardConfig, Problem, int8_width
 from .kernels.backward import LiteBackward
 from .kernels.forward import LiteForward
 from .kernels.gather_dq import GatherDq
 from .kernels.quantize import Quantize
 from .kernels.row_sums import RowSums
-from .kernels.tiles import DTYPES
 from .plan import plan_backward, plan_forward, plan_quantize
-
-_INDEX = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 
 class _Fakes:
@@ -36,9 +37,8 @@ class _Fakes:
 
     def activation(self, of_keys: bool, columns: int | None = None):
         length, heads = (self.keys, self.heads_k) if of_keys else (self.rows, self.heads)
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         shape = (self.batch, length, heads, columns or self.problem.head_dim)
-        return make_fake_tensor(DTYPES[self.problem.dtype], shape, stride=strides, assumed_align=16)
+        return fake.rows(self.problem.dtype, shape)
 
     def mask(self):
         strides = (*(cute.sym_int64() for _ in range(3)), 1)
@@ -64,146 +64,204 @@ class _Fakes:
     def starts(self):
         if not self.problem.packed:
             return None
-        return make_fake_tensor(_INDEX[self.problem.index_dtype], (cute.sym_int(),), stride=(1,))
+        return fake.vector(INDICES[self.problem.index_dtype])
 
 
 def forward_arguments(config: ForwardConfig) -> tuple:
-    """Of q, k, v, out, lse, read mask, must_do, write mask, cu_seqlens_q and _k, direction_at, scales of 8-bit q and k,
-    what lse misses with them, scale in log2 units, margin, direction, number of query tiles and of sequences."""
+    """Returns stand-ins for the arguments of `LiteForward`.
+
+    They are q, k, v, out, lse, read mask, must_do, write mask, cu_seqlens_q and _k, direction_at, scales of 8-bit q and
+    k, what lse misses with them, scale in log2 units, margin, direction, number of query tiles and of sequences.
+    """
     problem = config.problem
-    fake = _Fakes(problem)
+    x = _Fakes(problem)
     columns = config.score_columns if problem.int8 else problem.head_dim
     return (
-        fake.activation(False, columns),
-        fake.activation(True, columns),
-        fake.activation(True),
-        fake.activation(False),
-        fake.per_row(),
-        fake.mask() if problem.skip else None,
-        fake.mask() if problem.must_do else None,
-        fake.mask() if problem.skip else None,
-        fake.starts(),
-        fake.starts(),
-        make_fake_tensor(cutlass.Int32, (1,), stride=(1,)) if problem.on_device else None,
-        fake.scales(False) if problem.int8 else None,
-        fake.scales(True) if problem.int8 else None,
-        fake.per_row() if problem.int8 else None,
+        x.activation(False, columns),
+        x.activation(True, columns),
+        x.activation(True),
+        x.activation(False),
+        x.per_row(),
+        x.mask() if problem.skip else None,
+        x.mask() if problem.must_do else None,
+        x.mask() if problem.skip else None,
+        x.starts(),
+        x.starts(),
+        fake.vector(cutlass.Int32, 1) if problem.on_device else None,
+        x.scales(False) if problem.int8 else None,
+        x.scales(True) if problem.int8 else None,
+        x.per_row() if problem.int8 else None,
         *(cutlass.Float32(1.0),) * 2,
         *(cutlass.Int32(1),) * 3,
     )
 
 
 def quantize_arguments(problem: Problem, of_keys: bool) -> tuple:
-    """Of q or k, means of the keys, integers, their scales, shifts of lse, cu_seqlens, scale, number of tiles and of
-    sequences."""
-    fake = _Fakes(problem)
+    """Returns stand-ins for the arguments of `Quantize`.
+
+    They are q or k, means of the keys, integers, their scales, shifts of lse, cu_seqlens, scale, number of tiles and of
+    sequences.
+    """
+    x = _Fakes(problem)
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-    means = (fake.batch, fake.heads_k, problem.head_dim)
+    means = (x.batch, x.heads_k, problem.head_dim)
     return (
-        fake.activation(of_keys),
+        x.activation(of_keys),
         make_fake_tensor(cutlass.Float32, means, stride=strides, assumed_align=16),
-        fake.activation(of_keys, int8_width(problem.head_dim) // 2),
-        fake.scales(of_keys),
-        None if of_keys else fake.per_row(),
-        fake.starts(),
+        x.activation(of_keys, int8_width(problem.head_dim) // 2),
+        x.scales(of_keys),
+        None if of_keys else x.per_row(),
+        x.starts(),
         cutlass.Float32(1.0),
         *(cutlass.Int32(1),) * 2,
     )
 
 
 def backward_arguments(config: BackwardConfig) -> tuple:
-    """Of q, k, v, dout, sums, mask (transposed unless the role is "queries"), dq (accumulators if the role is "both"),
-    dk, dv, cu_seqlens_q and _k, scale, the same in log2 units, number of tiles and of sequences."""
-    fake = _Fakes(config.problem)
+    """Returns stand-ins for the arguments of `LiteBackward`.
+
+    They are q, k, v, dout, sums, mask (transposed unless the role is "queries"), dq (accumulators if the role is
+    "both"), dk, dv, cu_seqlens_q and _k, scale, the same in log2 units, number of tiles and of sequences.
+    """
+    x = _Fakes(config.problem)
     keys = config.role != "queries"
     dq = {
-        "both": lambda: fake.per_tile(config.rows * config.width),
+        "both": lambda: x.per_tile(config.rows * config.width),
         "keys": lambda: None,
-        "queries": lambda: fake.activation(False),
+        "queries": lambda: x.activation(False),
     }[config.role]()
     return (
-        fake.activation(False),
-        fake.activation(True),
-        fake.activation(True),
-        fake.activation(False),
-        fake.per_tile(2 * config.rows),
-        fake.mask() if config.problem.skip else None,
+        x.activation(False),
+        x.activation(True),
+        x.activation(True),
+        x.activation(False),
+        x.per_tile(2 * config.rows),
+        x.mask() if config.problem.skip else None,
         dq,
-        fake.activation(True) if keys else None,
-        fake.activation(True) if keys else None,
-        fake.starts(),
-        fake.starts(),
+        x.activation(True) if keys else None,
+        x.activation(True) if keys else None,
+        x.starts(),
+        x.starts(),
         *(cutlass.Float32(1.0),) * 2,
         *(cutlass.Int32(1),) * 2,
     )
 
 
 def sums_arguments(config: BackwardConfig, with_dlse: bool) -> tuple:
-    """Of out, dout, lse, dlse, sums, accumulators of dq, cu_seqlens_q, number of tiles and of sequences."""
-    fake = _Fakes(config.problem)
+    """Returns stand-ins for the arguments of `RowSums`.
+
+    They are out, dout, lse, dlse, sums, accumulators of dq, cu_seqlens_q, number of tiles and of sequences.
+    """
+    x = _Fakes(config.problem)
     return (
-        fake.activation(False),
-        fake.activation(False),
-        fake.per_row(),
-        fake.per_row() if with_dlse else None,
-        fake.per_tile(2 * config.rows),
-        fake.per_tile(config.rows * config.width) if config.role == "both" else None,
-        fake.starts(),
+        x.activation(False),
+        x.activation(False),
+        x.per_row(),
+        x.per_row() if with_dlse else None,
+        x.per_tile(2 * config.rows),
+        x.per_tile(config.rows * config.width) if config.role == "both" else None,
+        x.starts(),
         *(cutlass.Int32(1),) * 2,
     )
 
 
 def gather_arguments(config: BackwardConfig) -> tuple:
-    """Of accumulators, dq, cu_seqlens_q, scale, number of tiles and of sequences."""
-    fake = _Fakes(config.problem)
+    """Returns stand-ins for the arguments of `GatherDq`.
+
+    They are accumulators, dq, cu_seqlens_q, scale, number of tiles and of sequences.
+    """
+    x = _Fakes(config.problem)
     return (
-        fake.per_tile(config.rows * config.width),
-        fake.activation(False),
-        fake.starts(),
+        x.per_tile(config.rows * config.width),
+        x.activation(False),
+        x.starts(),
         cutlass.Float32(1.0),
         *(cutlass.Int32(1),) * 2,
     )
 
 
-def _compile(arch: str, options: tuple, kernel: object, *arguments: object) -> Callable[..., None]:
-    with warnings.catch_warnings():
-        # Loops over accumulator registers are unrolled on purpose.
-        warnings.filterwarnings("ignore", message="This static loop has")
-        return cute.compile[(cute.GPUArch(arch), cute.EnableTVMFFI, *options)](
-            kernel, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True)
-        )
+def forward_unit(config: ForwardConfig, arch: str) -> Unit:
+    """Returns the kernel of attention for an architecture ("sm_89", "sm_90a", ...), to be compiled."""
+    return _unit(lambda: (LiteForward(config), *forward_arguments(config)), arch, "forward", config)
 
 
-@functools.cache
-def compile_forward(config: ForwardConfig, arch: str, *options) -> Callable[..., None]:
-    """A callable for one config on one architecture ("sm_89", "sm_90a", ...), reused for every size and stride."""
-    return _compile(arch, options, LiteForward(config), *forward_arguments(config))
+def quantize_unit(problem: Problem, of_keys: bool, arch: str) -> Unit:
+    """Returns the kernel that rounds queries, or keys, to 8-bit integers."""
+
+    def make() -> tuple:
+        return Quantize(problem, of_keys), *quantize_arguments(problem, of_keys)
+
+    return _unit(make, arch, "quantize", problem, of_keys)
 
 
-@functools.cache
-def compile_quantize(problem: Problem, of_keys: bool, arch: str, *options) -> Callable[..., None]:
-    kernel = Quantize(problem, of_keys)
-    return _compile(arch, options, kernel, *quantize_arguments(problem, of_keys))
+def backward_unit(config: BackwardConfig, arch: str) -> Unit:
+    """Returns the kernel of the gradients that the config's role names."""
+    return _unit(
+        lambda: (LiteBackward(config), *backward_arguments(config)), arch, "backward", config
+    )
 
 
-@functools.cache
-def compile_backward(config: BackwardConfig, arch: str, *options) -> Callable[..., None]:
-    return _compile(arch, options, LiteBackward(config), *backward_arguments(config))
+def sums_unit(config: BackwardConfig, with_dlse: bool, arch: str) -> Unit:
+    """Returns the kernel that comes before those of the gradients. with_dlse: lse has a gradient too."""
+
+    def make() -> tuple:
+        return RowSums(config), *sums_arguments(config, with_dlse)
+
+    return _unit(make, arch, "sums", config, with_dlse)
 
 
-@functools.cache
-def compile_sums(
-    config: BackwardConfig, with_dlse: bool, arch: str, *options
+def gather_unit(config: BackwardConfig, arch: str) -> Unit:
+    """Returns the kernel that brings the accumulated gradients of queries into their layout."""
+    return _unit(lambda: (GatherDq(config), *gather_arguments(config)), arch, "gather", config)
+
+
+def _unit(make: Callable[[], tuple], arch: str, *facts: object) -> Unit:
+    """Returns what can be compiled; the facts tell kernels of one config apart."""
+    return Unit(make, facts, arch, (__name__,))
+
+
+def _compiled(unit: Unit, options: tuple) -> Callable[..., None]:
+    return compile_kernel(*unit.make(), arch=unit.arch, options=options)
+
+
+@once
+def compile_forward(config: ForwardConfig, arch: str, *options: object) -> Callable[..., None]:
+    """Returns a callable for one config on one architecture, reused for every size and stride.
+
+    options: further ones of `cute.compile`.
+    """
+    return _compiled(forward_unit(config, arch), options)
+
+
+@once
+def compile_quantize(
+    problem: Problem, of_keys: bool, arch: str, *options: object
 ) -> Callable[..., None]:
-    return _compile(arch, options, RowSums(config), *sums_arguments(config, with_dlse))
+    """Returns what launches the kernel of `quantize_unit`."""
+    return _compiled(quantize_unit(problem, of_keys, arch), options)
 
 
-@functools.cache
-def compile_gather(config: BackwardConfig, arch: str, *options) -> Callable[..., None]:
-    return _compile(arch, options, GatherDq(config), *gather_arguments(config))
+@once
+def compile_backward(config: BackwardConfig, arch: str, *options: object) -> Callable[..., None]:
+    """Returns what launches the kernel of `backward_unit`."""
+    return _compiled(backward_unit(config, arch), options)
 
 
-@functools.cache
+@once
+def compile_sums(
+    config: BackwardConfig, with_dlse: bool, arch: str, *options: object
+) -> Callable[..., None]:
+    """Returns what launches the kernel of `sums_unit`."""
+    return _compiled(sums_unit(config, with_dlse, arch), options)
+
+
+@once
+def compile_gather(config: BackwardConfig, arch: str, *options: object) -> Callable[..., None]:
+    """Returns what launches the kernel of `gather_unit`."""
+    return _compiled(gather_unit(config, arch), options)
+
+
+@once
 def _arch(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -255,7 +313,7 @@ def forward(
         on_device=on_device,
         int8=int8,
     )  # fmt: skip
-    scale_log2 = scale * math.log2(math.e)
+    scale_log2 = scale * LOG2_E
     arch = arch or _arch(q.device)
     plan = plan_forward(problem, arch, q.shape[0], _packed(cu_seqlens_q), max_seqlen_q)
     scales = (None,) * 3
@@ -362,7 +420,7 @@ def backward(
         out, dout, lse, dlse, sums, acc, cu_seqlens_q, plan.row_tiles, sequences
     )
     starts = cu_seqlens_q, cu_seqlens_k
-    scales = scale, scale * math.log2(math.e)
+    scales = scale, scale * LOG2_E
     across = None if mask is None else masks.transpose(mask, *plan.mask_tiles)
     kernels.backward(main, arch)(
         q, k, v, dout, sums, across, acc, dk, dv, *starts, *scales, plan.key_tiles, sequences

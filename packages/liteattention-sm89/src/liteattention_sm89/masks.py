@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .check import _type_error, _value_error
-from .config import dtype_name
+from cula_core import arguments
+from cula_core.dtypes import dtype_name
 
 __all__ = [
     "count",
@@ -118,7 +118,7 @@ def transpose(mask: Tensor, Mt: int, Nt: int) -> Tensor:
     """
     _check_mask(mask, Nt)
     if mask.dim() < 2 or mask.shape[-2] != _size("Mt", Mt):
-        _value_error("mask", f"[..., Mt, W] with Mt = {Mt} rows", list(mask.shape))
+        arguments.value_error("mask", f"[..., Mt, W] with Mt = {Mt} rows", list(mask.shape))
     return pack(unpack(mask, Nt).transpose(-1, -2))
 
 
@@ -140,9 +140,8 @@ def tiles_of_tokens(
     a range that is empty, reversed or not inside [0, Sk], and a block_n below 1.
     """
     if _size("block_n", block_n) == 0:
-        _value_error("block_n", "at least 1", block_n)
-    if not isinstance(inward, bool):
-        _type_error("inward", "a bool", type(inward).__name__)
+        arguments.value_error("block_n", "at least 1", block_n)
+    arguments.booleans(inward=inward)
     tiles = -(-_size("Sk", Sk) // block_n)
     bits = 0
     for start, end in _merged(_pairs(ranges, Sk)):
@@ -190,7 +189,7 @@ def from_ranges(lists: Tensor, Nt: int, descending: bool = False) -> Tensor:
     _check_list_extent(Nt, descending)
     _check_tensor("lists", lists, torch.int16)
     if lists.shape[-1] != Nt + 2:
-        _value_error("lists", f"[..., Nt + 2] with Nt = {Nt} tiles", list(lists.shape))
+        arguments.value_error("lists", f"[..., Nt + 2] with Nt = {Nt} tiles", list(lists.shape))
     length, entries = lists[..., :1].long(), lists[..., 1:].long()
     # Steps of the traversal: tile n is step n of an ascending pass and step Nt - 1 - n of a descending one.
     steps = Nt - 1 - entries if descending else entries
@@ -204,7 +203,9 @@ def from_ranges(lists: Tensor, Nt: int, descending: bool = False) -> Tensor:
     if not legal.all():
         writer = "a descending" if descending else "an ascending"
         row = lists[~legal][0].tolist()
-        _value_error("lists", f"[count, start, end, ...] of {writer} pass over {Nt} tiles", row)
+        arguments.value_error(
+            "lists", f"[count, start, end, ...] of {writer} pass over {Nt} tiles", row
+        )
     # A tile is inside a range when an odd number of starts and ends lie at or before its step.
     edges = torch.where(used, steps, Nt + 1).contiguous()
     each = slots[:Nt].expand(*edges.shape[:-1], Nt).contiguous()
@@ -229,19 +230,19 @@ def _pairs(ranges: Iterable[int] | Tensor, Sk: int) -> list[tuple[int, int]]:
     """The token ranges, checked one by one."""
     if isinstance(ranges, Tensor):
         if ranges.dtype not in (torch.int16, torch.int32, torch.int64):
-            _type_error("ranges", "integers", f"a {dtype_name(ranges.dtype)} tensor")
+            arguments.type_error("ranges", "integers", f"a {dtype_name(ranges.dtype)} tensor")
         if ranges.dim() != 1:
-            _value_error("ranges", "a flat list", f"a tensor {list(ranges.shape)}")
+            arguments.value_error("ranges", "a flat list", f"a tensor {list(ranges.shape)}")
         ranges = ranges.tolist()
     if isinstance(ranges, (str, bytes)) or not isinstance(ranges, Iterable):
-        _type_error("ranges", _FLAT, type(ranges).__name__)
+        arguments.type_error("ranges", _FLAT, type(ranges).__name__)
     flat = [_token(value) for value in ranges]
     if len(flat) % 2:
-        _value_error("ranges", "an even number of entries, start and end by turns", flat)
+        arguments.value_error("ranges", "an even number of entries, start and end by turns", flat)
     pairs = list(zip(flat[::2], flat[1::2]))
     for start, end in pairs:
         if not 0 <= start < end <= Sk:
-            _value_error("ranges", f"0 <= start < end <= Sk = {Sk}", f"[{start}, {end}]")
+            arguments.value_error("ranges", f"0 <= start < end <= Sk = {Sk}", f"[{start}, {end}]")
     return pairs
 
 
@@ -251,7 +252,7 @@ def _token(value: object) -> int:
             return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         pass
-    _type_error("ranges", _FLAT, f"an entry {value!r}")
+    arguments.type_error("ranges", _FLAT, f"an entry {value!r}")
 
 
 def _merged(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -267,29 +268,28 @@ def _merged(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _check_list_extent(Nt: int, descending: bool) -> None:
     if _size("Nt", Nt) > _MAX_LIST_TILES:
-        _value_error("Nt", f"at most {_MAX_LIST_TILES} tiles, for int16 lists", Nt)
-    if not isinstance(descending, bool):
-        _type_error("descending", "a bool", type(descending).__name__)
+        arguments.value_error("Nt", f"at most {_MAX_LIST_TILES} tiles, for int16 lists", Nt)
+    arguments.booleans(descending=descending)
 
 
 def _size(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        _type_error(name, "an int", type(value).__name__)
+    arguments.integer(name, value)
     if value < 0:
-        _value_error(name, "a number that is not negative", value)
+        arguments.value_error(name, "a number that is not negative", value)
     return value
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, Tensor):
-        _type_error(name, "a torch.Tensor", type(tensor).__name__)
+    arguments.tensor(name, tensor)
     if tensor.dtype != dtype:
-        _type_error(name, dtype_name(dtype), dtype_name(tensor.dtype))
+        arguments.type_error(name, dtype_name(dtype), dtype_name(tensor.dtype))
     if tensor.dim() == 0:
-        _value_error(name, "at least one dimension", "a scalar tensor")
+        arguments.value_error(name, "at least one dimension", "a scalar tensor")
 
 
 def _check_mask(mask: Tensor, Nt: int) -> None:
     _check_tensor("mask", mask, torch.int32)
     if mask.shape[-1] != words(_size("Nt", Nt)):
-        _value_error("mask", f"{words(Nt)} words in a row for Nt = {Nt} tiles", list(mask.shape))
+        arguments.value_error(
+            "mask", f"{words(Nt)} words in a row for Nt = {Nt} tiles", list(mask.shape)
+        )

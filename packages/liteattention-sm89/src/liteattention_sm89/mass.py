@@ -22,16 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cula_core import arguments
+from cula_core.dtypes import dtype_name
+
 from . import masks
-from .check import (
-    _check_device,
-    _check_number,
-    _check_tensor,
-    _type_error,
-    _value_error,
-    check_attention,
-)
-from .config import BLOCK_M, BLOCK_N, dtype_name
+from .check import check_attention, check_number
+from .config import BLOCK_M, BLOCK_N
 
 __all__ = ["mask_by_mass", "tile_mass"]
 
@@ -117,9 +113,9 @@ def mask_by_mass(mass: Tensor, drop: float, read_mask: Tensor | None = None) -> 
     probability was rounded to 0. Raises TypeError or ValueError if an argument does not fit.
     """
     _check_mass(mass)
-    _check_number("drop", drop)
+    check_number("drop", drop)
     if not 0 <= drop < 1:
-        _value_error("drop", "a share, 0 <= drop < 1", drop)
+        arguments.value_error("drop", "a share, 0 <= drop < 1", drop)
     if read_mask is not None:
         _check_read_mask(read_mask, mass)
         mass = torch.where(masks.unpack(read_mask, mass.shape[3]), mass, 0)
@@ -258,34 +254,33 @@ def _per_row(
 
 
 def _check_lse(lse: Tensor, q: Tensor, packed: bool) -> None:
-    _check_tensor("lse", lse)
+    arguments.tensor("lse", lse)
     _check_floats("lse", lse)
     batch, tokens, heads, _ = q.shape
     shape = [heads, tokens] if packed else [batch, heads, tokens]
     if list(lse.shape) != shape:
         name = "[Hq, Tq]" if packed else "[B, Hq, Sq]"
-        _value_error("lse", f"{name} = {shape}", list(lse.shape))
-    _check_device("lse", lse, q.device)
+        arguments.value_error("lse", f"{name} = {shape}", list(lse.shape))
+    arguments.device("lse", lse, q)
 
 
 def _check_mass(mass: Tensor) -> None:
-    _check_tensor("mass", mass)
+    arguments.tensor("mass", mass)
     _check_floats("mass", mass)
     if mass.dim() != 4:
-        _value_error("mass", "4 dimensions [B, Hq, Mt, Nt]", list(mass.shape))
+        arguments.value_error("mass", "4 dimensions [B, Hq, Mt, Nt]", list(mass.shape))
 
 
 def _check_read_mask(read_mask: Tensor, mass: Tensor) -> None:
-    _check_tensor("read_mask", read_mask)
+    arguments.tensor("read_mask", read_mask)
     if read_mask.dtype != torch.int32:
-        _type_error("read_mask", "int32 words of 32 tiles", dtype_name(read_mask.dtype))
+        arguments.type_error("read_mask", "int32 words of 32 tiles", dtype_name(read_mask.dtype))
     shape = [*mass.shape[:3], masks.words(mass.shape[3])]
     if list(read_mask.shape) != shape:
-        _value_error("read_mask", f"[B, Hq, Mt, W] = {shape}", list(read_mask.shape))
-    if read_mask.device != mass.device:
-        _value_error("read_mask", f"a tensor on {mass.device}, as mass", read_mask.device)
+        arguments.value_error("read_mask", f"[B, Hq, Mt, W] = {shape}", list(read_mask.shape))
+    arguments.device("read_mask", read_mask, mass, "mass")
 
 
 def _check_floats(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in (torch.float32, torch.float64):
-        _type_error(name, "float32 or float64", dtype_name(tensor.dtype))
+        arguments.type_error(name, "float32 or float64", dtype_name(tensor.dtype))

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cula_core.tensors import DENSE
+
 from . import masks, reference
-from .autograd import DENSE, TINY
+from .autograd import TINY
 from .check import check_attention, is_aligned
 from .config import BLOCK_M, BLOCK_N
 from .thresholds import effective

@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cula_core import arguments
+from cula_core.dtypes import dtype_name
+
 from . import masks
-from .config import BLOCK_M, BLOCK_N, dtype_name
+from .config import BLOCK_M, BLOCK_N
 
 __all__ = ["SkipKey", "SkipState"]
 
@@ -48,13 +51,12 @@ class SkipKey(NamedTuple):
     ) -> SkipKey:  # fmt: skip
         """The key of a call with these arguments, whose types and number of dimensions are checked."""
         for name, tensor in (("query", query), ("key", key)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+            arguments.tensor(name, tensor)
             if tensor.dim() != 4:
                 raise ValueError(f"{name}: expected [B, S, H, D], got {list(tensor.shape)}")
         for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if offsets is not None and not isinstance(offsets, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(offsets).__name__}")
+            if offsets is not None:
+                arguments.tensor(name, offsets)
         packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         packed = any(x is not None for x in packing)
         if packed and any(x is None for x in packing):

@@ -5,16 +5,21 @@ With P = exp(scale q k^T - lse), Delta = rowsum(out * dout) - dlse and dS = P * 
     dv = P^T dout        dk = scale dS^T q        dq = scale dS k
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
+
+from cula_core.cute.functions import exp2_pinned
+from cula_core.cute.memory import copy_async
+from cula_core.cute.types import F32, I32
 
 from ..config import BLOCK_M, BackwardConfig
 from .backward_tiles import BackwardTiles
-from .tiles import F32, I32, INFINITY, exp2, rarely, tokens_of
+from .tiles import rarely, tokens_of
 
 
 @dataclass(frozen=True)
@@ -424,13 +429,9 @@ class LiteBackward(BackwardTiles):
     @cute.jit
     def copy_sums_async(self, tile, head, at):
         """Starts the copy of what `RowSums` stored for a tile of rows."""
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), F32, num_bits_per_copy=128
-        )
         source = tile.sums[head, tile.slot + at, None]
         if tile.tidx < self.m // 2:
-            cute.copy(
-                atom,
+            copy_async(
                 cute.local_tile(source, (4,), (tile.tidx,)),
                 cute.local_tile(tile.sR, (4,), (tile.tidx,)),
             )
@@ -475,7 +476,7 @@ class LiteBackward(BackwardTiles):
         def part(i, of):
             for number in range(rows * columns * i // of, rows * columns * (i + 1) // of):
                 r, c = number % rows, number // rows
-                s_rows[r, c] = exp2(s_rows[r, c] * scale_log2 - biases[r])
+                s_rows[r, c] = exp2_pinned(s_rows[r, c] * scale_log2 - biases[r])
 
         return part
 
@@ -507,4 +508,4 @@ class LiteBackward(BackwardTiles):
                 seen = cutlass.min(length_k, first_row + self.row_of(r, tidx) + shift + 1)
             for c in cutlass.range_constexpr(cute.size(s_rows, mode=[1])):
                 key = column + c % 2 + c // 2 * (4 * self.config.warps)
-                s_rows[r, c] = s_rows[r, c] if key < seen else F32(-INFINITY)
+                s_rows[r, c] = s_rows[r, c] if key < seen else F32(-math.inf)

@@ -3,8 +3,10 @@
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
+from cula_core.cute.types import DTYPES, F32
+
 from ..config import BLOCK_M, BackwardConfig
-from .tiles import DTYPES, F32, Tiles
+from .tiles import Tiles
 
 
 class BackwardTiles(Tiles):

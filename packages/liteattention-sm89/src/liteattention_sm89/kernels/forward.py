@@ -14,6 +14,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from cula_core.cute.functions import exp2_pinned
+from cula_core.cute.types import DTYPES, F32, I32
+
 from ..config import (
     BLOCK_M,
     KEY_GROUP,
@@ -24,7 +27,7 @@ from ..config import (
     ForwardConfig,
 )
 from .int8 import EXACT, EXACT_BITS, SignedInt8Op, multiply
-from .tiles import DTYPES, F32, I32, INFINITY, Tiles, exp2, rarely, tokens_of
+from .tiles import Tiles, rarely, tokens_of
 
 TINY = 1.2e-38
 LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
@@ -366,7 +369,7 @@ class LiteForward(Tiles):
             of_queries, of_keys = self.scales(work, head_k)
             key_scale = of_keys[key // KEY_GROUP]
         limit = cute.make_rmem_tensor(1, F32)
-        limit[0] = work.margin - INFINITY
+        limit[0] = work.margin - math.inf
         regs = Registers(
             starts=starts, gK=gK, gV=gV, thr_load=thr_load, thr_scored=thr_scored,
             ldmatrix=ldmatrix, ldmatrix_t=ldmatrix_t, tQsQ=tQsQ, tKsK=tKsK, tVsV=tVsV, tQrQ=tQrQ, tKrK=tKrK, tVrV=tVrV,
@@ -411,7 +414,7 @@ class LiteForward(Tiles):
             work.load, thr_load, gO, work.first_q + first_row, work.length_q - first_row, work.sO
         )
         if tidx < cutlass.min(BLOCK_M, work.length_q - first_row):
-            work.lse[work.batch, work.head, work.first_q + first_row + tidx] = F32(-INFINITY)
+            work.lse[work.batch, work.head, work.first_q + first_row + tidx] = F32(-math.inf)
         if cutlass.const_expr(self.problem.skip):
             self.store_kept(work.write[work.sequence, work.head, work.tile, None], work.kept, tidx)
 
@@ -532,7 +535,7 @@ class LiteForward(Tiles):
     @cute.jit
     def exponentiate(self, regs, r, c):
         """Replaces a score by its exponential, and adds that to the row's sum."""
-        regs.s_rows[r, c] = exp2(regs.s_rows[r, c] * regs.factors[r // 2] - regs.offsets[r])
+        regs.s_rows[r, c] = exp2_pinned(regs.s_rows[r, c] * regs.factors[r // 2] - regs.offsets[r])
         regs.total[r] = regs.total[r] + regs.s_rows[r, c]
 
     # ---- the list ---------------------------------------------------------------------------------------------------
@@ -670,7 +673,7 @@ class LiteForward(Tiles):
                 seen = mine + length_k - length_q + 1
             for c in cutlass.range_constexpr(self.step // 4):
                 s_rows[r, c] = (
-                    s_rows[r, c] if column + c % 2 + c // 2 * 8 < seen else F32(-INFINITY)
+                    s_rows[r, c] if column + c % 2 + c // 2 * 8 < seen else F32(-math.inf)
                 )
 
     def largest(self, s_rows, r, first, end):
@@ -702,7 +705,7 @@ class LiteForward(Tiles):
             shrinks = cute.make_rmem_tensor(self.rows, F32)
             for r in cutlass.range_constexpr(self.rows):
                 origin = cute.arch.fmax(regs.origins[r], tops[r])
-                shrinks[r] = exp2(regs.origins[r] - origin)
+                shrinks[r] = exp2_pinned(regs.origins[r] - origin)
                 regs.origins[r] = origin
                 regs.total[r] = regs.total[r] * shrinks[r]
             if step > 0:
@@ -760,7 +763,7 @@ class LiteForward(Tiles):
             self.own_row([x[r] for r in range(self.rows)], tidx) for x in (total, origins)
         )
         value = (origin + cute.math.log2(whole, fastmath=True)) * math.log(2)
-        value = value if whole > 0.0 else F32(-INFINITY)
+        value = value if whole > 0.0 else F32(-math.inf)
         if mine < work.length_q:
             if cutlass.const_expr(self.problem.int8):
                 value = value + work.lse_shift[work.batch, work.head, work.first_q + mine]

@@ -4,8 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cula_core.cute.types import F32
+
 from .backward_tiles import BackwardTiles
-from .tiles import F32, tokens_of
+from .tiles import tokens_of
 
 
 class GatherDq(BackwardTiles):

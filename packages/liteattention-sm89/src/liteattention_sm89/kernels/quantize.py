@@ -10,9 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cula_core.cute.types import DTYPES, F32, I32
+
 from ..config import BLOCK_M, KEY_GROUP, QUANTIZED_ROWS, QUERY_GROUP, Problem, int8_width
 from .int8 import EXACT
-from .tiles import DTYPES, F32, I32, tokens_of
+from .tiles import tokens_of
 
 LEAST = 1e-15  # magnitude, so that no product of scales is zero
 

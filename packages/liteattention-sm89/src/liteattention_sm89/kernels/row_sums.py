@@ -5,9 +5,11 @@ import math
 import cutlass
 import cutlass.cute as cute
 
+from cula_core.cute.types import F32, LOG2_E
+
 from ..config import BLOCK_M
 from .backward_tiles import BackwardTiles
-from .tiles import F32, INFINITY, tokens_of
+from .tiles import tokens_of
 
 
 class RowSums(BackwardTiles):
@@ -85,13 +87,13 @@ class RowSums(BackwardTiles):
                 total = total + F32(values[0][i]) * F32(values[1][i])
         for i in cutlass.range_constexpr(int(math.log2(lanes))):
             total = total + cute.arch.shuffle_sync_bfly(total, 1 << i)
-        bias = F32(INFINITY)
+        bias = F32(math.inf)
         if token < length_q:
             value = F32(lse[batch, head, first_q + token])
-            bias = bias if value == -INFINITY else value * math.log2(math.e)
+            bias = bias if value == -math.inf else value * LOG2_E
             if cutlass.const_expr(dlse is not None):
                 total = total - dlse[batch, head, first_q + token]
-            total = F32(0.0) if value == -INFINITY else total
+            total = F32(0.0) if value == -math.inf else total
         if lane == 0:
             sums[row] = bias
             sums[self.m + row] = total

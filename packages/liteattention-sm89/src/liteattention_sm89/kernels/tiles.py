@@ -1,18 +1,15 @@
 """What the kernels share: tiles of rows in shared memory, filled by cp.async and emptied in whole lines."""
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 
-from ..config import PADDING
+from cula_core.cute.memory import view
+from cula_core.cute.types import I32
 
-F32, I32 = cutlass.Float32, cutlass.Int32
-INFINITY = math.inf
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+from ..config import PADDING
 
 
 @dataclass(frozen=True)
@@ -41,20 +38,6 @@ def tokens_of(sequence, starts, x):
         return sequence, I32(0), I32(x.shape[1])
     first = I32(starts[sequence])
     return I32(0), first, I32(starts[sequence + 1]) - first
-
-
-def exp2(x):
-    """Returns 2 to the power of x, about.
-
-    As an instruction with side effects it stays where it is written, among the products that hide it. The compiler may
-    move `cute.math.exp2`, which has none.
-    """
-    return F32(
-        llvm.inline_asm(
-            F32.mlir_type, [F32(x).ir_value()], "ex2.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=True,
-            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )  # fmt: skip
 
 
 def rarely(condition, length):
@@ -145,7 +128,7 @@ class Tiles:
             if cutlass.const_expr(i * of // rows == number):
                 _, at = self.address_of(x, i)
                 for j in cutlass.range_constexpr(cute.size(x.shared, mode=[2])):
-                    unit = cute.make_tensor(at + self.columns * j, cute.make_layout(8))
+                    unit = view(at, self.columns * j, 8)
                     if cutlass.const_expr(self.dim == self.width):
                         cute.copy(x.load, unit, x.shared[None, i, j])
                     else:
@@ -170,13 +153,12 @@ class Tiles:
         for i in cutlass.range_constexpr(rows):
             row, _ = self.address_of(x, i)
             for j in cutlass.range_constexpr(units):
-                place = cute.assume(x.tile.layout((row, x.column + self.columns * j)), divby=8)
-                unit = cute.make_tensor(x.tile.iterator + place, cute.make_layout(8))
-                cute.autovec_copy(unit, values[None, j, i])
+                place = x.tile.layout((row, x.column + self.columns * j))
+                cute.autovec_copy(view(x.tile.iterator, place, 8), values[None, j, i])
         for i in cutlass.range_constexpr(rows):
             _, at = self.address_of(x, i)
             for j in cutlass.range_constexpr(units):
-                unit = cute.make_tensor(at + self.columns * j, cute.make_layout(8))
+                unit = view(at, self.columns * j, 8)
                 if cutlass.const_expr(self.dim == self.width):
                     cute.autovec_copy(values[None, j, i], unit)
                 else:
