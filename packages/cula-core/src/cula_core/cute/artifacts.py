@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Artifacts:
 
 
 @contextmanager
-def uncached():
+def uncached() -> Iterator[None]:
     """Neither reads nor writes the cache inside: for kernels that are changed in memory, which no source tells."""
     token = _uncached.set(True)
     try:
@@ -107,8 +107,8 @@ def _find(name: str) -> Artifacts | None:
 
 def _keep(name: str, unit: Unit, made: Artifacts) -> None:
     shared = json.dumps(made.dynamic_shared_bytes).encode()
-    data = (made.ptx.encode(), made.cubin, made.host_object, made.log.encode(), shared)
-    parts = dict(zip(_PARTS, data))
+    every = (made.ptx.encode(), made.cubin, made.host_object, made.log.encode(), shared)
+    parts = dict(zip(_PARTS, every))
     digests = {part: hashlib.sha256(data).hexdigest() for part, data in parts.items()}
     facts = {
         "config": repr(unit.config),

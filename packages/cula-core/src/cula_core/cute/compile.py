@@ -88,7 +88,7 @@ def without_locations() -> Iterator[None]:
     if original is None:  # another version of the DSL, which then takes its time
         yield
         return
-    dsl._set_enable_frame_filtering = lambda _: original(False)
+    dsl._set_enable_frame_filtering = lambda enable: original(False)
     try:
         yield
     finally:

@@ -78,11 +78,11 @@ def made_with() -> str:
         for line in lines:
             path, _, size = line.rsplit(",", 2)
             if path.endswith((".so", ".a")):
-                facts.append(f"{path} {size == _size(found.locate_file(path))}")
+                facts.append(f"{path} {size == _size(str(found.locate_file(path)))}")
     return digest(*facts)[:16]
 
 
-def _size(path: os.PathLike[str]) -> str | None:
+def _size(path: str) -> str | None:
     with suppress(OSError):
         return str(os.stat(path).st_size)
     return None
