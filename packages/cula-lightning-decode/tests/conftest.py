@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cula_testing.loading import pytest_addoption
+from cula_testing.tensors import normals
 
 __all__ = ["pytest_addoption"]
 
@@ -35,9 +36,7 @@ def _make_inputs(
     """q, k, v, state and decay by name; the same numbers on every device, for every dtype and layout."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    normal = normals(generator)
     pool = batch if pool is None else pool
     q, k = normal(batch, tokens, heads, dim_k), normal(batch, tokens, heads, dim_k)
     v, state = normal(batch, tokens, heads_v, dim_v), normal(pool, heads_v, dim_k, dim_v)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,24 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cula_lightning_decode
-from cula_core import spec
 from cula_core.reference import lightning_decode as reference
 from cula_lightning_decode import _spec, linear_attention_commit, linear_attention_decode
+from cula_testing.interpreters import python
+from cula_testing.specs import assert_answer, assert_says_what_to_install
+from cula_testing.tensors import int32, scattered
 
-SOURCE = Path(cula_lightning_decode.__file__).parents[1]
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def gapped(tensor: Tensor) -> Tensor:
-    """The same values in every other row of a larger tensor, at an odd offset."""
-    spread = torch.zeros(tensor.numel() * 2 + 3, dtype=tensor.dtype)
-    strides = (2 * tensor.stride(0), *tensor.stride()[1:])
-    view = spread.as_strided(tensor.shape, strides, 3)
-    return view.copy_(tensor)
 
 
 OP_DTYPES = (
@@ -55,7 +40,7 @@ def op_inputs(make_inputs, dtypes, v_first, slots, views) -> dict[str, Tensor]:
         3, 2, 1, 2, 64, 64, pool=4, dtype=dtype, state_dtype=state_dtype, state_v_first=v_first
     )
     if views:
-        inputs |= {name: gapped(inputs[name]) for name in ("q", "k", "v")}
+        inputs |= {name: scattered(inputs[name]) for name in ("q", "k", "v")}
         inputs["state"] = inputs["state"].repeat(2, 1, 1, 1)[::2]
     inputs["state_indices"] = None if slots is None else int32(*slots)
     return inputs
@@ -245,18 +230,6 @@ def test_fake_tensors_of_any_device(device, v_first):
             )
 
 
-def python(code: str) -> str:
-    """Output of a fresh interpreter that finds this package's sources first."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_import_and_cpu_calls_need_neither_cutlass_nor_triton():
     python(
         """
@@ -276,7 +249,8 @@ c.linear_attention_commit(
 heavy = {m.partition(".")[0] for m in set(sys.modules) - before} & {"cutlass", "triton", "tvm_ffi"}
 assert not heavy, heavy
 assert "cula_lightning_decode.launch" not in sys.modules
-"""
+""",
+        cula_lightning_decode,
     )
 
 
@@ -288,7 +262,7 @@ start = time.perf_counter()
 import cula_lightning_decode
 print(time.perf_counter() - start)
 """
-    assert min(float(python(code)) for _ in range(3)) < 0.2
+    assert min(float(python(code, cula_lightning_decode)) for _ in range(3)) < 0.2
 
 
 def test_the_spec_imports_no_dsl():
@@ -297,7 +271,7 @@ import json, sys
 from cula_lightning_decode import _spec
 print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _spec.supports()]))
 """
-    assert json.loads(python(code)) == [[], None]
+    assert json.loads(python(code, cula_lightning_decode)) == [[], None]
 
 
 @pytest.mark.parametrize(
@@ -321,20 +295,12 @@ print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _
     ],
 )
 def test_the_spec_gives_reasons(problem, reason):
-    answer = _spec.supports(**problem)
-    assert answer is None if reason is None else reason in answer
+    assert_answer(_spec.supports, problem, reason)
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
 def test_the_spec_says_what_to_install(monkeypatch, missing):
-    found = spec.find_spec
-    monkeypatch.setattr(spec, "find_spec", lambda name: None if name == missing else found(name))
-    answer = _spec.supports()
-    assert (
-        answer is not None
-        and missing in answer
-        and "pip install --find-links dist cula-lightning-decode" in answer
-    )
+    assert_says_what_to_install(monkeypatch, _spec.supports, missing, "cula-lightning-decode")
 
 
 def test_the_spec_describes_this_package():

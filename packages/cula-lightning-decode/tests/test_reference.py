@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cula_core.reference import lightning_decode as reference
 from cula_core.reference.lightning_decode import stochastic_round_bf16
+from cula_testing.comparing import bits, same
+from cula_testing.tensors import int32
 
 EPSILON = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 EPSILON |= {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -53,10 +55,6 @@ def assert_near(actual: Tensor, expected: Tensor, work: torch.dtype = torch.floa
     assert (error <= bound).all(), (error - bound).max().item()
 
 
-def bits(tensor: Tensor) -> list[int]:
-    return tensor.flatten().contiguous().view(torch.uint8).tolist()
-
-
 @st.composite
 def problems(draw):
     batch, heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
@@ -88,10 +86,6 @@ def working(shape) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
-def int32(values) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 @KEEP
 @given(problems(), st.sampled_from((None, 0.3, -2.0)), st.booleans())
 def test_decode_is_the_recurrence(make_inputs, problem, scale, indexed):
@@ -102,7 +96,7 @@ def test_decode_is_the_recurrence(make_inputs, problem, scale, indexed):
     expected, pool = literal(inputs, slots, factor, shape["state_v_first"])
     out = reference.linear_attention_decode(
         **inputs,
-        state_indices=int32(slots) if indexed else None,
+        state_indices=int32(*slots) if indexed else None,
         scale=scale,
         state_v_first=shape["state_v_first"],
     )
@@ -116,17 +110,19 @@ def test_decode_is_the_recurrence(make_inputs, problem, scale, indexed):
 def test_verify_then_commit_is_decode_of_the_accepted_tokens(make_inputs, problem):
     shape, slots, accepted = problem
     inputs = make_inputs(**shape)
-    layout = {"state_indices": int32(slots), "state_v_first": shape["state_v_first"]}
+    layout = {"state_indices": int32(*slots), "state_v_first": shape["state_v_first"]}
     before = inputs["state"].clone()
     whole = before.clone()
     drafted = reference.linear_attention_decode(**inputs, **layout, commit=False)
-    assert bits(inputs["state"]) == bits(before)
+    assert same(inputs["state"], before)
     decoded = reference.linear_attention_decode(**(inputs | {"state": whole}), **layout)
-    assert bits(drafted) == bits(decoded)
+    assert same(drafted, decoded)
 
     expected, pool = literal(inputs, slots, 1.0, shape["state_v_first"], accepted)
     keys = {name: inputs[name] for name in ("k", "v", "state", "decay")}
-    assert reference.linear_attention_commit(**keys, num_accepted=int32(accepted), **layout) is None
+    assert (
+        reference.linear_attention_commit(**keys, num_accepted=int32(*accepted), **layout) is None
+    )
     assert_near(inputs["state"], pool, working(shape))
     for row, (slot, count) in enumerate(zip(slots, accepted)):
         if slot < 0:
@@ -136,9 +132,9 @@ def test_verify_then_commit_is_decode_of_the_accepted_tokens(make_inputs, proble
             one = {name: inputs[name][row : row + 1, :count] for name in ("q", "k", "v")}
             one |= {"state": single, "decay": inputs["decay"]}
             reference.linear_attention_decode(
-                **one, state_indices=int32([slot]), state_v_first=shape["state_v_first"]
+                **one, state_indices=int32(slot), state_v_first=shape["state_v_first"]
             )
-        assert bits(inputs["state"][slot]) == bits(single[slot])
+        assert same(inputs["state"][slot], single[slot])
 
 
 @pytest.mark.parametrize("accepted", [[-3, 0, 9], [2, -1, 4]])
@@ -146,7 +142,7 @@ def test_counts_beyond_the_tokens_are_clamped(make_inputs, accepted):
     inputs = make_inputs(3, 4, 1, 2, 4, 4)
     _, pool = literal(inputs, [0, 1, 2], 1.0, accepted=[min(max(n, 0), 4) for n in accepted])
     keys = {name: inputs[name] for name in ("k", "v", "state", "decay")}
-    reference.linear_attention_commit(**keys, num_accepted=int32(accepted))
+    reference.linear_attention_commit(**keys, num_accepted=int32(*accepted))
     assert_near(inputs["state"], pool)
 
 
@@ -155,7 +151,7 @@ def test_counts_beyond_the_tokens_are_clamped(make_inputs, accepted):
 def test_any_split_into_calls_is_the_same(make_inputs, problem, data):
     shape, slots, _ = problem
     inputs = make_inputs(**(shape | {"state_dtype": working(shape)}))
-    layout = {"state_indices": int32(slots), "state_v_first": shape["state_v_first"]}
+    layout = {"state_indices": int32(*slots), "state_v_first": shape["state_v_first"]}
     pool = inputs["state"].clone()
     whole = reference.linear_attention_decode(**inputs, **layout)
     parts, first = [], 0
@@ -165,8 +161,8 @@ def test_any_split_into_calls_is_the_same(make_inputs, problem, data):
         part |= {"state": pool, "decay": inputs["decay"]}
         parts.append(reference.linear_attention_decode(**part, **layout))
         first = last
-    assert bits(torch.cat(parts, 1)) == bits(whole)
-    assert bits(pool) == bits(inputs["state"])
+    assert same(torch.cat(parts, 1), whole)
+    assert same(pool, inputs["state"])
 
 
 @pytest.mark.parametrize("state_v_first", [False, True])
@@ -179,18 +175,18 @@ def test_padding_rows_give_zero_and_change_nothing(make_inputs, slots, state_v_f
     before = inputs["state"].clone()
     _, pool = literal(inputs, slots, 0.5, state_v_first)
     out = torch.full_like(inputs["v"], math.nan)
-    layout = {"state_indices": int32(slots), "state_v_first": state_v_first}
+    layout = {"state_indices": int32(*slots), "state_v_first": state_v_first}
     reference.linear_attention_decode(**inputs, **layout, scale=0.5, out=out)
     assert not out[padding].any() and torch.isfinite(out).all()
     untouched = [slot for slot in range(5) if slot not in slots]
-    assert bits(inputs["state"][untouched]) == bits(before[untouched])
+    assert same(inputs["state"][untouched], before[untouched])
     assert_near(inputs["state"], pool)
 
     state = before.clone()
     keys = {name: inputs[name] for name in ("k", "v", "decay")}
-    counts = int32([2, 3, 0, 1])
+    counts = int32(2, 3, 0, 1)
     reference.linear_attention_commit(**keys, state=state, num_accepted=counts, **layout)
-    assert bits(state[untouched]) == bits(before[untouched])
+    assert same(state[untouched], before[untouched])
     _, pool = literal(inputs | {"state": before}, slots, 1.0, state_v_first, counts.tolist())
     assert_near(state, pool)
 
@@ -198,10 +194,10 @@ def test_padding_rows_give_zero_and_change_nothing(make_inputs, slots, state_v_f
 def test_padding_does_not_see_a_broken_slot_zero(make_inputs):
     inputs = make_inputs(2, 2, 1, 1, 4, 4)
     inputs["state"][0] = math.nan
-    before = bits(inputs["state"][0])
-    out = reference.linear_attention_decode(**inputs, state_indices=int32([-1, 1]))
+    before = inputs["state"][0].clone()
+    out = reference.linear_attention_decode(**inputs, state_indices=int32(-1, 1))
     assert not out[0].any() and torch.isfinite(out[1]).all()
-    assert bits(inputs["state"][0]) == before
+    assert same(inputs["state"][0], before)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -210,7 +206,7 @@ def test_pool_may_be_any_view(make_inputs, state_dtype, state_v_first):
     inputs = make_inputs(
         3, 2, 1, 2, 4, 6, pool=4, state_dtype=state_dtype, state_v_first=state_v_first
     )
-    layout = {"state_indices": int32([3, 0, 2]), "state_v_first": state_v_first}
+    layout = {"state_indices": int32(3, 0, 2), "state_v_first": state_v_first}
     plain = inputs["state"].clone()
     expected = reference.linear_attention_decode(**(inputs | {"state": plain}), **layout)
 
@@ -220,7 +216,7 @@ def test_pool_may_be_any_view(make_inputs, state_dtype, state_v_first):
         assert view.shape == plain.shape
         view.copy_(inputs["state"])
         out = reference.linear_attention_decode(**(inputs | {"state": view}), **layout)
-        assert bits(out) == bits(expected) and bits(view) == bits(plain)
+        assert same(out, expected) and same(view, plain)
     assert (gaps[::2] == 7).all() and (gaps[:, 0] == 7).all()
 
 
@@ -230,16 +226,16 @@ def test_a_low_precision_state_rounds_once_per_call(make_inputs, state_dtype):
     exact = inputs | {"state": inputs["state"].float()}
     reference.linear_attention_decode(**inputs)
     reference.linear_attention_decode(**exact)
-    assert bits(inputs["state"]) == bits(exact["state"].to(state_dtype))
+    assert same(inputs["state"], exact["state"].to(state_dtype))
 
 
 def test_empty_batch(make_inputs):
     inputs = make_inputs(0, 2, 1, 2, 4, 4, pool=3)
-    before = bits(inputs["state"])
+    before = inputs["state"].clone()
     assert reference.linear_attention_decode(**inputs).shape == (0, 2, 2, 4)
     keys = {name: inputs[name] for name in ("k", "v", "state", "decay")}
-    reference.linear_attention_commit(**keys, num_accepted=int32([]))
-    assert bits(inputs["state"]) == before
+    reference.linear_attention_commit(**keys, num_accepted=int32())
+    assert same(inputs["state"], before)
 
 
 def neighbours(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,7 +270,7 @@ def test_stochastic_rounding_keeps_exact_values():
     every = torch.where(every.isnan(), torch.zeros_like(every), every)
     for seed in range(8):
         rounded = stochastic_round_bf16(every.float(), seed, torch.tensor([seed]))
-        assert bits(rounded) == bits(every)
+        assert same(rounded, every)
 
 
 def test_stochastic_rounding_is_unbiased():
@@ -338,7 +334,7 @@ def test_stochastic_state_follows_what_rounding_to_nearest_loses():
     k = torch.full((1, 1, 1, 64), 2.0**-5, dtype=torch.bfloat16)
     v = k.clone()
     decay = torch.zeros(1)
-    count = int32([1])
+    count = int32(1)
     nearest = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16)
     stochastic = nearest.clone()
     for step in range(256):
@@ -355,7 +351,7 @@ def test_stochastic_rounding_in_a_call(make_inputs, state_v_first):
     inputs = make_inputs(
         3, 2, 1, 2, 4, 6, pool=5, state_dtype=torch.bfloat16, state_v_first=state_v_first
     )
-    layout = {"state_indices": int32([4, -1, 1]), "state_v_first": state_v_first}
+    layout = {"state_indices": int32(4, -1, 1), "state_v_first": state_v_first}
     exact = inputs | {"state": inputs["state"].float()}
     out = reference.linear_attention_decode(**exact, **layout)
     keys = {name: inputs[name] for name in ("k", "v", "decay")}
@@ -363,48 +359,50 @@ def test_stochastic_rounding_in_a_call(make_inputs, state_v_first):
     def run(seed, order=slice(None), commit=False):
         state = inputs["state"].clone()
         rows = {name: inputs[name][order] for name in ("q", "k", "v")}
-        picked = {"state_indices": int32([4, -1, 1])[order], "state_v_first": state_v_first}
+        picked = {"state_indices": int32(4, -1, 1)[order], "state_v_first": state_v_first}
         if commit:
             reference.linear_attention_commit(
-                **keys, state=state, num_accepted=int32([2, 2, 2]), **layout, rounding_seed=seed
+                **keys, state=state, num_accepted=int32(2, 2, 2), **layout, rounding_seed=seed
             )
         else:
             result = reference.linear_attention_decode(
                 **rows, state=state, decay=inputs["decay"], **picked, rounding_seed=seed
             )
             # The outputs come from the fp32 state, before it is rounded.
-            assert bits(result) == bits(out[order])
+            assert same(result, out[order])
         return state
 
     state = run(17)
     low, high = neighbours(exact["state"])
     assert ((state == low) | (state == high)).all()
-    assert bits(state[[0, 2, 3]]) == bits(inputs["state"][[0, 2, 3]])
-    assert bits(state) == bits(run(17)) == bits(run(torch.tensor([17])))
+    assert same(state[[0, 2, 3]], inputs["state"][[0, 2, 3]])
+    assert same(state, run(17)) and same(state, run(torch.tensor([17])))
     # The draw belongs to the slot and the head: the order of the rows does not matter, nor which call commits.
-    assert bits(state) == bits(run(17, torch.tensor([2, 0, 1]))) == bits(run(17, commit=True))
-    assert bits(state) != bits(run(18))
+    assert same(state, run(17, torch.tensor([2, 0, 1]))) and same(state, run(17, commit=True))
+    assert not same(state, run(18))
 
 
 def test_every_slot_and_head_draws_for_itself(make_inputs):
     inputs = make_inputs(1, 1, 1, 1, 16, 16, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
     k, v = (inputs[name].expand(3, 1, 2, 16) for name in ("k", "v"))
     state = inputs["state"].expand(5, 2, 16, 16).clone()
-    options = {"state_indices": int32([4, 0, 1]), "rounding_seed": 6}
-    count = int32([1, 1, 1])
+    options = {"state_indices": int32(4, 0, 1), "rounding_seed": 6}
+    count = int32(1, 1, 1)
     reference.linear_attention_commit(k, v, state, torch.full((2,), 0.3), count, **options)
-    drawn = {tuple(bits(state[slot, head])) for slot in (4, 0, 1) for head in range(2)}
+    drawn = {
+        tuple(bits(state[slot, head]).flatten().tolist()) for slot in (4, 0, 1) for head in range(2)
+    }
     assert len(drawn) == 6
 
 
 def test_nothing_accepted_leaves_the_bits_under_any_seed(make_inputs):
     inputs = make_inputs(3, 4, 1, 2, 4, 6, state_dtype=torch.bfloat16)
     inputs["state"][0, 0, 0] = torch.tensor([math.inf, -math.inf, -0.0, 0.0, 1e-40, 3.3e38])
-    before = bits(inputs["state"])
+    before = inputs["state"].clone()
     keys = {name: inputs[name] for name in ("k", "v", "state", "decay")}
     for seed in (0, -1, 2**62):
-        reference.linear_attention_commit(**keys, num_accepted=int32([0, 0, 0]), rounding_seed=seed)
-        assert bits(inputs["state"]) == before
+        reference.linear_attention_commit(**keys, num_accepted=int32(0, 0, 0), rounding_seed=seed)
+        assert same(inputs["state"], before)
 
 
 def test_the_step_is_traced_without_reading_a_value_back(make_inputs):
@@ -414,7 +412,7 @@ def test_the_step_is_traced_without_reading_a_value_back(make_inputs):
     inputs = make_inputs(2, 3, 1, 2, 4, 6, state_dtype=torch.bfloat16)
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
-        rows = mode.from_tensor(int32([1, -1]))
+        rows = mode.from_tensor(int32(1, -1))
         out = reference.linear_attention_decode(**fake, state_indices=rows, rounding_seed=3)
         keys = {name: fake[name] for name in ("k", "v", "state", "decay")}
         reference.linear_attention_commit(**keys, num_accepted=rows, state_indices=rows)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from cula_lightning_sm90 import reference
+from cula_testing.comparing import relative_rmse as relative_error
+from cula_testing.tensors import normals
 
 CHUNK = 64
 # Log decays per token of successive heads.
@@ -108,9 +110,7 @@ def make_call(
     batch, tokens = (1, sum(lengths)) if packed else (len(lengths), lengths[0])
     assert packed or set(lengths) == {tokens}
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    normal = normals(generator)
     q, k = (normal(batch, tokens, heads_k, dim_k).to(getattr(torch, dtype)) for _ in range(2))
     v = normal(batch, tokens, heads_v, dim_v).to(getattr(torch, dtype))
     start = normal(len(lengths) + 2, heads_v, dim_k, dim_v).float()
@@ -253,14 +253,6 @@ def _checkpoints(call: Call) -> Tensor | None:
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of `expected`; NaN in either gives NaN, which no bound admits."""
-    assert actual.shape == expected.shape
-    difference = (actual.double() - expected).square().sum()
-    size = expected.square().sum()
-    return 0.0 if difference == 0 else (difference / size).sqrt().item()
 
 
 def assert_within(

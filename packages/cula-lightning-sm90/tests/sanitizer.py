@@ -1,4 +1,5 @@
-"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs torch, this package and cula-emulator.
+"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs torch, this package, cula-emulator
+and cula-testing.
 
 Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer.
 racecheck reports races of tables that a warp hands over by one arriving thread, which it does not follow;
@@ -9,10 +10,13 @@ kernels runs under the tool.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from gpu_oracle import check, make
+
+from cula_testing.sanitizing import run_checks
 
 LENGTHS = [70, 0, 1, 130, 64]
 
@@ -56,26 +60,18 @@ PROBLEMS = (
 
 def run_here(first: int = 0, step: int = 1) -> int:
     """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
-    wrong = 0
-    for seed, problem in list(enumerate(PROBLEMS))[first::step]:
+
+    def errors_of(seed: int, problem: Problem) -> str:
         inputs = make(
             "cpu", problem.lengths or problem.batch, problem.tokens, problem.heads, problem.heads_v,
             problem.dims, dtype=getattr(torch, problem.dtype),
             gate=getattr(torch, problem.gate) if problem.gate else None, decay=problem.decay, seed=seed,
         )  # fmt: skip
-        try:
-            errors = check(inputs, **problem.options, device="cuda")
-            result = "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
-        except AssertionError as error:
-            wrong += 1
-            result = f"WRONG {error}"
-        report(f"{problem.name:28} {result}")
-    return wrong
+        errors = check(inputs, **problem.options, device="cuda")
+        return "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
 
-
-def report(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    problems = list(enumerate(PROBLEMS))[first::step]
+    return run_checks((f"{p.name:28}", partial(errors_of, seed, p)) for seed, p in problems)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,60 +11,30 @@ import torch
 from torch import Tensor
 
 import cula_lightning_sm90
+from cula_testing.refusals import (
+    CPU,
+    CUDA,
+    Arguments,
+    Table,
+    Wrong,
+    assert_refused,
+    by_name,
+    cases,
+    contents,
+    on_device,
+    resized,
+)
+from cula_testing.tensors import every_other, gapped, shifted
 
-Arguments = dict[str, Any]
 TOKENS, HEADS, HEADS_V, DIM_K, DIM_V, POOL = 70, 2, 4, 64, 128, 5
 DENSE, VARLEN = ("lightning_attn_fwd",), ("lightning_attn_fwd_varlen",)
 LAYER, GLA = ("chunk_lightning_attn",), ("chunk_simple_gla",)
 ALL = DENSE + VARLEN + LAYER + GLA
 PACKED, DECAYED, STATED = VARLEN + GLA, DENSE + VARLEN, DENSE + LAYER + GLA
-ANYWHERE, CUDA, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
-# A device that tensors may not be on when the others are on the one named.
-ELSEWHERE = {"cpu": "meta", "cuda": "cpu"}
 LAST = "a contiguous last dimension"
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """Arguments that replace good ones, and the refusal: `argument: expected ... `says`..., got ...`got`...`."""
-
-    label: str
-    change: Callable[[Arguments], Arguments]
-    error: type[Exception]
-    argument: str
-    says: str
-    got: str
-    functions: tuple[str, ...] = ALL
-    devices: tuple[str, ...] = ANYWHERE
-
-
-def change(label, name, how, error, says, got, functions=ALL, **more) -> Wrong:
-    """One tensor of the good ones replaced by a function of itself."""
-    return Wrong(label, lambda a: {name: how(a[name])}, error, name, says, got, functions, **more)
-
-
-def value(name, value, error, says, got, functions=ALL, **more) -> Wrong:
-    label = f"{name}={value!r}"
-    return Wrong(label, lambda a: {name: value}, error, name, says, got, functions, **more)
-
-
-def no_tensor(name: str, given: Any, functions=ALL) -> Wrong:
-    return value(name, given, TypeError, "a torch.Tensor", type(given).__name__, functions)
-
-
-def several(label, makers, error, argument, says, got, functions=ALL, **more) -> Wrong:
-    """Several arguments replaced together, so that only one rule is broken."""
-    return Wrong(
-        label, lambda a: {n: make(a) for n, make in makers.items() if n in a}, error, argument, says, got, functions,
-        **more,
-    )  # fmt: skip
-
-
-def away(name: str, functions=ALL) -> Wrong:
-    return Wrong(
-        f"{name} on another device", lambda a: {name: a[name].to(ELSEWHERE[a["q"].device.type])},
-        ValueError, name, "a tensor on ", "", functions,
-    )  # fmt: skip
+_TABLE = Table(ALL)
+change, several, value = _TABLE.change, _TABLE.several, _TABLE.value
+no_tensor, away, entry = _TABLE.no_tensor, _TABLE.away, _TABLE.entry
 
 
 def flag(name: str, functions=ALL) -> list[Wrong]:
@@ -73,35 +42,6 @@ def flag(name: str, functions=ALL) -> list[Wrong]:
         value(name, wrong, TypeError, "a bool", type(wrong).__name__, functions)
         for wrong in (1, None)
     ]
-
-
-def every_other(tensor: Tensor) -> Tensor:
-    """The same shape and values, two elements apart in the last dimension."""
-    spread = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
-    spread[..., 0] = tensor
-    return spread[..., 0]
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same shape and strides, one element behind an aligned address."""
-    flat = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return flat[1:].view(tensor.shape)
-
-
-def resized(name: str, *dims: tuple[int, int]) -> Callable[[Arguments], Tensor]:
-    def make(a: Arguments) -> Tensor:
-        shape = list(a[name].shape)
-        for dim, size in dims:
-            shape[dim] = size
-        return a[name].new_zeros(shape)
-
-    return make
-
-
-def on_device(
-    numbers: list[int], dtype: torch.dtype = torch.int64
-) -> Callable[[Arguments], Tensor]:
-    return lambda a: torch.tensor(numbers, dtype=dtype, device=a["q"].device)
 
 
 def offsets(label: str, numbers: list[int], says: str, got: str, **more) -> Wrong:
@@ -159,9 +99,9 @@ WRONG = [
     several("K = 0", {"q": resized("q", (3, 0)), "k": resized("k", (3, 0))}, ValueError, "q", "K of at least 1", "0",
             devices=CPU),
     several("V = 0", {"v": resized("v", (3, 0))}, ValueError, "v", "V of at least 1", "0", devices=CPU),
-    several("K = 96", {"q": resized("q", (3, 96)), "k": resized("k", (3, 96))}, ValueError, "q", "K in (64, 128)",
+    several("K = 96", {"q": resized("q", (3, 96)), "k": resized("k", (3, 96))}, ValueError, "q", "K of 64 or 128",
             "96", devices=CUDA),
-    several("V = 32", {"v": resized("v", (3, 32))}, ValueError, "v", "V in (64, 128)", "32", devices=CUDA),
+    several("V = 32", {"v": resized("v", (3, 32))}, ValueError, "v", "V of 64 or 128", "32", devices=CUDA),
     change("out of fewer tokens", "out", lambda o: o[:, :9], ValueError, "the shape of v", "9, 4, 128]"),
     change("out of float32", "out", Tensor.float, TypeError, "the dtype of q, bfloat16", "float32"),
     *(change(f"{name} every other element", name, every_other, ValueError, LAST, ", 2)")
@@ -192,7 +132,7 @@ WRONG = [
     several("cu_seqlens of a dense batch",
             {n: lambda a, n=n: torch.cat((a[n], a[n])) for n in ("q", "k", "v", "g", "out")},
             ValueError, "cu_seqlens", "None unless B = 1", "B = 2", PACKED),
-    Wrong("cu_seqlens of a dense batch", lambda a: {"cu_seqlens": on_device([0, 70, 140])(a)}, ValueError,
+    entry("cu_seqlens of a dense batch", lambda a: {"cu_seqlens": on_device([0, 70, 140])(a)}, ValueError,
           "cu_seqlens", "None unless B = 1", "B = 2", LAYER),
     offsets("that fall", [0, 50, 30, 70], "rise from 0 to T = 70", "[0, 50, 30, 70]", devices=CPU),
     offsets("that start late", [1, 30, 30, 70], "rise from 0 to T = 70", "[1, 30, 30, 70]", devices=CPU),
@@ -200,7 +140,7 @@ WRONG = [
     offsets("that end late", [0, 30, 30, 71], "rise from 0 to T = 70", "[0, 30, 30, 71]", devices=CPU),
     offsets("too many to show", [0] * 20, "rise from 0 to T = 70", "0] ...", devices=CPU),
     no_tensor("cu_seqlens_cpu", [0, 30, 30, 70], GLA),
-    *(Wrong(f"cu_seqlens_cpu {label}", lambda a, more=more: more, error, "cu_seqlens_cpu", says, got, GLA)
+    *(entry(f"cu_seqlens_cpu {label}", lambda a, more=more: more, error, "cu_seqlens_cpu", says, got, GLA)
       for label, more, error, says, got in (
         ("alone", {"cu_seqlens": None, "cu_seqlens_cpu": torch.tensor([0, 70])}, ValueError,
          "None without cu_seqlens", "Tensor"),
@@ -213,7 +153,7 @@ WRONG = [
     value("scale", True, TypeError, "a float or None", "bool"),
     value("scale", math.inf, ValueError, "a finite number", "inf"),
     value("scale", math.nan, ValueError, "a finite number", "nan"),
-    Wrong("scale is a tensor", lambda a: {"scale": torch.ones(())}, TypeError, "scale", "a float", "Tensor"),
+    entry("scale is a tensor", lambda a: {"scale": torch.ones(())}, TypeError, "scale", "a float", "Tensor"),
     *flag("output_final_state"),
     *flag("state_v_first"),
     *flag("use_qk_l2norm_in_kernel"),
@@ -225,9 +165,9 @@ WRONG = [
             "one state for each of ", "1", STATED),
     several("a state too many", {"initial_state": lambda a: a["initial_state"].repeat(2, 1, 1, 1)}, ValueError,
             "initial_state", "one state for each of ", "", STATED),
-    Wrong("a pool smaller than the batch", lambda a: {"state_pool": a["state_pool"][:2], "initial_state_indices": None},
+    entry("a pool smaller than the batch", lambda a: {"state_pool": a["state_pool"][:2], "initial_state_indices": None},
           ValueError, "state_pool", "at least N = 3 states", "2", VARLEN),
-    Wrong("indices without a pool", lambda a: {"state_pool": None}, ValueError, "initial_state_indices",
+    entry("indices without a pool", lambda a: {"state_pool": None}, ValueError, "initial_state_indices",
           "None without a state_pool", "Tensor", VARLEN),
     *(change(f"indices {label}", "initial_state_indices", how, error, says, got, VARLEN) for label, how, error, says,
       got in (
@@ -240,13 +180,13 @@ WRONG = [
     several("indices beyond the pool", {"initial_state_indices": on_device([0, 5, 1], torch.int32)}, ValueError,
             "initial_state_indices", "below the 5 rows of state_pool", "5", VARLEN, devices=CPU),
     away("initial_state_indices", VARLEN),
-    Wrong("checkpoints without an interval", lambda a: {EVERY: None}, ValueError, EVERY, "beside state_checkp", "None"),
-    Wrong("an interval without checkpoints", lambda a: {CHECKPOINTS: None}, ValueError, CHECKPOINTS,
+    entry("checkpoints without an interval", lambda a: {EVERY: None}, ValueError, EVERY, "beside state_checkp", "None"),
+    entry("an interval without checkpoints", lambda a: {CHECKPOINTS: None}, ValueError, CHECKPOINTS,
           f"a tensor beside {EVERY}", "None"),
     no_tensor(CHECKPOINTS, 1.0),
     *(value(EVERY, wrong, TypeError, "an int or None", type(wrong).__name__) for wrong in (64.0, True, "64")),
     *(value(EVERY, wrong, ValueError, "a positive multiple of 64", str(wrong)) for wrong in (0, -64, 32, 100)),
-    Wrong("checkpoints of another interval", lambda a: {EVERY: 128}, ValueError, CHECKPOINTS,
+    entry("checkpoints of another interval", lambda a: {EVERY: 128}, ValueError, CHECKPOINTS,
           "[B, T // n, HV, K, V] = [", ", 1, 4, 64, 128]"),
     change("checkpoints of 4 dimensions", CHECKPOINTS, lambda c: c[0], ValueError, "[B, T // n", "[1, 4, 64, 128]"),
     change("checkpoints [V, K]", CHECKPOINTS, lambda c: c.mT.contiguous(), ValueError, "[B, T // n", "128, 64]"),
@@ -271,16 +211,6 @@ WRONG = [
             {n: lambda a, n=n: a[n][:0] for n in ("q", "k", "v", "out", "initial_state", CHECKPOINTS)}
             | {"decay": lambda a: a["decay"].double()}, TypeError, "decay", "float32", "float64", DENSE),
 ]  # fmt: skip
-
-
-def cases(device: str) -> list:
-    """The list for one device, once for each function."""
-    return [
-        pytest.param(wrong, function, id=f"{function}-{wrong.label}")
-        for wrong in WRONG
-        for function in wrong.functions
-        if device in wrong.devices
-    ]
 
 
 def good_arguments(make_inputs, function: str, device: torch.device | str) -> Arguments:
@@ -310,39 +240,17 @@ def call(function: str, arguments: Arguments) -> Any:
     return getattr(cula_lightning_sm90, function)(**arguments)
 
 
-def contents(arguments: Arguments) -> dict[str, Tensor]:
-    """A copy of every byte behind the tensors, those between the elements of a view included."""
-    found = {}
-    for name, tensor in arguments.items():
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found[name] = raw.set_(tensor.detach().untyped_storage()).clone()
-    return found
-
-
-def assert_refused(wrong: Wrong, function: str, good: Arguments) -> None:
-    arguments = good | wrong.change(good)
-    before = contents(arguments)
-    with pytest.raises(wrong.error) as caught:
-        call(function, arguments)
-    message = str(caught.value)
-    assert type(caught.value) is wrong.error
-    head, found, tail = message.partition(", got ")
-    assert found and head.startswith(f"{wrong.argument}: expected "), message
-    assert wrong.says in head and wrong.got in tail, message
-    for name, raw in contents(arguments).items():
-        assert torch.equal(raw, before[name]), f"{name} has changed"
-
-
-@pytest.mark.parametrize("wrong, function", cases("cpu"))
+@pytest.mark.parametrize("wrong, function", cases(WRONG, "cpu"))
 def test_wrong_arguments_are_refused(make_inputs, wrong, function):
-    assert_refused(wrong, function, good_arguments(make_inputs, function, "cpu"))
+    public = getattr(cula_lightning_sm90, function)
+    assert_refused(public, wrong, good_arguments(make_inputs, function, "cpu"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong, function", cases("cuda"))
+@pytest.mark.parametrize("wrong, function", cases(WRONG, "cuda"))
 def test_wrong_cuda_arguments_are_refused(make_inputs, cuda, wrong, function):
-    assert_refused(wrong, function, good_arguments(make_inputs, function, cuda))
+    public = getattr(cula_lightning_sm90, function)
+    assert_refused(public, wrong, good_arguments(make_inputs, function, cuda))
     torch.cuda.synchronize()
 
 
@@ -376,17 +284,6 @@ def test_arguments_that_may_be_left_out(make_inputs, function):
     }
     o, state = call(function, a)
     assert o.shape == a["v"].shape and state.shape[1:] == (HEADS_V, DIM_K, DIM_V)
-
-
-def by_name(a: Arguments, how: Callable[[Tensor], Tensor], *names: str) -> Arguments:
-    return {name: how(a[name]) for name in names if name in a}
-
-
-def gapped(tensor: Tensor) -> Tensor:
-    """The same shape inside a larger tensor, at odd distances."""
-    shape = tensor.shape
-    spread = torch.zeros(shape[0], 2 * shape[1] + 1, shape[2] + 3, shape[3] + 5, dtype=tensor.dtype)
-    return spread[:, 1::2, 1 : 1 + shape[2], 3 : 3 + shape[3]]
 
 
 ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {

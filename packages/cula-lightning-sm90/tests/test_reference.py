@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefill_helpers import int32
 from torch import Tensor
 
 from cula_lightning_sm90 import reference
+from cula_testing.tensors import int32
 
 EXACT = 1e-10
 # The fixtures are functions of their arguments alone, so examples may share them.

@@ -1,4 +1,4 @@
-"""Tiny problems of every mode for compute-sanitizer, on a GPU; needs this package and torch, no pytest.
+"""Tiny problems of every mode for compute-sanitizer, on a GPU; needs this package, cula-testing and torch, no pytest.
 
 Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer. Inputs
 and expectations are made on the CPU, so that hardly anything but the kernels runs under the tool.
@@ -7,6 +7,7 @@ and expectations are made on the CPU, so that hardly anything but the kernels ru
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import lite_helpers
 import lite_int8
@@ -15,6 +16,7 @@ from lite_gradients import Backward, assert_gradients, problem
 from lite_helpers import Call, make_inputs
 from lite_launch import empty_on
 
+from cula_testing.sanitizing import run_checks
 from liteattention_sm89 import launch
 
 PACKED = ((100, 170), (0, 5), (200, 300), (7, 0))
@@ -47,21 +49,23 @@ BACKWARD = [
 empty = empty_on("cuda")
 
 
-def check_forward(call: Call) -> None:
+def check_forward(call: Call) -> str:
     x = make_inputs(call)
     y = x.to("cuda")
     out, lse, write = lite_launch.forward(call, y, empty)
     lse = lse.squeeze(0).cpu() if call.lengths else lse.cpu()
     lite_helpers.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
+    return "right"
 
 
-def check_int8(call: Call) -> None:
+def check_int8(call: Call) -> str:
     y = lite_int8.with_offsets(make_inputs(call), 3.0).to("cuda")
     got = lite_int8.launched(call, y, empty, kernel_for=launch.compile_forward)
     lite_int8.assert_right(call, y, got)
+    return "right"
 
 
-def check_backward(call: Backward) -> None:
+def check_backward(call: Backward) -> str:
     p = problem(call)
     y, (out, lse, dout) = p.inputs.to("cuda"), (t.cuda() for t in (p.out, p.lse, p.dout))
     lse = lse.view(y.q[..., 0].mT.shape)
@@ -73,30 +77,21 @@ def check_backward(call: Backward) -> None:
             scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=how == "order",
         )  # fmt: skip
         assert_gradients(tuple(t.cpu() for t in found), p)
+    return "right"
 
 
 def run_here(first: int = 0, step: int = 1) -> int:
     """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
-    wrong = 0
-    for name, check, calls in (
+    checks = (
         ("forward", check_forward, FORWARD),
         ("8-bit scores", check_int8, INT8),
         ("backward", check_backward, BACKWARD),
-    ):
-        for call in calls[first::step]:
-            result = "right"
-            try:
-                check(call)
-            except AssertionError as error:
-                wrong += 1
-                result = f"WRONG {error}"
-            report(f"{name:12} {call!s:70} {result}")
-    return wrong
-
-
-def report(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    )
+    return run_checks(
+        (f"{name:12} {call!s:70}", partial(check, call))
+        for name, check, calls in checks
+        for call in calls[first::step]
+    )
 
 
 if __name__ == "__main__":

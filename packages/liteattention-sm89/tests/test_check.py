@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,50 +14,40 @@ import torch
 from as_cuda import AsCuda
 from torch import Tensor
 
+from cula_testing.refusals import (
+    ANYWHERE,
+    CPU,
+    CUDA,
+    Arguments,
+    Table,
+    Wrong,
+    assert_refused,
+    cases,
+    contents,
+)
+from cula_testing.tensors import every_other
 from liteattention_sm89 import lite_attention
 from liteattention_sm89.check import Extent, check_attention, is_aligned
 from liteattention_sm89.config import MAX_WORDS
 
-Arguments = dict[str, Any]
 BATCH, PACKED = ("batch",), ("packed",)
 BOTH = BATCH + PACKED
-ANYWHERE, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 QKV, QKVO = ("q", "k", "v"), ("q", "k", "v", "out")
 MASKS = ("read_mask", "must_do", "grad_mask")
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """Arguments that replace good ones, and the refusal: `argument: expected ... `says`..., got ...`got`...`."""
-
-    label: str
-    change: Callable[[Arguments], Arguments]
-    error: type[Exception]
-    argument: str
-    says: str
-    got: str
-    kinds: tuple[str, ...] = BOTH
-    devices: tuple[str, ...] = ANYWHERE
+_TABLE = Table(BOTH)
+value, entry = _TABLE.value, _TABLE.entry
 
 
-def change(label, name, how, error, says, got, *more) -> Wrong:
-    """One tensor of the good ones replaced by a function of itself."""
-    return Wrong(f"{name} {label}", lambda a: {name: how(a[name])}, error, name, says, got, *more)
+def change(label, name, how, *refusal) -> Wrong:
+    """Returns an entry with one tensor of the good ones replaced by a function of itself."""
+    return _TABLE.change(f"{name} {label}", name, how, *refusal)
 
 
-def value(name, value, error, says, got, *more) -> Wrong:
-    label = f"{name}={value!r}".partition("\n")[0]
-    return Wrong(label, lambda a: {name: value}, error, name, says, got, *more)
-
-
-def all_of(label, names, how, error, argument, says, got, *more) -> Wrong:
-    """Several tensors replaced together, so that only one rule is broken."""
-    return Wrong(label, lambda a: {n: how(a[n]) for n in names}, error, argument, says, got, *more)
-
-
-def every_other(tensor: Tensor) -> Tensor:
-    """The same shape and values, two elements apart in the last dimension."""
-    return torch.stack((tensor, tensor), -1)[..., 0]
+def all_of(label, names, how, *refusal) -> Wrong:
+    """Returns an entry with several tensors replaced together, so that only one rule is broken."""
+    return entry(label, lambda a: {n: how(a[n]) for n in names}, *refusal)
 
 
 def requiring(tensor: Tensor) -> Tensor:
@@ -115,12 +105,12 @@ WRONG = [
     *(change("elsewhere", name, on_meta, ValueError, "a tensor on c", "meta", PACKED)
       for name in ("cu_seqlens_q", "cu_seqlens_k")),
     all_of("all on a device of no kind", QKVO, on_meta, ValueError, "q", "a CUDA device or the CPU", "meta"),
-    *(Wrong(f"out and a gradient of {name}", lambda a, name=name: {name: requiring(a[name])}, ValueError, "out",
+    *(entry(f"out and a gradient of {name}", lambda a, name=name: {name: requiring(a[name])}, ValueError, "out",
             "None where a gradient is wanted", "a tensor") for name in QKV),
     change("with a gradient", "out", requiring, ValueError, "no gradient", "requires_grad=True"),
     *(value(name, wrong, TypeError, "a bool", type(wrong).__name__)
       for name in ("causal", "deterministic", "use_int8") for wrong in (1, None, "no")),
-    *(Wrong(f"use_int8 and a gradient of {name}", lambda a, name=name: {"use_int8": True, "out": None, name: requiring(
+    *(entry(f"use_int8 and a gradient of {name}", lambda a, name=name: {"use_int8": True, "out": None, name: requiring(
         a[name])}, ValueError, "use_int8", "False where a gradient is wanted", "True") for name in QKV),
     *(value(name, wrong, TypeError, "a number", type(wrong).__name__)
       for name in ("scale", "threshold") for wrong in ("1", True, torch.ones(()))),
@@ -128,9 +118,9 @@ WRONG = [
     *(value("threshold", wrong, ValueError, "log2 units, at most 0", str(wrong)) for wrong in (math.nan, 0.5, 3)),
     *(value("threshold_mode", wrong, TypeError, "a str", type(wrong).__name__) for wrong in (None, 1, True)),
     *(value("threshold_mode", wrong, ValueError, "'max' or 'length'", repr(wrong)) for wrong in ("Max", "", "mass")),
-    Wrong("NaN of length", lambda a: {"threshold": math.nan, "threshold_mode": "length"}, ValueError, "threshold",
+    entry("NaN of length", lambda a: {"threshold": math.nan, "threshold_mode": "length"}, ValueError, "threshold",
           "log2 units", "nan"),
-    Wrong("dense and a mode", lambda a: {"threshold": None, "read_mask": None, "must_do": None,
+    entry("dense and a mode", lambda a: {"threshold": None, "read_mask": None, "must_do": None,
                                          "threshold_mode": "sum"}, ValueError, "threshold_mode", "'max' or", "'sum'"),
     *(value(name, wrong, TypeError, "an int", type(wrong).__name__)
       for name in ("block_m", "block_n") for wrong in (64.0, True, None)),
@@ -145,12 +135,12 @@ WRONG = [
     value("direction", torch.ones(2, dtype=torch.int32), ValueError, "[1]", "[2]"),
     value("direction", torch.ones((), dtype=torch.int32), ValueError, "[1]", "[]"),
     value("direction", torch.ones(1, dtype=torch.int32, device="meta"), ValueError, "a tensor on c", "meta"),
-    *(Wrong(f"dense and direction={wrong!r}", lambda a, wrong=wrong: {
+    *(entry(f"dense and direction={wrong!r}", lambda a, wrong=wrong: {
         "threshold": None, "read_mask": None, "must_do": None, "direction": wrong}, error, "direction", says, got)
       for wrong, error, says, got in ((5, ValueError, "1 or -1", "5"), ("x", TypeError, "an int", "str"))),
-    Wrong("dense and a read_mask", lambda a: {"threshold": None, "must_do": None}, ValueError, "read_mask",
+    entry("dense and a read_mask", lambda a: {"threshold": None, "must_do": None}, ValueError, "read_mask",
           "None where threshold is None", "a mask"),
-    Wrong("dense and a must_do", lambda a: {"threshold": None, "read_mask": None}, ValueError, "must_do",
+    entry("dense and a must_do", lambda a: {"threshold": None, "read_mask": None}, ValueError, "must_do",
           "None where threshold is None", "a mask"),
     *(change("of int64", name, Tensor.long, TypeError, "bool, or int32 words of 32 tiles", "int64") for name in MASKS),
     change("of bool words", "read_mask", Tensor.bool, ValueError, "[B, Hq, Mt, Nt] = [2, 4, ", ", 1]"),
@@ -165,14 +155,14 @@ WRONG = [
         change("too wide", name, lambda x: x.repeat(1, 1, 1, 2), ValueError, TO_BROADCAST, ", 2]"),
         change("of 5 dimensions", name, lambda x: x[None], ValueError, TO_BROADCAST, "[1, "),
     )),
-    Wrong("dense and a wide grad_mask", lambda a: {"threshold": None, "read_mask": None, "must_do": None,
+    entry("dense and a wide grad_mask", lambda a: {"threshold": None, "read_mask": None, "must_do": None,
           "grad_mask": a["grad_mask"].repeat(1, 1, 1, 2)}, ValueError, "grad_mask", TO_BROADCAST, ", 2]"),
-    Wrong("too many keys", lambda a: {"k": many_keys(a["k"]), "v": many_keys(a["v"]), "read_mask": None}, ValueError,
+    entry("too many keys", lambda a: {"k": many_keys(a["k"]), "v": many_keys(a["v"]), "read_mask": None}, ValueError,
           "k", "at most 262144 keys per sequence with a list, block_n = 64", "262145", BATCH, CUDA),
     *(value(name, torch.zeros(3, dtype=torch.int32), ValueError, UNPACKED, "a value", BATCH)
       for name in ("cu_seqlens_q", "cu_seqlens_k")),
     *(value(name, 150, ValueError, UNPACKED, "a value", BATCH) for name in ("max_seqlen_q", "max_seqlen_k")),
-    *(Wrong(f"{name} alone", lambda a, other=other: {other: None}, ValueError, name, UNPACKED, "a value", PACKED)
+    *(entry(f"{name} alone", lambda a, other=other: {other: None}, ValueError, name, UNPACKED, "a value", PACKED)
       for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q"))),
     all_of("packed and B = 2", QKVO, lambda x: x.repeat(2, 1, 1, 1), ValueError, "cu_seqlens_q", "None unless B = 1",
            "B = 2", PACKED),
@@ -223,47 +213,26 @@ def good_arguments(kind: str, device: torch.device | str = "cpu") -> Arguments:
     }
 
 
-def contents(arguments: Arguments) -> dict[str, Tensor]:
-    """A copy of every byte behind the tensors, those between the elements of a view included."""
-    found = {}
-    for name, tensor in arguments.items():
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found[name] = raw.set_(tensor.detach().untyped_storage()).clone()
-    return found
-
-
 def machine(device: str) -> contextlib.AbstractContextManager:
     return AsCuda() if device == "cuda" else contextlib.nullcontext()
 
 
-def assert_refused(wrong: Wrong, good: Arguments, device: str) -> None:
-    arguments = good | wrong.change(good)
-    before = contents(arguments)
-    with pytest.raises((TypeError, ValueError)) as caught, machine(device):
-        lite_attention(**arguments)
-    message = str(caught.value)
-    head, found, tail = message.partition(", got ")
-    assert type(caught.value) is wrong.error and found, message
-    assert head.startswith(f"{wrong.argument}: expected "), message
-    assert wrong.says in head and wrong.got in tail, message
-    for name, raw in contents(arguments).items():
-        assert torch.equal(raw, before[name]), f"{name} has changed"
+def call(device: str, **arguments: Any) -> Any:
+    with machine(device):
+        return lite_attention(**arguments)
 
 
-def cases(*devices: str) -> list:
+def cases_of(device: str) -> list:
+    """Returns the entries that are refused on a kind of device."""
     return [
-        pytest.param(wrong, kind, device, id=f"{device}-{kind}-{wrong.label}")
-        for wrong in WRONG
-        for kind in wrong.kinds
-        for device in devices
-        if device in wrong.devices
+        pytest.param(*case.values, device, id=f"{device}-{case.id}")
+        for case in cases(WRONG, device)
     ]
 
 
-@pytest.mark.parametrize("wrong, kind, device", cases(*ANYWHERE))
+@pytest.mark.parametrize("wrong, kind, device", [*cases_of("cpu"), *cases_of("cuda")])
 def test_wrong_arguments_are_refused(wrong, kind, device):
-    assert_refused(wrong, good_arguments(kind), device)
+    assert_refused(partial(call, device), wrong, good_arguments(kind))
 
 
 @pytest.mark.gpu
@@ -271,12 +240,12 @@ def test_wrong_arguments_are_refused(wrong, kind, device):
 def test_wrong_arguments_are_refused_on_a_gpu(cuda, kind):
     good = good_arguments(kind, cuda)
     for wrong in WRONG:
-        if kind in wrong.kinds and "cuda" in wrong.devices:
+        if kind in wrong.modes and "cuda" in wrong.devices:
             # A tensor that is given as it is stays on the CPU, and may be refused for that.
             if not any(
                 isinstance(x, Tensor) and not x.is_cuda for x in wrong.change(good).values()
             ):
-                assert_refused(wrong, good, "gpu")
+                assert_refused(lite_attention, wrong, good)
     torch.cuda.synchronize()
 
 

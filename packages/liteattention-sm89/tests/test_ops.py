@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import liteattention_sm89
-from cula_core import spec
+from cula_testing.specs import assert_answer, assert_says_what_to_install
 from liteattention_sm89 import _spec, lite_attention, masks, ops, reference
 from liteattention_sm89.check import is_aligned
 
@@ -387,15 +387,12 @@ runpy.run_module("liteattention_sm89.replay", run_name="__main__")
     ({"block_n": 32}, "block_n must be 64 or 128, not 32"),
 ])  # fmt: skip
 def test_the_spec_gives_reasons(problem, reason):
-    answer = _spec.supports(**problem)
-    assert answer is None if reason is None else reason in answer
+    assert_answer(_spec.supports, problem, reason)
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
 def test_the_spec_says_what_to_install(monkeypatch, missing):
-    monkeypatch.setattr(spec, "find_spec", lambda name: None if name == missing else name)
-    fix = "pip install --find-links dist liteattention-sm89"
-    assert _spec.supports() == f"its dependency {missing} is missing: {fix}"
+    assert_says_what_to_install(monkeypatch, _spec.supports, missing, "liteattention-sm89")
 
 
 def test_the_spec_loads_its_function():

@@ -15,6 +15,7 @@ pytest.register_assert_rewrite(
     "cula_testing.comparing",
     "cula_testing.refusals",
     "cula_testing.machine_code",
+    "cula_testing.specs",
     "cula_testing.kda",
 )
 

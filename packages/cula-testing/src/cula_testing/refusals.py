@@ -68,30 +68,48 @@ class Table:
         modes: Modes = None,
         devices: tuple[str, ...] = ANYWHERE,
     ) -> Wrong:
-        """Returns an entry with several arguments replaced together, so that only one rule is broken."""
-        return Wrong(
-            label,
-            lambda a: {n: make(a) for n, make in makers.items()},
-            error,
-            argument,
-            says,
-            got,
-            modes or self.modes,
-            devices,
-        )
+        """Returns an entry with several arguments replaced together, those that a mode has, so that only one rule is
+        broken."""
+
+        def change(a: Arguments) -> Arguments:
+            return {n: make(a) for n, make in makers.items() if n in a}
+
+        return self.entry(label, change, error, argument, says, got, modes, devices)
+
+    def entry(
+        self,
+        label: str,
+        change: Callable[[Arguments], Arguments],
+        error: Error,
+        argument: str,
+        says: str,
+        got: str,
+        modes: Modes = None,
+        devices: tuple[str, ...] = ANYWHERE,
+    ) -> Wrong:
+        """Returns an entry whose change also adds arguments."""
+        return Wrong(label, change, error, argument, says, got, modes or self.modes, devices)
 
     def values(
         self, argument: str, error: Error, says: str, got: str, modes: Modes = None, **given: Any
     ) -> Wrong:
         """Returns an entry with arguments replaced by these values."""
         label = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        return Wrong(label, lambda a: given, error, argument, says, got, modes or self.modes)
+        return self.entry(label, lambda a: given, error, argument, says, got, modes)
 
     def value(
-        self, name: str, given: Any, error: Error, says: str, got: str, modes: Modes = None
+        self,
+        name: str,
+        given: Any,
+        error: Error,
+        says: str,
+        got: str,
+        modes: Modes = None,
+        devices: tuple[str, ...] = ANYWHERE,
     ) -> Wrong:
         """Returns an entry with one argument replaced by this value."""
-        return self.values(name, error, says, got, modes, **{name: given})
+        label = f"{name}={given!r}".partition("\n")[0]
+        return self.entry(label, lambda a: {name: given}, error, name, says, got, modes, devices)
 
     def no_tensor(self, name: str, given: object, modes: Modes = None) -> Wrong:
         """Returns an entry with something that is no tensor."""

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+
+def normals(generator: torch.Generator) -> Callable[..., Tensor]:
+    """Returns what draws normal numbers of a shape, in fp64, so that they are the same for every dtype and device."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return normal
 
 
 def int32(*values: int) -> Tensor:
@@ -25,7 +36,7 @@ def spaced(tensor: Tensor, gap: int = 8) -> Tensor:
 
 def scattered(tensor: Tensor) -> Tensor:
     """Returns the same values in every other row of a larger tensor, at an odd offset."""
-    spread = torch.zeros(tensor.numel() * 2 + 3, dtype=tensor.dtype)
+    spread = torch.zeros(tensor.numel() * 2 + 3, dtype=tensor.dtype, device=tensor.device)
     strides = (2 * tensor.stride(0), *tensor.stride()[1:])
     return spread.as_strided(tensor.shape, strides, 3).copy_(tensor)
 
@@ -52,6 +63,6 @@ def shifted(tensor: Tensor) -> Tensor:
 
 def misplaced(tensor: Tensor) -> Tensor:
     """Returns the same values and dense strides at an address that is no multiple of 16 bytes."""
-    flat = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)
+    flat = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype, device=tensor.device)
     skip = next(n for n in range(8) if flat[n:].data_ptr() % 16)
     return flat[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
