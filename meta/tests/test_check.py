@@ -368,7 +368,7 @@ def cases() -> list[Case]:
             "float32 or bfloat16 or float16 or float64, got int64",
         )
         add(DELTA, name, change(name, lambda x: x[:, :, :H]), ValueError, "[B, T, HV")
-    add(DELTA, "g", change("g", strided), ValueError, "a contiguous last dimension")
+    add(KDA, "g", change("g", strided), ValueError, "a contiguous last dimension")
     tensor("chunk_simple_gla", "g")
     add(
         "chunk_simple_gla",
@@ -632,7 +632,9 @@ def cases() -> list[Case]:
             add(function, "rounding_seed", {**bf16, "rounding_seed": seed}, error, expected)
     add("linear_attention_decode", "q", change("q", lambda x: x[0]), ValueError, "4 dimensions")
     flat = {n: (lambda args, n=n: args[n][0]) for n in ("q", "k", "v")}
-    add("linear_attention_decode", "q", flat, ValueError, "4 dimensions, got [3, 2, 8]")
+    add(
+        "linear_attention_decode", "q", flat, ValueError, "4 dimensions [B, T, H, K], got [3, 2, 8]"
+    )
     add(
         "linear_attention_decode",
         "q",
@@ -862,11 +864,12 @@ def test_scale_may_be_any_finite_number() -> None:
 
 
 @pytest.mark.parametrize("function", DELTA)
-def test_beta_may_have_any_strides(function: str) -> None:
+def test_numbers_per_head_may_have_any_strides(function: str) -> None:
     base = good(function)
     one, _ = FUNCTIONS[function](**base)
-    other, _ = FUNCTIONS[function](**base | {"beta": strided(base["beta"])})
-    assert torch.equal(one, other)
+    for name in ("beta",) if function in KDA else ("beta", "g"):
+        other, _ = FUNCTIONS[function](**base | {name: strided(base[name])})
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("function", DELTA)

@@ -40,12 +40,20 @@ def token_dims(
     """q, k `[B, T, H, K]`, v and out `[B, T, HV, V]` and the packing."""
     arguments.attention(q, k, v, out, None)
     not_with_gradients("out", out, requires_grad)
-    sequences = q.shape[0]
+    batch, tokens, heads, dim_k = q.shape
+    sequences = batch
     if cu_seqlens is not None:
         sequences = arguments.offsets("cu_seqlens", cu_seqlens, q)
     if cu_seqlens_cpu is not None:
-        arguments.offsets_copy(cu_seqlens, cu_seqlens_cpu, q.shape[1])
-    return Dims(*q.shape[:3], v.shape[2], q.shape[3], v.shape[3], sequences)
+        arguments.offsets_copy(cu_seqlens, cu_seqlens_cpu, tokens)
+    return Dims(batch, tokens, heads, v.shape[2], dim_k, v.shape[3], sequences)
+
+
+def four_dims(name: str, x: Tensor, letters: str) -> None:
+    """A tensor of four dimensions, which choosing an implementation needs."""
+    arguments.tensor(name, x)
+    if x.dim() != 4:
+        arguments.value_error(name, f"4 dimensions {letters}", list(x.shape))
 
 
 def decode_dims(k: Tensor, v: Tensor) -> Dims:
@@ -130,9 +138,10 @@ def checkpoints(
     q: Tensor,
     dims: Dims,
     state_v_first: bool,
+    dtype: torch.dtype,
     requires_grad: bool,
 ) -> None:
-    """The buffer for the states after every n tokens, and n: both or neither."""
+    """The buffer for the states after every n tokens, in the dtype of states, and n: both or neither."""
     if buffer is None and every is None:
         return
     name = "checkpoint_every_n_tokens"
@@ -152,9 +161,8 @@ def checkpoints(
         letters = "V, K" if state_v_first else "K, V"
         expected = f"[B, T // n, HV, {letters}] = {list(shape)}"
         arguments.value_error(name, expected, list(buffer.shape))
-    allowed = arguments.state_dtypes(q)
-    if buffer.dtype not in allowed:
-        arguments.type_error(name, arguments.names(allowed), dtype_name(buffer.dtype))
+    if buffer.dtype != dtype:
+        arguments.type_error(name, dtype_name(dtype), dtype_name(buffer.dtype))
     arguments.device(name, buffer, q)
     if not buffer.is_contiguous():
         arguments.value_error(name, "a contiguous tensor", f"strides {buffer.stride()}")

@@ -17,6 +17,7 @@ from cula._arguments import (
     checkpoints,
     decays,
     decode_dims,
+    four_dims,
     like,
     like_tokens,
     not_with_gradients,
@@ -211,7 +212,7 @@ def chunk_simple_gla(
         decays("g_gamma", g_gamma, q, dims.value_heads, -1, "q")
     arguments.number("scale", scale)
     _states(q, v, dims, state_v_first, initial_state=initial_state)
-    _prefill(q, dims, state_v_first, requires_grad, **common)
+    _prefill(q, dims, initial_state, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd(
@@ -234,7 +235,7 @@ def lightning_attn_fwd(
     decays("decay", decay, q, dims.value_heads, 1, "q")
     arguments.number("scale", scale)
     _states(q, v, dims, state_v_first, initial_state=initial_state)
-    _prefill(q, dims, state_v_first, requires_grad, **common)
+    _prefill(q, dims, initial_state, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd_varlen(
@@ -279,12 +280,13 @@ def lightning_attn_fwd_varlen(
             "no gradients with it, it is updated in place (see update_state_pool)",
             "an input that requires them",
         )
-    _prefill(q, dims, state_v_first, requires_grad, **common)
+    _prefill(q, dims, state_pool, state_v_first, requires_grad, **common)
 
 
 def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
     """The part of the prefill contracts that choosing an implementation needs: K, V and HV // H."""
-    operands(q=q, v=v)
+    four_dims("q", q, "[B, T, H, K]")
+    four_dims("v", v, "[B, T, HV, V]")
     if q.shape[2] == 0:
         arguments.value_error("q", "at least one head", list(q.shape))
     return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
@@ -298,12 +300,13 @@ def dtype_of(name: str, x: Tensor | None) -> torch.dtype | None:
     return x.dtype
 
 
-def operands(**tensors: Tensor) -> None:
-    """The part of most contracts that choosing an implementation needs: tensors of four dimensions."""
-    for name, x in tensors.items():
-        arguments.tensor(name, x)
-        if x.dim() != 4:
-            arguments.value_error(name, "4 dimensions", list(x.shape))
+def decode_operands(k: Tensor, v: Tensor, state: Tensor, q: Tensor | None = None) -> None:
+    """The part of the decode contracts that choosing an implementation needs; q where there is one."""
+    if q is not None:
+        four_dims("q", q, "[B, T, H, K]")
+    four_dims("k", k, "[B, T, H, K]")
+    four_dims("v", v, "[B, T, HV, V]")
+    four_dims("state", state, "[pool, HV, K, V]")
 
 
 def linear_attention_decode(
@@ -376,6 +379,7 @@ def requires_grad(*tensors: Any) -> bool:
 def _prefill(
     q: Tensor,
     dims: Dims,
+    states: Tensor | None,
     state_v_first: bool,
     requires_grad: bool,
     *,
@@ -388,7 +392,10 @@ def _prefill(
     """The keyword arguments that every Lightning prefill function has."""
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
     split_count(num_splits)
-    checkpoints(state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, requires_grad)
+    dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
+    checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, dtype, requires_grad
+    )
 
 
 def _states(
@@ -435,10 +442,10 @@ def _delta_rule(
     heads = tuple(v.shape[:3])
     if channels:
         like_tokens("g", g, q, (*heads, dims.dim_k), "[B, T, HV, K]")
+        arguments.last_dim("g", g)
     else:
         like_tokens("g", g, q, heads, "[B, T, HV]")
     like_tokens("beta", beta, q, heads, "[B, T, HV]")
-    arguments.last_dim("g", g)
     arguments.number("scale", scale)
     _states(q, v, dims, state_v_first, initial_state=initial_state)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
@@ -482,7 +489,7 @@ def _gate(
         bounded = " and no lower_bound" if g.dim() == 4 else ""
         arguments.value_error("A_log", f"a tensor with use_gate_in_kernel{bounded}", None)
     if dt_bias is not None:
-        shapes = {"[HV]": (dims.value_heads,)}
+        shapes: dict[str, tuple[int, ...]] = {"[HV]": (dims.value_heads,)}
         if g.dim() == 4:
             shapes = {
                 "[HV * K]": (dims.value_heads * dims.dim_k,),
@@ -524,7 +531,7 @@ def _decode(
     *,
     written: bool,
 ) -> None:
-    """What decoding and committing share; `operands` has seen k, v and state."""
+    """What decoding and committing share; `decode_operands` has seen k, v and state."""
     dims = decode_dims(k, v)
     if not 1 <= dims.tokens <= MAX_DECODE_TOKENS:
         arguments.value_error("k", f"1 to {MAX_DECODE_TOKENS} tokens (dimension 1)", dims.tokens)

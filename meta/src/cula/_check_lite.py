@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula._arguments import activations, like, not_with_gradients
+from cula._arguments import activations, four_dims, like, not_with_gradients
 from cula_core import arguments
 from cula_core.dtypes import dtype_name
 from cula_core.tensors import longest_sequence
@@ -46,7 +46,7 @@ def lite_attention(
     out: Tensor | None,
     requires_grad: bool,
 ) -> None:
-    """Raises unless the arguments of `cula.lite.lite_attention` fit together."""
+    """Raises unless the arguments of `cula.lite.lite_attention` fit together; `operands` has seen q and v."""
     _operands(q, k, v)
     arguments.booleans(causal=causal, use_int8=use_int8, deterministic=deterministic)
     if use_int8 and requires_grad:
@@ -87,15 +87,19 @@ def lite_attention(
         _output(out, q, v, requires_grad)
 
 
+def operands(q: Tensor, v: Tensor) -> None:
+    """The part of the contract that choosing an implementation needs."""
+    four_dims("q", q, "[B, Sq, Hq, D]")
+    four_dims("v", v, "[B, Sk, Hkv, DV]")
+
+
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     activations(q=q, k=k, v=v)
-    if q.dim() != 4:
-        arguments.value_error("q", "4 dimensions [B, Sq, Hq, D]", list(q.shape))
     batch, _, heads, dim = q.shape
     if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != dim:
         expected = f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q"
         arguments.value_error("k", expected, list(k.shape))
-    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+    if v.shape[:3] != k.shape[:3]:
         expected = f"[B, Sk, Hkv, DV] with B, Sk, Hkv = {list(k.shape[:3])} as in k"
         arguments.value_error("v", expected, list(v.shape))
     if dim == 0 or v.shape[3] == 0:

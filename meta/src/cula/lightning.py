@@ -616,7 +616,7 @@ def linear_attention_decode(
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
     """
-    _check.operands(q=q, k=k, v=v, state=state)
+    _check.decode_operands(k, v, state, q)
     run = resolve(
         "linear_attention_decode",
         impl,
@@ -684,7 +684,7 @@ def linear_attention_commit(
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
     """
-    _check.operands(k=k, v=v, state=state)
+    _check.decode_operands(k, v, state)
     run = resolve(
         "linear_attention_commit",
         impl,

@@ -122,7 +122,7 @@ def lite_attention(
         "deterministic": deterministic,
         "out": out,
     }
-    _check.operands(q=q, v=v)
+    _check_lite.operands(q, v)
     run = resolve(
         "lite_attention",
         impl,
