@@ -12,6 +12,7 @@ from torch import Tensor
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB, TRIANGLE, chunk_slots
 from cula_core.delta_rule.kernels.block import AQK, BLOCK, DECAY, KG, KH, QG, T_PRIME, WIDE
 from cula_core.reference import kda as reference
+from cula_core.reference.common import normalized
 from cula_emulator.pytest_plugin import Emulated
 
 from .problems import Problem
@@ -86,7 +87,7 @@ def factors(problem: Problem) -> dict[tuple[int, int], Factors]:
     decays = reference._log_decay(x["g"], *constants, problem.gate, bound) * LOG2_E
     if problem.strength != "plain":
         x["beta"] = (2 if problem.strength == "doubled" else 1) * x["beta"].sigmoid()
-    q, k = (reference._normalized(x[name]) if problem.l2norm else x[name] for name in ("q", "k"))
+    q, k = (normalized(x[name]) if problem.l2norm else x[name] for name in ("q", "k"))
     group = decays.shape[2] // q.shape[2]
     found = {}
     for n, slot, rows in chunks(problem):
