@@ -17,6 +17,7 @@ import noxfile
 from cula import _discovery, _registry
 from cula._discovery import FIRST_PARTY
 from cula._facts import FACTS, OPS
+from cula_core import spec as core_spec
 
 SPECS = {name: import_module(f"{noxfile._import_name(name)}._spec") for name in noxfile.PACKAGES}
 FUNCTIONS = [(name, function) for name, spec in SPECS.items() for function in OPS[spec.OP]]
@@ -61,7 +62,8 @@ def test_a_missing_package_and_a_missing_kernel_language_are_told_apart(
         return next(row for row in told.rows if row.name == name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(spec, "find_spec", lambda module: None)
+        for module in (spec, core_spec):
+            patch.setattr(module, "find_spec", lambda module: None, raising=False)
         assert (row().verdict, row().reason) == (
             "refused", f"its dependency cutlass is missing: pip install --find-links dist {name}",
         )  # fmt: skip
@@ -235,12 +237,41 @@ def test_package_refuses_what_cula_refuses(
     function: str, blamed: str, changes: dict[str, Any]
 ) -> None:
     """`cula` leaves the arguments of a kernel call to the package, so both contracts must be one."""
+    refused_alike(function, blamed, changes)
+
+
+@pytest.mark.parametrize(
+    ("function", "blamed", "changes"),
+    [
+        ("lightning_attn_fwd", "decay", {"decay": torch.tensor([0.0, 1.0, -0.5, -1.0])}),
+        ("lightning_attn_fwd_varlen", "decay", {"decay": torch.full((4,), float("nan"))}),
+        ("lightning_attn_fwd_varlen", "decay", {"decay": torch.zeros(2)}),
+        ("chunk_simple_gla", "g_gamma", {"g_gamma": torch.tensor([0.0, -1.0, 0.5, 1.0])}),
+        ("chunk_simple_gla", "g", {"g": torch.full((1, 200, 4), 0.25)}),
+        ("chunk_simple_gla", "initial_state", {"initial_state": torch.zeros(3, 4, 8, 16)}),
+        *(
+            ("lightning_attn_fwd_varlen", "initial_state_indices", {"initial_state_indices": rows})
+            for rows in (torch.tensor([3, -1, 0, 3]).int(), torch.tensor([3, -1, 0, 4]).int(),
+                         torch.tensor([3, -1, 0, 2]), torch.tensor([3, -1, 0]).int())
+        ),
+        ("lightning_attn_fwd_varlen", "cu_seqlens", {"cu_seqlens": torch.tensor([0, 66, 60, 198, 200])}),
+        ("lightning_attn_fwd_varlen", "state_pool", {"state_pool": torch.zeros(4, 4, 16, 8)}),
+    ],
+)  # fmt: skip
+def test_package_refuses_values_and_states_that_cula_refuses(
+    function: str, blamed: str, changes: dict[str, Any]
+) -> None:
+    refused_alike(function, blamed, changes)
+
+
+def refused_alike(function: str, blamed: str, changes: dict[str, Any]) -> None:
+    """Asserts that a Lightning prefill function of the package and that of `cula` raise the same."""
     raised = []
     for run in (getattr(cula.lightning, function), SPECS["cula-lightning-sm90"].load(function)):
         with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
             run(**prefill_arguments(function, **changes))
-        raised.append(caught.type)
-    assert raised[0] is raised[1]
+        raised.append((caught.type, str(caught.value)))
+    assert raised[0] == raised[1]
 
 
 KDA = [name for name, spec in SPECS.items() if spec.OP == "kda.prefill"]
@@ -377,6 +408,9 @@ def test_kda_of_the_package_and_of_cula_agree_on_a_cpu(
         ("cu_seqlens_cpu", {"cu_seqlens_cpu": torch.tensor([0, 150])}),
         ("use_intracard_cp", {"use_intracard_cp": "on"}),
         ("out", {"out": torch.zeros(1, 150, 4, 8)}),
+        ("g", NO_GATE | {"g": torch.full((1, 150, 4, 16), 0.25)}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 66, 60, 148, 150])}),
+        ("initial_state", {"initial_state": torch.zeros(4, 4, 8, 32)[..., ::2]}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("package", KDA)
@@ -387,8 +421,8 @@ def test_the_kda_package_refuses_what_cula_refuses(
     for run in (cula.kda.chunk_kda, SPECS[package].load("chunk_kda")):
         with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
             run(**kda_arguments(**changes))
-        raised.append(caught.type)
-    assert raised[0] is raised[1]
+        raised.append((caught.type, str(caught.value)))
+    assert raised[0] == raised[1]
 
 
 def test_skip_list_attention_of_the_package_and_of_cula_agree_on_a_cpu() -> None:

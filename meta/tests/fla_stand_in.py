@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cula import _discovery, _registry, reference
 from cula.integrations import fla
-from cula.reference.gates import log_decay
+from cula_core.reference.gates import log_decay
 
 H, HV, K, V = 2, 4, 8, 6
 CU = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)

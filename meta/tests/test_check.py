@@ -163,21 +163,21 @@ def cases() -> list[Case]:
             names[0],
             change(names[0], torch.Tensor.int),
             TypeError,
-            "bfloat16, float16, float32 or float64, got int32",
+            "bfloat16 or float16 or float32 or float64, got int32",
         )
         add(
             function,
             names[1],
             change(names[1], torch.Tensor.half),
             TypeError,
-            "float32, the dtype of",
+            f"the dtype of {names[0]}, float32, got float16",
         )
         add(
             function,
             names[1],
             change(names[1], lambda x: x.to(META)),
             ValueError,
-            "a tensor on cpu, the device of",
+            f"a tensor on cpu, as {names[0]}, got meta",
         )
         if function != "lite_attention":
             add(
@@ -192,14 +192,14 @@ def cases() -> list[Case]:
                 "v",
                 change("v", lambda x: x[:, :2]),
                 ValueError,
-                "shape [B, T, HV, V] with B, T",
+                "[B, T, HV, V] with B, T = ",
             )
             add(
                 function,
                 "v",
                 change("v", lambda x: x[..., :0]),
                 ValueError,
-                "a head dimension of at least 1",
+                "a head dimension V of at least 1",
             )
         if function in PREFILL:
             add(function, "k", change("k", lambda x: x[:, :, :1]), ValueError, "the shape of q")
@@ -227,7 +227,7 @@ def cases() -> list[Case]:
                 "out",
                 {"out": lambda args: torch.zeros_like(args["v"]).double()},
                 TypeError,
-                "float32, the dtype of v, got float64",
+                f"the dtype of {'k' if function in DECODE else 'q'}, float32, got float64",
             )
             add(
                 function,
@@ -271,28 +271,28 @@ def cases() -> list[Case]:
         "initial_state",
         {"initial_state": lambda args: torch.zeros(B, HV, V, K)},
         ValueError,
-        "shape [N, HV, K, V] = [N, 4, 8, 6]",
+        "[N, HV, K, V] = [N, 4, 8, 6]",
     )
     add(
         DENSE,
         "initial_state",
         {**state, "state_v_first": True},
         ValueError,
-        "shape [N, HV, V, K] = [N, 4, 6, 8]",
+        "[N, HV, V, K] = [N, 4, 6, 8]",
     )
     add(
         DENSE,
         "initial_state",
         {"initial_state": lambda args: torch.zeros(B + 1, HV, K, V)},
         ValueError,
-        "one state per sequence, N = 2, got 3",
+        "one state for each of 2 sequences, got 3",
     )
     add(
         DENSE,
         "initial_state",
         {"initial_state": lambda args: strided(torch.zeros(B, HV, K, V))},
         ValueError,
-        "matrices with one contiguous",
+        "dense matrices (last strides 6, 1, or 1, 8), got strides",
     )
 
     def packed(cu: Any, name: str = "cu_seqlens", **more: Any) -> dict[str, Any]:
@@ -301,23 +301,25 @@ def cases() -> list[Case]:
         return {**cut, name: cu, **more}
 
     three = ("chunk_kda", "chunk_gated_delta_rule", "chunk_simple_gla")
-    for bad, error, expected in (
-        ([0, T], TypeError, "a torch.Tensor, got list"),
-        (torch.tensor([0.0, T]), TypeError, "int32 or int64, got float32"),
-        (torch.tensor([[0, T]]), ValueError, "shape [N + 1]"),
-        (torch.tensor([], dtype=torch.int32), ValueError, "shape [N + 1], got [0]"),
-        (torch.tensor([0, T], device=META), ValueError, "a tensor on cpu, got meta"),
-        (torch.tensor([[0, 9], [T, 9]])[:, 0], ValueError, "a contiguous tensor, got stride 2"),
-        (torch.tensor([1, T]), ValueError, "a first entry of 0, got 1"),
-        (torch.tensor([0, 2, 1, T]), ValueError, "entries that do not decrease, got [0, 2, 1, 3]"),
-        (torch.tensor([0, T - 1]), ValueError, "a last entry of T = 3, got 2"),
-        (torch.tensor([0, T + 1]), ValueError, "a last entry of T = 3, got 4"),
+    rising = "offsets that rise from 0 to T = 3, got "
+    whole = "the shape of cu_seqlens, [2], got "
+    for bad, error, expected, of_copy in (
+        ([0, T], TypeError, "a torch.Tensor, got list", None),
+        (torch.tensor([0.0, T]), TypeError, "int32 or int64, got float32", None),
+        (torch.tensor([[0, T]]), ValueError, "[N + 1], got [1, 2]", whole + "[1, 2]"),
+        (torch.tensor([], dtype=torch.int32), ValueError, "[N + 1], got [0]", whole + "[0]"),
+        (torch.tensor([0, T], device=META), ValueError, "a tensor on cpu, as q, got meta", "a tensor on the CPU, got "),
+        (torch.tensor([[0, 9], [T, 9]])[:, 0], ValueError, "contiguous elements, got strides (2,)", None),
+        (torch.tensor([1, T]), ValueError, rising + "[1, 3]", None),
+        (torch.tensor([0, 2, 1, T]), ValueError, rising + "[0, 2, 1, 3]", whole + "[4]"),
+        (torch.tensor([0, T - 1]), ValueError, rising + "[0, 2]", None),
+        (torch.tensor([0, T + 1]), ValueError, rising + "[0, 4]", None),
+        (torch.tensor([0]), ValueError, "[N + 1] with N >= 1 for T = 3, got [1]", whole + "[1]"),
     ):  # fmt: skip
         add(PACKED, "cu_seqlens", packed(bad), error, expected)
-        if isinstance(bad, torch.Tensor):
-            both = packed(torch.tensor([0, T]), cu_seqlens_cpu=bad)
-            for function in three:
-                add(function, "cu_seqlens_cpu", both, error, expected)
+        both = packed(torch.tensor([0, T]), cu_seqlens_cpu=bad)
+        for function in three:
+            add(function, "cu_seqlens_cpu", both, error, of_copy or expected)
     with_cu = packed(torch.tensor([0, 1, T]))
     add(
         three,
@@ -326,6 +328,8 @@ def cases() -> list[Case]:
         ValueError,
         "None without cu_seqlens",
     )
+    falling = {**with_cu, "cu_seqlens_cpu": torch.tensor([0, T + 1, T])}
+    add(three, "cu_seqlens_cpu", falling, ValueError, rising + "[0, 4, 3]")
     add(
         three,
         "cu_seqlens_cpu",
@@ -335,23 +339,23 @@ def cases() -> list[Case]:
     )
     add(
         (*three, "fused_recurrent_kda"),
-        "q",
+        "cu_seqlens",
         {"cu_seqlens": torch.tensor([0, 1, T])},
         ValueError,
-        "a packed batch of B = 1 because cu_seqlens is given, got B = 2",
+        "None unless B = 1, got a tensor with B = 2",
     )
     add(
         (*three, "fused_recurrent_kda"),
         "initial_state",
         {**with_cu, "initial_state": torch.zeros(1, HV, K, V)},
         ValueError,
-        "one state per sequence, N = 2, got 1",
+        "one state for each of 2 sequences, got 1",
     )
 
     for function in (*DELTA, "chunk_simple_gla"):
         for wrong in (0.25, float("nan")):
             positive = change("g", lambda x, wrong=wrong: x.clone().index_fill_(1, MIDDLE, wrong))
-            expected = f"values <= 0 (it is the natural log of a decay), got {wrong}"
+            expected = f"values <= 0, got {wrong}"
             add(function, "g", positive, ValueError, expected)
 
     for name in ("g", "beta"):
@@ -361,17 +365,17 @@ def cases() -> list[Case]:
             name,
             change(name, torch.Tensor.long),
             TypeError,
-            "bfloat16, float16, float32 or float64, got int64",
+            "float32 or bfloat16 or float16 or float64, got int64",
         )
-        add(DELTA, name, change(name, lambda x: x[:, :, :H]), ValueError, "shape [B, T, HV")
-        add(DELTA, name, change(name, strided), ValueError, "a contiguous last dimension")
+        add(DELTA, name, change(name, lambda x: x[:, :, :H]), ValueError, "[B, T, HV")
+    add(KDA, "g", change("g", strided), ValueError, "a contiguous last dimension")
     tensor("chunk_simple_gla", "g")
     add(
         "chunk_simple_gla",
         "g",
         change("g", lambda x: x[..., None]),
         ValueError,
-        "shape [B, T, HV] = [2, 3, 4]",
+        "[B, T, HV] = [2, 3, 4], got [2, 3, 4, 1]",
     )
     for function, name, sign in (
         ("chunk_simple_gla", "g_gamma", -1),
@@ -379,15 +383,17 @@ def cases() -> list[Case]:
         ("linear_attention_decode", "decay", 1), ("linear_attention_commit", "decay", 1),
     ):  # fmt: skip
         alone = {"g": None} if name == "g_gamma" else {}
+        lead = "k" if function in DECODE else "q"
+        values = "values >=" if sign > 0 else "values <="
         for value, error, expected in (
             ([0.0] * HV, TypeError, "a torch.Tensor, got list"),
             (torch.zeros(HV).half(), TypeError, "float32, got float16"),
-            (torch.zeros(H), ValueError, "shape [HV] = [4], got [2]"),
-            (torch.zeros(HV, 1), ValueError, "shape [HV] = [4], got [4, 1]"),
-            (torch.zeros(HV, device=META), ValueError, "a tensor on cpu, got meta"),
-            (torch.zeros(HV, 2)[:, 0], ValueError, "a contiguous last dimension"),
-            (torch.tensor([0.0, 1.0, -0.5, 1.0]) * sign, ValueError, f"values {'>=' if sign > 0 else '<='} 0"),
-            (torch.tensor([0.0, float("nan"), 0.0, 0.0]), ValueError, f"values {'>=' if sign > 0 else '<='} 0"),
+            (torch.zeros(H), ValueError, "[HV] = [4], got [2]"),
+            (torch.zeros(HV, 1), ValueError, "[HV] = [4], got [4, 1]"),
+            (torch.zeros(HV, device=META), ValueError, f"a tensor on cpu, as {lead}, got meta"),
+            (torch.zeros(HV, 2)[:, 0], ValueError, "contiguous elements, got strides (2,)"),
+            (torch.tensor([0.0, 1.0, -0.5, 1.0]) * sign, ValueError, f"{values} 0, got {-0.5 * sign}"),
+            (torch.tensor([0.0, float("nan"), 0.0, 0.0]), ValueError, f"{values} 0, got nan"),
         ):  # fmt: skip
             add(function, name, {**alone, name: value}, error, expected)
 
@@ -413,53 +419,53 @@ def cases() -> list[Case]:
         "A_log",
         {"A_log": torch.zeros(HV)},
         ValueError,
-        "None unless use_gate_in_kernel=True",
+        "None unless use_gate_in_kernel is True, got Tensor",
     )
     add(
         DELTA,
         "dt_bias",
         {"dt_bias": torch.zeros(HV)},
         ValueError,
-        "None unless use_gate_in_kernel=True",
+        "None unless use_gate_in_kernel is True, got Tensor",
     )
     add(
         DELTA,
         "A_log",
         {"use_gate_in_kernel": True},
         ValueError,
-        "a tensor because use_gate_in_kernel=True, got None",
+        "a tensor with use_gate_in_kernel",
     )
     tensor(DELTA, "A_log", lambda args: torch.zeros(HV), use_gate_in_kernel=True)
-    add(DELTA, "A_log", {**gate, "A_log": torch.zeros(H)}, ValueError, "shape [HV] = [4], got [2]")
+    add(DELTA, "A_log", {**gate, "A_log": torch.zeros(H)}, ValueError, "[HV] = [4], got [2]")
     add(
         DELTA,
         "A_log",
-        {**gate, "A_log": torch.zeros(HV).bfloat16()},
+        {**gate, "A_log": torch.zeros(HV).long()},
         TypeError,
-        "float32, got bfloat16",
+        "float32 or bfloat16 or float16 or float64, got int64",
     )
     add(DELTA, "dt_bias", {**gate, "dt_bias": [0.0]}, TypeError, "a torch.Tensor, got list")
-    add(DELTA, "dt_bias", {**gate, "dt_bias": torch.zeros(HV + 1)}, ValueError, "shape [")
+    add(DELTA, "dt_bias", {**gate, "dt_bias": torch.zeros(HV + 1)}, ValueError, "[HV")
     add(
         DELTA,
         "dt_bias",
         {**gate, "dt_bias": torch.zeros(HV * K, dtype=torch.int32)},
         TypeError,
-        "bfloat16, float16",
+        "float32 or bfloat16 or float16 or float64, got int32",
     )
     add(
         KDA,
         "dt_bias",
         {**gate, "dt_bias": torch.zeros(HV)},
         ValueError,
-        "shape [32] or shape [4, 8], got [4]",
+        "[HV * K] = [32] or [HV, K] = [4, 8], got [4]",
     )
     add(
         KDA,
         "dt_bias",
         {**gate, "dt_bias": torch.zeros(HV * K, device=META)},
         ValueError,
-        "a tensor on cpu, got meta",
+        "a tensor on cpu, as q, got meta",
     )
 
     for name in ("safe_gate", "disable_recompute", "return_intermediate_states"):
@@ -468,23 +474,23 @@ def cases() -> list[Case]:
         (
             {"safe_gate": True, **gate},
             ValueError,
-            "a float because safe_gate and use_gate_in_kernel are True, got None",
+            "a float with use_gate_in_kernel and safe_gate, got None",
         ),
         (
             {"safe_gate": True, "lower_bound": -5.5},
             ValueError,
-            "a float in [-5, 0) because safe_gate is True, got -5.5",
+            "a number in [-5, 0) with safe_gate, got -5.5",
         ),
-        ({"safe_gate": True, "lower_bound": 0.0}, ValueError, "a float in [-5, 0)"),
+        ({"safe_gate": True, "lower_bound": 0.0}, ValueError, "a number below 0, got 0.0"),
     ):
         add("chunk_kda", "lower_bound", changes, error, expected)
-    for function, flags in zip(KDA, ("safe_gate or use_gate_in_kernel", "use_gate_in_kernel")):
+    for function, flags in zip(KDA, ("use_gate_in_kernel or safe_gate", "use_gate_in_kernel")):
         expected = f"None unless {flags} is True, got -1.0"
         add(function, "lower_bound", {"lower_bound": -1.0}, ValueError, expected)
     for bad, error, expected in (
-        (1.0, ValueError, "a finite float < 0, got 1.0"),
-        (float("-inf"), ValueError, "a finite float < 0"),
-        (float("nan"), ValueError, "a finite float < 0"),
+        (1.0, ValueError, "a number below 0, got 1.0"),
+        (float("-inf"), ValueError, "a finite number, got -inf"),
+        (float("nan"), ValueError, "a finite number, got nan"),
         ("-5", TypeError, "a float or None, got str"),
     ):
         add(KDA, "lower_bound", {**gate, "lower_bound": bad}, error, expected)
@@ -510,7 +516,7 @@ def cases() -> list[Case]:
     for bad, error, expected in (
         ([[0, 0]], TypeError, "a torch.Tensor"),
         (torch.zeros(1, 2), TypeError, "int32 or int64, got float32"),
-        (torch.zeros(2, dtype=torch.int32), ValueError, "shape [chunks, 2], got [2]"),
+        (torch.zeros(2, dtype=torch.int32), ValueError, "[NT, 2], got [2]"),
         (torch.zeros(1, 2, dtype=torch.int32, device=META), ValueError, "a tensor on cpu"),
     ):  # fmt: skip
         add(
@@ -531,10 +537,10 @@ def cases() -> list[Case]:
 
     for name, value, error, expected in (
         ("layer_idx", 1.0, TypeError, "an int, got float"),
-        ("layer_idx", 4, ValueError, "an int in [0, num_layers) = [0, 4), got 4"),
-        ("layer_idx", -1, ValueError, "an int in [0, num_layers)"),
+        ("layer_idx", 4, ValueError, "0 to 3, got 4"),
+        ("layer_idx", -1, ValueError, "0 to 3, got -1"),
         ("num_layers", True, TypeError, "an int, got bool"),
-        ("num_layers", 0, ValueError, "an int >= 1, got 0"),
+        ("num_layers", 0, ValueError, "at least 1, got 0"),
     ):
         add("chunk_lightning_attn", name, {name: value}, error, expected)
 
@@ -550,24 +556,25 @@ def cases() -> list[Case]:
             pool,
             change(pool, lambda x: x[:, :H]),
             ValueError,
-            "shape [pool, HV, K, V] = [pool, 4, 8, 6]",
+            "[pool, HV, K, V] = [pool, 4, 8, 6]",
         )
         add(
             function,
             pool,
             {"state_v_first": True},
             ValueError,
-            "shape [pool, HV, V, K] = [pool, 4, 6, 8]",
+            "[pool, HV, V, K] = [pool, 4, 6, 8]",
         )
         add(
             function,
             pool,
             change(pool, strided),
             ValueError,
-            "matrices with one contiguous dimension",
+            "dense matrices (last strides 6, 1, or 1, 8), got strides",
         )
+        missing = "state_indices" if function in DECODE else "indices"
         too_few = {pool: torch.zeros(1, HV, K, V), rows: None}
-        add(function, pool, too_few, ValueError, f"= 2 states because {rows} is None, got 1")
+        add(function, pool, too_few, ValueError, f"= 2 states when there are no {missing}, got 1")
         add(function, rows, change(rows, torch.Tensor.long), TypeError, "int32, got int64")
         add(function, rows, change(rows, lambda x: x[:1]), ValueError, "= [2], got [1]")
         add(
@@ -575,14 +582,14 @@ def cases() -> list[Case]:
             rows,
             change(rows, lambda x: x + 5),
             ValueError,
-            "values below the 5 states of",
+            f"indices below the 5 rows of {pool}, got ",
         )
         add(
             function,
             rows,
             change(rows, lambda x: x * 0 + 3),
             ValueError,
-            f"rows that differ because {pool} is updated, got 3 twice",
+            f"a row of {pool} once at most, got [3, 3]",
         )
     add(
         "lightning_attn_fwd_varlen",
@@ -597,13 +604,15 @@ def cases() -> list[Case]:
     for function in DECODE:
         for name in ("k", "v", "state", "decay"):
             wants = change(name, lambda x: x.clone().requires_grad_())
-            add(function, name, wants, ValueError, "no gradient, the state is updated in place")
+            add(
+                function, name, wants, ValueError, "no gradient (the state is updated in place; use"
+            )
         for length in (0, 9):
             long = {
                 n: (lambda args, n=n, m=length: args[n].repeat(1, 3, 1, 1)[:, :m])
                 for n in ("q", "k", "v")
             }
-            add(function, "k", long, ValueError, f"1 to 8 tokens T, got {length}")
+            add(function, "k", long, ValueError, f"1 to 8 tokens (dimension 1), got {length}")
         bf16 = {"state": lambda args: args["state"].bfloat16()}
         add(
             function,
@@ -617,13 +626,15 @@ def cases() -> list[Case]:
             (True, TypeError, "an int, an int64 tensor"),
             (1 << 63, ValueError, "a 64-bit integer"),
             (torch.ones(1, dtype=torch.int32), TypeError, "int64, got int32"),
-            (torch.ones(2, dtype=torch.int64), ValueError, "one element, shape [1], got [2]"),
+            (torch.ones(2, dtype=torch.int64), ValueError, "one element, [1], got [2]"),
             (torch.ones(1, dtype=torch.int64, device=META), ValueError, "a tensor on cpu"),
         ):
             add(function, "rounding_seed", {**bf16, "rounding_seed": seed}, error, expected)
     add("linear_attention_decode", "q", change("q", lambda x: x[0]), ValueError, "4 dimensions")
     flat = {n: (lambda args, n=n: args[n][0]) for n in ("q", "k", "v")}
-    add("linear_attention_decode", "q", flat, ValueError, "4 dimensions, got [3, 2, 8]")
+    add(
+        "linear_attention_decode", "q", flat, ValueError, "4 dimensions [B, T, H, K], got [3, 2, 8]"
+    )
     add(
         "linear_attention_decode",
         "q",
@@ -652,7 +663,7 @@ def cases() -> list[Case]:
         "num_accepted",
         change("num_accepted", lambda x: x[:1]),
         ValueError,
-        "shape [B] = [2], got [1]",
+        "[B] = [2], got [1]",
     )
 
     lite_name = "lite_attention"
@@ -661,7 +672,7 @@ def cases() -> list[Case]:
         "k",
         change("k", lambda x: x[..., 1:]),
         ValueError,
-        "shape [B, Sk, Hkv, D] with B = 2 and D = 8",
+        "[B, Sk, Hkv, D] with B, D = 2, 8 as in q",
     )
     add(
         lite_name,
@@ -675,7 +686,7 @@ def cases() -> list[Case]:
         "v",
         change("v", lambda x: x[:, 1:]),
         ValueError,
-        "shape [B, Sk, Hkv, DV] with B, Sk, Hkv",
+        "[B, Sk, Hkv, DV] with B, Sk, Hkv = [2, 7, 2]",
     )
     add(
         lite_name,
@@ -685,7 +696,7 @@ def cases() -> list[Case]:
         "a head dimension of at least 1",
     )
     for name in ("block_m", "block_n"):
-        add(lite_name, name, {name: 0}, ValueError, "an int >= 1, got 0")
+        add(lite_name, name, {name: 0}, ValueError, "at least 1, got 0")
         add(lite_name, name, {name: 8.0}, TypeError, "an int, got float")
     step = torch.ones(1, dtype=torch.int32)
     for bad, error in (
@@ -717,7 +728,7 @@ def cases() -> list[Case]:
         add(lite_name, name, {name: mask.to(META)}, ValueError, "a tensor on cpu")
         add(lite_name, name, {name: mask[..., :3]}, ValueError, "[B, Hq, Mt, Nt] = [2, 4, 3, 4]")
         add(lite_name, name, {name: mask.int()}, ValueError, "[B, Hq, Mt, W] = [2, 4, 3, 1]")
-    add(lite_name, "read_mask", {"read_mask": mask[:1]}, ValueError, "shape [B, Hq, Mt, Nt]")
+    add(lite_name, "read_mask", {"read_mask": mask[:1]}, ValueError, "[B, Hq, Mt, Nt] = [")
     dense = {"threshold": None}
     add(lite_name, "read_mask", {"read_mask": mask, **dense}, ValueError, "None where threshold is")
     add(lite_name, "must_do", {"must_do": mask, **dense}, ValueError, "None where threshold is")
@@ -732,11 +743,11 @@ def cases() -> list[Case]:
         for changes, error, message in (
             (x.tolist(), TypeError, "a torch.Tensor, got list"),
             (x.float(), TypeError, "int32 or int64, got float32"),
-            (x[None], ValueError, "shape [N + 1]"),
+            (x[None], ValueError, "[N + 1], got [1, 3]"),
             (x[:1], ValueError, ""),
             (x.to(META), ValueError, "a tensor on cpu"),
-            (x.repeat_interleave(2)[::2], ValueError, "a contiguous tensor"),
-            (x + 1, ValueError, "a first entry of 0"),
+            (x.repeat_interleave(2)[::2], ValueError, "contiguous elements"),
+            (x + 1, ValueError, "offsets that rise from 0 to T = "),
             (x[[0, 2, 1]], ValueError, "") if name == "cu_seqlens_q" else (x[[0, 0, 0]], ValueError, ""),
         ):  # fmt: skip
             add(lite_name, name, packed | {name: changes}, error, message)
@@ -746,15 +757,21 @@ def cases() -> list[Case]:
         add(lite_name, longest, packed | {longest: 9.0}, TypeError, "an int, got float")
         add(lite_name, longest, packed | {longest: 4}, ValueError, "at least the length of the")
     other = {"cu_seqlens_k": torch.tensor([0, 7, 7], dtype=torch.int32)}
-    add(lite_name, "cu_seqlens_k", packed | other, TypeError, "int64, the dtype of cu_seqlens_q")
+    add(
+        lite_name,
+        "cu_seqlens_k",
+        packed | other,
+        TypeError,
+        "the dtype of cu_seqlens_q, int64, got int32",
+    )
     other = {"cu_seqlens_k": torch.tensor([0, 7])}
     add(lite_name, "cu_seqlens_k", packed | other, ValueError, "the shape of cu_seqlens_q, [3]")
     place = torch.zeros(B, 9, 4, V)
     for bad, error, message in (
         ("no", TypeError, "a torch.Tensor, got str"),
-        (place.double(), TypeError, "float32, the dtype of q, got float64"),
+        (place.double(), TypeError, "the dtype of q, float32, got float64"),
         (place.to(META), ValueError, "a tensor on cpu"),
-        (place[:, 1:], ValueError, "shape [B, Sq, Hq, DV] = [2, 9, 4, 6]"),
+        (place[:, 1:], ValueError, "[B, Sq, Hq, DV] = [2, 9, 4, 6]"),
         (strided(place), ValueError, "a contiguous last dimension"),
         (place.clone().requires_grad_(), ValueError, "None when gradients are required"),
     ):
@@ -846,7 +863,25 @@ def test_scale_may_be_any_finite_number() -> None:
         torch.testing.assert_close(found, one * scale)
 
 
-@pytest.mark.parametrize("function", ["chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule"])
+@pytest.mark.parametrize("function", DELTA)
+def test_numbers_per_head_may_have_any_strides(function: str) -> None:
+    base = good(function)
+    one, _ = FUNCTIONS[function](**base)
+    for name in ("beta",) if function in KDA else ("beta", "g"):
+        other, _ = FUNCTIONS[function](**base | {name: strided(base[name])})
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", DELTA)
+def test_a_rate_may_have_any_floating_dtype(function: str) -> None:
+    gate = good(function) | {"use_gate_in_kernel": True}
+    rate = torch.linspace(-2, 2, HV).bfloat16()
+    one, _ = FUNCTIONS[function](**gate, A_log=rate.float())
+    other, _ = FUNCTIONS[function](**gate, A_log=rate)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", DELTA)
 def test_a_raw_gate_may_be_positive(function: str) -> None:
     raw = good(function) | {"use_gate_in_kernel": True, "A_log": torch.zeros(HV)}
     raw["g"] = -raw["g"]

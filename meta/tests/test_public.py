@@ -620,8 +620,30 @@ def test_lightning_kernels_check_their_own_arguments(kernel: Callable[..., None]
         lightning.chunk_lightning_attn(*qkv, 0, 2, **odd),
     ):
         assert found != found
-    with pytest.raises(ValueError, match="^num_splits: expected an int >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match="^num_splits: expected at least 1, got 0"):
         lightning.chunk_simple_gla(*qkv, num_splits=0, impl="reference")
+
+
+def test_kda_kernels_check_their_own_arguments(kernel: Callable[..., None]) -> None:
+    kernel("kda.prefill", lambda *a, **o: (o["scale"], o["cp_context"]))
+    x = inputs(dtype=torch.float32)
+    call = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
+    assert kda.chunk_kda(**call, scale="wide", cp_context=3) == ("wide", 3)
+    with pytest.raises(TypeError, match="^scale: expected a float or None, got str$"):
+        kda.chunk_kda(**call, scale="wide", impl="reference")
+    # Who serves depends on this one, so that it is checked before.
+    with pytest.raises(ValueError, match="^use_intracard_cp: expected 'auto', True or False, got"):
+        kda.chunk_kda(**call, use_intracard_cp=1)
+
+
+def test_skip_list_kernels_check_their_own_arguments(kernel: Callable[..., None]) -> None:
+    kernel("lite.attention", lambda *a, **o: o["direction"])
+    q = torch.randn(1, 5, 2, 8)
+    assert lite.lite_attention(q, q, q, direction=7) == 7
+    with pytest.raises(ValueError, match="^direction: expected 1 or -1"):
+        lite.lite_attention(q, q, q, direction=7, impl="reference")
+    with pytest.raises(ValueError, match="^q: expected 4 dimensions"):
+        lite.lite_attention(q[0], q, q)
 
 
 def test_kernel_without_backward_leaves_training_to_the_reference(

@@ -5,21 +5,33 @@ They run before anything is launched or written, and never wait for a device.
 
 from __future__ import annotations
 
-import math
 from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula import _arguments as arguments
-from cula._arguments import Dims
+from cula._arguments import (
+    Dims,
+    activations,
+    checkpoints,
+    decays,
+    decode_dims,
+    four_dims,
+    like,
+    like_tokens,
+    not_with_gradients,
+    seed_of_rounding,
+    split_count,
+    token_dims,
+)
+from cula_core import arguments
+from cula_core.delta_rule.contract import SAFE_LOWER_BOUND
+from cula_core.dtypes import dtype_name
 
 MAX_DECODE_TOKENS = 8
-_DECODE_CUDA = (torch.bfloat16, torch.float16)
 _POOL_STATES = (torch.float32, torch.bfloat16, torch.float16)
-_SAFE_LOWER_BOUND = -5.0
-_LOG_DECAY = "it is the natural log of a decay"
+_IN_PLACE = "the state is updated in place; use torch.no_grad()"
 
 
 def chunk_kda(
@@ -44,11 +56,10 @@ def chunk_kda(
     cp_context: object,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    use_intracard_cp: bool | str,
     out: Tensor | None,
     requires_grad: bool,
     **flags: bool,
-) -> Dims:
+) -> None:
     """The contract of `chunk_kda`; `flags` are the remaining booleans by name."""
     arguments.booleans(
         use_gate_in_kernel=use_gate_in_kernel,
@@ -60,18 +71,12 @@ def chunk_kda(
         state_v_first=state_v_first,
         **flags,
     )
-    dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
-    _gate(g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]", use_gate_in_kernel)
+    dims = token_dims(q, k, v, out, cu_seqlens, cu_seqlens_cpu, requires_grad)
     _delta_rule(
-        q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context,
+        q, v, g, beta, dims, scale, initial_state, state_v_first,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context, channels=True,
     )  # fmt: skip
-    _gate_parameters(
-        q, dims, use_gate_in_kernel, A_log, dt_bias, dims.dim_k, needs_rate=lower_bound is None
-    )
-    _lower_bound(lower_bound, safe_gate, use_gate_in_kernel)
-    if not (isinstance(use_intracard_cp, bool) or use_intracard_cp == "auto"):
-        arguments.value_error("use_intracard_cp", "'auto', True or False", repr(use_intracard_cp))
+    _gate(q, g, dims, lower_bound, A_log, dt_bias, use_gate_in_kernel, safe_gate)
     if return_intermediate_states and disable_recompute:
         arguments.value_error(
             "return_intermediate_states",
@@ -84,7 +89,12 @@ def chunk_kda(
             "no gradients (use torch.no_grad())",
             "an input that requires them",
         )
-    return dims
+
+
+def split_choice(use_intracard_cp: bool | str) -> None:
+    """The part of the contract of `chunk_kda` on which choosing an implementation depends."""
+    if not (isinstance(use_intracard_cp, bool) or use_intracard_cp == "auto"):
+        arguments.value_error("use_intracard_cp", "'auto', True or False", repr(use_intracard_cp))
 
 
 def fused_recurrent_kda(
@@ -116,16 +126,12 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         **flags,
     )
-    dims = arguments.token_dims(q, k, v, cu_seqlens, None)
-    _gate(g, q, (*v.shape[:3], dims.dim_k), "[B, T, HV, K]", use_gate_in_kernel)
+    dims = token_dims(q, k, v, out, cu_seqlens, None, requires_grad)
     _delta_rule(
-        q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, None,
+        q, v, g, beta, dims, scale, initial_state, state_v_first,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, None, channels=True,
     )  # fmt: skip
-    _gate_parameters(
-        q, dims, use_gate_in_kernel, A_log, dt_bias, dims.dim_k, needs_rate=lower_bound is None
-    )
-    _lower_bound(lower_bound, None, use_gate_in_kernel)
+    _gate(q, g, dims, lower_bound, A_log, dt_bias, use_gate_in_kernel, None)
     return dims
 
 
@@ -160,24 +166,22 @@ def chunk_gated_delta_rule(
         state_v_first=state_v_first,
         **flags,
     )
-    dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
-    _gate(g, q, v.shape[:3], "[B, T, HV]", use_gate_in_kernel)
+    dims = token_dims(q, k, v, out, cu_seqlens, cu_seqlens_cpu, requires_grad)
     _delta_rule(
-        q, v, beta, dims, scale, initial_state, state_v_first, out, requires_grad,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context,
+        q, v, g, beta, dims, scale, initial_state, state_v_first,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context, channels=False,
     )  # fmt: skip
-    _gate_parameters(q, dims, use_gate_in_kernel, A_log, dt_bias, 1, needs_rate=True)
+    _gate(q, g, dims, None, A_log, dt_bias, use_gate_in_kernel, None)
     if chunk_indices is not None:
         arguments.tensor("chunk_indices", chunk_indices)
         if cu_seqlens is None:
             arguments.value_error("chunk_indices", "None without cu_seqlens", "a tensor")
-        if chunk_indices.dtype not in (torch.int32, torch.int64):
-            arguments.type_error(
-                "chunk_indices", "int32 or int64", arguments.dtype_name(chunk_indices.dtype)
-            )
+        if chunk_indices.dtype not in arguments.OFFSETS:
+            expected = arguments.names(arguments.OFFSETS)
+            arguments.type_error("chunk_indices", expected, dtype_name(chunk_indices.dtype))
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
-            arguments.value_error("chunk_indices", "shape [chunks, 2]", list(chunk_indices.shape))
-        arguments.same_device("chunk_indices", chunk_indices, q)
+            arguments.value_error("chunk_indices", "[NT, 2]", list(chunk_indices.shape))
+        arguments.device("chunk_indices", chunk_indices, q)
     return dims
 
 
@@ -194,23 +198,21 @@ def chunk_simple_gla(
     state_v_first: bool,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
+    out: Tensor | None,
     requires_grad: bool,
     **common: Any,
 ) -> None:
     """The contract of `chunk_simple_gla`; `common` as in `_prefill`."""
     arguments.booleans(output_final_state=output_final_state, state_v_first=state_v_first)
-    dims = arguments.token_dims(q, k, v, cu_seqlens, cu_seqlens_cpu)
+    dims = token_dims(q, k, v, out, cu_seqlens, cu_seqlens_cpu, requires_grad)
     if g is not None:
-        arguments.like_tokens("g", g, q, v.shape[:3], "[B, T, HV]", any_strides=True)
-        arguments.sign("g", g, -1, _LOG_DECAY)
+        like_tokens("g", g, q, v.shape[:3], "[B, T, HV]")
+        arguments.sign("g", g, -1)
     if g_gamma is not None:
-        arguments.per_head("g_gamma", g_gamma, q, dims.value_heads)
-        arguments.sign(
-            "g_gamma", g_gamma, -1, "it is the log of a decay; Lightning's decay is -g_gamma"
-        )
-    arguments.scale_factor(scale)
-    arguments.initial_states(initial_state, q, dims, state_v_first)
-    _prefill(q, v, dims, state_v_first, requires_grad, **common)
+        decays("g_gamma", g_gamma, q, dims.value_heads, -1, "q")
+    arguments.number("scale", scale)
+    _states(q, v, dims, state_v_first, initial_state=initial_state)
+    _prefill(q, dims, initial_state, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd(
@@ -223,16 +225,17 @@ def lightning_attn_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     state_v_first: bool,
+    out: Tensor | None,
     requires_grad: bool,
     **common: Any,
 ) -> None:
     """The contract of `lightning_attn_fwd`; `common` as in `_prefill`."""
     arguments.booleans(output_final_state=output_final_state, state_v_first=state_v_first)
-    dims = arguments.token_dims(q, k, v, None, None)
-    arguments.decay_rates(decay, q, dims.value_heads)
-    arguments.scale_factor(scale)
-    arguments.initial_states(initial_state, q, dims, state_v_first)
-    _prefill(q, v, dims, state_v_first, requires_grad, **common)
+    dims = token_dims(q, k, v, out, None, None, requires_grad)
+    decays("decay", decay, q, dims.value_heads, 1, "q")
+    arguments.number("scale", scale)
+    _states(q, v, dims, state_v_first, initial_state=initial_state)
+    _prefill(q, dims, initial_state, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd_varlen(
@@ -248,6 +251,7 @@ def lightning_attn_fwd_varlen(
     output_final_state: bool,
     state_v_first: bool,
     update_state_pool: bool,
+    out: Tensor | None,
     requires_grad: bool,
     **common: Any,
 ) -> None:
@@ -258,41 +262,31 @@ def lightning_attn_fwd_varlen(
         update_state_pool=update_state_pool,
     )
     arguments.tensor("cu_seqlens", cu_seqlens)
-    dims = arguments.token_dims(q, k, v, cu_seqlens, None)
-    arguments.decay_rates(decay, q, dims.value_heads)
-    arguments.scale_factor(scale)
-    if state_pool is None:
-        if initial_state_indices is not None:
-            arguments.value_error("initial_state_indices", "None without a state_pool", "a tensor")
-    else:
-        arguments.state_stack(
-            "state_pool", state_pool, q, dims, state_v_first, "pool", arguments.state_dtypes(q)
-        )
-        arguments.pool_rows(
-            "initial_state_indices",
-            initial_state_indices,
-            q,
-            dims.sequences,
-            "N",
+    dims = token_dims(q, k, v, out, cu_seqlens, None, requires_grad)
+    decays("decay", decay, q, dims.value_heads, 1, "q")
+    arguments.number("scale", scale)
+    _states(
+        q,
+        v,
+        dims,
+        state_v_first,
+        state_pool=state_pool,
+        indices=initial_state_indices,
+        updated=update_state_pool,
+    )
+    if requires_grad and update_state_pool and state_pool is not None:
+        arguments.value_error(
             "state_pool",
-            state_pool,
-            written=update_state_pool,
+            "no gradients with it, it is updated in place (see update_state_pool)",
+            "an input that requires them",
         )
-        if requires_grad and update_state_pool:
-            arguments.value_error(
-                "state_pool",
-                "no gradients with it, it is updated in place (see update_state_pool)",
-                "an input that requires them",
-            )
-    _prefill(q, v, dims, state_v_first, requires_grad, **common)
+    _prefill(q, dims, state_pool, state_v_first, requires_grad, **common)
 
 
 def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """The part of the Lightning prefill contracts that choosing an implementation needs: K, V and HV // H."""
-    for name, x in (("q", q), ("v", v)):
-        arguments.tensor(name, x)
-        if x.dim() != 4:
-            arguments.value_error(name, "4 dimensions", list(x.shape))
+    """The part of the prefill contracts that choosing an implementation needs: K, V and HV // H."""
+    four_dims("q", q, "[B, T, H, K]")
+    four_dims("v", v, "[B, T, HV, V]")
     if q.shape[2] == 0:
         arguments.value_error("q", "at least one head", list(q.shape))
     return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
@@ -306,13 +300,13 @@ def dtype_of(name: str, x: Tensor | None) -> torch.dtype | None:
     return x.dtype
 
 
-def decode_operands(**tensors: Tensor) -> None:
-    """The part of the decode contracts that choosing an implementation needs: tensors of four dimensions."""
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            arguments.type_error(name, "a torch.Tensor", type(x).__name__)
-        if x.dim() != 4:
-            arguments.value_error(name, "4 dimensions", list(x.shape))
+def decode_operands(k: Tensor, v: Tensor, state: Tensor, q: Tensor | None = None) -> None:
+    """The part of the decode contracts that choosing an implementation needs; q where there is one."""
+    if q is not None:
+        four_dims("q", q, "[B, T, H, K]")
+    four_dims("k", k, "[B, T, H, K]")
+    four_dims("v", v, "[B, T, HV, V]")
+    four_dims("state", state, "[pool, HV, K, V]")
 
 
 def linear_attention_decode(
@@ -331,15 +325,18 @@ def linear_attention_decode(
 ) -> None:
     """The contract of `linear_attention_decode`."""
     arguments.booleans(state_v_first=state_v_first, commit=commit)
-    arguments.tensor("q", q)
-    arguments.activations(q=q, k=k, v=v)
+    activations(q=q, k=k, v=v)
     _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=commit)
     if q.shape != k.shape:
         arguments.value_error("q", f"the shape of k, {list(k.shape)}", list(q.shape))
-    arguments.scale_factor(scale)
+    arguments.number("scale", scale)
     if out is not None:
-        arguments.output(out, v, False)
-    arguments.no_gradients(q=q, k=k, v=v, state=state, decay=decay)
+        arguments.tensor("out", out)
+        if out.shape != v.shape:
+            arguments.value_error("out", f"the shape of v, {list(v.shape)}", list(out.shape))
+        like("out", out, k, "k")
+        not_with_gradients("out", out, False)
+    arguments.no_gradients(_IN_PLACE, q=q, k=k, v=v, state=state, decay=decay)
 
 
 def linear_attention_commit(
@@ -355,10 +352,10 @@ def linear_attention_commit(
 ) -> None:
     """The contract of `linear_attention_commit`."""
     arguments.booleans(state_v_first=state_v_first)
-    arguments.activations(k=k, v=v)
+    activations(k=k, v=v)
     _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=True)
-    arguments.int32_vector("num_accepted", num_accepted, k, k.shape[0], "B")
-    arguments.no_gradients(k=k, v=v, state=state, decay=decay)
+    arguments.int32_vector("num_accepted", num_accepted, "B", k.shape[0], k, "k")
+    arguments.no_gradients(_IN_PLACE, k=k, v=v, state=state, decay=decay)
 
 
 def layer(layer_idx: int, num_layers: int) -> None:
@@ -367,11 +364,9 @@ def layer(layer_idx: int, num_layers: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             arguments.type_error(name, "an int", type(value).__name__)
     if num_layers < 1:
-        arguments.value_error("num_layers", "an int >= 1", num_layers)
+        arguments.value_error("num_layers", "at least 1", num_layers)
     if not 0 <= layer_idx < num_layers:
-        arguments.value_error(
-            "layer_idx", f"an int in [0, num_layers) = [0, {num_layers})", layer_idx
-        )
+        arguments.value_error("layer_idx", f"0 to {num_layers - 1}", layer_idx)
 
 
 def requires_grad(*tensors: Any) -> bool:
@@ -383,8 +378,8 @@ def requires_grad(*tensors: Any) -> bool:
 
 def _prefill(
     q: Tensor,
-    v: Tensor,
     dims: Dims,
+    states: Tensor | None,
     state_v_first: bool,
     requires_grad: bool,
     *,
@@ -393,114 +388,136 @@ def _prefill(
     state_checkpoints: Tensor | None,
     checkpoint_every_n_tokens: int | None,
     num_splits: int | None,
-    out: Tensor | None,
 ) -> None:
     """The keyword arguments that every Lightning prefill function has."""
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
-    arguments.split_count(num_splits)
-    arguments.state_checkpoints(
-        state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, requires_grad
+    split_count(num_splits)
+    dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
+    checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, dtype, requires_grad
     )
-    arguments.output(out, v, requires_grad)
 
 
-def _gate(
-    g: Tensor, q: Tensor, shape: tuple[int, ...], symbols: str, use_gate_in_kernel: bool
+def _states(
+    q: Tensor,
+    v: Tensor,
+    dims: Dims,
+    state_v_first: bool,
+    *,
+    initial_state: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    indices: Tensor | None = None,
+    updated: bool = False,
 ) -> None:
-    """The log decay, or what a gate inside makes one of."""
-    arguments.like_tokens("g", g, q, shape, symbols)
-    if not use_gate_in_kernel:
-        arguments.sign("g", g, -1, _LOG_DECAY)
+    """States wherever they lie: a kernel that needs aligned ones refuses others itself."""
+    arguments.state_or_pool(
+        initial_state,
+        state_pool,
+        indices,
+        q,
+        v,
+        dims.sequences,
+        state_v_first,
+        updated,
+        aligned=False,
+    )
 
 
 def _delta_rule(
     q: Tensor,
     v: Tensor,
+    g: Tensor,
     beta: Tensor,
     dims: Dims,
     scale: float | None,
     initial_state: Tensor | None,
     state_v_first: bool,
-    out: Tensor | None,
-    requires_grad: bool,
-    use_gate_in_kernel: bool,
     use_beta_sigmoid_in_kernel: bool,
     allow_neg_eigval: bool,
     cp_context: object,
+    *,
+    channels: bool,
 ) -> None:
-    """What KDA and the gated delta rule share beyond q, k and v."""
-    arguments.like_tokens("beta", beta, q, v.shape[:3], "[B, T, HV]")
-    arguments.scale_factor(scale)
-    arguments.initial_states(initial_state, q, dims, state_v_first)
-    arguments.output(out, v, requires_grad)
+    """What KDA and the gated delta rule share beyond q, k and v. channels: whether each of K has a g of its own."""
+    heads = tuple(v.shape[:3])
+    if channels:
+        like_tokens("g", g, q, (*heads, dims.dim_k), "[B, T, HV, K]")
+        arguments.last_dim("g", g)
+    else:
+        like_tokens("g", g, q, heads, "[B, T, HV]")
+    like_tokens("beta", beta, q, heads, "[B, T, HV]")
+    arguments.number("scale", scale)
+    _states(q, v, dims, state_v_first, initial_state=initial_state)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        arguments.value_error(
-            "allow_neg_eigval",
-            "use_beta_sigmoid_in_kernel=True with it",
-            "use_beta_sigmoid_in_kernel=False",
-        )
+        other = "use_beta_sigmoid_in_kernel"
+        arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
     if cp_context is not None:
         raise NotImplementedError(
-            "cp_context: expected None, got "
-            f"{type(cp_context).__name__}; sequences are not split over several GPUs, only within one "
-            "(use_intracard_cp of chunk_kda)"
+            f"cp_context: expected None, got {type(cp_context).__name__}; sequences are not split over several GPUs, "
+            "only within one (use_intracard_cp)"
         )
 
 
-def _gate_parameters(
+def _gate(
     q: Tensor,
+    g: Tensor,
     dims: Dims,
-    use_gate_in_kernel: bool,
+    lower_bound: float | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    channels: int,
-    *,
-    needs_rate: bool,
+    inside: bool,
+    safe: bool | None,
 ) -> None:
-    """A_log `[HV]` and dt_bias `[HV * channels]`, which belong to a gate that is computed inside."""
+    """The log decay g, or what a gate inside makes one of: A_log, dt_bias and lower_bound.
+
+    inside: use_gate_in_kernel. safe: safe_gate, or None where there is no such argument.
+    """
+    _lower_bound(lower_bound, inside, safe)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is not None and not use_gate_in_kernel:
-            arguments.value_error(name, "None unless use_gate_in_kernel=True", "a tensor")
-    if use_gate_in_kernel and A_log is None and needs_rate:
-        arguments.value_error("A_log", "a tensor because use_gate_in_kernel=True", None)
+        if x is None:
+            continue
+        arguments.floating(name, x)
+        if not inside:
+            expected = "None unless use_gate_in_kernel is True"
+            arguments.value_error(name, expected, type(x).__name__)
+        arguments.device(name, x, q)
+    if not inside:
+        arguments.sign("g", g, -1)
     if A_log is not None:
-        arguments.per_head("A_log", A_log, q, dims.value_heads)
+        arguments.vector("A_log", A_log, "HV", dims.value_heads)
+    elif inside and lower_bound is None:
+        bounded = " and no lower_bound" if g.dim() == 4 else ""
+        arguments.value_error("A_log", f"a tensor with use_gate_in_kernel{bounded}", None)
     if dt_bias is not None:
-        arguments.floating("dt_bias", dt_bias)
-        shapes = [(dims.value_heads * channels,)] + [(dims.value_heads, channels)] * (channels > 1)
-        if tuple(dt_bias.shape) not in shapes:
-            arguments.value_error(
-                "dt_bias",
-                " or ".join(f"shape {list(shape)}" for shape in shapes),
-                list(dt_bias.shape),
+        shapes: dict[str, tuple[int, ...]] = {"[HV]": (dims.value_heads,)}
+        if g.dim() == 4:
+            shapes = {
+                "[HV * K]": (dims.value_heads * dims.dim_k,),
+                "[HV, K]": (dims.value_heads, dims.dim_k),
+            }
+        if tuple(dt_bias.shape) not in shapes.values():
+            expected = " or ".join(
+                f"{letters} = {list(sizes)}" for letters, sizes in shapes.items()
             )
-        arguments.same_device("dt_bias", dt_bias, q)
+            arguments.value_error("dt_bias", expected, list(dt_bias.shape))
         arguments.last_dim("dt_bias", dt_bias)
 
 
-def _lower_bound(
-    lower_bound: float | None, safe_gate: bool | None, use_gate_in_kernel: bool
-) -> None:
-    """safe_gate is None where there is no such argument."""
+def _lower_bound(lower_bound: float | None, inside: bool, safe: bool | None) -> None:
+    arguments.number("lower_bound", lower_bound)
     if lower_bound is None:
-        if safe_gate and use_gate_in_kernel:
-            arguments.value_error(
-                "lower_bound", "a float because safe_gate and use_gate_in_kernel are True", None
-            )
+        if inside and safe:
+            expected = "a float with use_gate_in_kernel and safe_gate"
+            arguments.value_error("lower_bound", expected, None)
         return
-    if isinstance(lower_bound, bool) or not isinstance(lower_bound, int | float):
-        arguments.type_error("lower_bound", "a float or None", type(lower_bound).__name__)
-    if not (safe_gate or use_gate_in_kernel):
-        flags = "use_gate_in_kernel" if safe_gate is None else "safe_gate or use_gate_in_kernel"
+    if not (inside or safe):
+        flags = "use_gate_in_kernel" if safe is None else "use_gate_in_kernel or safe_gate"
         arguments.value_error("lower_bound", f"None unless {flags} is True", lower_bound)
-    if safe_gate and not _SAFE_LOWER_BOUND <= lower_bound < 0:
-        arguments.value_error(
-            "lower_bound",
-            f"a float in [{_SAFE_LOWER_BOUND:g}, 0) because safe_gate is True",
-            lower_bound,
-        )
-    if not -math.inf < lower_bound < 0:
-        arguments.value_error("lower_bound", "a finite float < 0", lower_bound)
+    if not lower_bound < 0:
+        arguments.value_error("lower_bound", "a number below 0", lower_bound)
+    if safe and lower_bound < SAFE_LOWER_BOUND:
+        expected = f"a number in [{SAFE_LOWER_BOUND:g}, 0) with safe_gate"
+        arguments.value_error("lower_bound", expected, lower_bound)
 
 
 def _decode(
@@ -515,22 +532,23 @@ def _decode(
     written: bool,
 ) -> None:
     """What decoding and committing share; `decode_operands` has seen k, v and state."""
-    if v.shape[:2] != k.shape[:2]:
-        arguments.value_error(
-            "v", f"shape [B, T, HV, V] with B, T = {list(k.shape[:2])} as in k", list(v.shape)
-        )
-    dims = arguments.head_dims("k", k, v)
+    dims = decode_dims(k, v)
     if not 1 <= dims.tokens <= MAX_DECODE_TOKENS:
-        arguments.value_error("k", f"1 to {MAX_DECODE_TOKENS} tokens T", dims.tokens)
-    if k.device.type == "cuda" and k.dtype not in _DECODE_CUDA:
-        arguments.type_error(
-            "k", "bfloat16 or float16 on a CUDA device", arguments.dtype_name(k.dtype)
-        )
-    allowed = (*_POOL_STATES, torch.float64) if k.device.type == "cpu" else _POOL_STATES
-    arguments.state_stack("state", state, k, dims, state_v_first, "pool", allowed)
-    arguments.decay_rates(decay, k, dims.value_heads)
-    arguments.pool_rows(
-        "state_indices", state_indices, k, dims.batch, "B", "state", state, written=written
+        arguments.value_error("k", f"1 to {MAX_DECODE_TOKENS} tokens (dimension 1)", dims.tokens)
+    allowed = arguments.ACTIVATIONS["cuda"]
+    if k.device.type == "cuda" and k.dtype not in allowed:
+        arguments.type_error("k", f"{arguments.names(allowed)} on a GPU", dtype_name(k.dtype))
+    pools = (*_POOL_STATES, torch.float64) if k.device.type == "cpu" else _POOL_STATES
+    arguments.states(
+        "state", state, v, dims.dim_k, state_v_first, dtypes=pools, aligned=False, lead_name="k"
     )
+    decays("decay", decay, k, dims.value_heads, 1, "k")
+    if state_indices is None:
+        if state.shape[0] < dims.batch:
+            expected = f"a pool of at least B = {dims.batch} states when there are no state_indices"
+            arguments.value_error("state", expected, state.shape[0])
+    else:
+        arguments.int32_vector("state_indices", state_indices, "B", dims.batch, k, "k")
+        arguments.pool_rows("state_indices", state_indices, "state", state.shape[0], written)
     if rounding_seed is not None:
-        arguments.seed_of_rounding(rounding_seed, state)
+        seed_of_rounding(rounding_seed, state)

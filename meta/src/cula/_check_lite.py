@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula import _arguments as arguments
-from cula import varlen
+from cula._arguments import activations, four_dims, like, not_with_gradients
+from cula_core import arguments
+from cula_core.dtypes import dtype_name
+from cula_core.tensors import longest_sequence
 
 
 class Extent(NamedTuple):
@@ -44,7 +46,7 @@ def lite_attention(
     out: Tensor | None,
     requires_grad: bool,
 ) -> None:
-    """Raises unless the arguments of `cula.lite.lite_attention` fit together."""
+    """Raises unless the arguments of `cula.lite.lite_attention` fit together; `operands` has seen q and v."""
     _operands(q, k, v)
     arguments.booleans(causal=causal, use_int8=use_int8, deterministic=deterministic)
     if use_int8 and requires_grad:
@@ -53,10 +55,10 @@ def lite_attention(
         if isinstance(block, bool) or not isinstance(block, int):
             arguments.type_error(name, "an int", type(block).__name__)
         if block < 1:
-            arguments.value_error(name, "an int >= 1", block)
+            arguments.value_error(name, "at least 1", block)
     _direction(direction, q)
     _threshold(threshold, threshold_mode)
-    arguments.scale_factor(scale)
+    arguments.number("scale", scale)
     extent = _extent(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tiles = (
         extent.sequences,
@@ -72,7 +74,7 @@ def lite_attention(
     if read_mask is not None:
         last, shape = _form("read_mask", read_mask, tiles, q)
         if tuple(read_mask.shape) != shape:
-            expected = f"shape [B, Hq, Mt, {last}] = {list(shape)}"
+            expected = f"[B, Hq, Mt, {last}] = {list(shape)}"
             arguments.value_error("read_mask", expected, list(read_mask.shape))
     for name, mask in (("must_do", must_do), ("grad_mask", grad_mask)):
         if mask is not None:
@@ -85,21 +87,20 @@ def lite_attention(
         _output(out, q, v, requires_grad)
 
 
+def operands(q: Tensor, v: Tensor) -> None:
+    """The part of the contract that choosing an implementation needs."""
+    four_dims("q", q, "[B, Sq, Hq, D]")
+    four_dims("v", v, "[B, Sk, Hkv, DV]")
+
+
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    arguments.activations(q=q, k=k, v=v)
-    for name, x, shape in (
-        ("q", q, "[B, Sq, Hq, D]"),
-        ("k", k, "[B, Sk, Hkv, D]"),
-        ("v", v, "[B, Sk, Hkv, DV]"),
-    ):
-        if x.dim() != 4:
-            arguments.value_error(name, f"shape {shape}", list(x.shape))
+    activations(q=q, k=k, v=v)
     batch, _, heads, dim = q.shape
-    if k.shape[0] != batch or k.shape[3] != dim:
-        expected = f"shape [B, Sk, Hkv, D] with B = {batch} and D = {dim} as in q"
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != dim:
+        expected = f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q"
         arguments.value_error("k", expected, list(k.shape))
     if v.shape[:3] != k.shape[:3]:
-        expected = f"shape [B, Sk, Hkv, DV] with B, Sk, Hkv = {list(k.shape[:3])} as in k"
+        expected = f"[B, Sk, Hkv, DV] with B, Sk, Hkv = {list(k.shape[:3])} as in k"
         arguments.value_error("v", expected, list(v.shape))
     if dim == 0 or v.shape[3] == 0:
         arguments.value_error("q" if dim == 0 else "v", "a head dimension of at least 1", 0)
@@ -111,10 +112,10 @@ def _direction(direction: int | Tensor, q: Tensor) -> None:
     expected = "1 or -1, or an int32 tensor [1]"
     if isinstance(direction, Tensor):
         if direction.dtype != torch.int32:
-            arguments.type_error("direction", expected, arguments.dtype_name(direction.dtype))
+            arguments.type_error("direction", expected, dtype_name(direction.dtype))
         if tuple(direction.shape) != (1,):
             arguments.value_error("direction", expected, f"shape {list(direction.shape)}")
-        arguments.same_device("direction", direction, q)
+        arguments.device("direction", direction, q)
     elif isinstance(direction, bool) or not isinstance(direction, int):
         arguments.type_error("direction", expected, type(direction).__name__)
     elif direction not in (1, -1):
@@ -161,15 +162,14 @@ def _extent(
         ("k", k, cu_seqlens_k, max_seqlen_k),
     ):
         name = f"cu_seqlens_{letter}"
-        dims = arguments.Dims(x.shape[0], x.shape[1], 0, 0, 0, 0, 0)
-        count = arguments.packing(name, offsets, dims, q.device)
+        count = arguments.offsets(name, offsets, x)
         if count < 1:
-            arguments.value_error(name, "shape [N + 1] with N >= 1", list(offsets.shape))
+            arguments.value_error(name, "[N + 1] with N >= 1", list(offsets.shape))
         counts.append(count)
         most.append(_longest(f"max_seqlen_{letter}", longest, offsets, x.shape[1]))
     if cu_seqlens_k.dtype != cu_seqlens_q.dtype:
-        expected = f"{arguments.dtype_name(cu_seqlens_q.dtype)}, the dtype of cu_seqlens_q"
-        arguments.type_error("cu_seqlens_k", expected, arguments.dtype_name(cu_seqlens_k.dtype))
+        expected = f"the dtype of cu_seqlens_q, {dtype_name(cu_seqlens_q.dtype)}"
+        arguments.type_error("cu_seqlens_k", expected, dtype_name(cu_seqlens_k.dtype))
     if counts[0] != counts[1]:
         expected = f"the shape of cu_seqlens_q, [{counts[0] + 1}]"
         arguments.value_error("cu_seqlens_k", expected, list(cu_seqlens_k.shape))
@@ -178,9 +178,8 @@ def _extent(
 
 def _longest(name: str, given: int | None, offsets: Tensor, tokens: int) -> int:
     """The length of the longest sequence, as given, or as the offsets have it where they can be read."""
-    if varlen.readable(offsets):
-        ends = offsets.tolist()
-        least = max(b - a for a, b in zip(ends, ends[1:]))
+    if arguments.is_readable(offsets):
+        least = longest_sequence(offsets)
         given = least if given is None else given
     else:
         least = -(-tokens // (offsets.shape[0] - 1))
@@ -198,8 +197,8 @@ def _form(name: str, mask: Any, tiles: tuple[int, ...], q: Tensor) -> tuple[str,
     arguments.tensor(name, mask)
     if mask.dtype not in (torch.bool, torch.int32):
         expected = "bool, or int32 words of 32 tiles"
-        arguments.type_error(name, expected, arguments.dtype_name(mask.dtype))
-    arguments.same_device(name, mask, q)
+        arguments.type_error(name, expected, dtype_name(mask.dtype))
+    arguments.device(name, mask, q)
     if mask.dtype == torch.bool:
         return "Nt", tiles
     return "W", (*tiles[:3], -(-tiles[3] // 32))
@@ -207,13 +206,8 @@ def _form(name: str, mask: Any, tiles: tuple[int, ...], q: Tensor) -> tuple[str,
 
 def _output(out: Tensor, q: Tensor, v: Tensor, requires_grad: bool) -> None:
     arguments.tensor("out", out)
-    if requires_grad or (torch.is_grad_enabled() and out.requires_grad):
-        arguments.value_error("out", "None when gradients are required", "a tensor")
-    if out.dtype != q.dtype:
-        expected = f"{arguments.dtype_name(q.dtype)}, the dtype of q"
-        arguments.type_error("out", expected, arguments.dtype_name(out.dtype))
-    arguments.same_device("out", out, q)
+    not_with_gradients("out", out, requires_grad)
     shape = (*q.shape[:3], v.shape[3])
-    if tuple(out.shape) != shape:
-        arguments.value_error("out", f"shape [B, Sq, Hq, DV] = {list(shape)}", list(out.shape))
-    arguments.last_dim("out", out)
+    if out.shape != shape:
+        arguments.value_error("out", f"[B, Sq, Hq, DV] = {list(shape)}", list(out.shape))
+    like("out", out, q, "q")

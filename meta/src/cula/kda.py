@@ -16,7 +16,7 @@ from operator import index
 from torch import Tensor
 
 from cula import _check
-from cula._registry import KERNELS_ONLY, arch_of, resolve
+from cula._registry import KERNELS_ONLY, arch_of, resolve, self_checking
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "kda_prefill_hopper"]
 
@@ -84,7 +84,7 @@ def chunk_kda(
             Values are checked when they lie on the CPU; a device is never read back by cula itself.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
         cp_context: None; context parallelism over several GPUs is not supported.
-        A_log: `[HV]` float32, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
+        A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
         dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
         use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
             False.
@@ -102,46 +102,21 @@ def chunk_kda(
         RuntimeError: the implementation asked for cannot serve; the message says why.
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    dims = _check.chunk_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        disable_recompute=disable_recompute,
-        return_intermediate_states=return_intermediate_states,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_intracard_cp=use_intracard_cp,
-        out=out,
-        requires_grad=requires_grad,
-    )
+    dim_k, dim_v, group = _check.prefill_operands(q, v)
+    _check.split_choice(use_intracard_cp)
     run = resolve(
         "chunk_kda",
         impl,
         q.device,
         q.dtype,
-        index(dims.dim_k),
-        index(dims.dim_v),
+        dim_k,
+        dim_v,
         requires_grad,
-        None if initial_state is None else initial_state.dtype,
-        g.dtype,
-        beta.dtype,
+        _check.dtype_of("initial_state", initial_state),
+        _check.dtype_of("g", g),
+        _check.dtype_of("beta", beta),
         cu_seqlens is not None,
-        index(dims.value_heads // dims.heads),
+        group,
         initial_state is not None,
         output_final_state,
         use_qk_l2norm_in_kernel,
@@ -154,6 +129,33 @@ def chunk_kda(
         return_intermediate_states,
         use_intracard_cp,
     )
+    if run not in self_checking:
+        _check.chunk_kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            safe_gate=safe_gate,
+            lower_bound=lower_bound,
+            disable_recompute=disable_recompute,
+            return_intermediate_states=return_intermediate_states,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            cp_context=cp_context,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            out=out,
+            requires_grad=requires_grad,
+        )
     return run(
         q,
         k,
@@ -174,7 +176,7 @@ def chunk_kda(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=None,
+        cp_context=cp_context,
         A_log=A_log,
         dt_bias=dt_bias,
         use_intracard_cp=use_intracard_cp,
@@ -218,7 +220,7 @@ def fused_recurrent_kda(
         g: `[B, T, HV, K]`, any floating dtype: the natural-log decay, <= 0 (checked on the CPU); or the raw gate with
             `use_gate_in_kernel`.
         beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
-        A_log: `[HV]` float32, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
+        A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
         dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
         scale: factor of the output, finite; None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (or float64 with float64

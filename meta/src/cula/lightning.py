@@ -494,7 +494,7 @@ def chunk_gated_delta_rule(
             the exact NT, for implementations that take one.
         cp_context: None; context parallelism over several GPUs is not supported.
         use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`.
-        A_log: `[HV]` float32, needed with `use_gate_in_kernel`.
+        A_log: `[HV]`, any floating dtype, needed with `use_gate_in_kernel`.
         dt_bias: `[HV]`, bias of the raw gate; None: 0.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
@@ -616,7 +616,7 @@ def linear_attention_decode(
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
     """
-    _check.decode_operands(q=q, k=k, v=v, state=state)
+    _check.decode_operands(k, v, state, q)
     run = resolve(
         "linear_attention_decode",
         impl,
@@ -684,7 +684,7 @@ def linear_attention_commit(
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
     """
-    _check.decode_operands(k=k, v=v, state=state)
+    _check.decode_operands(k, v, state)
     run = resolve(
         "linear_attention_commit",
         impl,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cula import _check, _check_lite
 from cula._installed import how_to_install
-from cula._registry import implementations, resolve
+from cula._registry import implementations, resolve, self_checking
 
 __all__ = ["lite_attention"]
 
@@ -122,7 +122,7 @@ def lite_attention(
         "deterministic": deterministic,
         "out": out,
     }
-    _check_lite.lite_attention(q, k, v, read_mask, **options, requires_grad=requires_grad)
+    _check_lite.operands(q, v)
     run = resolve(
         "lite_attention",
         impl,
@@ -136,4 +136,6 @@ def lite_attention(
         block_n,
         must_do is not None,
     )
+    if run not in self_checking:
+        _check_lite.lite_attention(q, k, v, read_mask, **options, requires_grad=requires_grad)
     return run(q, k, v, read_mask, **options)

@@ -18,6 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cula_core import arguments
+from cula_core.arguments import is_readable
+from cula_core.dtypes import dtype_name
+
 __all__ = [
     "capacity",
     "chunk_indices",
@@ -58,7 +62,7 @@ def cu_seqlens_from_lengths(
     _index_dtype("dtype", dtype)
     if isinstance(lengths, Tensor):
         _index_vector("lengths", lengths)
-        if readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
+        if is_readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
             raise ValueError(f"lengths: expected values >= 0, got {int(lengths.min())}")
         result = torch.nn.functional.pad(lengths.cumsum(0, dtype=dtype), (1, 0))
         return result if device is None else result.to(device)
@@ -275,7 +279,7 @@ def chunk_indices(cu_seqlens: Tensor, chunk_size: int, num_chunks: int | None = 
             to the exact number. Rows past the last chunk hold (-1, -1).
     """
     offsets = chunk_offsets(cu_seqlens, chunk_size)
-    if num_chunks is None and not readable(offsets):
+    if num_chunks is None and not is_readable(offsets):
         raise ValueError(_needs_number("num_chunks", cu_seqlens))
     ids, chunk = _locate(
         offsets, int(offsets[-1]) if num_chunks is None else _count("num_chunks", num_chunks)
@@ -314,11 +318,6 @@ def _like(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
 
 
-def readable(x: Tensor) -> bool:
-    """Whether the values can be looked at for free: a real CPU tensor outside a compiler's trace."""
-    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
-
-
 def _needs_number(name: str, cu_seqlens: Tensor) -> str:
     return f"{name}: expected an int because cu_seqlens is on {cu_seqlens.device} and is not read back, got None"
 
@@ -327,28 +326,24 @@ def _total(cu_seqlens: Tensor, total: int | None) -> int:
     _cu_seqlens(cu_seqlens)
     if total is not None:
         return _count("total", total)
-    if not readable(cu_seqlens):
+    if not is_readable(cu_seqlens):
         raise ValueError(_needs_number("total", cu_seqlens))
     return int(cu_seqlens[-1])
 
 
 def _cu_seqlens(cu_seqlens: Tensor, x: Tensor | None = None) -> None:
     _index_vector("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: expected torch.int32 or torch.int64, got {cu_seqlens.dtype}")
+    _index_dtype("cu_seqlens", cu_seqlens.dtype)
     if cu_seqlens.shape[0] == 0:
         raise ValueError(
             "cu_seqlens: expected at least one entry (N + 1 for N sequences), got none"
         )
-    if x is not None and cu_seqlens.device != x.device:
-        raise ValueError(
-            f"cu_seqlens: expected device {x.device} (that of x), got {cu_seqlens.device}"
-        )
+    if x is not None:
+        arguments.device("cu_seqlens", cu_seqlens, x, "x")
 
 
 def _index_vector(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    arguments.tensor(name, x)
     if x.dim() != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {list(x.shape)}")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
@@ -356,19 +351,18 @@ def _index_vector(name: str, x: Tensor) -> None:
 
 
 def _index_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {dtype}")
+    if dtype not in arguments.OFFSETS:
+        arguments.type_error(name, arguments.names(arguments.OFFSETS), dtype_name(dtype))
 
 
 def _batch(x: Tensor, shape: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    arguments.tensor("x", x)
     if x.dim() < 2:
         raise ValueError(f"x: expected shape {shape}, got {list(x.shape)}")
 
 
 def _fits(name: str, cu_seqlens: Tensor, width: int) -> None:
-    if readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
+    if is_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
         longest = int(cu_seqlens.diff().max())
         if longest > width:
             raise ValueError(

@@ -83,6 +83,22 @@ REFUSED = {
     "NaN where a sign counts": (
         lambda: arguments.sign("x", torch.tensor([1.0, math.nan]), 1), ValueError, "x: expected values >= 0, got nan",
     ),
+    "a copy of offsets with gaps": (
+        lambda: arguments.offsets_copy(int32(0, 7), every_other(int32(0, 7)), 7), ValueError,
+        "cu_seqlens_cpu: expected contiguous elements, got strides (2,)",
+    ),
+    "no head dimension": (
+        lambda: arguments.attention(Q, Q, V[..., :0], None, None), ValueError,
+        "v: expected a head dimension V of at least 1, got 0",
+    ),
+    "states of a dtype that is not served": (
+        lambda: arguments.states("state", POOL.double(), V, 4, False, dtypes=arguments.FLOATING[:2]), TypeError,
+        "state: expected float32 or bfloat16, got float64",
+    ),
+    "states on another device": (
+        lambda: arguments.states("state", POOL.to("meta"), V, 4, False, lead_name="k"), ValueError,
+        "state: expected a tensor on cpu, as k, got meta",
+    ),
     "states with gaps": (
         lambda: arguments.states("x", spaced(POOL), V, 4, False), ValueError,
         "x: expected dense matrices (last strides 5, 1, or 1, 4), got strides (104, 52, 13, 1)",
@@ -139,6 +155,11 @@ def test_what_is_right_passes():
     arguments.pool_rows("x", int32(-1, 2, -1), "pool", 3)
     arguments.pool_rows("x", int32(2, 2), "pool", 3, updated=False)
     arguments.pool_rows("x", int32(), "pool", 0)
+    arguments.states("x", POOL.bfloat16(), V, 4, False, dtypes=(torch.bfloat16,))
+    assert arguments.state_dtypes(V) == (torch.float32,)
+    assert arguments.state_dtypes(V.double()) == (torch.float32, torch.float64)
+    # Without head dimensions to choose from, any device will do.
+    arguments.attention(*(x.to("meta") for x in (Q, Q, V, V)), None)
 
 
 def test_values_are_read_on_the_cpu_alone():

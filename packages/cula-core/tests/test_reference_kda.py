@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cula_core.reference import kda as reference
+from cula_core.reference.common import normalized
 from cula_core.reference.kda import recurrent_prefill
 from cula_testing.kda.inputs import BOUNDED_KINDS, GATES, KINDS, LOWER_BOUNDS, inputs
 from cula_testing.tensors import int32, spaced, turned
@@ -489,7 +490,7 @@ def test_intermediates_give_the_recurrence(lengths, gate):
     expected, finals = recurrent_prefill(**x, **options)
     found = reference.intermediates(**x, **options)
     decays = reference._log_decay(x["g"], x["A_log"], x["dt_bias"], gate, LOWER_BOUNDS[gate])
-    k = reference._normalized(x["k"]).repeat_interleave(2, 2)
+    k = normalized(x["k"]).repeat_interleave(2, 2)
     start = 0
     for n, length in enumerate(lengths or (tokens,)):
         state = finals.new_zeros(2, 128, 128)

@@ -73,6 +73,7 @@ def run(
         _, _, want_mask = reference_attention(
             q64, k64, v64, mask.cpu(), threshold=THRESHOLD, direction=direction, block_n=TILE
         )
+        assert want_mask is not None  # only dense attention writes no mask
         # A tile that was not visited cannot come back; one that did makes the whole mask worthless.
         regained = bool((written & ~mask).any())
         disagree = 1.0 if regained else (written.cpu() != want_mask).double().mean().item()
@@ -107,6 +108,7 @@ def _attend(
     out, _, written = cula.lite.lite_attention(
         q, k, v, read, threshold=THRESHOLD, direction=direction, block_n=TILE
     )
+    assert written is not None  # only dense attention writes no mask
     return out, written
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cula._installed import importable
 from cula.reference._common import expand_heads
-from cula.reference.gates import l2norm
 from cula.reference.lightning import live_states, only_live
+from cula_core.reference.common import normalized
 from cula_core.reference.lightning_decode import pool_slots, store_live
 
 _MINIMUM = (0, 6)
@@ -221,7 +221,7 @@ def _chunk_simple_gla(
 
 def as_fla_reads(x: Tensor, heads: int, normalise: bool) -> Tensor:
     """q or k with the heads of v and, if asked for, normalised: neither is an option of FLA's simple GLA."""
-    return expand_heads(l2norm(x.float()).to(x.dtype) if normalise else x, heads).contiguous()
+    return expand_heads(normalized(x.float()).to(x.dtype) if normalise else x, heads).contiguous()
 
 
 def one_decay(g: Tensor | None, g_gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

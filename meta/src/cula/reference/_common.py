@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """fp64 if any input is fp64, else fp32."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, T, H, D]` -> `[B, T, HV, D]`: value head h reads query/key head `h // (HV // H)`."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)

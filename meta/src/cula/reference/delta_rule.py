@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cula.reference._chunks import CHUNK, Chunks, chunks_of, packed_chunks
 from cula.reference._common import (
-    compute_dtype,
     expand_heads,
     incoming_state,
     outgoing_state,
@@ -27,8 +26,9 @@ from cula.reference._common import (
     walk_tokens,
 )
 from cula.reference._decay import decayed_products
-from cula.reference.gates import l2norm, log_decay, write_strength
 from cula.varlen import chunk_offsets
+from cula_core.reference.common import normalized, work_dtype
+from cula_core.reference.gates import log_decay, write_strength
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -50,12 +50,12 @@ def _prepare(
     dt_bias: Tensor | None = None,
 ) -> _Inputs:
     """q (scaled), k, v, log decay `[B, T, HV, K or 1]`, beta `[B, T, HV, 1]`: HV heads each, in the computing dtype."""
-    dtype, heads = compute_dtype(q, k, v), v.shape[2]
+    dtype, heads = work_dtype(q, k, v), v.shape[2]
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     g = g[..., None] if g.dim() == 3 else g
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q, k = normalized(q), normalized(k)
     if use_gate_in_kernel:
         g = log_decay(g, A_log, dt_bias, lower_bound)
     if use_beta_sigmoid_in_kernel:
@@ -254,7 +254,7 @@ def chunk_kda(
     B = 1 and cu_seqlens `[N + 1]`. initial_state `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`. scale
     defaults to `K ** -0.5`.
 
-    use_gate_in_kernel: g is raw and goes through `gates.log_decay` with A_log `[HV]` and dt_bias `[HV * K]`;
+    use_gate_in_kernel: g is raw and goes through `log_decay` with A_log `[HV]` and dt_bias `[HV * K]`;
     lower_bound picks the form. use_beta_sigmoid_in_kernel: beta holds logits, and allow_neg_eigval doubles their
     sigmoid. use_qk_l2norm_in_kernel: q and k are normalised per head. safe_gate, disable_recompute and
     use_intracard_cp promise or tune something to a kernel and change no value here.

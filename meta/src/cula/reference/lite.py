@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cula.reference._common import compute_dtype
+from cula_core.reference.common import work_dtype
 
 _LOG2E = math.log2(math.e)
 _WORD = 32  # tiles
@@ -83,14 +83,14 @@ def lite_attention(
                 f"{name}: expected {'False' if name == 'use_int8' else 'None'} for the reference implementation; the "
                 "kernels of liteattention-sm89 serve it, on CUDA devices: pip install 'cula[sm89]'"
             )
-    dtype, (heads, head_dim) = compute_dtype(q, k, v), q.shape[2:]
+    dtype, (heads, head_dim) = work_dtype(q, k, v), q.shape[2:]
     scale = head_dim**-0.5 if scale is None else scale
     group = heads // k.shape[2]
     query = q.to(dtype).transpose(1, 2) * scale
     key, value = (x.to(dtype).transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
     sequences = _sequences(q, k, cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
-    longest = [max(_length(s[i]) for s in sequences) for i in (1, 2)]
+    longest = [max(s[i].stop - s[i].start for s in sequences) for i in (1, 2)]
     rows, keys = (
         most if given is None else given
         for most, given in zip(longest, (max_seqlen_q, max_seqlen_k), strict=True)
@@ -140,10 +140,6 @@ def _sequences(
         (slice(0, 1), slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2]))
         for n in range(len(starts_q) - 1)
     ]
-
-
-def _length(tokens: slice) -> int:
-    return tokens.stop - tokens.start
 
 
 def _tiles(mask: Tensor | None, shape: tuple[int, ...], default: bool, q: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from cula.reference._checkpoints import checkpoint_writer
 from cula.reference._chunks import chunks_of
 from cula.reference._common import (
-    compute_dtype,
     expand_heads,
     incoming_state,
     outgoing_state,
@@ -23,7 +22,7 @@ from cula.reference._common import (
     walk_tokens,
 )
 from cula.reference._decay import decayed_products
-from cula.reference.gates import l2norm
+from cula_core.reference.common import normalized, work_dtype
 
 
 def _prepare(
@@ -36,10 +35,10 @@ def _prepare(
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q (scaled), k, v and the log decay `[B, T, HV, 1]`, all with HV heads in the computing dtype."""
-    dtype, heads = compute_dtype(q, k, v), v.shape[2]
+    dtype, heads = work_dtype(q, k, v), v.shape[2]
     q, k = q.to(dtype), k.to(dtype)
     if normalise:
-        q, k = l2norm(q), l2norm(k)
+        q, k = normalized(q), normalized(k)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     decay = torch.zeros(*v.shape[:3], 1, dtype=dtype, device=v.device)
     if g is not None:

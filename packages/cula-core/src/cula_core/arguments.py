@@ -156,7 +156,7 @@ def number(name: str, x: object) -> None:
     """Refuses anything but a finite number or None."""
     if x is None:
         return
-    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat)):
+    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
         type_error(name, "a float or None", type(x).__name__)
     if isinstance(x, (int, float)) and not math.isfinite(x):
         value_error(name, "a finite number", x)
@@ -166,12 +166,17 @@ def number(name: str, x: object) -> None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, head_dims: Collection[int]
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, head_dims: Collection[int] | None
 ) -> None:
-    """Checks q, k [B, T, H, K], v and out [B, T, HV, V]; on a GPU, K and V are among `head_dims`."""
+    """Checks q, k [B, T, H, K], v and out [B, T, HV, V]; on a GPU, K and V are among `head_dims`.
+
+    Without head_dims, every head dimension and every dtype of the CPU is good on any device.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         tensor(name, x)
-    kind = leading("q", q)
+    kind = leading("q", q) if head_dims else "cpu"
+    if not head_dims and q.dtype not in ACTIVATIONS[kind]:
+        type_error("q", names(ACTIVATIONS[kind]), dtype_name(q.dtype))
     if q.dim() != 4:
         value_error("q", "4 dimensions [B, T, H, K]", list(q.shape))
     if k.shape != q.shape:
@@ -181,9 +186,9 @@ def attention(
         expected = f"[B, T, HV, V] with B, T = {batch}, {tokens} as in q"
         value_error("v", expected, list(v.shape))
     heads_v, dim_v = v.shape[2:]
-    served = " or ".join(map(str, head_dims))
     for name, letter, dim in (("q", "K", dim_k), ("v", "V", dim_v)):
-        if kind == "cuda" and dim not in head_dims:
+        if head_dims and kind == "cuda" and dim not in head_dims:
+            served = " or ".join(map(str, head_dims))
             value_error(name, f"a head dimension {letter} of {served}", dim)
         if dim < 1:
             value_error(name, f"a head dimension {letter} of at least 1", dim)
@@ -250,6 +255,7 @@ def offsets_copy(cu_seqlens: Tensor | None, copy: Tensor, tokens: int) -> None:
     if copy.shape != cu_seqlens.shape:
         expected = f"the shape of cu_seqlens, {list(cu_seqlens.shape)}"
         value_error(name, expected, list(copy.shape))
+    contiguous_elements(name, copy)
     _offset_values(name, copy, tokens)
 
 
@@ -264,29 +270,45 @@ def sign(name: str, x: Tensor, sign: int) -> None:
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def states(name: str, x: Tensor, v: Tensor, dim_k: int, v_first: bool) -> None:
+def states(
+    name: str,
+    x: Tensor,
+    v: Tensor,
+    dim_k: int,
+    v_first: bool,
+    *,
+    dtypes: Collection[torch.dtype] | None = None,
+    aligned: bool = True,
+    lead_name: str = "q",
+) -> None:
     """Checks states [rows, HV, K, V], or V, K: fp32 (fp64 beside fp64 activations), each a dense matrix.
 
-    The matrices may lie transposed. On a GPU their addresses are multiples of 16 bytes.
+    The matrices may lie transposed. On a GPU their addresses are multiples of 16 bytes where they must be `aligned`.
+    dtypes: others than these two. lead_name: an argument on the device of v, which a message names.
     """
     heads_v, dim_v = v.shape[2:]
     matrix = (dim_v, dim_k) if v_first else (dim_k, dim_v)
     tensor(name, x)
     if x.dim() != 4 or x.shape[1:] != (heads_v, *matrix):
         letters = "V, K" if v_first else "K, V"
-        first = "pool" if name == "state_pool" else "N"
+        first = "pool" if name in ("state", "state_pool") else "N"
         sizes = f"[{first}, {heads_v}, {matrix[0]}, {matrix[1]}]"
         value_error(name, f"[{first}, HV, {letters}] = {sizes}", list(x.shape))
-    wide = v.dtype == torch.float64
-    if x.dtype != torch.float32 and not (wide and x.dtype == torch.float64):
-        expected = "float32 or float64" if wide else "float32"
-        type_error(name, expected, dtype_name(x.dtype))
-    device(name, x, v)
+    if dtypes is None:
+        dtypes = state_dtypes(v)
+    if x.dtype not in dtypes:
+        type_error(name, names(dtypes), dtype_name(x.dtype))
+    device(name, x, v, lead_name)
     if not _is_dense(x, *matrix) and not _is_dense(x.transpose(2, 3), *matrix[::-1]):
         expected = f"dense matrices (last strides {matrix[1]}, 1, or 1, {matrix[0]})"
         value_error(name, expected, f"strides {x.stride()}")
-    if x.is_cuda:
+    if aligned and x.is_cuda:
         state_alignment(name, x)
+
+
+def state_dtypes(lead: Tensor) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of states, and of numbers per head, beside activations like the leading one."""
+    return (torch.float32, torch.float64) if lead.dtype == torch.float64 else (torch.float32,)
 
 
 def _is_dense(x: Tensor, rows: int, columns: int) -> bool:
@@ -312,15 +334,16 @@ def state_or_pool(
     sequences: int,
     v_first: bool,
     updated: bool,
+    aligned: bool = True,
 ) -> None:
     """Checks an initial_state with a row for every sequence, or a state_pool and the rows that are used of it.
 
-    updated: the pool is written, so that no two sequences may have the same row.
+    updated: the pool is written, so that no two sequences may have the same row. aligned: see `states`.
     """
     dim_k = q.shape[3]
     if initial_state is not None:
         name = "initial_state"
-        states(name, initial_state, v, dim_k, v_first)
+        states(name, initial_state, v, dim_k, v_first, aligned=aligned)
         if initial_state.shape[0] != sequences:
             expected = f"one state for each of {sequences} sequences"
             value_error(name, expected, initial_state.shape[0])
@@ -328,7 +351,7 @@ def state_or_pool(
         name = "state_pool"
         if initial_state is not None:
             value_error(name, "None beside an initial_state", type(state_pool).__name__)
-        states(name, state_pool, v, dim_k, v_first)
+        states(name, state_pool, v, dim_k, v_first, aligned=aligned)
         if indices is None and state_pool.shape[0] < sequences:
             expected = f"a pool of at least N = {sequences} states when there are no indices"
             value_error(name, expected, state_pool.shape[0])

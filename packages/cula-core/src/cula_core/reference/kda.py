@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import normalized
+from .common import normalized, work_dtype
+from .gates import log_decay, write_strength
 
 _CHUNK = 64
 
@@ -63,7 +64,7 @@ def recurrent_prefill(
     row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1.
     Returns the outputs [B, T, HV, V] and the final states [N, HV, K, V] (or V, K), unrounded, both zero for padding.
     """
-    work = dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    work = dtype or work_dtype(q)
     dim_k, (heads_v, dim_v) = q.shape[3], v.shape[2:]
     group = heads_v // q.shape[2]
     if scale is None:
@@ -72,7 +73,7 @@ def recurrent_prefill(
     q, k, v, g, beta = (x.to(work).contiguous() for x in (q, k, v, g, beta))
     decays = _log_decay(g, A_log, dt_bias, gate, lower_bound).exp()
     if beta_sigmoid:
-        beta = (2 if neg_eigval else 1) * beta.sigmoid()
+        beta = write_strength(beta, neg_eigval)
     if l2norm:
         q, k = normalized(q), normalized(k)
     tokens = [x.flatten(0, 1) for x in (q, k, v, decays, beta)]
@@ -195,11 +196,11 @@ def intermediates(
     neg_eigval: bool,
 ) -> Intermediates:
     """Arguments are those of `recurrent_prefill`, which also says in which dtype this computes."""
-    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    work = work_dtype(q)
     q, k, v, g, beta = (x.to(work) for x in (q, k, v, g, beta))
     decays = _log_decay(g, A_log, dt_bias, gate, lower_bound)
     if beta_sigmoid:
-        beta = (2 if neg_eigval else 1) * beta.sigmoid()
+        beta = write_strength(beta, neg_eigval)
     if l2norm:
         q, k = normalized(q), normalized(k)
     q, k = (x.repeat_interleave(decays.shape[2] // q.shape[2], 2) for x in (q, k))
@@ -236,13 +237,7 @@ def _log_decay(
 ) -> Tensor:
     if gate == "log":
         return g
-    if dt_bias is not None:
-        g = g + dt_bias.to(g.dtype).view(g.shape[2:])
-    rate = 1.0 if A_log is None else A_log.to(g.dtype).exp()[:, None]
-    if gate == "safe":
-        return lower_bound * (rate * g).sigmoid()
-    # softplus without a linear piece for large g, which fp64 would notice.
-    return -rate * torch.logaddexp(g, torch.zeros_like(g))
+    return log_decay(g, A_log, dt_bias, lower_bound if gate == "safe" else None)
 
 
 def _sequences(

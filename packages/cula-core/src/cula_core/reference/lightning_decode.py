@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .common import work_dtype
+
 _MASK = 0xFFFFFFFF
 
 
@@ -36,7 +38,7 @@ def linear_attention_decode(
     """
     batch, tokens, heads, dim_k = q.shape
     group = v.shape[2] // heads
-    work = _work_dtype(q, v, state)
+    work = work_dtype(q, v, state)
     slots, valid = pool_slots(state_indices, batch, state)
     scale = dim_k**-0.5 if scale is None else scale
     current = _read(state, slots, state_v_first, work)
@@ -69,7 +71,7 @@ def linear_attention_commit(
     """Advances the state of row b by its first `num_accepted[b]` tokens (int32 [B], 0..T)."""
     batch, tokens, heads, _ = k.shape
     group = v.shape[2] // heads
-    work = _work_dtype(k, v, state)
+    work = work_dtype(k, v, state)
     slots, valid = pool_slots(state_indices, batch, state)
     current = _read(state, slots, state_v_first, work)
     factor = torch.exp(-decay.to(work))[None, :, None, None]
@@ -107,10 +109,6 @@ def _mix(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _MASK
     return x ^ (x >> 15)
-
-
-def _work_dtype(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def pool_slots(indices: Tensor | None, count: int, pool: Tensor) -> tuple[Tensor, Tensor]:

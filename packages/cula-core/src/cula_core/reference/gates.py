@@ -1,0 +1,33 @@
+"""What turns a model's raw projections into log decays and write strengths; differentiable.
+
+Sources: Kimi Linear, arXiv 2510.26692; Mamba-2 for the softplus form, arXiv 2405.21060.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def log_decay(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None = None, lower_bound: float | None = None
+) -> Tensor:
+    """Returns the log decay (natural log, <= 0) of a raw gate x [..., HV, K], or [..., HV, 1] for one gate per head.
+
+    The softplus form, without `lower_bound`, is `-exp(A_log) * softplus(x + dt_bias)`; the safe form, with
+    `lower_bound < 0`, is `lower_bound * sigmoid(exp(A_log) * (x + dt_bias))`, in (lower_bound, 0). A_log has HV elements
+    (None: 0), dt_bias as many as x has per token (None: 0).
+    """
+    if dt_bias is not None:
+        x = x + dt_bias.to(x.dtype).reshape(x.shape[-2:])
+    rate = 1.0 if A_log is None else A_log.to(x.dtype).exp()[:, None]
+    if lower_bound is not None:
+        return lower_bound * (rate * x).sigmoid()
+    # logaddexp has no linear piece for large x, so that it stays exact in fp64.
+    return -rate * torch.logaddexp(x, torch.zeros_like(x))
+
+
+def write_strength(logits: Tensor, allow_neg_eigval: bool = False) -> Tensor:
+    """Returns `sigmoid(logits)`, or twice that, which lets `I - beta k k^T` have a negative eigenvalue."""
+    beta = logits.sigmoid()
+    return 2 * beta if allow_neg_eigval else beta
