@@ -10,7 +10,7 @@ head h // (HV // H). Views are taken as they are if their last dimension is cont
 that on the GPU a view whose address or other strides are no multiples of 16 bytes is copied first. T, B and the
 lengths of packed sequences may be 0. States are float32, `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`:
 dense matrices, addresses and strides multiples of 16 bytes, row and head strides free (float64 is taken with float64
-activations). A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is taken as it lies.
+activations). A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is read and written without a copy.
 
 Keywords of all functions:
     use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
@@ -19,7 +19,7 @@ Keywords of all functions:
     state_checkpoints, checkpoint_every_n_tokens: with n, a multiple of 64, the state after every n tokens of each
         sequence goes to `[B, T // n, HV, K, V]` (or V, K; contiguous, dtype of the states), both or neither. Dense: row
         [b, i] holds the state after (i + 1) n tokens. Packed: a sequence at tokens [a, b) writes its i-th checkpoint to
-        row a // n + i. Rows that nobody owns stay as they are; padding slots write none.
+        row a // n + i. Rows that belong to no checkpoint keep their contents; padding slots write none.
     num_splits: None decides from shapes and the GPU whether to cut sequences into segments that run in parallel.
         1: never, then results do not depend, bit for bit, on how a sequence is cut into calls at multiples of 64
         tokens. n: segments of ceil(T / n) tokens, rounded up to a multiple of 64. No effect on the CPU.

@@ -95,8 +95,8 @@ class Prefill:
             scale: factor of the outputs; None: K ** -0.5.
             initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (float64 is taken with
                 float64 activations); dense matrices, whose address and other strides are multiples of 16 bytes on the
-                GPU. A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is taken as it lies. It is not
-                changed. None: zero.
+                GPU. A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is read without a copy. It
+                is not changed. None: zero.
             output_final_state: whether to return the states after the last token of every sequence.
             use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
             use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias) without `lower_bound`, and
