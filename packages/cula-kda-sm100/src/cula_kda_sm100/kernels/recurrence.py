@@ -109,7 +109,7 @@ class KdaRecurrence:
         ctas: cutlass.Int32,
         stream,
     ):
-        """Launches the kernel. The arguments are those of `launch.recurrence_arguments`; None stands for what the config lacks."""
+        """Launches the kernel with the arguments of `launch.recurrence_arguments`; what the config lacks is None."""
         tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))

@@ -38,7 +38,7 @@ class Gates(Layout):
         head_decay: cute.Tensor,
         decay_factor: cutlass.Float32,
     ):
-        """Sums up the gates of all items. g [B, T, HV] is read by single elements. Arguments of pairs of CTAs are None."""
+        """Sums up the gates of all items. g [B, T, HV] is read by single elements; what pairs of CTAs need is None."""
         lane = cute.arch.lane_idx()
         shape = (2, self.together)
         near = cute.make_rmem_tensor(shape, g.element_type)
@@ -132,7 +132,7 @@ class PairedGates(Gates):
         return smem.allocate_array(DTYPES[self.problem.gate_dtype], size, byte_alignment=128)
 
     def make_pipeline(self, barriers):
-        """Returns the pipeline of pairs: a slot is full when both halves are there, and free when both CTAs have read it."""
+        """Returns the pipeline of pairs: slots are full when both halves are there, free when both CTAs read them."""
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,

@@ -89,7 +89,7 @@ class LightningPrefill(Layout):
         ctas: cutlass.Int32,
         stream,
     ):
-        """Launches the kernel. The arguments are those of `launch.fake_arguments`; None stands for what the problem lacks."""
+        """Launches the kernel with the arguments of `launch.fake_arguments`; what the problem lacks is None."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         wide = swizzled((CHUNK, self.dim_k), "k", self.dtype)
         square = swizzled((CHUNK, V_TILE), "k", self.dtype)

@@ -167,7 +167,7 @@ class Tiles(Layout):
         tile: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
-        """Computes what a segment adds to the state, from zero, or from the initial state for the first of a sequence."""
+        """Computes what a segment adds to the state, from zero, or for the first of a sequence from its start."""
         lane = tidx % 32
         mma_v = mma(self.dtype, CHUNK, OperandMajorMode.K)
         mma_s = mma(self.dtype, self.dim_k, OperandMajorMode.MN)

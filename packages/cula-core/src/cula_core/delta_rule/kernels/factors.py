@@ -51,7 +51,7 @@ class KdaFactors:
         slots: cutlass.Int32,
         stream,
     ):
-        """Launches the kernel. `launch.factors_arguments` describes the arguments."""
+        """Launches the kernel with the arguments of `launch.factors_arguments`."""
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(v.shape[1], CHUNK))

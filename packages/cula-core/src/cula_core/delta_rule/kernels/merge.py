@@ -41,7 +41,7 @@ class KdaMerge:
         segment_tokens: cutlass.Int32,
         stream,
     ):
-        """Launches the kernel. The arguments are those of `launch.merge_arguments`; None stands for what the config lacks."""
+        """Launches the kernel with the arguments of `launch.merge_arguments`; what the config lacks is None."""
         self.kernel(maps, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
             grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
         )

@@ -149,7 +149,7 @@ class KdaPrepare:
         slots: cutlass.Int32,
         stream,
     ):
-        """Launches the kernel. `launch.prepare_arguments` describes the arguments."""
+        """Launches the kernel with the arguments of `launch.prepare_arguments`."""
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
@@ -510,7 +510,7 @@ class KdaPrepare:
 
     @cute.jit
     def multiply(self, sX, ends, acc, sub, half, lane):
-        """Adds products of the sub-block's q (first half) or k with k of the sub-blocks before it, over all channels."""
+        """Adds products of the sub-block's q (first half) or k and k of the sub-blocks before it, over all channels."""
         mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
         a = cute.make_rmem_tensor((2, 2, 2, 2), self.operand)
         b = cute.make_rmem_tensor((2, 2, 2), self.operand)

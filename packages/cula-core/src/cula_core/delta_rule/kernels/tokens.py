@@ -55,7 +55,7 @@ class Tokens:
         self.plane = 128 // self.gate_dtype.width  # gates of 16 bytes
 
     def lines(self, token, left, thread):
-        """Returns the rows of which a lane loads 16 bytes each, and the channel. The last row replaces those past it."""
+        """Returns the rows of which a lane loads 16 bytes each, and the channel. The last row replaces later ones."""
         first = thread.sub * SUB + thread.lane // LINE
         rows = [token + cutlass.min(first + 4 * j, left - 1) for j in range(ROUNDS)]
         return rows, thread.half * (HEAD_DIM // 2) + thread.lane % LINE * UNIT
