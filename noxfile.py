@@ -114,11 +114,11 @@ def standalone(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, import rules, file sizes, lines about installing, shared copies, tables of figures."""
+    """ruff, import rules, file sizes, lines about installing, wording, the licence, tables of figures."""
     _install(session, group="lint")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", "--check", ".")
-    for script in ("import_rules.py", "file_sizes.py", "install_lines.py"):
+    for script in ("import_rules.py", "file_sizes.py", "install_lines.py", "wording.py"):
         session.run("python", f"tools/{script}")
     session.run("python", "tools/vendor.py", "--check")
     session.run("python", "benchmarks/tables.py", "--check")

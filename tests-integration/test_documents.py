@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import re
 import subprocess
 import sys
@@ -26,6 +27,13 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "meta/*.md", "packages/*/*.md", "docs/*.md")
     for path in ROOT.glob(pattern)
 )
+SOURCES = [path.parent for path in ROOT.glob("*/src/*/__init__.py")] + [
+    path.parent for path in ROOT.glob("packages/*/src/*/__init__.py")
+]
+# Files that a document names because something writes them.
+MADE = {"dist/"}
+# Dotted names that are no modules: a group of entry points.
+NO_MODULES = {"cula.kernels"}
 SESSION = re.compile(r"(?:bash \.ci/run|nox(?: --no-venv)? -s) ((?:[\w()-]+ ?)+)")
 # Examples that do not run here as they stand, by document and by a line of theirs, with the reason.
 _PART = "a part of a kernel package that the reader writes"
@@ -38,6 +46,7 @@ FRAGMENTS = {
     ("packages/cula-emulator/README.md", "cases = covering_cases("): "options of the reader's own",
     ("packages/cula-emulator/README.md", "report = mutation.run("): _OWN,
     ("packages/cula-emulator/README.md", "report = resources.compile("): _OWN,
+    ("packages/cula-testing/README.md", "class TestEmulated("): "a part of a package's tests",
     ("docs/adding-a-kernel.md", "pytestmark = pytest.mark.emulated("): _PART,
     ("docs/adding-a-kernel.md", "report = mutation.run("): _PART,
     ("docs/adding-a-kernel.md", "report = resources.compile("): _PART,
@@ -106,14 +115,135 @@ def test_the_sessions_are_named() -> None:
         assert named_sessions(document), document
 
 
+def quoted(document: str) -> list[str]:
+    """What stands between backticks outside of blocks."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def places(document: str) -> list[str]:
+    """Files that a document may name by the end of their path.
+
+    Those of its own package, of the packages that it names and of their base, or of all if it names none; and those of
+    the benchmarks.
+    """
+    own = re.findall(r"packages/([a-z][\w-]*)", f"{document} {(ROOT / document).read_text()}")
+    packages = sorted({*own, *noxfile.BASE}) if own else [""]
+    folders = tuple((ROOT / "packages" / name).as_posix() for name in packages)
+    return [
+        path for path in all_files() if path.startswith((*folders, f"{ROOT.as_posix()}/benchmarks"))
+    ]
+
+
+@functools.cache
+def all_files() -> tuple[str, ...]:
+    paths = (path for name in ("packages", "benchmarks") for path in (ROOT / name).rglob("*"))
+    return tuple(path.as_posix() for path in paths if "__pycache__" not in path.parts)
+
+
+def is_there(name: str, document: str, found: list[str]) -> bool:
+    """Whether a path is one from the root or from the document's folder, or ends the path of a file in `found`."""
+    base = (ROOT, (ROOT / document).parent)
+    return any((folder / name).exists() for folder in base) or any(
+        path.endswith(f"/{name.rstrip('/')}") for path in found
+    )
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_named_exists(document: str) -> None:
+    """The target of every link, and every path in backticks but placeholders such as `NAME/`."""
     text = (ROOT / document).read_text()
     links = {target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target}
-    if document in ("README.md", "CONTRIBUTING.md"):
-        links |= set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|toml|py|txt))`", text))
-    folder = (ROOT / document).parent
-    assert not [name for name in links if not (folder / name).exists()]
+    assert not [name for name in links if not ((ROOT / document).parent / name).exists()]
+    wanted = {
+        word.rstrip(".,;:")
+        for text in quoted(document)
+        for word in re.split(r"[\s\"'(){},=]+", text)
+        if re.fullmatch(
+            r"[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|json|toml|txt|cpp|h))", word.rstrip(".,;:")
+        )
+    }
+    wanted = {name for name in wanted if not re.search(r"\b[A-Z]{2,}/", name)} - MADE
+    found = places(document)
+    assert not [name for name in sorted(wanted) if not is_there(name, document, found)]
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """What a module defines or imports at the top."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {
+                n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)
+            }
+    return names
+
+
+def is_defined(name: str) -> bool:
+    """Whether a dotted name is a module of ours, or what one has at the top; modules are read, not imported."""
+    first, *rest = name.split(".")
+    folder = next((path for path in SOURCES if path.name == first), None)
+    if folder is None:
+        return True
+    while rest and (folder / rest[0]).is_dir():
+        folder /= rest.pop(0)
+    module = folder / "__init__.py"
+    if rest and (folder / f"{rest[0]}.py").is_file():
+        module = folder / f"{rest.pop(0)}.py"
+    if not rest:
+        return True
+    known = top_level_names(ast.parse(module.read_text()))
+    return rest[0] in known or "__getattr__" in known and f'"{rest[0]}"' in module.read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_module_named_exists(document: str) -> None:
+    """Dotted names in backticks that begin with a package of ours, and what they name in it."""
+    packages = "|".join(path.name for path in SOURCES)
+    names = {
+        n
+        for text in quoted(document)
+        for n in re.findall(rf"(?<![\w./-])(?:{packages})(?:\.\w+)+", text)
+    }
+    assert not [name for name in sorted(names) if not (name in NO_MODULES or is_defined(name))]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("cula.varlen", True),
+        ("cula.lite.LiteAttention", True),
+        ("cula_core.delta_rule.plan.CostModel", True),
+        ("cula_core.delta_rule.kernels", True),
+        ("cula_core.delta_rule.planner", False),
+        ("cula_core.delta_rule.plan.Nothing", False),
+        ("cula.lite.Nothing", False),
+    ],
+)
+def test_a_dotted_name_is_looked_up(name: str, there: bool) -> None:
+    assert is_defined(name) is there
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("merge.py", True),
+        ("kernels/", True),
+        ("tools/sanitizer.py", True),
+        ("varlen.md", True),
+        ("layout.py", False),  # of another package
+        ("rge.py", False),
+        ("kernels/merge", False),
+    ],
+)
+def test_a_path_is_looked_up(name: str, there: bool) -> None:
+    document = "docs/kda-prefill.md"
+    assert is_there(name, document, places(document)) is there
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

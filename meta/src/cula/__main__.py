@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(arch: str | None = None) -> dict[str, Any]:
-    """What `info` shows, as plain data.
+    """Returns what `info` shows, as plain data.
 
     Raises:
-        ValueError: there is no such architecture, or the environment names something that there is not.
+        ValueError: the architecture, or a name in the environment, is unknown.
     """
     import torch
 
@@ -134,7 +134,7 @@ def _functions(ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The facts of `collect` as text that fits a screen."""
+    """Returns the facts of `collect` as text that fits a screen."""
     torch = facts["versions"]["torch"]
     lines = [f"cula {facts['cula']}, Python {facts['python']}, torch {torch}"]
     lines[0] += f", CUDA {facts['cuda'] or 'none in this torch'}"

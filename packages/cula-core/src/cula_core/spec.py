@@ -1,4 +1,4 @@
-"""What every package tells a dispatcher in the same way: whether its kernel language is there, and how it is loaded."""
+"""What the `_spec` module of every package needs: whether its kernel language is installed, and how it is loaded."""
 
 from __future__ import annotations
 

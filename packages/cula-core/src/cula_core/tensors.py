@@ -39,7 +39,7 @@ def longest_sequence(offsets: Tensor) -> int:
 
 
 def as_stored(states: Tensor | None) -> tuple[Tensor | None, bool]:
-    """Returns states as they lie in memory, and whether that is the other layout: a transposed view needs no copy."""
+    """Returns states in the order of their memory, and whether that is the other layout, as in a transposed view."""
     if states is not None and states.stride(3) != 1 and states.stride(2) == 1:
         return states.transpose(2, 3), True
     return states, False

@@ -103,7 +103,7 @@ def linear_attention_decode(
             head h // (HV // H).
         state: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16, the
             arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A `[.., K, V]`
-            view of `[.., V, K]` storage (or the other way round) is taken as it lies, without a copy.
+            view of `[.., V, K]` storage (or the other way round) is used without a copy.
         decay: `[HV]` float32, >= 0 (checked on the CPU), in natural log units per token.
         state_indices: `[B]` int32, the slot of every row. Negative: padding, the output is zero and no state changes.
             With `commit` the same slot twice in one call is refused on the CPU and undefined on a GPU, where looking

@@ -16,12 +16,12 @@ SCHEMA = (
 
 
 class Call(NamedTuple):
-    """The arguments of `prefill`, checked. A tuple, so that it is what the dispatcher takes.
+    """The checked arguments of `prefill`. It is a tuple, so that it can be passed to the operator as its arguments.
 
     q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV], head_decay [HV]: the log decay per token is g plus
     decay_sign * head_decay. initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`;
-    state_pool is updated in place, at the rows that state_indices [N] name (negative: padding), and stands in place of
-    both others. checkpoints [B, T // n, HV, K, V] with n = checkpoint_every, or None and 0. cu_seqlens [N + 1].
+    state_pool is updated in place, at the rows that state_indices [N] name (negative: padding), and replaces both
+    others. checkpoints [B, T // n, HV, K, V] with n = checkpoint_every, or None and 0. cu_seqlens [N + 1].
     """
 
     q: Tensor
@@ -46,20 +46,20 @@ class Call(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether states are updated where they lie."""
+        """Whether the pool of states is updated."""
         return self.state_pool is not None
 
     @property
     def initial(self) -> Tensor | None:
-        """The states that are read, whichever way they are given."""
+        """The states that are read: `initial_state`, or the pool."""
         return self.initial_state if self.state_pool is None else self.state_pool
 
     @property
     def final(self) -> Tensor | None:
-        """The states that are written."""
+        """The states that are written: `final_state`, or the pool."""
         return self.final_state if self.state_pool is None else self.state_pool
 
     @property
     def sequences(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1

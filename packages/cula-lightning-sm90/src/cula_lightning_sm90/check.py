@@ -116,7 +116,7 @@ def check_layer(layer_idx: int, num_layers: int) -> None:
 
 
 def check_packed(cu_seqlens: Tensor) -> None:
-    """For functions that only take packed sequences; the rest is checked with the other arguments."""
+    """Checks that sequences are packed, for functions that need it; the rest is checked with the other arguments."""
     arguments.tensor("cu_seqlens", cu_seqlens)
 
 

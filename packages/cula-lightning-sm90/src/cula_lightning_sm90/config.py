@@ -71,7 +71,7 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """What is loaded for one chunk: q (unless prescan), k, and v of every tile."""
+        """The bytes that are loaded for one chunk: q (unless prescan), k, and v of every tile."""
         return 2 * CHUNK * (self.problem.head_dim_k * (2 - self.prescan) + V_TILE * self.tiles)
 
     @property
@@ -89,12 +89,12 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """A warpgroup that makes the weights and intra-chunk products, one per tile, one that loads."""
+        """The threads of a CTA: a warpgroup for weights and intra-chunk products, one per tile, one that loads."""
         return 128 * (2 + self.tiles)
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Per thread of the weights', the tiles' and the loading warpgroup."""
+        """The registers per thread of the weights', the tiles' and the loading warpgroup."""
         return (208, 240, 56) if self.tiles == 1 else (96, 192, 32)
 
     def illegal(self) -> str | None:
@@ -113,7 +113,7 @@ class Config:
 
 
 def candidates(problem: Problem) -> list[Config]:
-    """Every config worth compiling for a problem."""
+    """Returns every config worth compiling for a problem."""
     every = [
         Config(problem, tiles, split, prescan, paired)
         for tiles in (1, 2)

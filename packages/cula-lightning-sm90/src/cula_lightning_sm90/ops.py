@@ -6,20 +6,20 @@ What the functions share. With the state S `[K, V]` of a sequence and value head
 
 q, k are `[B, T, H, K]`, v and the outputs `[B, T, HV, V]`, all bfloat16 or float16, K and V 64 or 128 (each on its
 own); on the CPU any dimensions, and float32 and float64 too. HV is a multiple of H; value head h reads query and key
-head h // (HV // H). Views are taken as they are if their last dimension is contiguous; the kernel reads by TMA, so
+head h // (HV // H). Views are read without a copy if their last dimension is contiguous; the kernel reads by TMA, so
 that on the GPU a view whose address or other strides are no multiples of 16 bytes is copied first. T, B and the
 lengths of packed sequences may be 0. States are float32, `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`:
 dense matrices, addresses and strides multiples of 16 bytes, row and head strides free (float64 is taken with float64
-activations). A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is taken as it lies.
+activations). A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is read and written without a copy.
 
 Keywords of all functions:
     use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
-    exact_state: the kernel adds to the state with two 16-bit terms per decayed value instead of one, which takes its
+    exact_state: the kernel adds to the state with two 16-bit terms per decayed value instead of one, which lowers its
         error from about 2e-3 to about 1e-5 (bfloat16).
     state_checkpoints, checkpoint_every_n_tokens: with n, a multiple of 64, the state after every n tokens of each
         sequence goes to `[B, T // n, HV, K, V]` (or V, K; contiguous, dtype of the states), both or neither. Dense: row
         [b, i] holds the state after (i + 1) n tokens. Packed: a sequence at tokens [a, b) writes its i-th checkpoint to
-        row a // n + i. Rows that nobody owns stay as they are; padding slots write none.
+        row a // n + i. Rows that belong to no checkpoint keep their contents; padding slots write none.
     num_splits: None decides from shapes and the GPU whether to cut sequences into segments that run in parallel.
         1: never, then results do not depend, bit for bit, on how a sequence is cut into calls at multiples of 64
         tokens. n: segments of ceil(T / n) tokens, rounded up to a multiple of 64. No effect on the CPU.
@@ -282,7 +282,7 @@ def chunk_simple_gla(
         state_v_first: layout of all states.
         cu_seqlens: `[N + 1]` int32 or int64, as in `lightning_attn_fwd_varlen`, packs N sequences into B = 1; None: a
             dense batch, N = B.
-        cu_seqlens_cpu: a copy of cu_seqlens on the CPU; taken for the sake of callers that have one, not needed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU; accepted because callers may have one; it is not used.
         use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
             head of this module, which also gives dtypes, strides and layouts.
 
@@ -323,7 +323,7 @@ def _prefill(
     out: Tensor | None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Every public function: checks, allocates, and runs. `update`: the state given is replaced, not only read."""
+    """Checks, allocates and runs for every public function. update: the state is replaced, not only read."""
     plain = is_plain_cuda_call(q)
     if plain:
         _require_hopper(q.device)

@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class Call(NamedTuple):
-    """The arguments of `prefill`, checked. A tuple, so that it is what the dispatcher takes.
+    """The checked arguments of `prefill`. It is a tuple, so that it can be passed to the operator as its arguments.
 
     q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV, K]. beta [B, T, HV]. A_log [HV]. dt_bias [HV * K] or [HV, K].
     initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`; state_pool is updated in
-    place, at the rows that state_indices [N] name (negative: padding), and stands in place of both others. cu_seqlens
-    [N + 1], cu_seqlens_cpu a copy of it. workspace: bytes between the kernels. Aqk, Akk [B, T, HV, 64] and w, u, qg, kg
-    [B, T, HV, 128]: what a backward pass takes, written where it is given. gate: g holds log decays ("log"), or what a
-    "softplus" or "safe" gate computes them from. bounded: log decays are in [-5, 0). operand: dtype of what tensor
-    cores are given. intracard_cp: "auto", "on" or "off".
+    place, at the rows that state_indices [N] name (negative: padding), and replaces both others. cu_seqlens [N + 1],
+    cu_seqlens_cpu a copy of it. workspace: bytes between the kernels. Aqk, Akk [B, T, HV, 64] and w, u, qg, kg [B, T,
+    HV, 128]: what a backward pass reads; those that are not None are written. gate: g holds log decays ("log"), or what
+    a "softplus" or "safe" gate computes them from. bounded: log decays are in [-5, 0). operand: dtype of the operands
+    of tensor cores. intracard_cp: "auto", "on" or "off".
     """
 
     q: Tensor
@@ -53,17 +53,17 @@ class Call(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether states are updated where they lie."""
+        """Whether the pool of states is updated."""
         return self.state_pool is not None
 
     @property
     def initial(self) -> Tensor | None:
-        """The states that are read, whichever way they are given."""
+        """The states that are read: `initial_state`, or the pool."""
         return self.initial_state if self.state_pool is None else self.state_pool
 
     @property
     def final(self) -> Tensor | None:
-        """The states that are written."""
+        """The states that are written: `final_state`, or the pool."""
         return self.final_state if self.state_pool is None else self.state_pool
 
     @property
@@ -73,17 +73,17 @@ class Call(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def packed_sequences(self) -> int | None:
-        """How many packed sequences there are, None for a dense batch."""
+        """The number of packed sequences; None for a dense batch."""
         return self.sequences if self.packed else None
 
     @property
     def intra(self) -> tuple[Tensor, ...]:
-        """What a backward pass takes, as far as it is asked for."""
+        """The tensors for a backward pass that the caller wants."""
         every = (self.Aqk, self.Akk, self.w, self.u, self.qg, self.kg)
         return tuple(x for x in every if x is not None)
 

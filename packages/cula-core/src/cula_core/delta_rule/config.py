@@ -25,7 +25,7 @@ def chunk_slots(batch: int, tokens: int, sequences: int | None) -> int:
 
 
 def workspace_bytes(batch: int, tokens: int, value_heads: int, sequences: int | None = None) -> int:
-    """Returns the bytes that a call in one piece keeps between its kernels."""
+    """Returns the bytes of the workspace of a call in one piece."""
     return chunk_slots(batch, tokens, sequences) * value_heads * BLOCK_BYTES
 
 
@@ -35,7 +35,7 @@ class PrepareConfig:
 
     dtype: of q, k. operand: of what it writes. gate: g holds log decays ("log") or what they are computed from.
     bounded: log decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a
-    dense batch. intra: Aqk and (I + Akk)^-1 are wanted by the caller too. The others are the flags of the public
+    dense batch. intra: Aqk and (I + Akk)^-1 are written for the caller too. The others are the flags of the public
     function.
     """
 
@@ -56,8 +56,10 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class FactorsConfig:
-    """Static facts of the kernel that gives the caller w, u, qg and kg. dtype: of v and what it gives; the others as in
-    `PrepareConfig`."""
+    """Static facts of the kernel that computes w, u, qg and kg for the caller.
+
+    dtype: of v and of the results; the others are as in `PrepareConfig`.
+    """
 
     dtype: str
     operand: str = "float16"
@@ -69,9 +71,9 @@ class RecurrenceConfig:
     """Static facts of the kernel that walks through the chunks.
 
     dtype: of v and the outputs. operand: of the blocks. tiles: of v_tile columns of v per CTA. split: sequences are cut
-    into segments, which start from states that were merged before. scan: only what a segment does to the state is
-    wanted, as a map: what it adds, and the matrix that it applies. v_tile and stages are facts of the architecture
-    (`Target`). The others say which states there are, as the public function has them.
+    into segments, which start from states that were merged before. scan: the kernel computes the map of a segment
+    instead: what it adds to a state, and the matrix that it applies to one. v_tile and stages are facts of the
+    architecture (`Target`). The others say which states there are, as the public function has them.
     """
 
     dtype: str

@@ -198,7 +198,7 @@ def _check_intracard_cp(
 
 
 def _check_workspace(workspace: Tensor, heads_v: int, whole: int | None, q: Tensor) -> None:
-    """whole: bytes that a call needs in one piece, if it must go so."""
+    """Checks a workspace. whole: the bytes that a call in one piece needs; None if it may be made in pieces."""
     name = "workspace"
     arguments.tensor(name, workspace)
     if workspace.dtype != torch.uint8:

@@ -186,8 +186,8 @@ def _kernels_of(target: Target, device: torch.device) -> Kernels:
 class _Launch:
     """What the kernels of one call share: the call, how it is spread out, and memory between the kernels.
 
-    initial, final, indices: states as the recurrence takes them, which are the call's own or, where it goes piece by
-    piece, carried ones. segment_tokens: a length that no segment exceeds.
+    initial, final, indices: states as the recurrence reads and writes them. They are the call's own or, in a call of
+    several pieces, those that one piece hands to the next. segment_tokens: a length that no segment exceeds.
     """
 
     target: Target
@@ -330,8 +330,8 @@ def run(
 ) -> None:
     """Launches one call on torch's current stream.
 
-    The call has a workspace, and tensors as the kernels read them. multiprocessors, their number, and kernels, which
-    turns a config into what is called, stand in for a GPU in tests, and planner for `plan`.
+    The call has a workspace, and tensors as the kernels read them. Tests without a GPU
+    pass the number of multiprocessors, `kernels`, which returns what to call for a config, and a planner.
     """
     batch, tokens, heads_v = call.v.shape[:3]
     workspace, device = call.workspace, call.q.device

@@ -39,11 +39,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Costs:
-    """What an architecture's kernels take, in microseconds.
+    """The times of an architecture's kernels, in microseconds.
 
-    A chain is a CTA that walks through chunks one after the other. Alone it takes chain_us a chunk, by its tiles of v;
-    all chains together share the memory's pace, block_us a chunk and value head. start_us: of a kernel, until its first
-    chunk is done. merge_us, merge_step_us: of a merge of two segments, and of each further one.
+    A chain is a CTA that walks through chunks one after the other. Alone it needs chain_us a chunk, by its tiles of v;
+    all chains together are limited by the memory, which needs block_us a chunk and value head. start_us: of a kernel,
+    until its first chunk is done. merge_us, merge_step_us: of a merge of two segments, and of each further one.
     """
 
     start_us: float
@@ -57,7 +57,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a call takes on a card of an architecture; lengths are in chunks."""
+    """The time of a call on a card of an architecture. Lengths are in chunks."""
 
     costs: Costs
     v_tiles: int
@@ -114,7 +114,7 @@ class CostModel:
 
 
 def _pace_us(chain: float, memory: float) -> float:
-    """Returns what a chunk takes where a chain and the memory hinder each other: more than the slower of both."""
+    """Returns the time of a chunk where a chain and the memory slow each other down: more than that of the slower."""
     return (chain**2.5 + memory**2.5) ** 0.4
 
 

@@ -82,8 +82,8 @@ class Prefill:
 
         q, k, v are bfloat16 or float16, of one dtype, and K = V = 128; on the CPU any dimensions, and float32 and
         float64 too. HV is a multiple of H; value head h reads query and key head h // (HV // H). T, B and the lengths
-        of packed sequences may be 0. Views are taken as they are if their last dimension is contiguous; on the GPU a q,
-        k, v, g or out whose address or other strides are no multiples of 16 bytes goes through a copy.
+        of packed sequences may be 0. Views are read without a copy if their last dimension is contiguous; on the GPU a
+        q, k, v, g or out whose address or other strides are no multiples of 16 bytes goes through a copy.
 
         Args:
             q, k: `[B, T, H, K]`.
@@ -95,8 +95,8 @@ class Prefill:
             scale: factor of the outputs; None: K ** -0.5.
             initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (float64 is taken with
                 float64 activations); dense matrices, whose address and other strides are multiples of 16 bytes on the
-                GPU. A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is taken as it lies. It is not
-                changed. None: zero.
+                GPU. A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is read without a copy. It
+                is not changed. None: zero.
             output_final_state: whether to return the states after the last token of every sequence.
             use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
             use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias) without `lower_bound`, and
@@ -132,9 +132,9 @@ class Prefill:
                 `use_qk_l2norm_in_kernel`, else bfloat16. No effect on the CPU.
             workspace: `[bytes]` uint8 on the device of q, contiguous, at an address that is a multiple of 128: memory
                 between the kernels, with nothing of worth before and after. `kda_workspace_bytes` says how much a call
-                in one piece needs; with less, but a chunk of 64 tokens of every value head (59,904 HV bytes), it goes
-                piece by piece. None: allocated.
-            return_intra: also return what a backward pass takes of the chunks of 64 tokens: Aqk and (I + Akk)^-1, both
+                in one piece needs; with less, but at least a chunk of 64 tokens of every value head (59,904 HV
+                bytes), it is made in pieces. None: allocated.
+            return_intra: also return what a backward pass reads of the chunks of 64 tokens: Aqk and (I + Akk)^-1, both
                 `[B, T, HV, 64]`, and with `disable_recompute` w, u, qg, kg `[B, T, HV, 128]`, all in the dtype of q, as
                 `cula_core.reference.kda.Intermediates` defines them.
 
@@ -266,7 +266,7 @@ def _run_on_cpu(call: Call) -> None:
 def _new_intra(
     q: Tensor, v: Tensor, return_intra: bool, disable_recompute: bool
 ) -> list[Tensor | None]:
-    """Returns memory for Aqk, Akk and, with `disable_recompute`, w, u, qg, kg; None for what is not asked for."""
+    """Returns memory for Aqk, Akk and, with `disable_recompute`, w, u, qg, kg; None for those that are not returned."""
     intra: list[Tensor | None] = [None] * 6
     if return_intra:
         widths = [CHUNK, CHUNK]

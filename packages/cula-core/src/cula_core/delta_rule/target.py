@@ -1,4 +1,4 @@
-"""What an architecture tells the shared parts of the delta rule about itself."""
+"""The description of an architecture by which it uses the shared parts of the delta rule."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .plan import Costs
 class Target:
     """An architecture that has a recurrence of its own; its package has exactly one.
 
-    package: import name of the kernel package. compiles_for: what the DSL is told, by compute capability. archs: the
-    same as a dispatcher names them. v_tile: columns of v that one group of threads of the recurrence has. stages,
-    scan_stages: chunks that the recurrence, and its scan, hold at once. costs: the planner's model. recurrence: the
-    kernel class as "module:name", imported at the first call on a GPU.
+    package: import name of the kernel package. compiles_for: the DSL's name of the architecture, by compute capability.
+    archs: the same as a dispatcher names them. v_tile: columns of v that one group of threads of the recurrence has.
+    stages, scan_stages: chunks that the recurrence, and its scan, hold at once. costs: the planner's model. recurrence:
+    the kernel class as "module:name", imported at the first call on a GPU.
     """
 
     package: str
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def distribution(self) -> str:
-        """The name that installers know the package by."""
+        """The name of the distribution."""
         return self.package.replace("_", "-")
 
     @property

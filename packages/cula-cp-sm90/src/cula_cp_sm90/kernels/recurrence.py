@@ -1,4 +1,4 @@
-"""What needs the state: chunk after chunk of a sequence, 64 columns of v at a time.
+"""The recurrence on Hopper: it computes what needs the state, chunk after chunk, 64 columns of v at a time.
 
 With the state S [K, V] before a chunk, and what `prepare` has written of it:
 
@@ -78,7 +78,7 @@ class KdaRecurrence:
         ctas: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.recurrence_arguments`; what the config does not have is None."""
+        """Launches the kernel with the arguments of `launch.recurrence_arguments`; what the config lacks is None."""
         tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
@@ -178,7 +178,7 @@ class KdaRecurrence:
         group: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
-        """States and outputs of 64 columns."""
+        """Computes the states and outputs of 64 columns, item after item."""
         scan = self.config.scan
         lane = tidx % 32
         mma_x = mma(self.operand, CHUNK, OperandMajorMode.K)
@@ -292,14 +292,14 @@ class KdaRecurrence:
                 cute.arch.cp_async_bulk_wait_group(0)
 
     def second(self, tiled_mma, part, base, offset, shape, major):
-        """A matrix of the block as the second operand of a product, of every stage."""
+        """Returns a matrix of the block, in every stage, as the second operand of a product."""
         return tiled_mma.make_fragment_B(
             part.partition_B(self.stages.part(base, offset, shape, major))
         )
 
     @cute.jit
     def load_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, column, lane):
-        """v^T of a chunk in the order of an accumulator; zero past the end, and for the columns of M."""
+        """Loads v^T of a chunk in the order of an accumulator; it is zero past the end, and for the columns of M."""
         cute.copy(load_v, source, load_v.retile(v))
         if cutlass.const_expr(self.config.scan):
             left = left if column < self.config.v_tiles else I32(0)

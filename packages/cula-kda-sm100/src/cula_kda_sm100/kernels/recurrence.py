@@ -1,4 +1,4 @@
-"""What needs the state: chunk after chunk of a sequence, all columns of v at once.
+"""The recurrence on Blackwell: it computes what needs the state, chunk after chunk, all columns of v at once.
 
 With the state S [K, V] before a chunk, and what `prepare` has written of it:
 
@@ -56,8 +56,10 @@ class Tmem(IntEnum):
 
 
 class Signal(IntEnum):
-    """mbarriers between the warp that issues products and the threads that have the state, a phase per chunk. Nothing
-    says that a place is free again: who waits for the next signal of the chain waits for that too."""
+    """mbarriers between the warp that issues products and the threads that have the state, a phase per chunk.
+
+    No signal says that a place is free again, because the next signal of the chain implies it.
+    """
 
     S_READY, X_READY, U_READY = 0, 1, 2  # operands, from all threads
     X_DONE, U_DONE, S_DONE = 3, 4, 5  # sums
@@ -107,7 +109,7 @@ class KdaRecurrence:
         ctas: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.recurrence_arguments`; what the config does not have is None."""
+        """Launches the kernel with the arguments of `launch.recurrence_arguments`; what the config lacks is None."""
         tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
@@ -219,7 +221,7 @@ class KdaRecurrence:
 
     @cute.jit
     def multiply(self, ring, items, base: cute.Pointer, item_words, signals, tmem: cute.Pointer):
-        """Issues the products of every chunk, each when its operands are there: those of o fill the gaps."""
+        """Issues the products of every chunk, each when its operands are ready; those of o fill the gaps."""
         scan = self.config.scan
         by_keys = self.product(CHUNK, OperandMajorMode.K)
         by_tokens = self.product(HEAD_DIM, OperandMajorMode.MN)
@@ -274,7 +276,7 @@ class KdaRecurrence:
             item_at.advance()
 
     def product(self, columns, major):
-        """tcgen05.mma of 128 lanes with the first operand in tensor memory and the second in shared memory."""
+        """Returns tcgen05.mma of 128 lanes with the first operand in tensor memory and the second in shared memory."""
         op = tcgen05.MmaF16BF16Op(
             self.operand, F32, (V_TILE, columns, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.TMEM,
             OperandMajorMode.K, major,
@@ -282,12 +284,12 @@ class KdaRecurrence:
         return cute.make_tiled_mma(op)
 
     def first(self, tiled_mma, tmem, depth):
-        """An operand [128, depth] in tensor memory."""
+        """Returns an operand [128, depth] in tensor memory."""
         fragment = tiled_mma.make_fragment_A(tiled_mma.partition_shape_A((V_TILE, depth)))
         return cute.make_tensor(cute.recast_ptr(tmem, dtype=self.operand), fragment.layout)
 
     def second(self, tiled_mma, base, offset, shape, major):
-        """A matrix of the block as the second operand of a product, of every stage."""
+        """Returns a matrix of the block, in every stage, as the second operand of a product."""
         staged = self.stages.part(base, offset, shape, major)
         return tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(staged))
 
@@ -330,8 +332,11 @@ class KdaRecurrence:
         starts: cute.Tensor,
         tidx: cutlass.Int32,
     ):
-        """State and outputs. A thread has, of 32 columns of v and half of the K channels or tokens, what an accumulator
-        of mma.sync would give it: `places` says which."""
+        """Computes states and outputs, item after item.
+
+        A thread has elements of 32 columns of v and half of the K channels or tokens: those that an accumulator of
+        mma.sync would have (`places`).
+        """
         scan = self.config.scan
         group, lane = tidx // 128, tidx % 32
         channels, tokens = HEAD_DIM // GROUPS, CHUNK // GROUPS
@@ -405,14 +410,14 @@ class KdaRecurrence:
                 cute.arch.cp_async_bulk_wait_group(0)
 
     def reader(self, tmem, columns, group, tidx):
-        """(copy, its source) of fp32 sums."""
+        """Returns the copy of fp32 sums to registers, and its source."""
         repeat = {32: tcgen05.Repetition.x4, 64: tcgen05.Repetition.x8}[columns]
         source = lanes_by_columns(tmem + cute.assume(group * columns, divby=32), columns)
         copy = tcgen05.make_tmem_copy(cute.make_copy_atom(tcgen05.Ld16x256bOp(repeat), F32), source)
         return copy, copy.get_slice(tidx % 128).partition_S(source), columns
 
     def writer(self, tmem, columns, group, tidx):
-        """(copy, its target) of an operand."""
+        """Returns the copy of an operand to tensor memory, and its target."""
         repeat = {32: tcgen05.Repetition.x4, 64: tcgen05.Repetition.x8}[columns]
         own = tmem + cute.assume(group * (columns // 2), divby=16)
         target = lanes_by_columns(cute.recast_ptr(own, dtype=self.operand), columns)
@@ -422,7 +427,7 @@ class KdaRecurrence:
 
     @cute.jit
     def load_sums(self, reader, barrier: cute.Pointer, phase):
-        """Sums, when they are done."""
+        """Waits until sums are done and loads them."""
         copy, source, columns = reader
         held = registers(F32, columns)
         self.await_signal(barrier, phase)
@@ -432,7 +437,7 @@ class KdaRecurrence:
 
     @cute.jit
     def store_operand(self, writer, values: cute.Tensor, barrier: cute.Pointer):
-        """Rounds an operand and tells that it is there."""
+        """Rounds an operand, stores it in tensor memory and signals that it is ready."""
         copy, target, columns = writer
         rounded = registers(self.operand, columns)
         rounded.store(values.load().to(self.operand))
@@ -443,7 +448,7 @@ class KdaRecurrence:
 
     @cute.jit
     def values(self, base: cute.Pointer, stage, left, tile, group, tidx):
-        """v^T of a chunk; zero past the end, and for the columns of M."""
+        """Returns v^T of a chunk; it is zero past the end, and for the columns of M."""
         v = registers(self.dtype, CHUNK // GROUPS)
         whole = cute.recast_ptr(
             (base + (stage * self.stages.size + self.stages.v_at)).align(1024), dtype=self.dtype
@@ -469,7 +474,7 @@ class KdaRecurrence:
 
     @cute.jit
     def move(self, tile: cute.Pointer, x: cute.Tensor, group, tidx, load: cutlass.Constexpr):
-        """v or o [token, column], transposed, between shared memory and registers: matrices of 8 by 8."""
+        """Copies v or o [token, column], transposed, between shared memory and registers, as matrices of 8 by 8."""
         lane, columns = tidx % 32, tidx // 32 % 4 * 32
         op = warp.LdMatrix8x8x16bOp if load else warp.StMatrix8x8x16bOp
         atom = cute.make_copy_atom(op(True, 4), self.dtype)
@@ -489,7 +494,7 @@ class KdaRecurrence:
 
     @cute.jit
     def decays(self, base: cute.Pointer, stage, group, lane):
-        """Of the thread's K channels [neighbour, pair]."""
+        """Returns the decays of the thread's K channels [neighbour, pair]."""
         channels = HEAD_DIM // GROUPS
         decay = cute.make_rmem_tensor((2, channels // 8), F32)
         start = (base + (stage * self.stages.size + DECAY - self.stages.begin)).align(16)
@@ -506,7 +511,7 @@ class KdaRecurrence:
     def store_output(
         self, tmem: cute.Pointer, signals: cute.Pointer, o_base: cute.Pointer, turn, group, tidx
     ):
-        """The outputs of a chunk, from tensor memory to their slot."""
+        """Copies the outputs of a chunk from tensor memory to their slot."""
         slot, tokens = turn % SLOTS, CHUNK // GROUPS
         o_sum = self.reader(self.outputs(tmem, slot), tokens, group, tidx)
         o = self.load_sums(o_sum, signals + (Signal.O_DONE + slot), turn // SLOTS % 2)
@@ -533,7 +538,7 @@ class KdaRecurrence:
     def finish(
         self, tma, gO, o_base: cute.Pointer, out, batch, token, length, head, chunks, turn, tidx
     ):
-        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
+        """Sends the last chunk of an item; a partial one by ordinary stores, because another sequence may follow."""
         left = length - (chunks - 1) * CHUNK
         if left == CHUNK:
             self.send(tma, gO, o_base, chunks - 1, turn, tidx)
@@ -553,7 +558,7 @@ class KdaRecurrence:
 
     @cute.jit
     def clear_output(self, out, batch, token, length, head, tidx):
-        """The outputs of a skipped sequence are zero."""
+        """Writes zeros to the outputs of a skipped sequence."""
         zeros = cute.make_rmem_tensor(UNIT, self.dtype)
         zeros.fill(0.0)
         for i in cutlass.range(tidx, length * UNITS, THREADS, unroll=1):
@@ -570,7 +575,7 @@ class KdaRecurrence:
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def places(self, group, tidx):
-        """(column of v, K channel) of each of the thread's elements of the state."""
+        """Returns (column of v, K channel) of each of the thread's elements of the state."""
         lane, row = tidx % 32, tidx // 32 % 4 * 32
         channel = group * (HEAD_DIM // GROUPS) + lane % 4 * 2
         for half in range(2):
@@ -605,20 +610,22 @@ def issue(tiled_mma: cute.TiledMma, sums: cute.Tensor, a: cute.Tensor, b: cute.T
 
 
 def registers(dtype, columns):
-    """A thread's part of 32 lanes and `columns` columns: pairs of neighbours, 8 lanes further, 8 columns further, 16
-    lanes further."""
+    """Returns registers for a thread's part of 32 lanes and `columns` columns.
+
+    Their modes are pairs of neighbours, 8 lanes further, 8 columns further, 16 lanes further.
+    """
     return cute.make_rmem_tensor(columns, dtype)
 
 
 def as_copied(held):
-    """Registers as copies from and to tensor memory see them."""
+    """Returns registers as copies from and to tensor memory see them."""
     return cute.make_tensor(
         held.iterator, cute.make_layout((((2, 2, cute.size(held) // 8), 1), 2, 1))
     )
 
 
 def lanes_by_columns(pointer, columns):
-    """[128 lanes, columns] of tensor memory; the lanes are 2^16 times 32 bits apart."""
+    """Returns a view [128 lanes, columns] of tensor memory; the lanes are 2^16 times 32 bits apart."""
     stride = 65536 * 32 // pointer.dtype.width
     return cute.make_tensor(pointer, cute.make_layout((V_TILE, columns), stride=(stride, 1)))
 

@@ -181,7 +181,7 @@ class LightningDecode:
 
     @cute.jit
     def stage(self, gX, width: cutlass.Constexpr, tidx):
-        """A copy [T, width] in shared memory, moved element by element: activations may be unaligned views."""
+        """Copies [T, width] to shared memory, element by element, because activations may be unaligned views."""
         sX = None
         if cutlass.const_expr(gX is not None):
             sX = self.allocate(cute.make_ordered_layout((self.tokens, width), order=(1, 0)))
@@ -194,7 +194,7 @@ class LightningDecode:
 
     @cute.jit
     def fragment(self, xX, t: cutlass.Constexpr, first, count: cutlass.Constexpr, aligned):
-        """`count` neighbouring values of token t as fp32."""
+        """Returns `count` neighbouring values of token t as fp32."""
         rX = cute.make_rmem_tensor(count, xX.element_type)
         source = xX.iterator + t * xX.stride[0] + cute.assume(first, divby=count)
         if cutlass.const_expr(not self.direct):
@@ -213,7 +213,7 @@ class LightningDecode:
 
     @cute.jit
     def along_columns(self, xX, t: cutlass.Constexpr, column0, aligned):
-        """The values of token t that belong to the thread's columns, one fragment per vector."""
+        """Returns the values of token t that belong to the thread's columns, one fragment per vector."""
         step = self.lanes * self.vector
         return [
             self.fragment(xX, t, column0 + j * step, self.vector, aligned)
@@ -222,7 +222,7 @@ class LightningDecode:
 
     @cute.jit
     def update(self, rState, factor, xK, xV, t: cutlass.Constexpr, row0, column0, aligned):
-        """One token: every element of the slice becomes factor * element + k * v."""
+        """Advances the slice by one token: every element becomes factor * element + k * v."""
         xRow, xColumn = (xV, xK) if cutlass.const_expr(self.v_first) else (xK, xV)
         rRow = self.fragment(xRow, t, row0, self.rows_per_thread, aligned)
         rColumn = self.along_columns(xColumn, t, column0, aligned)
@@ -235,7 +235,7 @@ class LightningDecode:
     def output_over_columns(
         self, rState, xQ, gOut, t: cutlass.Constexpr, scale, row0, column0, aligned
     ):
-        """[V, K] states: a row of the slice is one output; its columns are spread over `lanes` threads."""
+        """Writes the outputs of [V, K] states, one per row of the slice, whose columns `lanes` threads share."""
         rQ = self.along_columns(xQ, t, column0, aligned)
         sums = [Float32(0.0)] * self.rows_per_thread
         for r in cutlass.range_constexpr(self.rows_per_thread):
@@ -251,7 +251,7 @@ class LightningDecode:
     def output_over_rows(
         self, rState, xQ, sPartial, t: cutlass.Constexpr, row0, column0, aligned, tidx
     ):
-        """[K, V] states: a column of the slice is one output; its rows are spread over threads and warps."""
+        """Writes each warp's part of the outputs of [K, V] states, one per column of the slice, to shared memory."""
         rQ = self.fragment(xQ, t, row0, self.rows_per_thread, aligned)
         for j in cutlass.range_constexpr(self.vectors):
             sums = [Float32(0.0)] * self.vector
@@ -307,13 +307,13 @@ class LightningDecode:
 
     @cute.jit
     def head_seed(self, seed, number):
-        """The 32-bit seed of matrix `number` = slot * HV + head."""
+        """Returns the 32-bit seed of matrix `number` = slot * HV + head."""
         low, high = Uint32(seed & 0xFFFFFFFF), Uint32((seed >> 32) & 0xFFFFFFFF)
         return self.mix(low ^ self.mix(number + high * Uint32(0x9E3779B1)))
 
     @cute.jit
     def round_stochastic(self, rState, rStored, seed, offset):
-        """fp32 -> bf16: adds 16 random bits below the kept ones and cuts. Two neighbours share one hash."""
+        """Converts fp32 to bf16: adds 16 random bits below those kept, and cuts. Two neighbours share one hash."""
         rBits = cute.recast_tensor(rStored, Uint32)
         for r in cutlass.range_constexpr(self.rows_per_thread):
             for j in cutlass.range_constexpr(self.vectors):
@@ -325,13 +325,13 @@ class LightningDecode:
                     rBits[i, j, r] = (low >> Uint32(16)) | (high & Uint32(0xFFFF0000))
 
     def add_noise(self, value, noise):
-        """The bits of `value` plus noise; infinities and NaN stay what they are."""
+        """Returns the bits of `value` plus noise; infinities and NaN are not changed."""
         bits = value.bitcast(Uint32)
         special = (bits & Uint32(0x7F800000)) == Uint32(0x7F800000)
         return cutlass.select_(special, bits, bits + noise)
 
     def mix(self, x):
-        """A 32-bit integer hash (xor-shift-multiply); reference.py has the same one."""
+        """Returns a 32-bit integer hash (xor-shift-multiply), that of `cula_core.reference.lightning_decode`."""
         x = (x ^ (x >> Uint32(16))) * Uint32(0x21F0AAAD)
         x = (x ^ (x >> Uint32(15))) * Uint32(0xD35A2D97)
         return x ^ (x >> Uint32(15))

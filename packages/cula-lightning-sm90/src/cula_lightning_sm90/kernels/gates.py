@@ -1,4 +1,4 @@
-"""The warp that reads per-token log decays and sums them up over chunks, some chunks ahead of everybody."""
+"""The warp that reads per-token log decays and sums them up over chunks, some chunks ahead of the other warps."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +14,7 @@ from .layout import GATE_SLOTS, PAIR_SLOTS, Item, Layout, floored
 
 
 class Gates(Layout):
-    """Log2 decays summed up to and with each token of a chunk, and behind it. A lane has two neighbouring tokens.
+    """Sums of log2 decays up to and with each token of a chunk, and behind it. A lane has two neighbouring tokens.
 
     A difference of sums up to tokens would do for the second, but for its rounding: after a gate that forgets
     everything, what matters are small sums behind, and the sums up to them are large.
@@ -38,7 +38,7 @@ class Gates(Layout):
         head_decay: cute.Tensor,
         decay_factor: cutlass.Float32,
     ):
-        """g [B, T, HV], read by single elements; the arguments that are for pairs of CTAs are None."""
+        """Sums up the gates of all items. g [B, T, HV] is read by single elements; what pairs of CTAs need is None."""
         lane = cute.arch.lane_idx()
         shape = (2, self.together)
         near = cute.make_rmem_tensor(shape, g.element_type)
@@ -72,7 +72,7 @@ class Gates(Layout):
 
     @cute.jit
     def read(self, found: cute.Tensor, g: cute.Tensor, item, first, length, lane):
-        """g of this lane's tokens of the chunks from `first` on, as it is stored; undefined past the end."""
+        """Loads g of this lane's tokens of the chunks from `first` on; what lies past the end is undefined."""
         for j in cutlass.range_constexpr(self.together):
             for i in cutlass.range_constexpr(2):
                 at = first + j * CHUNK + 2 * lane + i
@@ -81,7 +81,7 @@ class Gates(Layout):
 
     @cute.jit
     def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
-        """Sums of a chunk, from the log2 decays of every lane's two tokens, into a slot for the weights."""
+        """Writes the sums of a chunk, from the log2 decays of every lane's two tokens, to a slot for the weights."""
         upto = behind = steps[0] + steps[1]
         for k in cutlass.range_constexpr(5):
             left = cute.arch.shuffle_sync_up(upto, 1 << k, mask_and_clamp=0)
@@ -102,11 +102,11 @@ class Gates(Layout):
 
 
 class PairedGates(Gates):
-    """The same where two CTAs of a cluster walk through the same chunks of the same heads, or of neighbours.
+    """The same sums where two CTAs of a cluster walk through the same chunks of the same heads, or of neighbours.
 
-    g is [B, T, HV]: a warp that reads one head fetches 32 bytes for every 4 it wants, which slows down a kernel that is
-    bound by the traffic between L2 and the multiprocessors. So each CTA loads 32 of the 64 tokens, 16 bytes of heads
-    wide, and TMA puts them into the shared memory of both.
+    g is [B, T, HV]: a warp that reads one head fetches 32 bytes for every 4 that it needs, which slows down a kernel
+    that is limited by the traffic between L2 and the multiprocessors. So each CTA loads 32 of the 64 tokens, 16 bytes
+    of heads wide, and TMA writes them to the shared memory of both.
     """
 
     def __init__(self, config: Config):
@@ -114,7 +114,7 @@ class PairedGates(Gates):
         self.heads = 128 // DTYPES[self.problem.gate_dtype].width  # in 16 bytes
 
     def make_tma(self, g):
-        """The copy of [64 tokens, heads] to both CTAs, and what it copies from: g as (T, HV, B)."""
+        """Returns the copy of [64 tokens, heads] to both CTAs, and its source: g as (T, HV, B)."""
         by_head = cute.make_tensor(g.iterator, cute.select(g.layout, mode=[1, 2, 0]))
         return cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SMulticastOp(),
@@ -132,7 +132,7 @@ class PairedGates(Gates):
         return smem.allocate_array(DTYPES[self.problem.gate_dtype], size, byte_alignment=128)
 
     def make_pipeline(self, barriers):
-        """Slots are full when both halves are there, and free when both CTAs have read them."""
+        """Returns the pipeline of pairs: slots are full when both halves are there, free when both CTAs read them."""
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -158,7 +158,7 @@ class PairedGates(Gates):
         head_decay: cute.Tensor,
         decay_factor: cutlass.Float32,
     ):
-        """g as (T, HV, B)."""
+        """Sums up the gates of all items, loaded by pairs of CTAs. g is (T, HV, B)."""
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         shared = cute.make_tensor(pair_base, self.slots_of_pairs())

@@ -25,7 +25,7 @@ EXPM1_SERIES = tuple(math.log(2) ** k / math.factorial(k) for k in range(10, 0, 
 
 
 class Item(NamedTuple):
-    """What the loading warp tells the others about an item of work; not valid: there is no more."""
+    """What the loading warp announces about an item of work. An item that is not valid means that there are no more."""
 
     valid: cutlass.Int32
     token: cutlass.Int32
@@ -42,12 +42,13 @@ class Item(NamedTuple):
 
 @cute.jit
 def floored(x):
+    """Returns a log2 decay, raised to FLOOR if it is below."""
     return FLOOR if x < FLOOR else x
 
 
 @cute.jit
 def exp2_in_two(x):
-    """2^x for x <= 0 as a sum of two: what a single fp32 loses adds up over thousands of chunks."""
+    """Returns 2^x for x <= 0 as a sum of two numbers: what a single fp32 loses adds up over thousands of chunks."""
     x = -126.0 if x < -126.0 else x  # below, the smallest normal number stands for zero
     whole = x.to(I32)  # towards zero, so that the rest lies in (-1, 0]
     rest = x - F32(whole)
@@ -86,7 +87,7 @@ class Layout:
         return repeated(base, shape, major, self.dtype, SLOTS)
 
     def token_table(self, tables, offset, lane):
-        """A table over tokens as this thread's columns of an accumulator see it: [2 neighbours, 8, slot]."""
+        """Returns a table over tokens as this thread's columns of an accumulator see it: [2 neighbours, 8, slot]."""
         whole = cute.make_tensor(
             (tables + offset).align(16), cute.make_layout((2, 4, 8, SLOTS), stride=(1, 2, 8, TABLE))
         )
@@ -94,7 +95,7 @@ class Layout:
 
     @cute.jit
     def slope(self, head_decay: cute.Tensor, head, decay_factor):
-        """log2 decay per token of a head."""
+        """Returns the log2 decay per token of a head."""
         # Without decay no constant: what the compiler makes of 2^0 in the factors takes more registers than there are.
         slope = decay_factor * F32(0.0)
         if cutlass.const_expr(self.problem.decay):

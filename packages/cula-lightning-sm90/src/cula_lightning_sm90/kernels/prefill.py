@@ -30,7 +30,7 @@ from .weights import Weights
 
 
 def set_registers(wanted, threads):
-    """Raises or lowers the registers of a thread from what the launch gives everybody."""
+    """Raises or lowers the number of registers per thread from what every thread has at launch."""
     if wanted > 65536 // threads:
         cute.arch.setmaxregister_increase(wanted)
     else:
@@ -89,7 +89,7 @@ class LightningPrefill(Layout):
         ctas: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.fake_arguments`, which describes them; what the problem does not have is None."""
+        """Launches the kernel with the arguments of `launch.fake_arguments`; what the problem lacks is None."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         wide = swizzled((CHUNK, self.dim_k), "k", self.dtype)
         square = swizzled((CHUNK, V_TILE), "k", self.dtype)
@@ -268,7 +268,7 @@ class LightningPrefill(Layout):
         tokens: cutlass.Int32,
         batch: cutlass.Int32,
     ):
-        """Hands out items and loads their chunks, ahead of everybody."""
+        """Announces items to the other warps and loads their chunks, ahead of them."""
         if cutlass.const_expr(self.problem.packed):  # the segment table is there
             cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
@@ -350,7 +350,7 @@ class LightningPrefill(Layout):
         parts: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
-        """(first token, batch, length, sequence, slot, part, parts) of a segment."""
+        """Returns (first token, batch, length, sequence, slot, part, parts) of a segment."""
         if cutlass.const_expr(self.problem.packed):
             row = segments[1 + segment, None]
             return row[0], I32(0), row[1], row[2], row[3], row[4], row[5]

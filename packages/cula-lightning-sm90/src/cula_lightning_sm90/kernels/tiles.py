@@ -48,7 +48,7 @@ class Tiles(Layout):
         tile: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
-        """States and outputs of 64 columns of v."""
+        """Computes the states and outputs of 64 columns of v, item after item."""
         if cutlass.const_expr(self.config.split):  # the prescan's states are there
             cute.arch.griddepcontrol_wait()
         lane = tidx % 32
@@ -167,7 +167,7 @@ class Tiles(Layout):
         tile: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
-        """What a segment adds to the state, from zero, or for the first of a sequence from its initial state."""
+        """Computes what a segment adds to the state, from zero, or for the first of a sequence from its start."""
         lane = tidx % 32
         mma_v = mma(self.dtype, CHUNK, OperandMajorMode.K)
         mma_s = mma(self.dtype, self.dim_k, OperandMajorMode.MN)
@@ -217,7 +217,7 @@ class Tiles(Layout):
             item_at.advance()
 
     def values(self, base, mma_v, tile, tidx):
-        """v^T of this tile in the order of an accumulator, transposed on the way by ldmatrix."""
+        """Returns how v^T of this tile is loaded in the order of an accumulator, transposed on the way by ldmatrix."""
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_v
         ).get_slice(tidx)
@@ -226,7 +226,7 @@ class Tiles(Layout):
 
     @cute.jit
     def release(self, ring, weights, at, weights_at):
-        """Gives a chunk and its weights back."""
+        """Releases the stage of a chunk and the slot of its weights."""
         ring.consumer_release(at)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -234,7 +234,7 @@ class Tiles(Layout):
 
     @cute.jit
     def load_values(self, load_v, source: cute.Tensor, v_a: cute.Tensor, left, lane):
-        """v^T of a chunk as an A operand."""
+        """Loads v^T of a chunk as an A operand."""
         v = cute.make_tensor(v_a.iterator, cute.make_layout((2, 2, CHUNK // 8)))
         whole = cute.make_tensor(v_a.iterator, cute.make_layout(((2, 2, CHUNK // 8), 1, 1)))
         cute.copy(load_v, source, load_v.retile(whole))
@@ -252,7 +252,7 @@ class Tiles(Layout):
     def weigh_values(
         self, by_token: cute.Tensor, v_a: cute.Tensor, w_a: cute.Tensor, rest_a: cute.Tensor
     ):
-        """2^(G_L - G_j) v^T as an A operand, and for exact_state what its rounding lost."""
+        """Computes 2^(G_L - G_j) v^T as an A operand, and for exact_state what its rounding lost."""
         factors = cute.make_rmem_tensor((2, CHUNK // 8), F32)
         cute.autovec_copy(by_token, factors)
         exact = cute.make_rmem_tensor((2, 2, CHUNK // 8), F32)
@@ -286,7 +286,7 @@ class Tiles(Layout):
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def transposed(self, pool, row, head, column):
-        """64 columns of v of a state as [V, K], whatever its layout."""
+        """Returns 64 columns of v of a state as [V, K], whatever its layout."""
         state = pool[row, head, None, None]
         if not self.problem.state_v_first:
             state = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
@@ -301,7 +301,7 @@ class Tiles(Layout):
         cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
 
     def spilled(self, states, slot, head, column, tidx):
-        """A segment's contribution in the workspace: registers one after another, 128 threads wide."""
+        """Returns a thread's part of a segment's contribution in the workspace, whose last dimension is the thread."""
         return states[slot, head, column, None, tidx]
 
     @cute.jit
@@ -327,7 +327,7 @@ class Tiles(Layout):
         row,
         tidx,
     ):
-        """The state in front of an item: the initial one, or the sum over the segments before it."""
+        """Loads the state in front of an item: the initial one, or the sum over the segments before it."""
         s.fill(0.0)
         if row >= 0:
             if cutlass.const_expr(self.problem.initial_state):
@@ -350,7 +350,7 @@ class Tiles(Layout):
 
     @cute.jit
     def save(self, s: cute.Tensor, part_s, final, sequence, part, parts, head, column, row):
-        """The state behind a sequence. Nothing for padding slots in place; zero where results are separate."""
+        """Writes the state behind a sequence; for padding slots nothing in place, zero where results are separate."""
         if part + 1 == parts:
             if cutlass.const_expr(self.problem.in_place):
                 if row >= 0:
@@ -360,7 +360,7 @@ class Tiles(Layout):
 
     @cute.jit
     def checkpoint_row(self, token, part, segment_tokens, sequence, checkpoint_every, out):
-        """The row of a sequence's first checkpoint."""
+        """Returns the row of a sequence's first checkpoint."""
         if cutlass.const_expr(self.problem.packed):
             return (token - part * segment_tokens) // checkpoint_every
         else:

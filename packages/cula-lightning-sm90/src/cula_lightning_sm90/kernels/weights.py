@@ -37,7 +37,7 @@ class Weights(Layout):
         decay_factor: cutlass.Float32,
         tidx: cutlass.Int32,
     ):
-        """Decay tables and intra-chunk products of every chunk, one slot ahead of the tiles."""
+        """Computes the decay tables and intra-chunk products of every chunk, one slot ahead of the tiles."""
         lane, mine = tidx % 32, tidx % CHUNK
         # Of the accumulator's first element.
         row, column = tidx // 32 * 16 + lane // 4, lane % 4 * 2
@@ -149,7 +149,7 @@ class Weights(Layout):
 
     @cute.jit
     def decay_factors(self, factors: cute.Tensor, slope, row, column, scale):
-        """scale 2^((i - j) slope) where j <= i, else 0, in the order of the accumulator."""
+        """Computes scale 2^((i - j) slope) where j <= i, else 0, in the order of the accumulator."""
         for n in cutlass.range_constexpr(CHUNK // 8):
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
@@ -167,7 +167,7 @@ class Weights(Layout):
         column,
         scale,
     ):
-        """scale 2^(G_i - G_j) where j <= i, else 0, in the order of the accumulator.
+        """Computes scale 2^(G_i - G_j) where j <= i, else 0, in the order of the accumulator.
 
         Blocks of 16 columns behind the 16 rows of a warp are never touched: their factors stay zero.
         """
@@ -186,7 +186,7 @@ class Weights(Layout):
 
     @cute.jit
     def clear_keys(self, keys: cute.Tensor, left, tidx):
-        """Zeroes what lies past the end of a packed sequence: tokens of the next one, of any value."""
+        """Writes zeros over what lies past the end of a packed sequence: tokens of the next one, of any value."""
         units = row_units(self.dtype, tidx)
         target = units.partition_D(keys)
         zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
@@ -200,7 +200,7 @@ class Weights(Layout):
 
     @cute.jit
     def inverse_norm(self, stage: cute.Pointer, tidx):
-        """1 / |x| of one token: of q in threads 0-63, of k in the others."""
+        """Returns 1 / |x| of one token: of q in threads 0-63, of k in the others."""
         row = tidx % CHUNK
         offset = row * CHUNK
         if cutlass.const_expr(self.forward):

@@ -201,7 +201,7 @@ def check(
         if state == "pool":
             assert final is pool
             others = [row for row in range(len(pool)) if row not in slots]
-            assert same(pool[others], before[others]), "a row that nobody owns has changed"
+            assert same(pool[others], before[others]), "a row of no sequence has changed"
             final = pool[[slots[n] for n in live]]
         else:
             assert same(pool, before), "the initial state has changed"

@@ -1,8 +1,9 @@
-"""Factors that a backward pass takes, for every chunk and value head at once, from what `prepare` has written:
+"""Factors that a backward pass reads, for every chunk and value head at once, from what `prepare` has written:
 
     w = T' kh        u = T' v        qg = 2^G q        kg = 2^(G_L - G) k
 
-with T' = (I + Akk)^-1 diag(beta) and kh = 2^G k. Only training asks for them; bytes bind.
+with T' = (I + Akk)^-1 diag(beta) and kh = 2^G k. Only training needs them. The kernel is
+limited by the bytes that it moves.
 """
 
 import cutlass
@@ -50,7 +51,7 @@ class KdaFactors:
         slots: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.factors_arguments`, which describes them."""
+        """Launches the kernel with the arguments of `launch.factors_arguments`."""
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(v.shape[1], CHUNK))
@@ -100,13 +101,13 @@ class KdaFactors:
 
     @cute.jit
     def fetch(self, source: cute.Pointer, target: cute.Pointer, size: cutlass.Constexpr, tidx):
-        """Asks for a part of the block, as it lies there."""
+        """Starts to copy a part of the block, in the layout that it has there."""
         for i in cutlass.range(tidx, size // UNIT, THREADS, unroll=1):
             copy_async(view(source, i * UNIT, UNIT), view(target, i * UNIT, UNIT))
 
     @cute.jit
     def load_values(self, v: cute.Tensor, target: cute.Pointer, left, tidx):
-        """v as an operand; rows past the end are zero, whatever lies behind it."""
+        """Loads v as an operand; rows past the end become zero, whatever lies behind the end."""
         held = cute.make_rmem_tensor(UNIT, self.dtype)
         rounded = cute.make_rmem_tensor(UNIT, self.operand)
         for i in cutlass.range_constexpr(CHUNK * UNITS // THREADS):
@@ -118,12 +119,12 @@ class KdaFactors:
             cute.autovec_copy(rounded, view(target, unit_of_wide(row, unit), UNIT))
 
     def place(self, i, tidx):
-        """Row and unit of the thread's i-th 16 bytes of a [64, 128] matrix."""
+        """Returns row and unit of the thread's i-th 16 bytes of a [64, 128] matrix."""
         return tidx // UNITS + i * (THREADS // UNITS), tidx % UNITS
 
     @cute.jit
     def multiply(self, triangle: cute.Pointer, source: cute.Pointer, tidx):
-        """16 columns of T' times a [64, 128] matrix: [registers of C, tile, sub-block of rows]."""
+        """Returns the products of 16 columns of T' and a [64, 128] matrix: [registers of C, tile, sub-block]."""
         mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (SUB, 8, SUB)))
         turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.operand)
         plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.operand)
@@ -174,7 +175,7 @@ class KdaFactors:
         left,
         tidx,
     ):
-        """Rows of a matrix in shared memory to the caller's."""
+        """Writes the rows of a matrix in shared memory to the caller's tensor."""
         place = cute.recast_ptr(source, dtype=dtype)
         held = cute.make_rmem_tensor(UNIT, dtype)
         rounded = cute.make_rmem_tensor(UNIT, self.dtype)
@@ -187,5 +188,5 @@ class KdaFactors:
 
 
 def as_matrices(registers):
-    """Eight elements as ldmatrix and stmatrix see them."""
+    """Returns eight elements as ldmatrix and stmatrix see them."""
     return cute.make_tensor(registers.iterator, cute.make_layout((UNIT, 1)))

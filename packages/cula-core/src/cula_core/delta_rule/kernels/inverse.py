@@ -35,8 +35,10 @@ class Barrier(IntEnum):
 
 
 class Inverse:
-    """Inverts by a group of threads: all of them store Akk, and two warps substitute and form the Schur complements.
-    Then twice as many threads store T'."""
+    """The inversion by a group of threads.
+
+    All of them store Akk, and two warps substitute and form the Schur complements. Then twice as many store T'.
+    """
 
     def __init__(self, config: PrepareConfig):
         self.config = config

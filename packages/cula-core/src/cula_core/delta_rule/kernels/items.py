@@ -1,4 +1,4 @@
-"""The warp of the recurrence that hands out items of work and loads their chunks."""
+"""The warp of the recurrence that chooses the CTA's items of work and loads their chunks."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from .block import AQK, BLOCK, KH, QG, STAGED_AQK, STAGED_BLOCK, T_PRIME, runs
 
 
 class Item(NamedTuple):
-    """What the loading warp tells the others about an item of work; not valid: there is no more.
+    """What the loading warp announces about an item of work. An item that is not valid means that there are no more.
 
     token, batch, length: the tokens to walk through. sequence, row: whose they are, and its state's row, negative for a
     padding slot. segment: its number where sequences are cut; first, last: whether it begins or ends a sequence.
@@ -87,7 +87,7 @@ class Stages:
 
 
 class Loader:
-    """The warp that hands out items of work, and loads their chunks into the stages."""
+    """The warp that chooses the CTA's items of work, and loads their chunks into the stages."""
 
     def __init__(self, config: RecurrenceConfig, stages: Stages):
         self.config, self.stages = config, stages
@@ -113,7 +113,7 @@ class Loader:
         tokens: cutlass.Int32,
         batch: cutlass.Int32,
     ):
-        """Hands out items and loads their chunks, ahead of the other warps."""
+        """Announces items to the other warps and loads their chunks, ahead of them."""
         tiles = self.config.tiles
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -198,7 +198,7 @@ class Loader:
         parts: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
-        """Returns the segment of an item of work, before anything of it is left to another piece of the call."""
+        """Returns the whole segment of an item of work, with chunks that belong to another piece of the call."""
         if cutlass.const_expr(self.config.packed):
             row = segments[1 + number, None]
             token, length, sequence, part = row[0], row[1], row[2], row[4]

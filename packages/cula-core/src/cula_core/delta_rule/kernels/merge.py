@@ -1,4 +1,4 @@
-"""The state in front of every segment of a sequence, from what each segment does to a state.
+"""The kernel that computes the state in front of every segment of a sequence.
 
 A segment turns S into M S + A. `maps` holds A transposed, [128 V, 128 K], and behind it M^T [128, 128 K] of every
 segment; of the first of a sequence only A, started from the initial state, of the last nothing. So
@@ -41,7 +41,7 @@ class KdaMerge:
         segment_tokens: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.merge_arguments`, which describes them; what the config does not have is None."""
+        """Launches the kernel with the arguments of `launch.merge_arguments`; what the config lacks is None."""
         self.kernel(maps, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
             grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
@@ -89,7 +89,7 @@ class KdaMerge:
                     state = maps[segment, head, rows + v, k]
                     self.split(sS[v, k, None], state)
                     starts[segment + 1, head, rows + v, k] = state
-                # The thread's share of a map, asked for while the one before it is applied.
+                # The thread's share of a map, loaded while the one before it is applied.
                 ahead = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
                 added = cute.make_rmem_tensor(4, F32)
                 if parts > 2:
@@ -115,6 +115,7 @@ class KdaMerge:
 
     @cute.jit
     def store_first(self, start: cute.Tensor, initial: cute.Tensor, row, head, rows, tidx):
+        """Writes this CTA's rows of the transposed initial state, or zeros if there is none."""
         for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
             at = i * THREADS + tidx
             v, k = rows + at // HEAD_DIM, at % HEAD_DIM
@@ -128,7 +129,7 @@ class KdaMerge:
 
     @cute.jit
     def load_map(self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, rows, tidx):
-        """A^T as the registers of a tile, M^T as their second operands [register, step]."""
+        """Loads A^T into the registers of a tile, and M^T into those of second operands [register, step]."""
         lane, first = tidx % 32, tidx // 32 * 8
         for i in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
@@ -138,7 +139,7 @@ class KdaMerge:
 
     @cute.jit
     def apply(self, sS: cute.Tensor, mapped: cute.Tensor, acc: cute.Tensor, tidx):
-        """16 rows of S^T M^T in three sums [register, term]."""
+        """Adds 16 rows of S^T M^T to three sums [register, term]."""
         tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
         lane = tidx % 32
         a = cute.make_rmem_tensor((2, 2, 2), F32)  # [8 rows further, 4 columns further, bits]
@@ -163,7 +164,7 @@ class KdaMerge:
 
     @cute.jit
     def split(self, into: cute.Tensor, value):
-        """The bits that tf32 keeps, and what is left."""
+        """Writes the bits of a value that tf32 has, and the rest of it."""
         bits = cute.make_rmem_tensor(1, F32)
         bits[0] = value
         word = cute.recast_tensor(bits, I32)
@@ -173,6 +174,7 @@ class KdaMerge:
 
     @cute.jit
     def store_state(self, sS: cute.Tensor, start: cute.Tensor, acc: cute.Tensor, rows, tidx):
+        """Writes the sums of the three terms to shared memory, split for the next product, and to global memory."""
         lane, first = tidx % 32, tidx // 32 * 8
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(2):

@@ -1,4 +1,4 @@
-"""What does not need the state, for every chunk of 64 tokens and value head at once.
+"""The chunk-parallel kernel: it computes what does not need the state, for all chunks of 64 tokens and value heads.
 
 With G the running sum of log2 decays inside the chunk, G_L the last of them, and q, k normalized if asked:
 
@@ -87,7 +87,7 @@ class Thread(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of a CTA.
 
-    raw: q and k as they come, by units [channel, place, q or k]; where they are, x holds 2^g q, 2^g k and 2^(e - g) k.
+    raw: q and k as they are loaded, by units [channel, place, q or k]. x: 2^g q, 2^g k and 2^(e - g) k, in their place.
     base: INVERSE_BYTES, which hold the gates by units of 16 bytes [channel, place] (of fp32 those of the second 32
     channels), then products for the other half of the channels, diag [register, thread, tile], each warp's where its
     own gates were, and at last what the inverse needs. ends: 2^e [channel, sub-block]. spans: decays [channel,
@@ -120,7 +120,7 @@ class KdaPrepare:
 
     | shared memory | bytes |
     |---|---|
-    | q, k as they come; 2^g q, 2^g k, 2^(e - g) k | 49,152 |
+    | q, k as they are loaded; 2^g q, 2^g k, 2^(e - g) k | 49,152 |
     | gates, half of them if fp32; products inside a sub-block, for the other half; Akk and its inverse | 19,712 |
     | 2^e and products of them, norms, beta, dt_bias | 5,888 |
     """
@@ -149,7 +149,7 @@ class KdaPrepare:
         slots: cutlass.Int32,
         stream,
     ):
-        """The arguments of `launch.prepare_arguments`, which describes them."""
+        """Launches the kernel with the arguments of `launch.prepare_arguments`."""
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
@@ -458,7 +458,10 @@ class KdaPrepare:
 
     @cute.jit
     def exchange(self, diag: cute.Tensor, sDiag: cute.Tensor, half, tidx):
-        """Gives the other half of the channels its products, and returns the own ones: of q in the first half."""
+        """Writes the products that the other half of the channels needs, and returns those that this half needs.
+
+        The first half needs those of q, the second those of k.
+        """
         mine = cute.make_rmem_tensor((4, 2), F32)
         given = cute.make_rmem_tensor((4, 2), F32)
         cute.arch.sync_warp()  # gates of other lanes lie there
@@ -472,7 +475,7 @@ class KdaPrepare:
 
     @cute.jit
     def span(self, ends, spans, block, tidx):
-        """Decays from the chunk's begin to each sub-block and from behind it to the end, and of the whole chunk."""
+        """Writes the decays from the chunk's start to each sub-block, from behind it to the end, and of the chunk."""
         if tidx < HEAD_DIM:
             before, behind = F32(1.0), F32(1.0)
             for j in cutlass.range_constexpr(SUBS):
@@ -488,7 +491,7 @@ class KdaPrepare:
 
     @cute.jit
     def store(self, sX, block, spans, sub, lane):
-        """kh, qg, kg of the sub-block, by lines."""
+        """Writes kh, qg, kg of the sub-block, by lines."""
         x = cute.make_rmem_tensor(UNIT, self.operand)
         factor = cute.make_rmem_tensor((UNIT, 2), self.operand)
         for side in cutlass.range_constexpr(2):
@@ -507,7 +510,7 @@ class KdaPrepare:
 
     @cute.jit
     def multiply(self, sX, ends, acc, sub, half, lane):
-        """Products of the sub-block's q (first half) or k with k of the sub-blocks before it, over all channels."""
+        """Adds products of the sub-block's q (first half) or k and k of the sub-blocks before it, over all channels."""
         mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.operand, F32, (16, 8, 16)))
         a = cute.make_rmem_tensor((2, 2, 2, 2), self.operand)
         b = cute.make_rmem_tensor((2, 2, 2), self.operand)
@@ -537,7 +540,7 @@ class KdaPrepare:
 
     @cute.jit
     def attend(self, block, aqk, diag, acc, sub, lane, row, left):
-        """Writes 16 rows of Aqk, from the diagonal on; for the caller whole ones."""
+        """Writes 16 rows of Aqk up to the diagonal to the block, and whole rows to the caller's tensor."""
         own = cute.make_rmem_tensor(4, F32)
         rounded = cute.make_rmem_tensor(4, self.operand)
         column = lane % 4 * 4

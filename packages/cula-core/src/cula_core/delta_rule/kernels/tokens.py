@@ -55,7 +55,7 @@ class Tokens:
         self.plane = 128 // self.gate_dtype.width  # gates of 16 bytes
 
     def lines(self, token, left, thread):
-        """Returns the rows of which a lane loads 16 bytes each, and the channel; rows past the end are the last one."""
+        """Returns the rows of which a lane loads 16 bytes each, and the channel. The last row replaces later ones."""
         first = thread.sub * SUB + thread.lane // LINE
         rows = [token + cutlass.min(first + 4 * j, left - 1) for j in range(ROUNDS)]
         return rows, thread.half * (HEAD_DIM // 2) + thread.lane % LINE * UNIT
@@ -63,7 +63,7 @@ class Tokens:
     @cute.jit
     def load_gates(self, gate: cute.Tensor, shared, rows, channel, token, left, thread):
         """Starts to load the warp's gates. Returns registers for a unit of two tokens, which hold those of the first 32
-        channels where gates are fp32: shared memory has room for the second only."""
+        channels where gates are fp32: shared memory holds the second half only."""
         raw = cute.make_rmem_tensor((UNIT, 2), self.gate_dtype)
         if cutlass.const_expr(self.plane < UNIT):
             for r in cutlass.range_constexpr(2):
