@@ -79,6 +79,28 @@ def device(name: str, x: Tensor, lead: Tensor, lead_name: str = "q") -> None:
         value_error(name, f"a tensor on {lead.device}, as {lead_name}", x.device)
 
 
+def leading(name: str, x: Tensor, anywhere: bool = False) -> str:
+    """Refuses an activation on a device, or of a dtype, that nothing serves; returns the kind of its device.
+
+    anywhere: every device serves what the CPU does, and counts as one.
+    """
+    kind = "cpu" if anywhere else x.device.type
+    if kind not in ACTIVATIONS:
+        value_error(name, "a tensor on a CUDA device or the CPU", x.device)
+    if x.dtype not in ACTIVATIONS[kind]:
+        type_error(name, names(ACTIVATIONS[kind]), dtype_name(x.dtype))
+    return kind
+
+
+def activation(name: str, x: Tensor, lead: Tensor, lead_name: str = "q") -> None:
+    """Refuses an activation that has not the dtype and the device of the leading one, or whose last dimension has
+    gaps."""
+    if x.dtype != lead.dtype:
+        type_error(name, f"the dtype of {lead_name}, {dtype_name(lead.dtype)}", dtype_name(x.dtype))
+    device(name, x, lead, lead_name)
+    last_dim(name, x)
+
+
 def last_dim(name: str, x: Tensor) -> None:
     """Refuses a tensor whose last dimension has gaps."""
     if x.stride(-1) != 1 and x.shape[-1] != 1:
@@ -127,6 +149,12 @@ def booleans(**flags: Any) -> None:
             type_error(name, "a bool", type(flag).__name__)
 
 
+def integer(name: str, x: object) -> None:
+    """Refuses anything but an integer; one that is being traced is one."""
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        type_error(name, "an int", type(x).__name__)
+
+
 def number(name: str, x: object) -> None:
     """Refuses anything but a finite number or None."""
     if x is None:
@@ -145,15 +173,11 @@ def attention(
 ) -> None:
     """Checks q, k [B, T, H, K], v and out [B, T, HV, V]; on a GPU, K and V are among `head_dims`.
 
-    Without head_dims, every head dimension and every dtype of the CPU is good on any device.
+    Without head_dims, every head dimension and every dtype of the CPU is good everywhere.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         tensor(name, x)
-    kind = q.device.type if head_dims else "cpu"
-    if kind not in ACTIVATIONS:
-        value_error("q", "a tensor on a CUDA device or the CPU", q.device)
-    if q.dtype not in ACTIVATIONS[kind]:
-        type_error("q", names(ACTIVATIONS[kind]), dtype_name(q.dtype))
+    kind = leading("q", q, anywhere=head_dims is None)
     if q.dim() != 4:
         value_error("q", "4 dimensions [B, T, H, K]", list(q.shape))
     if k.shape != q.shape:
@@ -169,33 +193,40 @@ def attention(
             value_error(name, f"a head dimension {letter} of {served}", dim)
         if dim < 1:
             value_error(name, f"a head dimension {letter} of at least 1", dim)
-    if heads == 0 or heads_v == 0 or heads_v % heads:
-        value_error("v", f"a number of heads HV that is a multiple of H = {heads}", heads_v)
+    value_heads("v", heads_v, heads)
     if out is not None:
         tensor("out", out)
         if out.shape != v.shape:
             value_error("out", f"the shape of v, {list(v.shape)}", list(out.shape))
     # Without an output of the caller's v stands in, and passes like it.
     for name, x in (("q", q), ("k", k), ("v", v), ("out", v if out is None else out)):
-        if x.dtype != q.dtype:
-            type_error(name, f"the dtype of q, {dtype_name(q.dtype)}", dtype_name(x.dtype))
-        device(name, x, q)
-        last_dim(name, x)
+        activation(name, x, q)
+
+
+def value_heads(name: str, heads_v: int, heads: int) -> None:
+    """Refuses a number of value heads that query heads cannot share evenly."""
+    if heads == 0 or heads_v == 0 or heads_v % heads:
+        value_error(name, f"a number of heads HV that is a multiple of H = {heads}", heads_v)
+
+
+def offsets_vector(name: str, x: Tensor, q: Tensor, least: int = 0) -> int:
+    """Checks all but the values of cu_seqlens [N + 1], with N of at least `least`, and returns N."""
+    tensor(name, x)
+    if x.dtype not in OFFSETS:
+        type_error(name, names(OFFSETS), dtype_name(x.dtype))
+    if x.dim() != 1 or x.shape[0] < 1 + least:
+        value_error(name, f"[N + 1] with N >= {least}" if least else "[N + 1]", list(x.shape))
+    contiguous_elements(name, x)
+    device(name, x, q)
+    if q.shape[0] != 1:
+        value_error(name, "None unless B = 1", f"a tensor with B = {q.shape[0]}")
+    return x.shape[0] - 1
 
 
 def offsets(name: str, x: Tensor, q: Tensor) -> int:
     """Checks cu_seqlens [N + 1] of packed sequences and returns N."""
-    batch, tokens = q.shape[:2]
-    tensor(name, x)
-    if x.dtype not in OFFSETS:
-        type_error(name, names(OFFSETS), dtype_name(x.dtype))
-    if x.dim() != 1 or x.shape[0] < 1:
-        value_error(name, "[N + 1]", list(x.shape))
-    contiguous_elements(name, x)
-    device(name, x, q)
-    if batch != 1:
-        value_error(name, "None unless B = 1", f"a tensor with B = {batch}")
-    sequences = x.shape[0] - 1
+    tokens = q.shape[1]
+    sequences = offsets_vector(name, x, q)
     if sequences == 0 and tokens != 0:
         value_error(name, f"[N + 1] with N >= 1 for T = {tokens}", list(x.shape))
     _offset_values(name, x, tokens)
