@@ -81,7 +81,7 @@ def lite_attention(
         if value is not None:
             raise ValueError(
                 f"{name}: expected {'False' if name == 'use_int8' else 'None'} for the reference implementation; the "
-                "kernels of liteattention-sm89 serve it, on CUDA devices: pip install 'cula[sm89]'"
+                "kernels of liteattention-sm89 serve it, on CUDA devices: pip install --find-links dist 'cula[sm89]'"
             )
     dtype, (heads, head_dim) = work_dtype(q, k, v), q.shape[2:]
     scale = head_dim**-0.5 if scale is None else scale

@@ -1,1 +1,1 @@
-"""Operations in plain torch that both the kernel packages and `cula` take as their oracle and CPU implementation."""
+"""Operations in plain torch that are the oracle and the CPU implementation of both the kernel packages and `cula`."""

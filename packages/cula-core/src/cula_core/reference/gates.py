@@ -15,8 +15,8 @@ def log_decay(
     """Returns the log decay (natural log, <= 0) of a raw gate x [..., HV, K], or [..., HV, 1] for one gate per head.
 
     The softplus form, without `lower_bound`, is `-exp(A_log) * softplus(x + dt_bias)`; the safe form, with
-    `lower_bound < 0`, is `lower_bound * sigmoid(exp(A_log) * (x + dt_bias))`, in (lower_bound, 0). A_log has HV
-    elements, dt_bias as many as x has per token; None stands for 0.
+    `lower_bound < 0`, is `lower_bound * sigmoid(exp(A_log) * (x + dt_bias))`, in (lower_bound, 0). A_log has HV entries
+    (None: 0), dt_bias as many as x has per token (None: 0).
     """
     if dt_bias is not None:
         x = x + dt_bias.to(x.dtype).reshape(x.shape[-2:])
