@@ -66,32 +66,18 @@ def decode_dims(k: Tensor, v: Tensor) -> Dims:
     for name, letter, dim in (("k", "K", dim_k), ("v", "V", dim_v)):
         if dim < 1:
             arguments.value_error(name, f"a head dimension {letter} of at least 1", dim)
-    if heads == 0 or heads_v == 0 or heads_v % heads:
-        expected = f"a number of heads HV that is a multiple of H = {heads}"
-        arguments.value_error("v", expected, heads_v)
+    arguments.value_heads("v", heads_v, heads)
     return Dims(batch, tokens, heads, heads_v, dim_k, dim_v, batch)
 
 
 def activations(**tensors: Tensor) -> None:
     """Tensors of one dtype that the CPU serves on one device, last dimension contiguous; the first one leads."""
     first, lead = next(iter(tensors.items()))
-    allowed = arguments.ACTIVATIONS["cpu"]
-    arguments.tensor(first, lead)
-    if lead.dtype not in allowed:
-        arguments.type_error(first, arguments.names(allowed), dtype_name(lead.dtype))
     for name, x in tensors.items():
-        like(name, x, lead, first)
-
-
-def like(name: str, x: Tensor, lead: Tensor, lead_name: str) -> None:
-    """A tensor of the dtype and on the device of the leading one, last dimension contiguous."""
-    arguments.tensor(name, x)
-    if x.dtype != lead.dtype:
-        expected = f"the dtype of {lead_name}, {dtype_name(lead.dtype)}"
-        arguments.type_error(name, expected, dtype_name(x.dtype))
-    arguments.device(name, x, lead, lead_name)
-    if x.dim():
-        arguments.last_dim(name, x)
+        arguments.tensor(name, x)
+    arguments.leading(first, lead, anywhere=True)
+    for name, x in tensors.items():
+        arguments.activation(name, x, lead, first)
 
 
 def like_tokens(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], letters: str) -> None:

@@ -18,7 +18,6 @@ from cula._arguments import (
     decays,
     decode_dims,
     four_dims,
-    like,
     like_tokens,
     not_with_gradients,
     seed_of_rounding,
@@ -334,7 +333,7 @@ def linear_attention_decode(
         arguments.tensor("out", out)
         if out.shape != v.shape:
             arguments.value_error("out", f"the shape of v, {list(v.shape)}", list(out.shape))
-        like("out", out, k, "k")
+        arguments.activation("out", out, k, "k")
         not_with_gradients("out", out, False)
     arguments.no_gradients(_IN_PLACE, q=q, k=k, v=v, state=state, decay=decay)
 
@@ -361,8 +360,7 @@ def linear_attention_commit(
 def layer(layer_idx: int, num_layers: int) -> None:
     """The position of a layer in a model."""
     for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            arguments.type_error(name, "an int", type(value).__name__)
+        arguments.integer(name, value)
     if num_layers < 1:
         arguments.value_error("num_layers", "at least 1", num_layers)
     if not 0 <= layer_idx < num_layers:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula._arguments import activations, four_dims, like, not_with_gradients
+from cula._arguments import activations, four_dims, not_with_gradients
 from cula_core import arguments
 from cula_core.dtypes import dtype_name
 from cula_core.tensors import longest_sequence
@@ -52,8 +52,7 @@ def lite_attention(
     if use_int8 and requires_grad:
         arguments.value_error("use_int8", "False when gradients are required", True)
     for name, block in (("block_m", block_m), ("block_n", block_n)):
-        if isinstance(block, bool) or not isinstance(block, int):
-            arguments.type_error(name, "an int", type(block).__name__)
+        arguments.integer(name, block)
         if block < 1:
             arguments.value_error(name, "at least 1", block)
     _direction(direction, q)
@@ -94,9 +93,10 @@ def operands(q: Tensor, v: Tensor) -> None:
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    four_dims("k", k, "[B, Sk, Hkv, D]")
     activations(q=q, k=k, v=v)
     batch, _, heads, dim = q.shape
-    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != dim:
+    if k.shape[0] != batch or k.shape[3] != dim:
         expected = f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q"
         arguments.value_error("k", expected, list(k.shape))
     if v.shape[:3] != k.shape[:3]:
@@ -185,8 +185,7 @@ def _longest(name: str, given: int | None, offsets: Tensor, tokens: int) -> int:
         least = -(-tokens // (offsets.shape[0] - 1))
     if given is None:
         arguments.value_error(name, "the length of the longest sequence, an int", None)
-    if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
-        arguments.type_error(name, "an int", type(given).__name__)
+    arguments.integer(name, given)
     if given < least:
         arguments.value_error(name, "at least the length of the longest sequence", given)
     return given
@@ -210,4 +209,4 @@ def _output(out: Tensor, q: Tensor, v: Tensor, requires_grad: bool) -> None:
     shape = (*q.shape[:3], v.shape[3])
     if out.shape != shape:
         arguments.value_error("out", f"[B, Sq, Hq, DV] = {list(shape)}", list(out.shape))
-    like("out", out, q, "q")
+    arguments.activation("out", out, q)

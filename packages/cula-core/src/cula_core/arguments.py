@@ -79,9 +79,12 @@ def device(name: str, x: Tensor, lead: Tensor, lead_name: str = "q") -> None:
         value_error(name, f"a tensor on {lead.device}, as {lead_name}", x.device)
 
 
-def leading(name: str, x: Tensor) -> str:
-    """Refuses an activation on a device, or of a dtype, that nothing serves; returns the kind of its device."""
-    kind = x.device.type
+def leading(name: str, x: Tensor, anywhere: bool = False) -> str:
+    """Refuses an activation on a device, or of a dtype, that nothing serves; returns the kind of its device.
+
+    anywhere: every device serves what the CPU does, and counts as one.
+    """
+    kind = "cpu" if anywhere else x.device.type
     if kind not in ACTIVATIONS:
         value_error(name, "a tensor on a CUDA device or the CPU", x.device)
     if x.dtype not in ACTIVATIONS[kind]:
@@ -170,13 +173,11 @@ def attention(
 ) -> None:
     """Checks q, k [B, T, H, K], v and out [B, T, HV, V]; on a GPU, K and V are among `head_dims`.
 
-    Without head_dims, every head dimension and every dtype of the CPU is good on any device.
+    Without head_dims, every head dimension and every dtype of the CPU is good everywhere.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         tensor(name, x)
-    kind = leading("q", q) if head_dims else "cpu"
-    if not head_dims and q.dtype not in ACTIVATIONS[kind]:
-        type_error("q", names(ACTIVATIONS[kind]), dtype_name(q.dtype))
+    kind = leading("q", q, anywhere=head_dims is None)
     if q.dim() != 4:
         value_error("q", "4 dimensions [B, T, H, K]", list(q.shape))
     if k.shape != q.shape:
