@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cutlass.cute.runtime import make_fake_stream
 from lite_helpers import Call, Inputs, make_inputs
 from lite_int8 import (
     MAX_LSE_ERROR,
@@ -36,10 +35,9 @@ from torch import Tensor
 
 from cula_emulator import mutation
 from cula_testing.comparing import relative_rmse
+from cula_testing.compiled import emulated_kernel
 from liteattention_sm89 import launch, lite_attention, masks, reference
 from liteattention_sm89.config import Problem
-from liteattention_sm89.kernels.forward import LiteForward
-from liteattention_sm89.kernels.quantize import Quantize
 from liteattention_sm89.module import LiteAttention, SeqParallelLiteAttention, merge
 
 
@@ -251,13 +249,10 @@ def test_a_module_that_rounds_does_not_train():
 def run(emulated) -> Callable[..., Results]:
     """run(call, inputs) launches as `launch.forward` does on a GPU; guards and NaN around all that is written, also
     between the kernels. `changes` are options of the attention kernel."""
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
 
     def run(call: Call, x: Inputs, arch: str = "sm_89", scale: float | None = None, **changes):
         def kernel_for(config, arch):
-            run.kernel = emulated(
-                LiteForward(config), *launch.forward_arguments(config), stream, arch=arch, key=(config, arch)
-            )  # fmt: skip
+            run.kernel = emulated_kernel(emulated, launch.forward_unit(config, arch))
             run.config = config
             return lambda *arguments: run.kernel(*arguments, **changes)
 
@@ -280,10 +275,7 @@ def run(emulated) -> Callable[..., Results]:
 
 
 def quantizer(emulated, problem: Problem, of_keys: bool):
-    return emulated(
-        Quantize(problem, of_keys), *launch.quantize_arguments(problem, of_keys),
-        make_fake_stream(use_tvm_ffi_env_stream=True), arch="sm_89", key=(problem, of_keys),
-    )  # fmt: skip
+    return emulated_kernel(emulated, launch.quantize_unit(problem, of_keys, "sm_89"))
 
 
 DENSE = Call(130, 200, heads=4, heads_k=2)
@@ -311,7 +303,7 @@ EMULATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.emulated(detect_races=True)
+@pytest.mark.emulated
 @pytest.mark.parametrize("call, arch", [pytest.param(*c, id=f"{c[1]}-{c[0]}") for c in EMULATED])
 def test_numbers(run, call, arch):
     x = with_offsets(make_inputs(call), 3.0)
@@ -319,7 +311,7 @@ def test_numbers(run, call, arch):
     assert run.config.rows == (16 if arch == "sm_89" else 32)
 
 
-@pytest.mark.emulated(detect_races=True, schedules="random", seeds=1)
+@pytest.mark.emulated(schedules="random", seeds=1)
 def test_a_call_from_end_to_end(run):
     """End to end, beside the reference and beside exact attention."""
     x = with_offsets(make_inputs(DENSE), 3.0)
@@ -332,7 +324,7 @@ def test_a_call_from_end_to_end(run):
         assert relative_rmse(got.out, out) < error and largest(got.lse - lse) < lse_error
 
 
-@pytest.mark.emulated(detect_races=True, seeds=1)
+@pytest.mark.emulated(seeds=1)
 def test_integers_are_not_rounded_by_the_kernels(run):
     """Beside attention itself: what is centred comes back in lse, and fragments of integers are where they belong."""
     for rows, direction in ((70, 1), (2, -1)):
@@ -347,7 +339,7 @@ def test_integers_are_not_rounded_by_the_kernels(run):
     assert not torch.equal(write, x.read)
 
 
-@pytest.mark.emulated(detect_races=True, seeds=1)
+@pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize("rows", [1, 33, 100])
 def test_rows_behind_the_end_keep_nothing(run, rows):
     """Their integers are those of the last row, and so is their scale."""
@@ -360,7 +352,7 @@ def test_rows_behind_the_end_keep_nothing(run, rows):
     assert got.write.tolist() == [[[[1]]]]
 
 
-@pytest.mark.emulated(detect_races=True, schedules="immediate")
+@pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize(
     "coarse", [slice(0, 64), slice(64, 128), slice(16, 32)], ids=["first", "second", "group"]
 )
@@ -377,7 +369,7 @@ def test_every_group_of_rows_is_judged_with_its_scale(run, coarse):
     assert got.write.tolist() == [[[[1]]]]
 
 
-@pytest.mark.emulated(detect_races=True, schedules="immediate")
+@pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_sums(run, sign):
     """All products are 127 * 127 or less than nothing by as much: the sums of 256 still fit."""
@@ -397,7 +389,7 @@ def test_the_largest_sums(run, sign):
     torch.testing.assert_close(got.lse, torch.full_like(got.lse, log), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.emulated(detect_races=True, schedules="immediate")
+@pytest.mark.emulated(schedules="immediate")
 def test_zeros_are_zeros_to_the_kernels(run):
     x = make_inputs(DENSE)
     mean = x.v.float().mean(1)[:, None].repeat_interleave(2, 2)
@@ -428,7 +420,7 @@ def test_a_call_without_keys(run):
     assert not got.out.any() and (got.lse == -math.inf).all()
 
 
-@pytest.mark.emulated(detect_races=True, schedules="immediate")
+@pytest.mark.emulated(schedules="immediate")
 def test_values_of_unlisted_tiles_are_not_read(run):
     """Their keys only enter the mean of all."""
     x = with_offsets(make_inputs(WIDEST), 1.0)
@@ -485,7 +477,7 @@ def quantize(
     return integers, scales, shifts
 
 
-@pytest.mark.emulated(detect_races=True)
+@pytest.mark.emulated
 @pytest.mark.parametrize("dim, starts", [
     (128, None), (72, [0, 70, 70, 220, 225]), (256, None),
 ], ids=["D128", "D72-packed", "D256"])  # fmt: skip
