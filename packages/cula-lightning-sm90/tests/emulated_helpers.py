@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cula_lightning_sm90 import reference
 from cula_testing.comparing import relative_rmse as relative_error
+from cula_testing.packing import Slots
 from cula_testing.tensors import normals
 
 CHUNK = 64
@@ -26,7 +27,7 @@ FP32_NOISE = 2e-5
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Slots):
     """The inputs of one call, whatever the layout in memory that it is given.
 
     q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or None, decay [HV] or None. lengths: of every sequence; packed
@@ -49,15 +50,6 @@ class Call:
     l2norm: bool = False
     exact_state: bool = False
     scale: float = 0.125
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The pool's row of each sequence."""
-        return tuple(range(len(self.lengths))) if self.slots is None else self.slots
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        return tuple(n for n, row in enumerate(self.rows) if row < 0)
 
     def span(self, n: int) -> tuple[int, slice]:
         """Batch entry and tokens of a sequence."""

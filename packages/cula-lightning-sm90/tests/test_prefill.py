@@ -30,6 +30,7 @@ from cula_lightning_sm90 import (
     ops,
 )
 from cula_testing.comparing import bits, relative_rmse, same
+from cula_testing.packing import spread
 
 pytestmark = pytest.mark.gpu
 
@@ -47,13 +48,6 @@ def hopper() -> torch.device:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.fail(f"needs a Hopper GPU, not {torch.cuda.get_device_name()}", pytrace=False)
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def spread(seed: int, sequences: int, tokens: int) -> list[int]:
-    """Lengths of random packed sequences, empty ones and single tokens among them."""
-    rng = random.Random(seed)
-    cuts = sorted(rng.choice((rng.randint(0, tokens), 64, 65)) for _ in range(sequences - 1))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, tokens])]
 
 
 def sizes(case) -> list[tuple]:

@@ -15,7 +15,16 @@ from cula_testing.refusals import (
     on_device,
     resized,
 )
-from cula_testing.tensors import every_other, gapped, misplaced, scattered, shifted, spaced, turned
+from cula_testing.tensors import (
+    every_other,
+    gapped,
+    misplaced,
+    normals,
+    scattered,
+    shifted,
+    spaced,
+    turned,
+)
 
 TABLE = Table(("one", "other"))
 GOOD = {"q": torch.ones(2, 3), "out": torch.zeros(4)}
@@ -75,6 +84,10 @@ def test_a_table_is_dealt_out_by_mode_and_device():
     assert [case.id for case in cases(table, "cuda")] == ["one-q=-1", "other-q=-1"]
     changed = table[1].change(GOOD)
     assert torch.equal(changed["q"], torch.tensor([1])) and changed["out"].shape == (2, 5)
+    missing = TABLE.several(
+        "some", {"q": on_device([1]), "k": on_device([2])}, TypeError, "q", "", ""
+    )
+    assert missing.change(GOOD).keys() == {"q"}
     assert by_name(GOOD, torch.Tensor.half, "q", "k").keys() == {"q"}
     assert contents({"x": torch.ones(1, device="meta"), "y": 3}) == {}
 
@@ -83,6 +96,14 @@ def test_a_table_is_dealt_out_by_mode_and_device():
 def test_layouts_keep_values(how):
     x = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
     assert torch.equal(how(x), x)
+
+
+def test_normal_numbers_are_the_same_for_every_dtype():
+    draw = normals(torch.Generator().manual_seed(1))
+    first, second = draw(3, 4), draw(5)
+    again = normals(torch.Generator().manual_seed(1))
+    assert torch.equal(again(3, 4), first) and torch.equal(again(5), second)
+    assert first.dtype == torch.float64 and not torch.equal(draw(5), second)
 
 
 def test_layouts_are_what_they_say():

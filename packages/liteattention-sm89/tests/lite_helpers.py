@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cula_testing.comparing import relative_rmse
 from liteattention_sm89 import masks, reference
 
 MAX_OUTPUT_ERROR = 5e-3
@@ -145,8 +146,8 @@ def expected(call: Call, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def assert_right(call: Call, x: Inputs, out: Tensor, lse: Tensor, write: Tensor | None) -> None:
     want, want_lse, want_write = expected(call, x)
-    error = (out.double() - want).square().sum() / want.square().sum().clamp(min=1e-30)
-    assert error.sqrt() < MAX_OUTPUT_ERROR, error.sqrt()
+    error = relative_rmse(out, want)
+    assert error < MAX_OUTPUT_ERROR, error
     seen = torch.isfinite(want_lse)
     assert (lse[~seen] == -math.inf).all()
     assert not out.transpose(1, 2)[~seen.view(out.transpose(1, 2).shape[:3])].any()

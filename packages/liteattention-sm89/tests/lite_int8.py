@@ -13,6 +13,7 @@ from lite_helpers import Call, Inputs, make_inputs
 from lite_launch import Empty
 from torch import Tensor
 
+from cula_testing.comparing import relative_rmse
 from liteattention_sm89 import reference
 
 MAX_OUTPUT_ERROR = 4e-3  # beside the attention of what was rounded
@@ -109,12 +110,6 @@ def attention(
     return out, lse + shift_of(x.q, x.k, scale).view(lse.shape), write
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Root of the mean square of the difference over that of what is expected."""
-    size = expected.double().square().sum().clamp(min=1e-30)
-    return ((actual.double() - expected.double()).square().sum() / size).sqrt().item()
-
-
 def largest(difference: Tensor) -> float:
     """0 of nothing, NaN of NaN."""
     return difference.abs().max().item() if difference.numel() else 0.0
@@ -207,7 +202,7 @@ def assert_right(
     torch.testing.assert_close(got.shift.double(), shift, rtol=1e-5, atol=1e-5)
     want, lse, write = attention(call, x, got.q.values, got.k.values, scale)
     lse = lse.view(got.lse.shape)
-    assert difference(got.out, want) < MAX_OUTPUT_ERROR
+    assert relative_rmse(got.out, want) < MAX_OUTPUT_ERROR
     seen = torch.isfinite(lse)
     assert (got.lse[~seen] == -math.inf).all() and not got.out.transpose(1, 2)[~seen].any()
     assert largest((got.lse.double() - lse)[seen]) < MAX_LSE_ERROR

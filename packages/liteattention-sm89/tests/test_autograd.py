@@ -234,8 +234,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_torch_compile_of_a_training_step(dynamic):
-    torch._dynamo.reset()
+def test_torch_compile_of_a_training_step(dynamic, fresh_compiler):
     layer, read, some = Layer(), masks.full(2, 2, 2, 3), torch.rand(2, 2, 2, 3) < 0.7
 
     def step(x: Tensor) -> Tensor:
@@ -250,7 +249,6 @@ def test_torch_compile_of_a_training_step(dynamic):
         found.append([p.grad.clone() for p in layer.parameters()])
     for one, other in zip(*found):
         torch.testing.assert_close(one, other)
-    torch._dynamo.reset()
 
 
 def test_a_module_trains():

@@ -204,8 +204,7 @@ def test_nothing_synchronises(cuda):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_torch_compile(cuda, dynamic):
-    torch._dynamo.reset()
+def test_torch_compile(cuda, dynamic, fresh_compiler):
     mask, some = some_tiles(cuda, 3, 5, 0.8, 4), some_tiles(cuda, 3, 5, 0.6, 4)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -218,7 +217,6 @@ def test_torch_compile(cuda, dynamic):
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     plain = torch.autograd.grad(loss(*leaves), leaves)
     assert_near(torch.autograd.grad(compiled(*leaves), leaves), plain)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

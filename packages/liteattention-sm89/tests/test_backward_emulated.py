@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cutlass.cute.runtime import make_fake_stream
 from lite_gradients import (
     EMULATED,
     LISTS,
@@ -20,10 +19,8 @@ from lite_gradients import (
 from torch import Tensor
 
 from cula_emulator import mutation
+from cula_testing.compiled import emulated_kernel
 from liteattention_sm89 import launch
-from liteattention_sm89.kernels.backward import LiteBackward
-from liteattention_sm89.kernels.gather_dq import GatherDq
-from liteattention_sm89.kernels.row_sums import RowSums
 
 pytestmark = pytest.mark.emulated(seeds=1, concurrent_ctas=2)
 
@@ -32,10 +29,6 @@ pytestmark = pytest.mark.emulated(seeds=1, concurrent_ctas=2)
 def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
     """run(call, problem, how) launches as `launch.backward` does on a GPU, with guards around and NaN in all that it
     may write. `changes` are options of the kernels, or of those called `only`: their `kind` and role."""
-
-    def compiled(kind, config, arguments, arch, *facts):
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return emulated(kind(config), *arguments, stream, arch=arch, key=(config, *facts))
 
     def run(
         call: Backward, p: Problem, how: str, only: str | None = None, **changes
@@ -57,13 +50,13 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
         class Kernels:
             @staticmethod
             def backward(config, arch):
-                arguments = launch.backward_arguments(config)
-                return kernel(config.role, compiled(LiteBackward, config, arguments, arch))
+                unit = launch.backward_unit(config, arch)
+                return kernel(config.role, emulated_kernel(emulated, unit))
 
             @staticmethod
             def sums(config, with_dlse, arch):
-                arguments = launch.sums_arguments(config, with_dlse)
-                bound = compiled(RowSums, without_walk(config), arguments, arch, with_dlse)
+                unit = launch.sums_unit(without_walk(config), with_dlse, arch)
+                bound = emulated_kernel(emulated, unit)
 
                 def launched(*arguments):
                     for workspace in arguments[4:6]:
@@ -75,8 +68,8 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
 
             @staticmethod
             def gather(config, arch):
-                arguments = launch.gather_arguments(config)
-                return kernel("gather", compiled(GatherDq, without_walk(config), arguments, arch))
+                unit = launch.gather_unit(without_walk(config), arch)
+                return kernel("gather", emulated_kernel(emulated, unit))
 
         x = p.inputs
         gradients = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import cutlass.cute as cute
 import pytest
-from cutlass.base_dsl.compiler import DumpDir
 
+from cula_core.cute.artifacts import Unit, artifacts
 from cula_emulator import resources
+from cula_testing.compiled import assert_closed, report
 from liteattention_sm89 import launch
 from liteattention_sm89.config import (
     BLOCK_M,
@@ -72,20 +69,15 @@ class Build:
     ptx: str
 
 
-@pytest.fixture
-def build(tmp_path: Path) -> Callable[..., Build]:
-    def make(*what: Any, compile: Callable[..., Any] = launch.compile_forward) -> Build:
-        compiled = compile(*what, cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path)))
-        return Build(resources.report(compiled).kernel, compiled.artifacts.PTX)
-
-    return make
+def build(unit: Unit) -> Build:
+    return Build(report(unit).kernel, artifacts(unit).ptx)
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_machine_code(build, case):
+def test_machine_code(case):
     problem, arch = case
     config = select(problem, arch)
-    made = build(config, arch)
+    made = build(launch.forward_unit(config, arch))
     kernel = made.kernel
     resources.check(kernel, expect=("HMMA", "LDSM", "LDGSTS"))
     spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
@@ -107,10 +99,10 @@ def test_machine_code(build, case):
 
 
 @pytest.mark.parametrize("case", BACKWARD, ids=label)
-def test_machine_code_of_the_backward_pass(build, case):
+def test_machine_code_of_the_backward_pass(case):
     problem, role, arch = case
     config = select_backward(problem, role, arch)
-    made = build(config, arch, compile=launch.compile_backward)
+    made = build(launch.backward_unit(config, arch))
     kernel = made.kernel
     strict = arch == "sm_89"
     resources.check(kernel, expect=("HMMA", "LDSM", "LDGSTS"), spills=not strict, stack=not strict)
@@ -134,24 +126,36 @@ def test_machine_code_of_the_backward_pass(build, case):
 @pytest.mark.parametrize("dim, role, arch", [
     (64, "both", "sm_89"), (256, "keys", "sm_89"), (72, "both", "sm_90a"),
 ])  # fmt: skip
-def test_machine_code_around_the_backward_pass(build, dim, role, arch):
+def test_machine_code_around_the_backward_pass(dim, role, arch):
     config = select_backward(Problem("bfloat16", dim, packed=dim == 72), role, arch)
-    kernel = build(config, dim == 64, arch, compile=launch.compile_sums).kernel
+    kernel = build(launch.sums_unit(config, dim == 64, arch)).kernel
     resources.check(kernel, expect=("SHFL",))
     assert kernel.dynamic_shared_bytes == 0 and kernel.count("BAR") == 0
     assert kernel.registers <= 64
     if role == "both":
-        kernel = build(config, arch, compile=launch.compile_gather).kernel
+        kernel = build(launch.gather_unit(config, arch)).kernel
         resources.check(kernel, expect=("LDG", "STG.128"))
         assert kernel.dynamic_shared_bytes <= 2 * config.rows * (config.width + 8)
         assert kernel.count("BAR") == 1 and kernel.registers <= 64
 
 
-def test_ampere(build):
+def test_ampere():
     """One value of the list kernel does not fit into the registers of sm_80."""
-    kernel = build(select(PROBLEMS[5], "sm_80"), "sm_80").kernel
+    kernel = build(launch.forward_unit(select(PROBLEMS[5], "sm_80"), "sm_80")).kernel
     assert kernel.count("HMMA") == 256
     assert kernel.count("STL") <= 2 and kernel.count("LDL") <= 2
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        launch.gather_unit(select_backward(Problem("bfloat16", 64), "both", "sm_89"), "sm_89"),
+        launch.quantize_unit(Problem("bfloat16", 64), True, "sm_89"),
+    ],
+    ids=["gather", "quantize"],
+)
+def test_a_kernel_depends_on_no_source_that_its_key_misses(unit):
+    assert_closed(unit)
 
 
 def test_problems_that_no_kernel_serves():

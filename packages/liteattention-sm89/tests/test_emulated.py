@@ -8,13 +8,12 @@ from dataclasses import replace
 import lite_launch
 import pytest
 import torch
-from cutlass.cute.runtime import make_fake_stream
 from lite_helpers import DENSE, LISTED, Call, Inputs, assert_right, make_inputs, without_unlisted
 from torch import Tensor
 
 from cula_emulator import mutation
+from cula_testing.compiled import emulated_kernel
 from liteattention_sm89 import launch, masks
-from liteattention_sm89.kernels.forward import LiteForward
 
 
 @pytest.fixture
@@ -22,10 +21,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
     """run(call, inputs) launches as `launch.forward` does on a GPU, with guards around and NaN in all it may write."""
 
     def compiled(config, arch="sm_89"):
-        return emulated(
-            LiteForward(config), *launch.forward_arguments(config),
-            make_fake_stream(use_tvm_ffi_env_stream=True), arch=arch, key=(config, arch),
-        )  # fmt: skip
+        return emulated_kernel(emulated, launch.forward_unit(config, arch))
 
     def run(call: Call, x: Inputs, arch: str = "sm_89", **changes):
         run.configs = []

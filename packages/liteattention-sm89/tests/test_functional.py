@@ -265,13 +265,11 @@ def test_gradients_of_a_cpu_call(form):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
 
 
-def test_torch_compile_sees_one_graph():
-    torch._dynamo.reset()
+def test_torch_compile_sees_one_graph(fresh_compiler):
     for form in (FORMS["flash_attn"], FORMS["flash_attn_qkvpacked"]):
         given = form.make()
         compiled = torch.compile(form.function, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(*given), form.function(*given), **TOLERANCE)
-    torch._dynamo.reset()
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cutlass.cute.runtime import make_fake_stream
 from lite_helpers import Call, Inputs, make_inputs
 from lite_int8 import (
     MAX_LSE_ERROR,
@@ -20,7 +19,6 @@ from lite_int8 import (
     assert_rounded,
     attention,
     centred,
-    difference,
     double,
     exact_inputs,
     grid_of,
@@ -36,10 +34,10 @@ from module_helpers import stand_out
 from torch import Tensor
 
 from cula_emulator import mutation
+from cula_testing.comparing import relative_rmse
+from cula_testing.compiled import emulated_kernel
 from liteattention_sm89 import launch, lite_attention, masks, reference
 from liteattention_sm89.config import Problem
-from liteattention_sm89.kernels.forward import LiteForward
-from liteattention_sm89.kernels.quantize import Quantize
 from liteattention_sm89.module import LiteAttention, SeqParallelLiteAttention, merge
 
 
@@ -83,7 +81,7 @@ def test_the_reference_is_attention_of_rounded_queries_and_keys(call):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     # Both that are rounded matter, and both sizes of groups.
     for other in ((x.q, k.values), (q.values, centred(x.k))) if call.keys > 1 else ():
-        assert difference(found[0], attention(call, x, *other, scale)[0]) > 1e-5
+        assert relative_rmse(found[0], attention(call, x, *other, scale)[0]) > 1e-5
 
 
 def test_the_reference_in_other_dtypes():
@@ -94,7 +92,7 @@ def test_the_reference_in_other_dtypes():
         assert (out.dtype, lse.dtype) == (x.q.dtype, torch.float32)
         q, k = grids(x)
         expected = attention(call, x, q.values, k.values, 1 / 8)
-        assert difference(out, expected[0]) < MAX_OUTPUT_ERROR
+        assert relative_rmse(out, expected[0]) < MAX_OUTPUT_ERROR
         assert largest(lse - expected[1]) < 5e-3
 
 
@@ -106,11 +104,11 @@ def test_what_rounding_costs(dim):
         x = with_offsets(make_inputs(call), offset)
         exact = int8(call, x, use_int8=False)
         out, lse, _ = int8(call, x)
-        assert difference(out, exact[0]) < MAX_ROUNDING_ERROR
+        assert relative_rmse(out, exact[0]) < MAX_ROUNDING_ERROR
         assert largest(lse - exact[1]) < MAX_LSE_ROUNDING_ERROR
     as_they_are = (on_grid(t, group).values for t, group in ((x.q, 16), (x.k, 64)))
     naive = reference.lite_attention(*as_they_are, x.v)
-    assert difference(naive[0], exact[0]) > 5 * MAX_ROUNDING_ERROR
+    assert relative_rmse(naive[0], exact[0]) > 5 * MAX_ROUNDING_ERROR
 
 
 EXACT = Call(150, 256, dim=64, heads=4, heads_k=2, listed=0.7, threshold=-4.0)
@@ -150,7 +148,7 @@ def test_parts_of_the_keys_merge(skipping):
         torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-9)
     # What would come out if the means were forgotten.
     lses = [lse - shift_of(x.q, k, 1e-4) for (_, lse), k in zip(found, halves)]
-    assert difference(merge([o for o, _ in found], lses)[0], exact[0]) > 0.1
+    assert relative_rmse(merge([o for o, _ in found], lses)[0], exact[0]) > 0.1
 
 
 def test_parts_of_rounded_keys_merge():
@@ -162,7 +160,7 @@ def test_parts_of_rounded_keys_merge():
     pieces = (t.split((200, 300), 1) for t in (x.k, x.v))
     found = [parts(x.q, *kv, i, return_softmax_lse=True) for i, kv in enumerate(zip(*pieces))]
     out, lse = merge(*zip(*found))
-    assert difference(out, exact[0]) < MAX_ROUNDING_ERROR
+    assert relative_rmse(out, exact[0]) < MAX_ROUNDING_ERROR
     assert largest(lse - exact[1]) < MAX_LSE_ROUNDING_ERROR
 
 
@@ -175,7 +173,7 @@ def test_zeros_are_zeros():
     out, lse, _ = int8(call, x)
     torch.testing.assert_close(out[:, 16:32], mean.expand(-1, 16, -1, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[:, :, 16:32], torch.full((1, 2, 16), math.log(130)))
-    assert difference(out, int8(call, x, use_int8=False)[0]) < MAX_ROUNDING_ERROR
+    assert relative_rmse(out, int8(call, x, use_int8=False)[0]) < MAX_ROUNDING_ERROR
     x.k[:] = x.k[:, :1] * 1.0
     out, lse, _ = int8(call, x)
     torch.testing.assert_close(out, mean.expand_as(out), rtol=1e-4, atol=1e-4)
@@ -186,7 +184,7 @@ def test_zeros_are_zeros():
     x.k[:, :64:2], x.k[:, 1:64:2], x.k[:, 128], x.k[:, 129] = 1.5, -1.5, 2.0, -2.0
     assert not mean_of(x.k).any()
     found, wanted = int8(call, x), int8(call, x, use_int8=False)
-    assert difference(found[0], wanted[0]) < MAX_ROUNDING_ERROR and found[1].isfinite().all()
+    assert relative_rmse(found[0], wanted[0]) < MAX_ROUNDING_ERROR and found[1].isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
@@ -198,7 +196,7 @@ def test_scales_that_are_not_positive(scale):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     exact = int8(call, x, scale=scale, use_int8=False)
-    assert difference(found[0], exact[0]) < (MAX_ROUNDING_ERROR if scale else 1e-12)
+    assert relative_rmse(found[0], exact[0]) < (MAX_ROUNDING_ERROR if scale else 1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -251,13 +249,10 @@ def test_a_module_that_rounds_does_not_train():
 def run(emulated) -> Callable[..., Results]:
     """run(call, inputs) launches as `launch.forward` does on a GPU; guards and NaN around all that is written, also
     between the kernels. `changes` are options of the attention kernel."""
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
 
     def run(call: Call, x: Inputs, arch: str = "sm_89", scale: float | None = None, **changes):
         def kernel_for(config, arch):
-            run.kernel = emulated(
-                LiteForward(config), *launch.forward_arguments(config), stream, arch=arch, key=(config, arch)
-            )  # fmt: skip
+            run.kernel = emulated_kernel(emulated, launch.forward_unit(config, arch))
             run.config = config
             return lambda *arguments: run.kernel(*arguments, **changes)
 
@@ -280,10 +275,7 @@ def run(emulated) -> Callable[..., Results]:
 
 
 def quantizer(emulated, problem: Problem, of_keys: bool):
-    return emulated(
-        Quantize(problem, of_keys), *launch.quantize_arguments(problem, of_keys),
-        make_fake_stream(use_tvm_ffi_env_stream=True), arch="sm_89", key=(problem, of_keys),
-    )  # fmt: skip
+    return emulated_kernel(emulated, launch.quantize_unit(problem, of_keys, "sm_89"))
 
 
 DENSE = Call(130, 200, heads=4, heads_k=2)
@@ -329,7 +321,7 @@ def test_a_call_from_end_to_end(run):
         (False, MAX_ROUNDING_ERROR, MAX_LSE_ROUNDING_ERROR),
     ):
         out, lse, _ = int8(DENSE, double(x), use_int8=flag)
-        assert difference(got.out, out) < error and largest(got.lse - lse) < lse_error
+        assert relative_rmse(got.out, out) < error and largest(got.lse - lse) < lse_error
 
 
 @pytest.mark.emulated(seeds=1)
@@ -341,7 +333,7 @@ def test_integers_are_not_rounded_by_the_kernels(run):
         got = run(call, x, scale=1e-4)
         assert torch.equal(got.q.values, x.q.double()) and torch.equal(got.k.values, centred(x.k))
         out, lse, write = int8(call, double(x), scale=1e-4, use_int8=False)
-        assert difference(got.out, out) < MAX_OUTPUT_ERROR
+        assert relative_rmse(got.out, out) < MAX_OUTPUT_ERROR
         assert largest(got.lse - lse) < MAX_LSE_ERROR and largest(shift_of(x.q, x.k, 1e-4)) > 1
         assert torch.equal(got.write, write)
     assert not torch.equal(write, x.read)

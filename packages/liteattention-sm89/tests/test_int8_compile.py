@@ -6,11 +6,11 @@ import itertools
 import re
 from dataclasses import replace
 
-import cutlass.cute as cute
 import pytest
-from cutlass.base_dsl.compiler import DumpDir
 
+from cula_core.cute.artifacts import artifacts
 from cula_emulator import resources
+from cula_testing.compiled import report
 from liteattention_sm89 import launch
 from liteattention_sm89.config import (
     DTYPES,
@@ -37,12 +37,11 @@ def label(case: tuple[Problem, str]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_machine_code(tmp_path, case):
+def test_machine_code(case):
     problem, arch = case
     config = select(problem, arch)
-    keep = cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
-    compiled = launch.compile_forward(config, arch, *keep)
-    kernel, ptx = resources.report(compiled).kernel, compiled.artifacts.PTX
+    unit = launch.forward_unit(config, arch)
+    kernel, ptx = report(unit).kernel, artifacts(unit).ptx
     strict = arch != "sm_90a"  # whose compiler runs out of registers
     expected = ("IMMA", "HMMA", "LDSM", "LDGSTS")
     resources.check(kernel, expect=expected, spills=not strict, stack=not strict)
@@ -72,11 +71,8 @@ def test_machine_code(tmp_path, case):
 
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_machine_code_of_the_kernel_that_rounds(tmp_path, dim, of_keys):
-    keep = cute.KeepCUBIN, cute.KeepPTX, DumpDir(str(tmp_path))
-    kernel = resources.report(
-        launch.compile_quantize(Problem("bfloat16", dim), of_keys, "sm_89", *keep)
-    ).kernel
+def test_machine_code_of_the_kernel_that_rounds(dim, of_keys):
+    kernel = report(launch.quantize_unit(Problem("bfloat16", dim), of_keys, "sm_89")).kernel
     resources.check(kernel, expect=("LDG.128", "STG.64", "SHFL"))
     assert kernel.registers <= 160 and kernel.count("BAR") == of_keys
     # Heads are divided by heads; values are rounded without being converted.

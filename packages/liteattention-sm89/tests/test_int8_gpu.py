@@ -13,7 +13,6 @@ from lite_int8 import (
     MAX_OUTPUT_ERROR,
     MAX_ROUNDING_ERROR,
     assert_right,
-    difference,
     double,
     exact_inputs,
     largest,
@@ -22,6 +21,7 @@ from lite_int8 import (
 )
 from lite_launch import empty_on
 
+from cula_testing.comparing import relative_rmse
 from liteattention_sm89 import (
     LiteAttention,
     SeqParallelLiteAttention,
@@ -101,7 +101,7 @@ def test_beside_the_reference(cuda, call):
         wanted = of_reference(call, x, use_int8)
         seen = torch.isfinite(wanted[1])
         assert torch.equal(seen, torch.isfinite(lse))
-        assert difference(out, wanted[0]) < error
+        assert relative_rmse(out, wanted[0]) < error
         assert measure((lse - wanted[1])[seen]) < lse_error
 
 
@@ -111,7 +111,7 @@ def test_integers_are_not_rounded(cuda):
     out, lse, write = public(call, x, scale=1e-4)
     d = double(x)
     wanted = reference.lite_attention(d.q, d.k, d.v, d.read, threshold=-0.5, scale=1e-4)
-    assert difference(out, wanted[0]) < MAX_OUTPUT_ERROR and largest(lse - wanted[1]) < 1e-3
+    assert relative_rmse(out, wanted[0]) < MAX_OUTPUT_ERROR and largest(lse - wanted[1]) < 1e-3
     assert (write != wanted[2]).sum() <= 2
 
 
@@ -190,7 +190,7 @@ def test_scales_that_are_not_positive(cuda, scale):
     out, lse, _ = public(DENSE, x, scale=scale)
     d = double(x)
     wanted, wanted_lse, _ = reference.lite_attention(d.q, d.k, d.v, scale=scale)
-    assert difference(out, wanted) < MAX_ROUNDING_ERROR
+    assert relative_rmse(out, wanted) < MAX_ROUNDING_ERROR
     assert largest(lse - wanted_lse) < MAX_LSE_ROUNDING_ERROR
 
 
@@ -232,5 +232,5 @@ def test_parts_of_the_keys_merge(cuda):
     found = [parts(x.q, *kv, i, return_softmax_lse=True) for i, kv in enumerate(zip(*pieces))]
     out, lse = merge(*zip(*found))
     wanted, wanted_lse, _ = of_reference(call, x, False)
-    assert difference(out, wanted) < MAX_ROUNDING_ERROR
+    assert relative_rmse(out, wanted) < MAX_ROUNDING_ERROR
     assert largest(lse - wanted_lse) < MAX_LSE_ROUNDING_ERROR

@@ -323,23 +323,19 @@ def test_a_trace_with_symbols_serves_other_lengths(launched, mode):
         assert (launched[-1]["threshold"], launched[-1]["max_seqlen_q"]) == (limit, rows)
 
 
-def test_torch_compile_keeps_the_share_of_every_length():
-    torch._dynamo.reset()
+def test_torch_compile_keeps_the_share_of_every_length(fresh_compiler):
     more = {"threshold": 3.0, "threshold_mode": "length"}
     compiled = torch.compile(lite_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for keys in (100, 400):
         x = tensors(1, 20, keys)
         expected = expected_of(x, {"threshold": 3 - math.log2(keys)})
         assert_same(compiled(*x, **more), expected)
-    torch._dynamo.reset()
 
 
-def test_torch_compile_sees_one_graph_on_a_cpu():
-    torch._dynamo.reset()
+def test_torch_compile_sees_one_graph_on_a_cpu(fresh_compiler):
     x, read = tensors(2, 70, 100), masks.full(2, 4, 1, 2)
     compiled = torch.compile(lite_attention, fullgraph=True, backend="aot_eager")
     assert_same(compiled(*x, read, causal=True), lite_attention(*x, read, causal=True))
-    torch._dynamo.reset()
 
 
 def test_a_fresh_interpreter(tmp_path):

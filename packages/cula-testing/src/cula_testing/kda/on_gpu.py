@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from cula_core.delta_rule import launch
 
 from ..comparing import assert_within, bits, relative_rmse, same
+from ..packing import spread
 from ..tensors import int32, turned
 from .checks import (
     MAX_BFLOAT16_ERROR,
@@ -56,13 +56,6 @@ def make(
 
 def slots(device: torch.device, *values: int) -> Tensor:
     return int32(*values).to(device)
-
-
-def spread(seed: int, sequences: int, tokens: int) -> list[int]:
-    """Lengths of random packed sequences, empty ones and single tokens among them."""
-    rng = random.Random(seed)
-    cuts = sorted(rng.choice((rng.randint(0, tokens), 64, 65)) for _ in range(sequences - 1))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, tokens])]
 
 
 PLAIN = {"use_qk_l2norm_in_kernel": False}

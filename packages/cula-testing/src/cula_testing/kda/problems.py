@@ -16,6 +16,7 @@ from torch import Tensor
 from cula_core.reference import kda as reference
 
 from ..comparing import assert_within, same
+from ..packing import Slots
 from .inputs import BOUNDED_KINDS, LOWER_BOUNDS, inputs
 
 # Relative RMSE of outputs and states by what the tensor cores are given.
@@ -28,7 +29,7 @@ STRENGTHS = {"plain": (False, False), "sigmoid": (True, False), "doubled": (True
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(Slots):
     """The inputs of one call, whatever the layout in memory that they are given.
 
     given: q, k [B, T, H, 128], v, g [B, T, HV, 128], beta [B, T, HV], A_log [HV] and dt_bias [HV * 128] or None.
@@ -49,16 +50,6 @@ class Problem:
     strength: str = "plain"
     operand: str = "float16"
     scale: float = 0.125
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The pool's row of each sequence."""
-        return tuple(range(len(self.lengths))) if self.slots is None else self.slots
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """The sequences that are padding."""
-        return tuple(n for n, row in enumerate(self.rows) if row < 0)
 
     @property
     def options(self) -> dict:
