@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +69,17 @@ class Table:
         modes: Modes = None,
         devices: tuple[str, ...] = ANYWHERE,
     ) -> Wrong:
-        """Returns an entry with several arguments replaced together, those that a mode has, so that only one rule is
-        broken."""
+        """Returns an entry with several arguments replaced together, so that only one rule is broken.
+
+        What is made of an argument that a mode lacks is left out.
+        """
 
         def change(a: Arguments) -> Arguments:
-            return {n: make(a) for n, make in makers.items() if n in a}
+            found: Arguments = {}
+            for n, make in makers.items():
+                with suppress(KeyError):
+                    found[n] = make(a)
+            return found
 
         return self.entry(label, change, error, argument, says, got, modes, devices)
 
