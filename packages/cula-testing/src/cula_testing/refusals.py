@@ -71,14 +71,16 @@ class Table:
     ) -> Wrong:
         """Returns an entry with several arguments replaced together, so that only one rule is broken.
 
-        What is made of an argument that a mode lacks is left out.
+        Tensors that a mode lacks are left out; flags are added.
         """
 
         def change(a: Arguments) -> Arguments:
             found: Arguments = {}
             for n, make in makers.items():
-                with suppress(KeyError):
-                    found[n] = make(a)
+                with suppress(KeyError):  # made of a tensor that is not there
+                    value = make(a)
+                    if n in a or not isinstance(value, Tensor):
+                        found[n] = value
             return found
 
         return self.entry(label, change, error, argument, says, got, modes, devices)
