@@ -357,6 +357,7 @@ def test_nvjitlink_compiles_the_same(monkeypatch, name):
 # CuTe DSL
 
 
+@pytest.mark.filterwarnings("ignore:This static loop has")  # it is meant to be unrolled
 def test_cute_reports_a_spill_with_the_log_of_its_own_assembler(fake):
     from kernels.register_hungry import RegisterHungry
 
