@@ -388,6 +388,7 @@ def test_distributed_over_workers(run):
     ],
     ids=["passes", "fails", "is stopped", "is told not to", "does not build"],
 )
+@pytest.mark.filterwarnings("default:a slow kernel stays as it is")
 def test_slow_kernels_are_compiled_when_the_tests_are_over(
     run, monkeypatch, end, arguments, error, rebuilt
 ):
