@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,17 +39,6 @@ def sources(folder: Path, *suffixes: str) -> list[Path]:
     wanted = suffixes or (".py",)
     found = (path for suffix in wanted for path in folder.rglob(f"*{suffix}"))
     return sorted(path for path in found if "__pycache__" not in path.parts)
-
-
-def imported_names(tree: ast.AST) -> set[str]:
-    """First component of every absolute import in the tree."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
 
 
 def is_kernel(path: Path) -> bool:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cula_core.reference.common import normalized
+from cula_core.reference.common import normalized, work_dtype
 
 _CHUNK = 64
 
@@ -116,7 +116,7 @@ def chunked_prefill(
     """
     batch, tokens, _, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
-    work = _work_dtype(q, v, g, initial_state)
+    work = work_dtype(q, v, g, initial_state)
     sequences = _sequences(q, state_indices, cu_seqlens)
     if scale is None:
         scale = dim_k**-0.5
@@ -226,8 +226,3 @@ def _sequences(
         places = [(0, start, stop) for start, stop in zip(bounds[:-1], bounds[1:])]
     slots = range(len(places)) if state_indices is None else state_indices.tolist()
     return [_Sequence(*place, slot) for place, slot in zip(places, slots)]
-
-
-def _work_dtype(*tensors: Tensor | None) -> torch.dtype:
-    double = any(x is not None and x.dtype == torch.float64 for x in tensors)
-    return torch.float64 if double else torch.float32
