@@ -6,6 +6,7 @@ which suits a GPU machine without a network.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -198,9 +199,9 @@ def _pip_install(session: nox.Session, python: str, name: str) -> None:
 def _install(session: nox.Session, *distributions: str, group: str | None = None) -> None:
     """Installs our distributions from the tree and one dependency group, at the versions of constraints-ci.txt.
 
-    What a distribution declares of ours comes with it. A PIP_CONSTRAINT of the caller's own, even an empty one,
-    replaces that file. Without an environment of its own the session gets the distributions on PYTHONPATH and takes
-    the rest from the Python at hand.
+    What a distribution declares of ours comes with it. Where an earlier run installed the same, nothing is done. A
+    PIP_CONSTRAINT of the caller's own, even an empty one, replaces that file. Without an environment of its own the
+    session gets the distributions on PYTHONPATH and takes the rest from the Python at hand.
     """
     listed = {name.partition("[")[0] for name in distributions}
     declared = dict.fromkeys(d for name in distributions for d in _closure(name))
@@ -215,7 +216,25 @@ def _install(session: nox.Session, *distributions: str, group: str | None = None
     for name in distributions:
         bracket = name[name.index("[") :] if "[" in name else ""
         wanted += ["--editable", f"./{_folder(name)}{bracket}"]
+    stamp = Path(session.virtualenv.location, "installed.sha256")
+    state = _state(session, wanted)
+    if stamp.is_file() and stamp.read_text() == state:
+        session.log("everything is installed, as an earlier run left it")
+        return
+    stamp.unlink(missing_ok=True)
     session.install(*wanted)
+    stamp.write_text(state)
+
+
+def _state(session: nox.Session, wanted: list[str]) -> str:
+    """A digest of what decides what `pip install wanted` does: the requirements, our metadata and the pins."""
+    digest = hashlib.sha256(repr(wanted).encode())
+    for folder, module in ((ROOT / _folder(name), _import_name(name)) for name in DISTRIBUTIONS):
+        digest.update((folder / "pyproject.toml").read_bytes())
+        digest.update((folder / "src" / module / "__init__.py").read_bytes())  # holds the version
+    for pins in session.env["PIP_CONSTRAINT"].split():
+        digest.update(Path(pins).read_bytes() if Path(pins).is_file() else pins.encode())
+    return digest.hexdigest()
 
 
 def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> None:
@@ -226,6 +245,7 @@ def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> No
         if not (ROOT / folder).is_dir():
             session.error(f"{folder} does not exist; every part of the repository has tests")
     session.env.setdefault("OMP_NUM_THREADS", "1")
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # or each worker and child would compile all sources anew
     # What is compiled outlives the session's environment, so that the next run is fast.
     for variable, folder in (("CULA_CACHE_DIR", "kernels"), ("CULA_EMULATOR_CACHE", "emulator")):
         session.env[variable] = os.environ.get(variable, str(ROOT / KEPT / folder))

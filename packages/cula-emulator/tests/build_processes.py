@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cula_core
 import cula_emulator
+from cula_emulator import build, cache, toolchain
 
 PTX = """.version 8.4
 .target sm_90a
@@ -32,10 +33,46 @@ print(out.item(), time.perf_counter() - begin, module.path)
 """
 
 
+# What is asked for is written down first. Objects of the runtime and headers are those of an earlier call with the same
+# sources, compiler and arguments, whose folders and file names do not count: these tests are about who asks for what.
+_COMPILER = """#!/bin/sh
+echo "$*" >> {log}
+case "$*" in
+  *kernel.cpp*) while [ -e {hold} ]; do sleep 0.05; done; exec g++ "$@" ;;
+  *"-c {runtime}/"* | *"-x c++-header "*) ;;
+  *) exec g++ "$@" ;;
+esac
+name=$(echo "{key} $*" | sed 's/ -o [^ ]*//; s/ c++-header [^ ]*//' | sha256sum | cut -c-32)
+for argument; do
+  [ "$previous" = -o ] && result=$argument
+  previous=$argument
+done
+if [ ! -e {kept}/$name ]; then
+  g++ "$@" || exit 1
+  cp "$result" {kept}/$name.$$ && mv {kept}/$name.$$ {kept}/$name
+else
+  cp {kept}/$name "$result"
+fi
+"""
+
+
 def logging_compiler(folder: Path) -> Path:
-    """g++ that appends its arguments to `folder`/log, one call a line."""
+    """g++ that appends its arguments to `folder`/log, one call a line, and waits while `folder`/hold exists.
+
+    It keeps objects of the runtime and precompiled headers in the folder of the emulator's cache.
+    """
+    kept = cache.folder() / "of-build-tests"
+    kept.mkdir(exist_ok=True)
     script = folder / "logging-g++"
-    script.write_text(f'#!/bin/sh\necho "$*" >> {folder}/log\nexec g++ "$@"\n')
+    script.write_text(
+        _COMPILER.format(
+            log=folder / "log",
+            hold=folder / "hold",
+            runtime=build.RUNTIME,
+            key=build._digest(toolchain.find().key, build._runtime_key()),
+            kept=kept,
+        )
+    )
     script.chmod(0o755)
     return script
 
