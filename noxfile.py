@@ -245,7 +245,8 @@ def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> No
         if not (ROOT / folder).is_dir():
             session.error(f"{folder} does not exist; every part of the repository has tests")
     session.env.setdefault("OMP_NUM_THREADS", "1")
-    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # or each worker and child would compile all sources anew
+    # Without byte code each worker and child would compile all sources anew.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # What is compiled outlives the session's environment, so that the next run is fast.
     for variable, folder in (("CULA_CACHE_DIR", "kernels"), ("CULA_EMULATOR_CACHE", "emulator")):
         session.env[variable] = os.environ.get(variable, str(ROOT / KEPT / folder))
