@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -143,7 +145,19 @@ def test_every_fact_of_a_kernel_takes_several_values(package):
     assert {name for name, found in values.items() if len(found) == 1} == same[package]
 
 
-def test_two_trees_of_a_real_kernel(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def kept() -> Path:
+    """PTX of earlier runs, which the tool knows by its sources and this name by the tool's own text."""
+    text = b"".join(Path(tool.__file__).read_bytes() for tool in (compare_ptx, ptx_configs))
+    folder = compare_ptx.default_cache() / "tests" / hashlib.sha256(text).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for digest in (*folder.parent.glob("*/*/*"), *folder.parent.iterdir()):
+        if digest.stat().st_mtime < time.time() - 30 * 86400 and digest != folder:
+            shutil.rmtree(digest, ignore_errors=True)
+    return folder
+
+
+def test_two_trees_of_a_real_kernel(tmp_path, kept, monkeypatch, capsys):
     """A class that is called otherwise is the same kernel; an instruction more is another."""
     spec = next(
         spec
@@ -163,12 +177,12 @@ def test_two_trees_of_a_real_kernel(tmp_path, monkeypatch, capsys):
         return str(tmp_path / name)
 
     def run(changed: str) -> int:
-        options = ["--package", DECODE, "--cache", str(tmp_path / "cache")]
+        options = ["--package", DECODE, "--cache", str(kept)]
         return compare_ptx.main(["--base", str(ROOT), "--changed", changed, *options])
 
     assert run(tree("renamed", "LightningDecode", "AnotherName")) == 0
     assert run(tree("scaled", "* scale", "* scale * 3.0")) == 1
     printed = capsys.readouterr().out
     assert "1 equal" in printed and "1 differs" in printed
-    assert (tmp_path / "cache" / DECODE / compare_ptx.digest(ROOT, DECODE)).is_dir()
+    assert (kept / DECODE / compare_ptx.digest(ROOT, DECODE)).is_dir()
     assert "0 of 1 configs compiled" in printed  # the base, the second time

@@ -35,13 +35,26 @@ def requirements(wheel: Path, extra: str | None = None) -> set[str]:
     return chosen
 
 
-def run(code: str, site: Path) -> str:
+PROGRAM = """
+import json, sys
+from importlib.metadata import entry_points
+specs = {e.name: e.load() for e in entry_points(group="cula.kernels")}
+rows = [[s.NAME, s.OP, list(s.ARCHS), s.PRIORITY, s.supports(future_key=1), callable(s.load)] for s in specs.values()]
+print(json.dumps([rows, sorted({"cutlass", "triton"} & set(sys.modules))]))
+from cula.__main__ import main
+sys.exit(main(["info"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(site: Path) -> tuple[str, str]:
+    """What an interpreter that sees the installed distributions prints: of the entry points, and as `cula info`."""
     env = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=site
-    )
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=site)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    points, _, info = done.stdout.partition("\n")
+    return points, info
 
 
 def test_table_names_every_package_of_the_tree(root: Path) -> None:
@@ -169,15 +182,8 @@ def test_wheel_holds_the_package_and_nothing_else(
     assert f"{noxfile._import_name(name)}/py.typed" in names
 
 
-def test_kernel_packages_are_discovered_by_entry_point(site: Path) -> None:
-    code = """
-import json, sys
-from importlib.metadata import entry_points
-specs = {e.name: e.load() for e in entry_points(group="cula.kernels")}
-rows = [[s.NAME, s.OP, list(s.ARCHS), s.PRIORITY, s.supports(future_key=1), callable(s.load)] for s in specs.values()]
-print(json.dumps([rows, sorted({"cutlass", "triton"} & set(sys.modules))]))
-"""
-    rows, heavy = json.loads(run(code, site))
+def test_kernel_packages_are_discovered_by_entry_point(told: tuple[str, str]) -> None:
+    rows, heavy = json.loads(told[0])
     assert heavy == []
     assert {row[0] for row in rows} == set(noxfile.PACKAGES)
     for name, op, archs, priority, reason, loadable in rows:
@@ -187,10 +193,6 @@ print(json.dumps([rows, sorted({"cutlass", "triton"} & set(sys.modules))]))
         assert declared <= set(archs), f"{name} is in extras {declared} but serves {archs}"
 
 
-def test_info_lists_every_kernel_package(site: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(site)}
-    command = [sys.executable, "-m", "cula", "info"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=site)
-    assert done.returncode == 0, done.stderr
+def test_info_lists_every_kernel_package(told: tuple[str, str]) -> None:
     for name in noxfile.PACKAGES:
-        assert name in done.stdout
+        assert name in told[1]

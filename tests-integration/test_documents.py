@@ -246,6 +246,13 @@ def test_a_path_is_looked_up(name: str, there: bool) -> None:
     assert is_there(name, document, places(document)) is there
 
 
+@functools.cache
+def exit_code(*arguments: str) -> int:
+    """Of Python with these arguments; a command that several documents name is run once."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, cwd=ROOT / "docs").returncode
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_program_named_exists(document: str) -> None:
     """Scripts of the repository, folders of tests, and subcommands of cula with their options."""
@@ -258,9 +265,7 @@ def test_every_program_named_exists(document: str) -> None:
             placeholder = any(part.isupper() for part in path.split("/"))
             assert placeholder or (ROOT / path).exists(), line
         if line.startswith("python -m cula ") and words[3] not in ("demo", "bench"):
-            command = [sys.executable, *words[1:]]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "docs")
-            assert done.returncode == 0, line
+            assert exit_code(*words[1:]) == 0, line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

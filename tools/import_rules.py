@@ -81,8 +81,8 @@ class Import:
         return frozenset(self.module.split(".")[1:] if self.top == CORE else ())
 
 
-def imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
-    """Every import statement and constant `import_module` call of a module, in source order."""
+def imports(tree: ast.Module, module: str, is_package: bool, calls: bool = True) -> list[Import]:
+    """Every import statement and, with `calls`, constant `import_module` call of a module, in source order."""
     parts = module.split(".")
     package = parts if is_package else parts[:-1]
     found: list[Import] = []
@@ -108,16 +108,22 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> list[Import]:
         inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         inside = inside or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.iter_child_nodes(node):
-            visit(child, lazy or inside)
+            # Expressions hold calls and no import statement.
+            if calls or isinstance(child, _HOLDS_STATEMENTS):
+                visit(child, lazy or inside)
 
     visit(tree, False)
     return found
 
 
+_HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+_DYNAMIC = ("import_module", "__import__")
+
+
 def _is_dynamic_import(node: ast.Call) -> bool:
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name not in ("import_module", "__import__") or not node.args:
+    if name not in _DYNAMIC or not node.args:
         return False
     return isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
 
@@ -125,6 +131,7 @@ def _is_dynamic_import(node: ast.Call) -> bool:
 def violations(root: Path = ROOT) -> list[str]:
     """One line per broken rule: `path:line: what, and the rule`."""
     lines: list[str] = []
+    _read.clear()
     ours = packages(root)
     for name, folder in base(root).items():
         lines += _check_base(root, name, folder)
@@ -143,7 +150,7 @@ def violations(root: Path = ROOT) -> list[str]:
     for name in ("benchmarks", "tools"):
         lines += _check_circles(root, root / name, root)
     for folder_name in ("benchmarks", "tools"):
-        for path, _, found in _modules(root / folder_name, root / folder_name):
+        for path, found in _imports(root / folder_name, root):
             inside = path.relative_to(root).as_posix()
             if "/tests/" in inside or inside.startswith(EMULATOR_USERS):
                 continue
@@ -155,13 +162,28 @@ def violations(root: Path = ROOT) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+# What the files imported when this run of the rules came to them: by file, and by the folder that names modules.
+_read: dict[tuple[Path, Path], list[Import]] = {}
+
+
+def _imports(folder: Path, base: Path) -> Iterator[tuple[Path, list[Import]]]:
+    """`_modules` without the trees; a file that was read before is not read again."""
+    if all((path, base) in _read for path in sources(folder)):
+        yield from ((path, _read[path, base]) for path in sources(folder))
+    else:
+        yield from ((path, found) for path, _, found in _modules(folder, base))
+
+
 def _modules(folder: Path, base: Path) -> Iterator[tuple[Path, ast.Module, list[Import]]]:
     for path in sources(folder):
-        tree = ast.parse(path.read_text(), str(path))
+        text = path.read_text()
+        tree = ast.parse(text, str(path))
         parts = path.relative_to(base).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         module = ".".join(parts[:-1] if is_package else parts)
-        yield path, tree, imports(tree, module, is_package)
+        calls = any(name in text for name in _DYNAMIC)
+        _read[path, base] = imports(tree, module, is_package, calls)
+        yield path, tree, _read[path, base]
 
 
 def _line(root: Path, path: Path, number: int, text: str) -> str:
@@ -277,11 +299,11 @@ def _check_circles(root: Path, folder: Path, base: Path) -> Iterator[str]:
     """Modules that import each other at the top, which works or not by the order in which they are loaded."""
     files: dict[str, Path] = {}
     edges: dict[str, dict[str, int]] = {}
-    listed = list(_modules(folder, base))
-    for path, _, _ in listed:
+    listed = list(_imports(folder, base))
+    for path, _ in listed:
         parts = path.relative_to(base).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    for name, (_, _, found) in zip(files, listed, strict=True):
+    for name, (_, found) in zip(files, listed, strict=True):
         edges[name] = {}
         for item in found:
             # A package that only lends its modules by `from package import module` is not needed itself.

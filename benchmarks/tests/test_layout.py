@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
+@functools.cache
 def imported(module: str) -> set[str]:
     """The modules of the benchmarks that a module imports anywhere, and the names that it takes from them."""
     return {i.module for i in imports(tree_of(module), module, False) if i.under("benchmarks")}

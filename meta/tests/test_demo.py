@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import math
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from rich.console import Console
 import cula.kda
 import cula.lightning
 import cula.lite
+from cula import __main__ as command_line
 from cula.demo import (
     data,
     kda_steps,
@@ -91,8 +90,18 @@ def finished(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iter
     yield Finished(code, seen[0], png, "".join(lines))
 
 
-def run_step(monkeypatch: pytest.MonkeyPatch, step: object, texts: list[str], out: Path) -> int:
+def run_step(
+    monkeypatch: pytest.MonkeyPatch,
+    step: object,
+    texts: list[str],
+    out: Path,
+    plotted: bool = False,
+) -> int:
+    """One step of the demo, with two of the skip list's steps; the plot is drawn if the test is about it."""
     monkeypatch.setattr(runner, "STEPS", (("step", step),))
+    monkeypatch.setattr(skip_steps, "STEPS", 2)
+    if not plotted:
+        monkeypatch.setattr(plot, "save", lambda outcome, path: None)
     return main([*texts, "--tokens", "400", "--device", "cpu", "--out", str(out / "x.png")])
 
 
@@ -216,7 +225,10 @@ def test_an_implementation_that_raises_fails_its_step_only(
     assert "1 of 3 rows failed" in output
 
 
-def test_one_byte_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_byte_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(skip_steps, "STEPS", 2)
     path = tmp_path / "one"
     path.write_bytes(b"\xff")
     assert (
@@ -226,14 +238,21 @@ def test_one_byte_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "one (1 B)" in capsys.readouterr().out
 
 
-def test_a_terminal_without_unicode_gets_the_table_too(tmp_path: Path) -> None:
+def test_a_terminal_without_unicode_gets_the_table_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "\u4e00.txt"
     path.write_bytes(prose(0, 200))
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "cula", "demo", str(path), "--tokens", "64", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "text: ?.txt (64 B)" in done.stdout and "all checks passed" in done.stdout
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(skip_steps, "STEPS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        code = command_line.main(["demo", str(path), "--tokens", "64", "--device", "cpu"])
+    terminal.flush()
+    text = terminal.buffer.getvalue().decode("ascii")
+    assert code == 0
+    assert "text: ?.txt (64 B)" in text and "all checks passed" in text
     assert (tmp_path / "cula-demo.png").is_file()
 
 
@@ -291,7 +310,7 @@ def test_a_plot_that_cannot_be_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "x.png").mkdir()
-    assert run_step(monkeypatch, kda_steps, texts, tmp_path) == 2
+    assert run_step(monkeypatch, kda_steps, texts, tmp_path, plotted=True) == 2
     assert "x.png: cannot be written" in capsys.readouterr().err
 
 

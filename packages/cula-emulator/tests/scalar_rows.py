@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from softfloat import FORMATS
 
@@ -42,21 +43,23 @@ class Case:
     warp: bool = False
     domain: Callable[[random.Random], tuple[int, ...]] | None = None
 
-    @property
+    @cached_property
     def words_in(self) -> int:
         return unit(self.inputs) * len(self.inputs)
 
-    @property
+    @cached_property
     def words_out(self) -> int:
         return unit(self.outputs) * len(self.outputs)
 
 
+@cache
 def bits(kind: str) -> int:
     kind = kind.partition(":")[0]
     return _BITS.get(kind) or int(kind.lstrip("busf"))
 
 
-def unit(kinds: Sequence[str]) -> int:
+@cache
+def unit(kinds: tuple[str, ...]) -> int:
     """Words per value: two for all values if one has 64 bits, so that it is aligned."""
     return 2 if any(bits(k) == 64 for k in kinds) else 1
 
@@ -93,6 +96,7 @@ def entry(case: Case) -> str:
     return "\n".join([*lines, "ret;\n}"])
 
 
+@cache
 def _edges(kind: str) -> list[int]:
     base, _, limit = kind.partition(":")
     if limit:

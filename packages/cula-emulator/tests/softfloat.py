@@ -8,9 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache, cached_property
 
 
-@dataclass(frozen=True)
+def _scaled(top: int, bottom: int, exponent: int) -> tuple[int, int]:
+    """The fraction top/bottom times a power of two, by shifts: `Fraction` would look for common divisors."""
+    return (top << exponent, bottom) if exponent >= 0 else (top, bottom << -exponent)
+
+
+@dataclass(frozen=True, eq=False)  # identity is a hash that costs nothing
 class Format:
     """A binary format. `finite` ones have no infinity: e4m3 keeps a single NaN, all ones."""
 
@@ -19,36 +25,36 @@ class Format:
     finite: bool = False
     flushes: bool = False  # results that are subnormal become zero
 
-    @property
+    @cached_property
     def flushing(self) -> Format:
         return replace(self, flushes=True)
 
-    @property
+    @cached_property
     def bits(self) -> int:
         return 1 + self.exponent_bits + self.mantissa_bits
 
-    @property
+    @cached_property
     def bias(self) -> int:
         return (1 << self.exponent_bits - 1) - 1
 
-    @property
+    @cached_property
     def sign(self) -> int:
         return 1 << self.bits - 1
 
-    @property
+    @cached_property
     def infinity(self) -> int:
         return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
 
-    @property
+    @cached_property
     def nan(self) -> int:
         """The canonical NaN of the GPU: all ones but the sign."""
         return self.sign - 1
 
-    @property
+    @cached_property
     def largest(self) -> int:
         return (self.sign - 2) if self.finite else self.infinity - 1
 
-    @property
+    @cached_property
     def smallest_normal(self) -> int:
         return 1 << self.mantissa_bits
 
@@ -66,6 +72,7 @@ class Format:
         """.ftz: subnormals become zero of their sign."""
         return x & self.sign if self.is_subnormal(x) else x
 
+    @cache  # noqa: B019  a format lives as long as the tests
     def value(self, x: int):
         """The number as a Fraction, or an infinity. NaN and the sign of zero are the caller's."""
         magnitude, exponent = (
@@ -77,21 +84,23 @@ class Format:
         mantissa = magnitude & (self.smallest_normal - 1)
         if exponent:
             mantissa |= self.smallest_normal
-        scale = max(exponent, 1) - self.bias - self.mantissa_bits
-        result = Fraction(mantissa) * Fraction(2) ** scale
+        result = Fraction(*_scaled(mantissa, 1, max(exponent, 1) - self.bias - self.mantissa_bits))
         return -result if x & self.sign else result
 
     def _rounded(self, magnitude, exponent: int, mode: str, negative: bool) -> int:
         """The mantissa, an integer, of a number with this exponent."""
-        whole, rest = divmod(magnitude / Fraction(2) ** (exponent - self.mantissa_bits), 1)
+        top, bottom = _scaled(
+            magnitude.numerator, magnitude.denominator, self.mantissa_bits - exponent
+        )
+        whole, rest = divmod(top, bottom)
         up = {
-            "rn": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and int(whole) & 1),
-            "rna": rest >= Fraction(1, 2),
+            "rn": 2 * rest > bottom or (2 * rest == bottom and whole & 1),
+            "rna": 2 * rest >= bottom,
             "rz": False,
             "rm": rest > 0 and negative,
             "rp": rest > 0 and not negative,
         }[mode]
-        return int(whole) + bool(up)
+        return whole + bool(up)
 
     def encode(self, value, mode: str = "rn", zero_sign: int = 0) -> int:
         """Rounds an exact number; `zero_sign` is the sign of an exact zero. Modes rn rna rz rm rp."""
@@ -102,7 +111,8 @@ class Format:
         if magnitude == math.inf:
             return sign | self.infinity
         exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-        if Fraction(2) ** exponent > magnitude:
+        top, bottom = _scaled(magnitude.numerator, magnitude.denominator, -exponent)
+        if top < bottom:
             exponent -= 1
         if self.flushes and self._rounded(magnitude, exponent, mode, negative) * Fraction(2) ** (
             exponent - self.mantissa_bits

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+import torch._dynamo  # what fresh_compiler asks for
+
+# pytester forgets what an inner run imports first, and torch bears one import only.
+import cula_emulator  # noqa: F401
+import cula_testing.machine_code  # noqa: F401
+
+# hypothesis would be imported anew by every inner run.
+QUICK = ("-q", "-p", "no:hypothesispytest")
 TESTS = """
 import pytest
 import torch
@@ -27,11 +36,12 @@ def test_emulated(emulated):
 def test_a_conftest_loads_it_from_a_source_tree(pytester):
     pytester.makeconftest("from cula_testing.loading import pytest_addoption")
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess("-q", "--strict-markers", "-m", "not gpu")
+    result = pytester.runpytest_inprocess(*QUICK, "--strict-markers", "-m", "not gpu")
     result.assert_outcomes(passed=2, deselected=1)
 
 
 def test_it_is_loaded_once_beside_the_entry_points(pytester):
+    """In a fresh interpreter, where it also matters what is imported first."""
     pytester.makeconftest("from cula_testing.loading import pytest_addoption")
     pytester.makepyfile(TESTS)
     plugins = ("-p", "cula_testing.plugin", "-p", "cula_emulator.pytest_plugin")
@@ -41,9 +51,9 @@ def test_it_is_loaded_once_beside_the_entry_points(pytester):
 
 
 def test_a_machine_without_a_gpu_fails_in_one_line(pytester, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pytester.makeconftest("from cula_testing.loading import pytest_addoption")
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess("-q", "-m", "gpu")
+    result = pytester.runpytest_inprocess(*QUICK, "-m", "gpu")
     result.assert_outcomes(errors=1, deselected=2)
     result.stdout.fnmatch_lines(["*needs a CUDA GPU; -m 'not gpu' leaves such tests out*"])

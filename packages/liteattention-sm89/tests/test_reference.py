@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from operator import mul
 
 import pytest
 import torch
@@ -40,12 +41,9 @@ def literal(q, k, v, lists, threshold, direction, scale, causal, forced, block_m
             seen = {i: [] for i in members}
             first = True
             for n in sorted(tiles, reverse=direction < 0):
+                end = min((n + 1) * block_n, keys)
                 visible = {
-                    i: [
-                        j
-                        for j in range(n * block_n, min((n + 1) * block_n, keys))
-                        if not causal or j <= i + keys - rows
-                    ]
+                    i: range(n * block_n, min(end, i + keys - rows + 1) if causal else end)
                     for i in members
                 }
                 if not any(visible.values()):
@@ -53,9 +51,8 @@ def literal(q, k, v, lists, threshold, direction, scale, causal, forced, block_m
                 keep = first or n in forced[h][m]
                 first = False
                 for i, columns in visible.items():
-                    new = []
-                    for j in columns:
-                        new.append(scale * sum(a * b for a, b in zip(q[i][h], k[j][source])))
+                    row = q[i][h]
+                    new = [scale * sum(map(mul, row, k[j][source])) for j in columns]
                     if new:
                         before = max(seen[i], default=-math.inf)
                         keep = keep or (max(new) - before) * LOG2E > threshold
@@ -70,9 +67,10 @@ def literal(q, k, v, lists, threshold, direction, scale, causal, forced, block_m
                 weights = [math.exp(s - top) for s in seen[i]]
                 total = math.fsum(weights)
                 lse[h][i] = top + math.log(total)
+                values = [v[j][source] for j in entered[h][i]]
                 for d in range(width):
-                    terms = (w * v[j][source][d] for w, j in zip(weights, entered[h][i]))
-                    out[i][h][d] = math.fsum(terms) / total
+                    column = [value[d] for value in values]
+                    out[i][h][d] = math.fsum(map(mul, weights, column)) / total
     return out, lse, kept, entered
 
 
