@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import liteattention_sm89
+from cula_testing.interpreters import run
 from cula_testing.specs import assert_answer, assert_says_what_to_install
 from liteattention_sm89 import _spec, lite_attention, masks, ops, reference
 from liteattention_sm89.check import is_aligned
@@ -340,15 +338,14 @@ def test_torch_compile_sees_one_graph_on_a_cpu(fresh_compiler):
 
 def test_a_fresh_interpreter(tmp_path):
     """Imports and calls on a CPU need neither a kernel language nor diffusers; `replay` is a program."""
-    code = f"""
+    code = """
 import importlib.abc, runpy, sys
-sys.path.insert(0, {str(Path(liteattention_sm89.__file__).parents[1])!r})
 import torch
 before, heavy = set(sys.modules), ("cutlass", "triton", "tvm_ffi", "cula", "fla", "diffusers")
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in heavy:
-            raise ImportError(f"{{name}} must not be imported")
+            raise ImportError(f"{name} must not be imported")
 sys.meta_path.insert(0, Block())
 import liteattention_sm89
 from liteattention_sm89 import _spec, diffusers
@@ -358,13 +355,12 @@ _spec.load("lite_attention")(x, x, x)
 sys.meta_path.pop(0)
 _spec.supports()
 new = set(sys.modules) - before
-assert not {{m.partition(".")[0] for m in new}} & set(heavy), new
+assert not {m.partition(".")[0] for m in new} & set(heavy), new
 assert "liteattention_sm89.launch" not in new
 sys.argv = ["replay", "x.pt"]
 runpy.run_module("liteattention_sm89.replay", run_name="__main__")
 """
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = run(code, liteattention_sm89, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (2, "error: x.pt: no such file\n")
 
 
