@@ -322,12 +322,21 @@ def test_a_trace_with_symbols_serves_other_lengths(launched, mode):
 
 
 def test_torch_compile_keeps_the_share_of_every_length(fresh_compiler):
-    more = {"threshold": 3.0, "threshold_mode": "length"}
-    compiled = torch.compile(lite_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for keys in (100, 400):
-        x = tensors(1, 20, keys)
-        expected = expected_of(x, {"threshold": 3 - math.log2(keys)})
-        assert_same(compiled(*x, **more), expected)
+    """The first compilation has a symbol for the length, the second one for the share too."""
+    compiled = torch.compile(lite_attention, fullgraph=True, backend="aot_eager")
+    written = []
+    for keys, share in ((100, 3.0), (120, 3.5)):
+        q, k, v = tensors(1, 20, keys)
+        # Of the second tile, so that the length, the share or both of the first call would give another list.
+        k[:, :64], k[:, 64:, 0], k[:, 64:, 1] = 0, -3.25, -3.5
+        x = (torch.ones_like(q), k, v)
+        for y in (k, v):
+            torch._dynamo.maybe_mark_dynamic(y, 1)
+        more = {"threshold": share, "scale": math.log(2) / 64}
+        actual = compiled(*x, **more, threshold_mode="length")
+        assert_same(actual, expected_of(x, more | {"threshold": share - math.log2(keys)}))
+        written.append(masks.unpack(actual[2], 2)[0, ::2, 0, 1].tolist())
+    assert written == [[True, True], [True, False]]
 
 
 def test_torch_compile_sees_one_graph_on_a_cpu(fresh_compiler):
