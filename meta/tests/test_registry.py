@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 
@@ -555,20 +555,35 @@ def test_who_asks_for_the_reference_or_gets_a_kernel_is_not_warned(
     assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
-def test_the_warning_is_seen_without_a_logging_setup() -> None:
-    code = (
-        "import torch\n"
-        "from cula import _registry\n"
-        "_registry._arch_of = lambda device: 'sm90'\n"
-        "name, cpu = 'chunk_gated_delta_rule', torch.device('cpu')\n"
-        "facts = [None] * len(_registry.FACTS[name])\n"
-        "call = (name, 'auto', cpu, torch.float64, 64, 64, False, None, *facts)\n"
-        "for _ in range(2): _registry.resolve(*call)\n"
-    )
+WARNING = """
+import torch
+from cula import _registry
+_registry._arch_of = lambda device: 'sm90'
+name, cpu = 'chunk_gated_delta_rule', torch.device('cpu')
+facts = [None] * len(_registry.FACTS[name])
+call = (name, 'auto', cpu, torch.float64, 64, 64, False, None, *facts)
+for _ in range(2): _registry.resolve(*call)
+"""
+LEVEL = """
+import os
+os.environ.update(CULA_LOG="info", CULA_DISABLE="fla")
+import torch, cula
+q = torch.ones(1, 2, 1, 4)
+cula.lightning.lightning_attn_fwd(q, q, q, torch.ones(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def done() -> dict[str, forks.Done]:
+    """What this code left, each in a process of its own, without settings of the environment around."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith("CULA_")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    (line,) = [line for line in done.stderr.splitlines() if "gated_delta_rule" in line]
+    codes = (WARNING, LEVEL)
+    return dict(zip(codes, forks.run(*codes, environment=environment), strict=True))
+
+
+def test_the_warning_is_seen_without_a_logging_setup(done) -> None:
+    assert done[WARNING].status == 0
+    (line,) = [line for line in done[WARNING].err.splitlines() if "gated_delta_rule" in line]
     assert line.startswith(
         "lightning.gated_delta_rule.chunk_gated_delta_rule on sm90 is served by reference, which is"
     )
@@ -595,19 +610,9 @@ def test_a_package_that_is_missing_has_a_row(gpu: Callable[[str], None]) -> None
         resolve("chunk_simple_gla", "made-up-other", CPU, *HALF)
 
 
-def test_log_level_from_the_environment() -> None:
-    code = "import torch, cula; q = torch.ones(1, 2, 1, 4); cula.lightning.lightning_attn_fwd(q, q, q, torch.ones(1))"
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("CULA_")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**environment, "CULA_LOG": "info", "CULA_DISABLE": "fla"},
-    )
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("cula")]
+def test_log_level_from_the_environment(done) -> None:
+    assert done[LEVEL].status == 0
+    (line,) = [line for line in done[LEVEL].err.splitlines() if line.startswith("cula")]
     # Between the two stands the kernel package, where it is installed.
     assert line.startswith(
         "cula INFO: lightning.prefill.lightning_attn_fwd on cpu is served by reference; "

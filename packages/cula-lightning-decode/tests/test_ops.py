@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,7 +19,8 @@ from cula_testing.interpreters import python
 from cula_testing.specs import assert_answer, assert_says_what_to_install
 from cula_testing.tensors import int32, scattered
 
-CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = ("test_schema", "test_faketensor")
+TRACED = "test_aot_dispatch_dynamic"  # a hundred times as slow as the others
 
 
 OP_DTYPES = (
@@ -34,7 +35,18 @@ OP_CASES = [
 ]
 
 
-def op_inputs(make_inputs, dtypes, v_first, slots, views) -> dict[str, Tensor]:
+# Dtypes, layout, indices, views, commit: every pair of facts occurs. Tracing does not look into the operators.
+TRACED_CASES = [
+    (OP_DTYPES[0], False, None, False, False),
+    (OP_DTYPES[0], True, (2, -1, 0), True, True),
+    (OP_DTYPES[1], False, (2, -1, 0), False, True),
+    (OP_DTYPES[1], True, None, True, False),
+    (OP_DTYPES[2], False, None, True, True),
+    (OP_DTYPES[2], True, (2, -1, 0), False, False),
+]
+
+
+def op_inputs(make_inputs, dtypes, v_first, slots, views) -> dict[str, Any]:
     dtype, state_dtype = dtypes
     inputs = make_inputs(
         3, 2, 1, 2, 64, 64, pool=4, dtype=dtype, state_dtype=state_dtype, state_v_first=v_first
@@ -43,36 +55,49 @@ def op_inputs(make_inputs, dtypes, v_first, slots, views) -> dict[str, Tensor]:
         inputs |= {name: scattered(inputs[name]) for name in ("q", "k", "v")}
         inputs["state"] = inputs["state"].repeat(2, 1, 1, 1)[::2]
     inputs["state_indices"] = None if slots is None else int32(*slots)
+    inputs["seed"] = torch.tensor([5]) if state_dtype == torch.bfloat16 else None
     return inputs
+
+
+def check_decode(a: dict[str, Any], v_first: bool, commit: bool, checks) -> None:
+    op = torch.ops.cula_lightning_decode.decode.default
+    tensors = (a["q"], a["k"], a["v"], a["state"], a["decay"], a["state_indices"], a["seed"])
+    arguments = (*tensors, 0.5, v_first, commit, torch.empty_like(a["v"]))
+    torch.library.opcheck(op, arguments, test_utils=checks)
+
+
+def check_commit(a: dict[str, Any], v_first: bool, checks) -> None:
+    op = torch.ops.cula_lightning_decode.commit.default
+    accepted = int32(2, 1, 0)
+    tensors = (a["k"], a["v"], a["state"], a["decay"], accepted, a["state_indices"], a["seed"])
+    torch.library.opcheck(op, (*tensors, v_first), test_utils=checks)
 
 
 @pytest.mark.parametrize("dtypes, v_first, slots, views", OP_CASES)
 def test_opcheck_decode(make_inputs, dtypes, v_first, slots, views):
     a = op_inputs(make_inputs, dtypes, v_first, slots, views)
-    seed = torch.tensor([5]) if dtypes[1] == torch.bfloat16 else None
-    op = torch.ops.cula_lightning_decode.decode.default
-    tensors = (a["q"], a["k"], a["v"], a["state"], a["decay"], a["state_indices"], seed)
     for commit in (True, False):
-        arguments = (*tensors, 0.5, v_first, commit, torch.empty_like(a["v"]))
-        torch.library.opcheck(op, arguments, test_utils=CHECKS)
+        check_decode(a, v_first, commit, CHECKS)
 
 
 @pytest.mark.parametrize("dtypes, v_first, slots, views", OP_CASES)
 def test_opcheck_commit(make_inputs, dtypes, v_first, slots, views):
+    check_commit(op_inputs(make_inputs, dtypes, v_first, slots, views), v_first, CHECKS)
+
+
+@pytest.mark.parametrize("dtypes, v_first, slots, views, commit", TRACED_CASES)
+def test_opcheck_traced(make_inputs, dtypes, v_first, slots, views, commit):
     a = op_inputs(make_inputs, dtypes, v_first, slots, views)
-    seed = torch.tensor([5]) if dtypes[1] == torch.bfloat16 else None
-    op = torch.ops.cula_lightning_decode.commit.default
-    tensors = (a["k"], a["v"], a["state"], a["decay"], int32(2, 1, 0), a["state_indices"], seed)
-    torch.library.opcheck(op, (*tensors, v_first), test_utils=CHECKS)
+    check_decode(a, v_first, commit, TRACED)
+    check_commit(a, v_first, TRACED)
 
 
 def test_opcheck_empty_batch(make_inputs):
-    a = make_inputs(0, 2, 1, 2, 64, 64, pool=2)
-    out = torch.empty_like(a["v"])
-    decode = (a["q"], a["k"], a["v"], a["state"], a["decay"], int32(), None, 0.5, False, True, out)
-    torch.library.opcheck(torch.ops.cula_lightning_decode.decode.default, decode, test_utils=CHECKS)
+    a = make_inputs(0, 2, 1, 2, 64, 64, pool=2) | {"state_indices": int32(), "seed": None}
+    check_decode(a, False, True, (*CHECKS, TRACED))
     commit = (a["k"], a["v"], a["state"], a["decay"], int32(), int32(), None, False)
-    torch.library.opcheck(torch.ops.cula_lightning_decode.commit.default, commit, test_utils=CHECKS)
+    op = torch.ops.cula_lightning_decode.commit.default
+    torch.library.opcheck(op, commit, test_utils=(*CHECKS, TRACED))
 
 
 def test_the_schema_names_what_is_written():
@@ -154,8 +179,7 @@ def step(q, k, v, state, decay, rows, accepted, seed, v_first=False):
     return drafted + linear_attention_decode(q, k, v, state, decay, **layout, rounding_seed=seed)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("v_first, dynamic", [(False, False), (True, True)])
 def test_torch_compile_sees_one_graph(make_inputs, fresh_compiler, v_first, dynamic):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for batch in (2, 3):

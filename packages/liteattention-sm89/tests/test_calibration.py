@@ -171,7 +171,7 @@ def test_calibration_hits_the_target(metric, target):
 
 
 def test_a_calibrated_call_is_an_ordinary_call_with_the_threshold_found():
-    lite, inputs = LiteAttention(config=Calib(0.02)), waves()
+    lite, inputs = LiteAttention(config=Calib(0.02)), waves(heads=4)
     chain = [inputs, drift(*inputs), drift(*inputs)]
     outs = [lite(*x, must_do_list=[0, 64], must_skip_list=[448, 512]) for x in chain]
     replay = LiteAttention(config=[Run(x) for x in lite.found_thresholds])
@@ -185,7 +185,7 @@ def test_a_calibrated_call_is_an_ordinary_call_with_the_threshold_found():
 
 
 def test_a_tighter_target_keeps_more():
-    inputs, densities = waves(), []
+    inputs, densities = waves(heads=4), []
     for target in (0.001, 0.01, 0.1):
         lite = LiteAttention(config=Calib(target))
         lite(*inputs)
@@ -195,7 +195,7 @@ def test_a_tighter_target_keeps_more():
 
 def test_branches_and_runs_agree_on_the_strictest_threshold():
     lite, other = LiteAttention(config=Calib(0.02)), SkipState()
-    first, second = waves(), waves()
+    first, second = waves(heads=4), waves(heads=4)
     lite(*first)
     (mine,) = lite.found_thresholds
     lite(*second, state=other)
@@ -248,7 +248,9 @@ def test_what_a_registry_refuses(tmp_path):
 
 
 @reads_toml
-@pytest.mark.parametrize("config", [Calib(0.05), {"target_error": 0.05, "metric": "L1"}])
+@pytest.mark.parametrize(
+    "config", [Calib(0.05, max_steps=12), {"target_error": 0.05, "metric": "L1", "max_steps": 12}]
+)
 def test_calibrate_save_and_load(tmp_path, config):
     path, chain = tmp_path / "thresholds.toml", [waves(256, heads=2)]
     chain += [drift(*chain[0]) for _ in range(2)]
@@ -291,11 +293,11 @@ def record(model: Model, inputs: tuple) -> list[Tensor]:
 @reads_toml
 def test_a_new_registry_starts_at_the_first_step(tmp_path):
     model, inputs = Model(), waves(256, heads=2)
-    from_model = LiteAttentionRegistry.from_model
-    registry = from_model(model, mode="calib", filename=tmp_path / "a.toml", calib_config={})
+    from_model, few = LiteAttentionRegistry.from_model, {"max_steps": 8}
+    registry = from_model(model, mode="calib", filename=tmp_path / "a.toml", calib_config=few)
     model(*inputs)
     model(*inputs)
-    registry = from_model(model, mode="calib", filename=tmp_path / "b.toml")
+    registry = from_model(model, mode="calib", filename=tmp_path / "b.toml", calib_config=few)
     assert registry.config_output == {}
     model(*inputs)
     assert [len(x) for x in registry.config_output.values()] == [1] * 4

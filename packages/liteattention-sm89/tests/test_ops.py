@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import liteattention_sm89
+from cula_testing.interpreters import run
 from cula_testing.specs import assert_answer, assert_says_what_to_install
 from liteattention_sm89 import _spec, lite_attention, masks, ops, reference
 from liteattention_sm89.check import is_aligned
@@ -324,12 +322,21 @@ def test_a_trace_with_symbols_serves_other_lengths(launched, mode):
 
 
 def test_torch_compile_keeps_the_share_of_every_length(fresh_compiler):
-    more = {"threshold": 3.0, "threshold_mode": "length"}
-    compiled = torch.compile(lite_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for keys in (100, 400):
-        x = tensors(1, 20, keys)
-        expected = expected_of(x, {"threshold": 3 - math.log2(keys)})
-        assert_same(compiled(*x, **more), expected)
+    """The first compilation has a symbol for the length, the second one for the share too."""
+    compiled = torch.compile(lite_attention, fullgraph=True, backend="aot_eager")
+    written = []
+    for keys, share in ((100, 3.0), (120, 3.5)):
+        q, k, v = tensors(1, 20, keys)
+        # Of the second tile, so that the length, the share or both of the first call would give another list.
+        k[:, :64], k[:, 64:, 0], k[:, 64:, 1] = 0, -3.25, -3.5
+        x = (torch.ones_like(q), k, v)
+        for y in (k, v):
+            torch._dynamo.maybe_mark_dynamic(y, 1)
+        more = {"threshold": share, "scale": math.log(2) / 64}
+        actual = compiled(*x, **more, threshold_mode="length")
+        assert_same(actual, expected_of(x, more | {"threshold": share - math.log2(keys)}))
+        written.append(masks.unpack(actual[2], 2)[0, ::2, 0, 1].tolist())
+    assert written == [[True, True], [True, False]]
 
 
 def test_torch_compile_sees_one_graph_on_a_cpu(fresh_compiler):
@@ -340,15 +347,14 @@ def test_torch_compile_sees_one_graph_on_a_cpu(fresh_compiler):
 
 def test_a_fresh_interpreter(tmp_path):
     """Imports and calls on a CPU need neither a kernel language nor diffusers; `replay` is a program."""
-    code = f"""
+    code = """
 import importlib.abc, runpy, sys
-sys.path.insert(0, {str(Path(liteattention_sm89.__file__).parents[1])!r})
 import torch
 before, heavy = set(sys.modules), ("cutlass", "triton", "tvm_ffi", "cula", "fla", "diffusers")
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in heavy:
-            raise ImportError(f"{{name}} must not be imported")
+            raise ImportError(f"{name} must not be imported")
 sys.meta_path.insert(0, Block())
 import liteattention_sm89
 from liteattention_sm89 import _spec, diffusers
@@ -358,13 +364,12 @@ _spec.load("lite_attention")(x, x, x)
 sys.meta_path.pop(0)
 _spec.supports()
 new = set(sys.modules) - before
-assert not {{m.partition(".")[0] for m in new}} & set(heavy), new
+assert not {m.partition(".")[0] for m in new} & set(heavy), new
 assert "liteattention_sm89.launch" not in new
 sys.argv = ["replay", "x.pt"]
 runpy.run_module("liteattention_sm89.replay", run_name="__main__")
 """
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = run(code, liteattention_sm89, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (2, "error: x.pt: no such file\n")
 
 
