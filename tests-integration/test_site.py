@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import noxfile
+from cula import kda, lightning, lite, varlen
 from cula._facts import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,7 @@ PAGES = sorted(path.name for path in ROOT.glob("docs/*.md"))
 CODE = ("noxfile.py", "tools/*.py", "meta/src/**/*.py", "packages/*/src/**/*", "benchmarks/**/*.py")
 VARIABLE = re.compile(r"\bCULA_[A-Z]+(?:_[A-Z]+)*\b")
 DEBUGGING = "debugging.md"
+MODULES = {module.__name__: module for module in (kda, lightning, lite, varlen)}
 
 
 def navigation() -> list[str]:
@@ -29,11 +31,14 @@ def navigation() -> list[str]:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors of the headings of a document."""
-    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """The anchors of the headings of a document, and of the modules and functions whose docstrings it shows."""
+    text = document.read_text()
+    shown = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    shown |= {f"{m}.{name}" for m in shown & set(MODULES) for name in MODULES[m].__all__}
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     words = (re.sub(r"[^\w\s-]", "", title.lower()) for title in titles)
-    return {re.sub(r"[-\s]+", "-", word.strip()) for word in words}
+    return shown | {re.sub(r"[-\s]+", "-", word.strip()) for word in words}
 
 
 def broken(text: str, folder: Path) -> list[str]:
@@ -78,6 +83,9 @@ def test_every_relative_link_resolves(page: str) -> None:
         ("[a](varlen.md)", True),
         ("[a](varlen.md#the-contract)", True),
         ("[a](../CONTRIBUTING.md#tests)", True),
+        ("[a](api.md#cula.kda)", True),
+        ("[a](api.md#cula.kda.chunk_kda)", True),
+        ("[a](api.md#cula.kda.nothing)", False),
         ("[a](nothing.md)", False),
         ("[a](varlen.md#nothing)", False),
         ("[a](../packages)", False),
