@@ -8,10 +8,11 @@ from typing import Any
 import griffe
 
 
-class OneExample(griffe.Extension):
-    """Reads a section `Example:`, as our docstrings have it, like the `Examples:` that griffe knows."""
+class OurSections(griffe.Extension):
+    """Reads a section `Example:` like the `Examples:` that griffe knows, and what is returned without its backticks."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            text = obj.docstring.value
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^(Returns:\n +)`([^`]+)`:", r"\1\2:", text, flags=re.MULTILINE)
+            obj.docstring.value = text

@@ -110,7 +110,7 @@ def _facts(supports: Callable[..., str | None]) -> list[str]:
     rows, columns = ([n for n in _TILES if supports(**{name: n}) is None] for name in _BLOCKS)
     tiles = f"{_listed(rows)} x {_listed(columns)}" if len(rows) < len(_TILES) else "-"
     states = _dtypes(supports, "state_dtype")
-    layouts = {False: "`[.., K, V]`", True: "`[.., V, K]`"}
+    layouts = {False: "`K, V`", True: "`V, K`"}
     orders = [text for flag, text in layouts.items() if supports(state_v_first=flag) is None]
     return [
         _dtypes(supports, "dtype"),
