@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import noxfile
-from cula import kda, lightning, lite, varlen
+from cula import kda, lightning, lite, reference, varlen
 from cula._facts import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +71,22 @@ def test_the_navigation_names_files_that_exist() -> None:
 def test_every_kernel_package_has_a_page() -> None:
     readmes = {f"repository/packages/{name}/README.md" for name in noxfile.PACKAGES}
     assert readmes <= set(navigation())
+
+
+def test_every_public_name_of_cula_is_in_the_reference() -> None:
+    shown = (ROOT / "docs/api.md").read_text()
+    for module in MODULES:
+        assert f"::: {module}\n" in shown, module
+    assert "::: cula._registry.explain\n" in shown
+    assert [name for name in reference.__all__ if not re.search(rf"\b{name}\b", shown)] == []
+
+
+@pytest.mark.parametrize("package", noxfile.PACKAGES)
+def test_every_public_name_of_a_kernel_package_is_in_the_reference(package: str) -> None:
+    shown = (ROOT / "docs/api-packages.md").read_text()
+    names = importlib.import_module(noxfile._import_name(package)).__all__
+    assert [name for name in names if not re.search(rf"\b{name}\b", shown)] == []
+    assert f"- packages/{package}/src\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
