@@ -182,8 +182,8 @@ def explain(op: str, **problem: Any) -> Explanation:
         >>> found = cula.explain("chunk_kda", arch="cpu", dtype="bfloat16")
         >>> found.chosen
         'reference'
-        >>> found.rows[-1].verdict
-        'chosen'
+        >>> [row.verdict for row in found.rows if row.name == "reference"]
+        ['chosen']
     """
     op, function = _find_op(op, problem.pop("function", None))
     impl = problem.pop("impl", "auto")
