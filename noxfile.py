@@ -126,6 +126,15 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site in site/, with every link checked; `-- serve` shows it at a local address."""
+    _install(session, group="docs")
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    command, *options = session.posargs or ["build"]
+    session.run("mkdocs", command, "--strict", *options)
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """mypy over the host files; kernels are written in the DSL's types and left out."""
     _install(session, "cula[demo]", *PACKAGES, *DEVELOPMENT_TOOLS, group="types")

@@ -176,6 +176,14 @@ def explain(op: str, **problem: Any) -> Explanation:
     Raises:
         TypeError: a fact that the function does not have.
         ValueError: no such op, no such architecture, or no implementation of the name `impl`.
+
+    Example:
+        >>> import cula
+        >>> found = cula.explain("chunk_kda", arch="cpu", dtype="bfloat16")
+        >>> found.chosen
+        'reference'
+        >>> [row.verdict for row in found.rows if row.name == "reference"]
+        ['chosen']
     """
     op, function = _find_op(op, problem.pop("function", None))
     impl = problem.pop("impl", "auto")

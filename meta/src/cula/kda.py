@@ -100,6 +100,19 @@ def chunk_kda(
         TypeError, ValueError: an argument does not fit; nothing was changed.
         NotImplementedError: `cp_context` is given.
         RuntimeError: the implementation asked for cannot serve; the message says why.
+
+    Example:
+        >>> import torch
+        >>> from cula.kda import chunk_kda
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, H, K]
+        >>> v = torch.randn(1, 100, 4, 32)  # [B, T, HV, V]: two value heads for each head of q and k
+        >>> g, beta = -torch.rand(1, 100, 4, 32), torch.rand(1, 100, 4)
+        >>> cu_seqlens = torch.tensor([0, 30, 30, 100])  # three packed sequences, one of them empty
+        >>> o, states = chunk_kda(
+        ...     q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True, cu_seqlens=cu_seqlens
+        ... )
+        >>> o.shape, states.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([3, 4, 32, 32]))
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
@@ -244,6 +257,23 @@ def fused_recurrent_kda(
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the implementation asked for cannot serve; the message says why.
+
+    Example:
+        >>> import torch
+        >>> from cula.kda import chunk_kda, fused_recurrent_kda
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, H, K]
+        >>> v = torch.randn(1, 100, 4, 32)  # [B, T, HV, V]: two value heads for each head of q and k
+        >>> g, beta = -torch.rand(1, 100, 4, 32), torch.rand(1, 100, 4)
+        >>> first, last = slice(0, 99), slice(99, 100)
+        >>> _, state = chunk_kda(
+        ...     *(x[:, first] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True, output_final_state=True
+        ... )
+        >>> o, state = fused_recurrent_kda(
+        ...     *(x[:, last] for x in (q, k, v, g, beta)),
+        ...     initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dims = _check.fused_recurrent_kda(
@@ -349,6 +379,16 @@ def kda_prefill_hopper(
             not take this problem. Inputs that require gradients need flash-linear-attention beside a kernel without a
             backward.
         TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+
+    Example:
+        >>> import torch
+        >>> from cula.kda import kda_prefill_hopper
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, H, K]
+        >>> v = torch.randn(1, 100, 4, 32)  # [B, T, HV, V]: two value heads for each head of q and k
+        >>> g, beta = -torch.rand(1, 100, 4, 32), torch.rand(1, 100, 4)
+        >>> kda_prefill_hopper(q, k, v, g, beta)  # these tensors are on the CPU
+        Traceback (most recent call last):
+        RuntimeError: kda_prefill_hopper needs tensors on a Hopper GPU (sm90), got cpu
     """
     if isinstance(q, Tensor) and arch_of(q.device) != "sm90":
         raise RuntimeError(

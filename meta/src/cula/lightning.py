@@ -95,6 +95,15 @@ def lightning_attn_fwd(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import lightning_attn_fwd
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 32)  # each [B, T, H, D]
+        >>> decay = torch.tensor([0.01, 0.5])
+        >>> o, state = lightning_attn_fwd(q, k, v, decay, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
     requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
@@ -201,6 +210,19 @@ def lightning_attn_fwd_varlen(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import lightning_attn_fwd_varlen
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 32)  # each [1, T, H, D]
+        >>> decay = torch.tensor([0.01, 0.5])
+        >>> cu_seqlens = torch.tensor([0, 60, 100])  # two sequences
+        >>> pool, rows = torch.zeros(8, 2, 32, 32), torch.tensor([5, -1], dtype=torch.int32)
+        >>> o, pool = lightning_attn_fwd_varlen(
+        ...     q, k, v, decay, cu_seqlens, state_pool=pool, initial_state_indices=rows
+        ... )
+        >>> pool[5].any().item(), pool[:5].any().item(), o[:, 60:].any().item()  # the second one is padding
+        (True, False, False)
     """
     requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
@@ -309,6 +331,14 @@ def chunk_lightning_attn(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import chunk_lightning_attn
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 32)  # each [B, T, H, D]
+        >>> o, state = chunk_lightning_attn(q, k, v, layer_idx=3, num_layers=12, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
     _check.layer(layer_idx, num_layers)
     g_gamma = None
@@ -381,6 +411,17 @@ def chunk_simple_gla(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import chunk_simple_gla
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 32)  # each [B, T, H, D]
+        >>> g = torch.nn.functional.logsigmoid(torch.randn(1, 100, 2))  # [B, T, HV], <= 0
+        >>> o, state = chunk_simple_gla(q[:, :64], k[:, :64], v[:, :64], g[:, :64], output_final_state=True)
+        >>> rest, _ = chunk_simple_gla(q[:, 64:], k[:, 64:], v[:, 64:], g[:, 64:], initial_state=state)
+        >>> whole, _ = chunk_simple_gla(q, k, v, g)
+        >>> torch.allclose(torch.cat((o, rest), 1), whole, atol=1e-3)
+        True
     """
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
@@ -505,6 +546,18 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
         NotImplementedError: `cp_context` is given.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import chunk_gated_delta_rule
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, H, K]
+        >>> v = torch.randn(1, 100, 4, 32)  # [B, T, HV, V]: two value heads for each head of q and k
+        >>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+        >>> o, state = chunk_gated_delta_rule(
+        ...     q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dims = _check.chunk_gated_delta_rule(
@@ -615,6 +668,16 @@ def linear_attention_decode(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import linear_attention_decode
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 32)  # each [B, T, H, D]: one new token for each of two rows
+        >>> pool = torch.zeros(8, 4, 32, 32)  # [pool, H, K, V]
+        >>> rows = torch.tensor([6, -1], dtype=torch.int32)  # the second row is padding
+        >>> out = linear_attention_decode(q, k, v, pool, torch.full((4,), 0.1), state_indices=rows)
+        >>> out.shape, out[1].any().item(), pool[6].any().item()
+        (torch.Size([2, 1, 4, 32]), False, True)
     """
     _check.decode_operands(k, v, state, q)
     run = resolve(
@@ -683,6 +746,16 @@ def linear_attention_commit(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module. Inputs that require gradients are a ValueError.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import linear_attention_commit, linear_attention_decode
+        >>> q, k, v = torch.randn(3, 2, 4, 4, 32)  # four tokens proposed for each of two rows
+        >>> state, decay = torch.zeros(2, 4, 32, 32), torch.full((4,), 0.1)
+        >>> draft = linear_attention_decode(q, k, v, state, decay, commit=False)  # the state stays
+        >>> linear_attention_commit(k, v, state, decay, torch.tensor([3, 0], dtype=torch.int32))
+        >>> state[0].any().item(), state[1].any().item()
+        (True, False)
     """
     _check.decode_operands(k, v, state)
     run = resolve(

@@ -102,6 +102,15 @@ def lite_attention(
     Raises:
         TypeError, ValueError: an argument does not fit, or the reference serves and does not have what is asked for.
         RuntimeError: the implementation asked for cannot serve; the message says why.
+
+    Example:
+        >>> import torch
+        >>> from cula.lite import lite_attention
+        >>> q, k, v = torch.randn(3, 1, 300, 2, 32)  # each [B, S, H, D]
+        >>> out, lse, mask = lite_attention(q, k, v, threshold=-6.0)  # every tile, and the list for the next call
+        >>> out, lse, fewer = lite_attention(q, k, v, mask, threshold=-6.0, direction=-1)
+        >>> out.shape, mask.shape, (fewer & ~mask).any().item()  # a list only shrinks
+        (torch.Size([1, 300, 2, 32]), torch.Size([1, 2, 3, 1]), False)
     """
     requires_grad = _check.requires_grad(q, k, v)
     options: dict[str, Any] = {

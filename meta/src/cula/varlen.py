@@ -58,6 +58,11 @@ def cu_seqlens_from_lengths(
     Raises:
         TypeError, ValueError: a wrong type or dtype, a negative length (seen in lists and CPU tensors only), or a
             total that the dtype cannot hold (lists only).
+
+    Example:
+        >>> from cula import varlen
+        >>> varlen.cu_seqlens_from_lengths([3, 0, 1]).tolist()
+        [0, 3, 3, 4]
     """
     _index_dtype("dtype", dtype)
     if isinstance(lengths, Tensor):
@@ -79,13 +84,27 @@ def cu_seqlens_from_lengths(
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Tensor) -> Tensor:
-    """Lengths `[N]` on the device and in the dtype of `cu_seqlens` `[N+1]`."""
+    """Lengths `[N]` on the device and in the dtype of `cu_seqlens` `[N+1]`.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.lengths_from_cu_seqlens(cu_seqlens).tolist()
+        [3, 0, 1]
+    """
     _cu_seqlens(cu_seqlens)
     return cu_seqlens.diff()
 
 
 def host_lengths(cu_seqlens: Tensor) -> list[int]:
-    """Lengths as a Python list. Waits for the device when `cu_seqlens` is not on the CPU."""
+    """Lengths as a Python list. Waits for the device when `cu_seqlens` is not on the CPU.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.host_lengths(cu_seqlens)
+        [3, 0, 1]
+    """
     _cu_seqlens(cu_seqlens)
     return cu_seqlens.diff().tolist()
 
@@ -96,6 +115,13 @@ def cu_seqlens_from_mask(mask: Tensor, *, dtype: torch.dtype = torch.int32) -> T
     Args:
         mask: bool or integer `[B, T]`, nonzero where there is a token. Only the number of tokens in each row counts.
         dtype: torch.int32 or torch.int64.
+
+    Example:
+        >>> import torch
+        >>> from cula import varlen
+        >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+        >>> varlen.cu_seqlens_from_mask(mask).tolist()
+        [0, 3, 4]
     """
     _index_dtype("dtype", dtype)
     if not isinstance(mask, Tensor):
@@ -116,6 +142,12 @@ def mask_from_cu_seqlens(
         cu_seqlens: int32 or int64 `[N+1]`.
         max_length: number of columns, at least the longest length.
         padding: the side of the padding.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.mask_from_cu_seqlens(cu_seqlens, 3).int().tolist()
+        [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
     """
     lengths = lengths_from_cu_seqlens(cu_seqlens)
     return _columns(lengths, cu_seqlens, max_length, padding)[1]
@@ -128,7 +160,13 @@ def uniform_cu_seqlens(
     dtype: torch.dtype = torch.int32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Cumulative lengths `[batch+1]` of `batch` sequences of `length` tokens, written on the device by one kernel."""
+    """Cumulative lengths `[batch+1]` of `batch` sequences of `length` tokens, written on the device by one kernel.
+
+    Example:
+        >>> from cula import varlen
+        >>> varlen.uniform_cu_seqlens(3, 5).tolist()
+        [0, 5, 10, 15]
+    """
     _index_dtype("dtype", dtype)
     _count("batch", batch)
     _count("length", length)
@@ -147,6 +185,12 @@ def pad_cu_seqlens(cu_seqlens: Tensor, num_seqs: int) -> Tensor:
     Args:
         cu_seqlens: int32 or int64 `[N+1]` with N <= num_seqs.
         num_seqs: number of sequences of the result `[num_seqs+1]`.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.pad_cu_seqlens(cu_seqlens, 5).tolist()
+        [0, 3, 3, 4, 4, 4]
     """
     _cu_seqlens(cu_seqlens)
     _count("num_seqs", num_seqs)
@@ -164,6 +208,12 @@ def sequence_ids(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     Args:
         cu_seqlens: int32 or int64 `[N+1]`.
         total: number of rows. Needed unless `cu_seqlens` is on the CPU. Rows past the last sequence get -1.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.sequence_ids(cu_seqlens, 6).tolist()
+        [0, 0, 0, 2, -1, -1]
     """
     total = _total(cu_seqlens, total)
     rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -177,6 +227,12 @@ def positions(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     Args:
         cu_seqlens: int32 or int64 `[N+1]`.
         total: number of rows. Needed unless `cu_seqlens` is on the CPU. Rows past the last sequence get -1.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.positions(cu_seqlens).tolist()
+        [0, 1, 2, 0]
     """
     return _locate(cu_seqlens, _total(cu_seqlens, total))[1]
 
@@ -192,6 +248,15 @@ def pack(
         total: number of packed tokens, `cu_seqlens[-1]`. Needed unless `cu_seqlens` is on the CPU. Rows past the last
             sequence are zero.
         padding: the side of the padding.
+
+    Example:
+        >>> import torch
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> x = torch.randn(3, 5, 2)  # [N, T, ...], padding on the right
+        >>> packed = varlen.pack(x, cu_seqlens)
+        >>> packed.shape, torch.equal(packed[0, :3], x[0, :3]), torch.equal(packed[0, 3], x[2, 0])
+        (torch.Size([1, 4, 2]), True, True)
     """
     _batch(x, "[N, T, ...]")
     _cu_seqlens(cu_seqlens, x)
@@ -231,6 +296,15 @@ def unpack(
             the tokens that do not fit are left out).
         padding: the side of the padding.
         value: what the padding holds.
+
+    Example:
+        >>> import torch
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> x = torch.randn(1, 4, 2)
+        >>> rows = varlen.unpack(x, cu_seqlens, max_length=3)
+        >>> rows.shape, torch.equal(varlen.pack(rows, cu_seqlens), x)
+        (torch.Size([3, 3, 2]), True)
     """
     _batch(x, "[1, total, ...]")
     if x.shape[0] != 1:
@@ -251,6 +325,11 @@ def capacity(tokens: int, num_seqs: int, chunk_size: int) -> int:
     A sequence of l tokens has ceil(l / chunk_size) chunks. The worst packing gives one token to as many sequences as
     there are tokens for and all the others to one of them: `min(T, N) + (T - min(T, N)) // chunk_size`. A kernel whose
     grid has this size serves every packing of that shape.
+
+    Example:
+        >>> from cula import varlen
+        >>> varlen.capacity(tokens=9, num_seqs=4, chunk_size=2)
+        6
     """
     _count("tokens", tokens)
     _count("num_seqs", num_seqs)
@@ -262,7 +341,14 @@ def capacity(tokens: int, num_seqs: int, chunk_size: int) -> int:
 
 
 def chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
-    """Chunks before each sequence, `[N+1]` in the dtype of `cu_seqlens`; the last entry is their number NT."""
+    """Chunks before each sequence, `[N+1]` in the dtype of `cu_seqlens`; the last entry is their number NT.
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.chunk_offsets(cu_seqlens, 2).tolist()
+        [0, 2, 2, 3]
+    """
     _cu_seqlens(cu_seqlens)
     _chunk_size(chunk_size)
     counts = (cu_seqlens.diff() + (chunk_size - 1)).div(chunk_size, rounding_mode="floor")
@@ -277,6 +363,12 @@ def chunk_indices(cu_seqlens: Tensor, chunk_size: int, num_chunks: int | None = 
         chunk_size: tokens in a full chunk.
         num_chunks: number of rows, usually `capacity(...)`. Needed unless `cu_seqlens` is on the CPU, where it defaults
             to the exact number. Rows past the last chunk hold (-1, -1).
+
+    Example:
+        >>> from cula import varlen
+        >>> cu_seqlens = varlen.cu_seqlens_from_lengths([3, 0, 1])
+        >>> varlen.chunk_indices(cu_seqlens, 2).tolist()
+        [[0, 0], [0, 1], [2, 0]]
     """
     offsets = chunk_offsets(cu_seqlens, chunk_size)
     if num_chunks is None and not is_readable(offsets):

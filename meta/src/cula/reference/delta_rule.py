@@ -136,7 +136,18 @@ def recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **activation: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Token-by-token oracle of `chunk_kda`; it takes the same activation flags and reads `cu_seqlens` on the host."""
+    """Token-by-token oracle of `chunk_kda`; it takes the same activation flags and reads `cu_seqlens` on the host.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import recurrent_kda
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 100, 2, 16, dtype=torch.float64), dim=-1)
+        >>> v = torch.randn(1, 100, 2, 16, dtype=torch.float64)
+        >>> g, beta = -torch.rand(1, 100, 2, 16, dtype=torch.float64), torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> o, state = recurrent_kda(q, k, v, g, beta, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]))
+    """
     q, k, values, g, beta = _prepare(q, k, v, g, beta, scale, **activation)
     initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
     o, final = walk_tokens(_step, (q, k, g, beta), values, initial, cu_seqlens)
@@ -167,6 +178,15 @@ def fused_recurrent_kda(
     """`chunk_kda` one token after another, for the few tokens of decoding; differentiable.
 
     Arguments and results as `chunk_kda` has them. Unlike the oracle it does not read `cu_seqlens` on the host.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import fused_recurrent_kda, recurrent_kda
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 100, 2, 16, dtype=torch.float64), dim=-1)
+        >>> v = torch.randn(1, 100, 2, 16, dtype=torch.float64)
+        >>> g, beta = -torch.rand(1, 100, 2, 16, dtype=torch.float64), torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> torch.allclose(fused_recurrent_kda(q, k, v, g, beta)[0], recurrent_kda(q, k, v, g, beta)[0])
+        True
     """
     q, k, values, g, beta = inputs = _prepare(
         q,
@@ -205,7 +225,17 @@ def recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **activation: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Token-by-token oracle of `chunk_gated_delta_rule`: the KDA recurrence with one decay per head, g `[B, T, HV]`."""
+    """Token-by-token oracle of `chunk_gated_delta_rule`: the KDA recurrence with one decay per head, g `[B, T, HV]`.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import recurrent_gated_delta_rule
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 100, 2, 16, dtype=torch.float64), dim=-1)
+        >>> v = torch.randn(1, 100, 2, 16, dtype=torch.float64)
+        >>> g, beta = -torch.rand(1, 100, 2, dtype=torch.float64), torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> recurrent_gated_delta_rule(q, k, v, g, beta)[0].shape
+        torch.Size([1, 100, 2, 16])
+    """
     return recurrent_kda(
         q,
         k,
@@ -263,6 +293,15 @@ def chunk_kda(
     with return_intermediate_states a third result, the state before each chunk of 64, `[B, NT, HV, K, V]` in the
     state's layout and dtype. For packed input NT is the capacity bound and surplus entries are zero, unless
     `cu_seqlens_cpu` tells the exact count.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import chunk_kda, recurrent_kda
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 100, 2, 16, dtype=torch.float64), dim=-1)
+        >>> v = torch.randn(1, 100, 2, 16, dtype=torch.float64)
+        >>> g, beta = -torch.rand(1, 100, 2, 16, dtype=torch.float64), torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> torch.allclose(chunk_kda(q, k, v, g, beta)[0], recurrent_kda(q, k, v, g, beta)[0])
+        True
     """
     if cp_context is not None:
         raise NotImplementedError(
@@ -325,6 +364,16 @@ def chunk_gated_delta_rule(
     """Gated delta rule: `chunk_kda` with one decay per head, g `[B, T, HV]`, and dt_bias `[HV]`.
 
     `cu_seqlens_cpu` and `chunk_indices` are neither needed nor read.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import chunk_gated_delta_rule, recurrent_gated_delta_rule
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 100, 2, 16, dtype=torch.float64), dim=-1)
+        >>> v = torch.randn(1, 100, 2, 16, dtype=torch.float64)
+        >>> g, beta = -torch.rand(1, 100, 2, dtype=torch.float64), torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> expected, _ = recurrent_gated_delta_rule(q, k, v, g, beta)
+        >>> torch.allclose(chunk_gated_delta_rule(q, k, v, g, beta)[0], expected)
+        True
     """
     o, final_state, *_ = chunk_kda(
         q,

@@ -36,6 +36,13 @@ def lightning_attn_fwd(
     """Lightning attention over a dense batch: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, decay `[HV]` >= 0.
 
     States, results and the other arguments are those of `chunk_simple_gla`; scale defaults to `K ** -0.5`.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import lightning_attn_fwd
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 16)  # each [B, T, H, D]
+        >>> lightning_attn_fwd(q, k, v, torch.full((2,), 0.1))[0].shape
+        torch.Size([1, 100, 2, 16])
     """
     return chunk_simple_gla(
         q,
@@ -83,6 +90,15 @@ def lightning_attn_fwd_varlen(
 
     Returns `(o, state_pool)`; without a pool (every sequence starts from zero), or with one that is only read,
     `(o, final_states or None)`, in which a padding slot has zeros.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import lightning_attn_fwd_varlen
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 16)  # each [1, T, H, D]
+        >>> cu_seqlens = torch.tensor([0, 60, 100])
+        >>> o, states = lightning_attn_fwd_varlen(q, k, v, torch.full((2,), 0.1), cu_seqlens)
+        >>> o.shape, states.shape
+        (torch.Size([1, 100, 2, 16]), torch.Size([2, 2, 16, 16]))
     """
     if state_pool is None:
         return chunk_simple_gla(

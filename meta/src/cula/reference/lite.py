@@ -76,6 +76,16 @@ def lite_attention(
     Scores are in log2 units, `q k scale log2(e)`, where tiles are judged. A NaN difference of scores does not keep a
     tile. A row that sees no key has out 0 and lse -inf, and passes on no gradient. Raises ValueError for `use_int8` and
     `grad_mask`.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import lite_attention
+        >>> q, k, v = torch.randn(3, 1, 300, 2, 16)  # each [B, S, H, D]
+        >>> out, lse, _ = lite_attention(q, k, v, threshold=None)  # dense attention
+        >>> swapped = (x.transpose(1, 2) for x in (q, k, v))
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(*swapped).transpose(1, 2)
+        >>> torch.allclose(out, expected, atol=1e-4)
+        True
     """
     for name, value in (("use_int8", use_int8 or None), ("grad_mask", grad_mask)):
         if value is not None:

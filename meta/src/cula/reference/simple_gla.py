@@ -65,7 +65,17 @@ def recurrent_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Token-by-token oracle of `chunk_simple_gla`; same arguments, but it reads `cu_seqlens` on the host."""
+    """Token-by-token oracle of `chunk_simple_gla`; same arguments, but it reads `cu_seqlens` on the host.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import recurrent_simple_gla
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 16, dtype=torch.float64)  # each [B, T, H, D]
+        >>> g = -torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> o, state = recurrent_simple_gla(q, k, v, g, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]))
+    """
     rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale)
     initial = incoming_state(initial_state, cols, values, cu_seqlens, state_v_first)
 
@@ -109,6 +119,14 @@ def chunk_simple_gla(
     exact_state and num_splits have no effect.
 
     Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in fp32 (fp64 for fp64 input) or None.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import chunk_simple_gla, recurrent_simple_gla
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 16, dtype=torch.float64)  # each [B, T, H, D]
+        >>> g = -torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> torch.allclose(chunk_simple_gla(q, k, v, g)[0], recurrent_simple_gla(q, k, v, g)[0])
+        True
     """
     o, final = chunked_simple_gla(
         q,

@@ -35,6 +35,14 @@ def linear_attention_decode(
     place unless `commit` is false. decay: [HV], natural log units, >= 0. state_indices: int32 [B]; a negative index is
     padding: its output is zero and no state changes. Arithmetic is fp32, or fp64 when an input is fp64.
     Returns the outputs [B, T, HV, V].
+
+    Example:
+        >>> import torch
+        >>> from cula_core.reference.lightning_decode import linear_attention_decode
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 16)  # each [B, T, H, D]
+        >>> state = torch.zeros(2, 4, 16, 16)
+        >>> linear_attention_decode(q, k, v, state, torch.full((4,), 0.1)).shape, state.any().item()
+        (torch.Size([2, 1, 4, 16]), True)
     """
     batch, tokens, heads, dim_k = q.shape
     group = v.shape[2] // heads
@@ -68,7 +76,17 @@ def linear_attention_commit(
     state_v_first: bool = False,
     rounding_seed: Tensor | int | None = None,
 ) -> None:
-    """Advances the state of row b by its first `num_accepted[b]` tokens (int32 [B], 0..T)."""
+    """Advances the state of row b by its first `num_accepted[b]` tokens (int32 [B], 0..T).
+
+    Example:
+        >>> import torch
+        >>> from cula_core.reference.lightning_decode import linear_attention_commit
+        >>> k, v = torch.randn(2, 2, 3, 4, 16)  # each [B, T, H, D]
+        >>> state, accepted = torch.zeros(2, 4, 16, 16), torch.tensor([2, 0], dtype=torch.int32)
+        >>> linear_attention_commit(k, v, state, torch.full((4,), 0.1), accepted)
+        >>> state[0].any().item(), state[1].any().item()
+        (True, False)
+    """
     batch, tokens, heads, _ = k.shape
     group = v.shape[2] // heads
     work = work_dtype(k, v, state)
