@@ -118,7 +118,10 @@ def test_a_dry_run_says_what_would_happen(
     ]
     assert "runs    python benchmarks/run.py lightning_decode --json" in lines
     assert "runs    python benchmarks/ops/decode/ncu_decode.py profile --sms 0" in lines
-    assert lines[-2:] == ["writes  benchmarks/results/h20/*.json", "        BENCHMARK_H20.md"]
+    assert lines[-2:] == [
+        "writes  benchmarks/results/h20/*.json",
+        "        BENCHMARK_H20.md and benchmarks/results/h20/README.md",
+    ]
     monkeypatch.setattr(gpu, "found", list)
     monkeypatch.setattr(evidence.shutil, "which", lambda name: None)
     assert evidence.main(["sm100", "--dry-run"]) == 0

@@ -90,7 +90,7 @@ CARDS = {
         r"h20",
         (78,),
         (90, 100),
-        page="BENCHMARK_H20.md",
+        page=f"BENCHMARK_H20.md and {OWN_PAGE}",
     ),
     "h100": Card(
         "an H100", HOPPER, HOPPER_PACKAGES, HOPPER_OPS, r"h100(-.+)?", (114, 132), (60, 96)
