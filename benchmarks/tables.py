@@ -7,7 +7,7 @@ replaces everything between them. `key=value` words may follow the GPU: `setting
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
 `table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
 `emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`) and of
-`kda_h200:published` (`ops/kda/published.py`) have tables of their own.
+`kda_h200:published` (`ops/kda/published.py`) have tables of their own, and so does `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
 (`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
 
@@ -27,7 +27,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import ops
+from benchmarks import answers, ops
 from benchmarks.emulator import tables as emulator_tables
 from benchmarks.harness import registry, report, results
 from benchmarks.harness.commands import fail
@@ -61,6 +61,8 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         )
     name = chosen.get("table")
     path = results.result_path(op, gpu, root)
+    if op == answers.OP:
+        return answers.region(gpu, root)
     for others in (kda_tables, kda_published):
         if op == others.OP and path.exists():
             return others.region(path, name, root)

@@ -10,6 +10,7 @@ missing.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,43 @@ def document(files: Files) -> str:
     return "\n\n".join(sections) + "\n"
 
 
+@dataclass(frozen=True)
+class Ratios:
+    """The ratio to FLA at the batches of the success criterion: measured, and beside a stand-in on its whole card and
+    as estimated for an H20."""
+
+    measured: list[float]
+    whole: list[float]
+    estimated: tuple[float, float] | None
+
+    def verdict(self) -> str:
+        """Whether the criterion is met where it was measured."""
+        return "met" if min(self.measured) >= CRITERION else "missed"
+
+    def expectation(self) -> str:
+        """Whether the criterion is met by the estimate."""
+        low, high = self.estimated or (0.0, math.inf)
+        return "met" if low >= CRITERION else "missed" if high < CRITERION else "open"
+
+
+def big_batch_ratios(files: Files) -> dict[tuple[str, str], Ratios]:
+    """The ratios by state and layout, where FLA was measured."""
+    found = {}
+    for state, layout in LAYOUTS:
+        rows = [r for r in _single(files.main, state, layout) if _batch(r) >= CRITERION_FROM]
+        rows = [r for r in rows if r.get(f"ratio_{PEER}")]
+        if rows:
+            whole = [_row(files.whole, r["setting"], OURS) for r in rows]
+            ranges = [_ratio_range(files.main, r) for r in rows] if files.stand_in else []
+            lows, highs = [low for low, _ in ranges], [high for _, high in ranges]
+            found[state, layout] = Ratios(
+                [r[f"ratio_{PEER}"] for r in rows],
+                [r[f"ratio_{PEER}"] for r in whole if r and r.get(f"ratio_{PEER}")],
+                (min(lows), max(highs)) if ranges else None,
+            )
+    return found
+
+
 def _verdict(files: Files) -> str:
     """The success criterion per layout, in the first lines of the page."""
     head = f"criterion: at least {CRITERION} x FLA at B >= {CRITERION_FROM}"
@@ -82,22 +120,14 @@ def _verdict(files: Files) -> str:
     header = ["state", f"x FLA {measured}, B=64, 128, 256", f"{CRITERION} x FLA"]
     if files.stand_in:
         header += ["x FLA on the whole H200", "x FLA on an H20, estimated", f"{CRITERION} x FLA"]
-    lines, met = [], []
-    for (state, layout), name in LAYOUTS.items():
-        rows = [r for r in _single(files.main, state, layout) if _batch(r) >= CRITERION_FROM]
-        ratios = [r[f"ratio_{PEER}"] for r in rows if r.get(f"ratio_{PEER}")]
-        if not ratios:
-            continue
-        met.append(min(ratios) >= CRITERION)
-        line = [name, _listed(ratios), "met" if met[-1] else "missed"]
-        if files.stand_in:
-            whole = [_row(files.whole, r["setting"], OURS) for r in rows]
-            there = [r[f"ratio_{PEER}"] for r in whole if r and r.get(f"ratio_{PEER}")]
-            ranges = [_ratio_range(files.main, r) for r in rows]
-            low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
-            verdict = "met" if low >= CRITERION else "missed" if high < CRITERION else "open"
-            line += [_listed(there) or "-", f"{low:.2f} to {high:.2f}", verdict]
+    lines, found = [], big_batch_ratios(files)
+    for where, ratios in found.items():
+        line = [LAYOUTS[where], _listed(ratios.measured), ratios.verdict()]
+        if ratios.estimated:
+            low, high = ratios.estimated
+            line += [_listed(ratios.whole) or "-", f"{low:.2f} to {high:.2f}", ratios.expectation()]
         lines.append(line)
+    met = [ratios.verdict() == "met" for ratios in found.values()]
     small = [r for s, y in LAYOUTS for r in _single(files.main, s, y) if _batch(r) <= SMALL_UP_TO]
     small_ratios = [r[f"ratio_{PEER}"] for r in small if r.get(f"ratio_{PEER}")]
     fp32 = [r["ratio_ceiling"] for y in ("kv", "vk") for r in _single(files.main, "fp32", y)
