@@ -117,7 +117,8 @@ def test_a_dry_run_says_what_would_happen(
         "        on this machine: NVIDIA H20",
     ]
     assert "runs    python benchmarks/run.py lightning_decode --json" in lines
-    assert "runs    python benchmarks/ops/decode/ncu_decode.py profile --sms 0" in lines
+    counters = "runs    python benchmarks/ops/decode/ncu_decode.py profile --sms 0 --batches 1 16 64 128 256"
+    assert counters in lines
     assert lines[-2:] == [
         "writes  benchmarks/results/h20/*.json",
         "        BENCHMARK_H20.md and benchmarks/results/h20/README.md",

@@ -41,6 +41,7 @@ KDA = tuple(
     for op in ("kda_prefill", "kda_prefill_kernels", "kda_prefill_parts", "kda_training")
 )
 LITE = (("lite_attention", *GRAPH), ("lite_backward", *GRAPH))
+COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")
 OWN_PAGE = "benchmarks/results/<gpu>/README.md"
 
 
@@ -59,7 +60,7 @@ class Card:
     slug: str = r".+"
     multiprocessors: tuple[int, ...] = ()
     gib: tuple[int, int] | None = None
-    counters: tuple[str, ...] = ("--sms", "0")
+    counters: tuple[str, ...] = COUNTERS
     page: str = OWN_PAGE
 
     def expected(self) -> str:
@@ -103,7 +104,7 @@ CARDS = {
         r"h200(-nvl)?",
         (132,),
         (130, 145),
-        counters=("--sms", "80"),
+        counters=("--sms", "80", *COUNTERS[2:]),
         page="the READMEs of the packages",
     ),
     "sm89": Card("a GPU of sm89", ((8, 9),), ANY_PACKAGES, (*DECODE, *LITE)),

@@ -147,7 +147,7 @@ def _verdict(files: Files) -> str:
             else f"Measured on {files.place}: the criterion is met {told}."
         ),
         report.as_markdown((header, lines)),
-        "`[K, V]` is FLA's default; FLA reads `[V, K]` with `state_v_first=True`. A bf16 state FLA writes in fp32, 6 "
+        "`[K, V]` is FLA's default; FLA reads `[V, K]` with `state_v_first=True`. FLA writes a bf16 state in fp32, 6 "
         "bytes "
         "of an element where cula moves 4: up to 1.5 of that ratio is memory that its interface demands."
         + (
@@ -273,7 +273,8 @@ def _limit(files: Files) -> str:
     """The answer in words; every figure is of the files."""
     rows = [r for r in _single(files.main, "fp32", "kv") if _batch(r) >= CRITERION_FROM]
     shares = [r["ratio_ceiling"] for r in rows if r["ratio_ceiling"]]
-    kernels = [k for entry in files.counters["entries"] for k in entry["kernels"]]  # type: ignore[index]
+    entries = [e for e in files.counters["entries"] if e["B"] >= CRITERION_FROM]  # type: ignore[index]
+    kernels = [k for entry in entries for k in entry["kernels"]]
     waits = [
         s["share_pct"] for k in kernels for s in k["top_stalls"] if s["reason"] == "long_scoreboard"
     ]
@@ -308,11 +309,21 @@ def _small(files: Files) -> str:
         "Batches without a column were not measured."
     )
     body = report.as_markdown(found) if found else "Not measured."
+    if found:
+        body += (
+            "\n\nThe package takes one tile for all batches; where the table has figures that costs up to "
+            f"{100 * h20_variants.slices_cost(found):.0f} % against the best number of CTAs."
+        )
+    read = [e["B"] for e in files.counters["entries"]] if files.counters else []
     waves = (
-        "A grid of 512 CTAs of 128 threads, as the request counts for B = 1, is no seven waves on 78 "
-        "multiprocessors: one "
-        "holds 2048 threads, hence sixteen such CTAs if registers and shared memory allow, and 512 CTAs are fewer than "
-        "seven for each."
+        "A grid of 512 CTAs of 128 threads, as the request counts for B = 1, is not seven waves on 78 multiprocessors: "
+        "one holds 2048 threads, hence sixteen such CTAs if registers and shared memory allow, and 512 CTAs are fewer "
+        "than seven for each."
+        + (
+            ""
+            if min(read, default=BATCHES[-1]) <= SMALL_UP_TO
+            else " No hardware counters were read at small batches."
+        )
     )
     return "\n\n".join([title, text, body, waves])
 

@@ -192,6 +192,17 @@ def by_slices(variants: Result | None, up_to: int) -> report.Table | None:
     return (header, [*lines, ours]) if lines else None
 
 
+def slices_cost(table: report.Table) -> float:
+    """By how much the package's choice is slower than the best line of `by_slices`, in the worst column."""
+    header, (*lines, ours) = table
+    costs = [0.0]
+    for column in range(1, len(header)):
+        times = [float(line[column]) for line in lines if line[column] != "-"]
+        if times and ours[column] != "-":
+            costs.append(float(ours[column]) / min(times) - 1)
+    return max(costs)
+
+
 def _times(variants: Result, state: str, layout: str) -> dict[str, dict[int, float]]:
     """Microseconds by provider and batch."""
     found: dict[str, dict[int, float]] = {}

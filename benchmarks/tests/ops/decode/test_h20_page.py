@@ -159,6 +159,9 @@ def test_small_batches_by_the_number_of_ctas(files):
         ["16", "4.23"],
         ["the package's choice", "2.11"],
     ]
+    assert h20_variants.slices_cost((header, lines)) == 0
+    better = [["1", "2.00", "-"], ["2", "1.60", "5.00"], ["the package's choice", "2.00", "-"]]
+    assert h20_variants.slices_cost(([*header, "B=4"], better)) == pytest.approx(0.25)
     assert h20_variants.by_slices(None, 16) is None
 
 
