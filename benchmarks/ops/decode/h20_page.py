@@ -232,8 +232,13 @@ def _table(files: Files, rows: Sequence[Row], first: str, name: Any) -> str:
 
 def _counters(files: Files) -> str:
     """What ncu counted, and whether memory or the kernel is the limit."""
+    part = counters_part(files.counters)
+    return part if files.counters is None else f"{part}\n\n{_limit(files)}"
+
+
+def counters_part(counters: Result | None) -> str:
+    """What ncu counted: a title, a table and a note, with an empty line between them."""
     title = "## Hardware counters: is bandwidth the limit, or the kernel?"
-    counters = files.counters
     if counters is None:
         return f"{title}\n\nNot measured."
     header = ["B", "multiprocessors", "us", "TB/s", "DRAM throughput", "occupancy", "L2 hit rate"]
@@ -266,7 +271,7 @@ def _counters(files: Files) -> str:
         "share "
         "is of all resident warp cycles."
     )
-    return "\n\n".join([title, report.as_markdown((header, lines)), note, _limit(files)])
+    return "\n\n".join([title, report.as_markdown((header, lines)), note])
 
 
 def _limit(files: Files) -> str:
