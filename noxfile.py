@@ -55,6 +55,7 @@ BUDGETS = {
     "benchmarks/tests": (30, 25),
 }
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+GROUPS["evidence"] = [*GROUPS["test"], *GROUPS["bench"]]
 
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "virtualenv"
@@ -184,6 +185,21 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/run.py", *session.posargs)
 
 
+@nox.session
+def evidence(session: nox.Session) -> None:
+    """Everything that a card can prove, for its owner: bash .ci/run evidence -- h20 [--dry-run]."""
+    # Wrong arguments and another GPU are refused before anything is installed, and a dry run installs nothing.
+    first = ("tools/evidence.py", *session.posargs)
+    if "--dry-run" in first:
+        session.run(sys.executable, *first, external=True)
+        return
+    session.run(sys.executable, *first, "--check", external=True)
+    tested = map(_tested, (*PACKAGES, *DEVELOPMENT_TOOLS))
+    _install(session, "cula[demo,fla]", *tested, group="evidence")
+    _test_environment(session)
+    session.run("python", *first)
+
+
 @nox.session(venv_backend="none")
 def vendor(session: nox.Session) -> None:
     """Copies shared files into the packages that need them; with --check, fails on a stale copy."""
@@ -253,13 +269,18 @@ def _pytest(session: nox.Session, *folders: str, options: tuple[str, ...]) -> No
     for folder in targets:
         if not (ROOT / folder).is_dir():
             session.error(f"{folder} does not exist; every part of the repository has tests")
+    _test_environment(session)
+    session.run("python", "-m", "pytest", *options, *targets, *session.posargs)
+
+
+def _test_environment(session: nox.Session) -> None:
+    """What tests find in the environment: one thread each, and folders that outlive the session's environment."""
     session.env.setdefault("OMP_NUM_THREADS", "1")
     # Without byte code each worker and child would compile all sources anew.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # What is compiled outlives the session's environment, so that the next run is fast.
     for variable, folder in (("CULA_CACHE_DIR", "kernels"), ("CULA_EMULATOR_CACHE", "emulator")):
         session.env[variable] = os.environ.get(variable, str(ROOT / KEPT / folder))
-    session.run("python", "-m", "pytest", *options, *targets, *session.posargs)
 
 
 def _constrain(session: nox.Session) -> None:

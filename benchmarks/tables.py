@@ -6,9 +6,11 @@ A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, ea
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
 `table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
-`emulator_agreement:h200`), of `lite_quality` and of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`) have tables
-of their own.
-Without files, the command reads every markdown file of the repository.
+`emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`), and of
+`kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) have tables of their own, and so does
+`answers:h200` (`answers.py`).
+Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
+(`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
 
 With --check it changes nothing, and fails where a document has drifted from its result file, or where an op has no
 result of any GPU and is not in `WITHOUT_RESULTS` of `ops/__init__.py`.
@@ -17,26 +19,32 @@ result of any GPU and is not in `WITHOUT_RESULTS` of `ops/__init__.py`.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import ops
+from benchmarks import answers, ops
 from benchmarks.emulator import tables as emulator_tables
 from benchmarks.harness import registry, report, results
 from benchmarks.harness.commands import fail
+from benchmarks.ops.decode import h20_page
+from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lite import published as lite_published
 from benchmarks.ops.lite import quality_rows
 from benchmarks.ops.lite import tables as lite_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "build", "dist", "site-packages"}
 # Folders of result files that no GPU gave.
-NOT_GPUS = {"cpu", "predicted", "published"}
+NOT_GPUS = {"cpu", "predicted", "published", "suite"}
+# GPUs whose results stand in the documents of the packages; those of any other have a page of their own.
+DOCUMENTED = {"h200"}
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -55,8 +63,11 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         )
     name = chosen.get("table")
     path = results.result_path(op, gpu, root)
-    if op == kda_tables.OP and path.exists():
-        return kda_tables.region(path, name, root)
+    if op == answers.OP:
+        return answers.region(gpu, root)
+    for others in (kda_tables, kda_published, lite_published):
+        if op == others.OP and path.exists():
+            return others.region(path, name, root)
     if name is not None and name not in lite_tables.TABLES:
         raise ValueError(
             f"bench:{op}:{gpu}: expected a table of {sorted(lite_tables.TABLES)}, got {name!r}"
@@ -109,13 +120,46 @@ def documents(root: Path = ROOT) -> Iterable[Path]:
             yield path
 
 
+def card_page(gpu: str, root: Path = results.RESULTS) -> str:
+    """Every result of a GPU on one page, for GPUs whose figures stand in no other document."""
+    ops_here = [
+        op
+        for op in (*registry.names(), quality_rows.OP)
+        if results.result_path(op, gpu, root).exists()
+    ]
+    contents = {
+        op: json.loads(results.result_path(op, gpu, root).read_text(encoding="utf-8"))
+        for op in ops_here
+    }
+    names = sorted({content["provenance"]["gpu"] for content in contents.values()})
+    sections = [
+        f"# Measured on {', '.join(names) or gpu}\n\nWritten by `benchmarks/tables.py` from the result files of this "
+        "folder; change those, not this page. [What the columns mean](../../README.md)."
+    ]
+    sections += [
+        f"## {content['title']}\n{region(op, gpu, '', root)}".rstrip()
+        for op, content in contents.items()
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def pages(root: Path = results.RESULTS) -> dict[Path, Callable[[], str]]:
+    """The documents that are written as a whole, and what writes them."""
+    found: dict[Path, Callable[[], str]] = {ROOT / h20_page.PAGE: lambda: h20_page.page(root)}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        if folder.name not in NOT_GPUS | DOCUMENTED:
+            found[folder / "README.md"] = lambda gpu=folder.name: card_page(gpu, root)
+    return found
+
+
 def update(paths: Iterable[Path], check: bool, root: Path = results.RESULTS) -> list[Path]:
     """The documents whose tables have drifted; they are rewritten unless `check` is set."""
-    drifted = []
+    drifted, whole = [], pages(root)
     for path in paths:
-        text = path.read_text(encoding="utf-8")
+        write = whole.get(path.resolve())
+        text = path.read_text(encoding="utf-8") if path.exists() or write is None else ""
         try:
-            wanted = rendered(text, root)
+            wanted = write() if write else rendered(text, root)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         if wanted != text:
@@ -154,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        drifted = update(args.files or documents(), args.check)
+        drifted = update(args.files or dict.fromkeys((*documents(), *pages())), args.check)
     except (OSError, ValueError) as error:
         return fail(error)
     for path in drifted:

@@ -168,6 +168,19 @@ def test_every_file_named_exists(document: str) -> None:
     assert not [name for name in sorted(wanted) if not is_there(name, document, found)]
 
 
+@functools.cache
+def all_tests() -> frozenset[str]:
+    """The names of all test functions, those of shared suites included."""
+    texts = (path.read_text() for path in ROOT.rglob("*.py") if ".nox" not in path.parts)
+    return frozenset(name for text in texts for name in re.findall(r"\bdef (test_\w+)\(", text))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_test_named_exists(document: str) -> None:
+    named = {name for name in quoted(document) if re.fullmatch(r"test_\w+", name)}
+    assert named <= all_tests()
+
+
 def top_level_names(tree: ast.Module) -> set[str]:
     """What a module defines or imports at the top."""
     names: set[str] = set()

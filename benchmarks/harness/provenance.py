@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT_VARIABLE = "CULA_COMMIT"
+# What measuring writes and no measurement depends on, as git leaves it out.
+WRITTEN = (":!benchmarks/results", ":!*.md")
 
 # Distribution name -> import name, for trees that are on the path without metadata.
 DISTRIBUTIONS = {
@@ -79,9 +81,7 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
     sha = _run(["git", "-C", str(root), "rev-parse", "--verify", "HEAD"])
     if sha is None:
         return {"commit": None, "dirty": None}
-    status = _run(
-        ["git", "-C", str(root), "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-    )
+    status = _run(["git", "-C", str(root), "status", "--porcelain", "--", ".", *WRITTEN])
     return {"commit": sha.strip(), "dirty": None if status is None else bool(status.strip())}
 
 

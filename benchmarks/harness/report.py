@@ -38,18 +38,24 @@ def table(result: Mapping[str, Any], method: str, pattern: str = "*", spread: bo
     ]
 
 
-def geometric_mean(
-    result: Mapping[str, Any], method: str, pattern: str, peer: str
-) -> tuple[float, int]:
-    """The mean of our ratio to a peer and the number of settings; ValueError unless all of them have that ratio."""
-    ratios = {
+def ratios(result: Mapping[str, Any], method: str, pattern: str, peer: str) -> dict[str, float]:
+    """Our ratio to a peer by setting; ValueError unless all settings that match have one."""
+    found = {
         r["setting"]: r.get(f"ratio_{peer}")
         for r in result["rows"]
         if r["method"] == method and r["role"] == "ours" and fnmatchcase(r["setting"], pattern)
     }
-    if missing := [name for name, ratio in ratios.items() if ratio is None]:
+    if missing := [name for name, ratio in found.items() if ratio is None]:
         raise ValueError(f"mean: {peer} has no {method} time of {', '.join(missing)}")
-    return statistics.geometric_mean(ratios.values()), len(ratios)
+    return found
+
+
+def geometric_mean(
+    result: Mapping[str, Any], method: str, pattern: str, peer: str
+) -> tuple[float, int]:
+    """The mean of our ratio to a peer and the number of settings; ValueError unless all of them have that ratio."""
+    found = ratios(result, method, pattern, peer)
+    return statistics.geometric_mean(found.values()), len(found)
 
 
 def _ratio_titles(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -114,5 +114,33 @@ def test_check_looks_for_the_results_of_ops(monkeypatch, capsys, tmp_path):
     assert tables.main([str(page)]) == 0
 
 
+def test_a_card_without_documents_gets_a_page(tmp_path, decode_result):
+    """Results of another GPU land in a folder of their own, without a floor."""
+    own = decode_result("lightning_decode", BATCHES)
+    own["provenance"] = {**own["provenance"], "gpu": "NVIDIA GeForce RTX 4090"}
+    for row in own["rows"]:
+        row["floor_us"] = row["ratio_floor"] = None
+    for gpu in ("rtx-4090", "h200"):
+        results.save(own, results.result_path("lightning_decode", gpu, tmp_path))
+    (tmp_path / "published").mkdir()
+    written = [path for path in tables.pages(tmp_path) if path.is_relative_to(tmp_path)]
+    assert written == [tmp_path / "rtx-4090" / "README.md"]
+    assert tables.update(written, False, tmp_path) == written
+    text = written[0].read_text()
+    assert text.startswith("# Measured on NVIDIA GeForce RTX 4090\n\nWritten by")
+    assert "## Decode\n\n| setting |" in text and "| B64-T1-fp32-kv-cold | 135.3" in text
+    assert tables.update(written, True, tmp_path) == []
+
+
+def test_a_page_that_is_missing_has_drifted(monkeypatch, capsys, tmp_path):
+    page = tmp_path / "BENCHMARK.md"
+    monkeypatch.setattr(tables, "pages", lambda root=None: {page: lambda: "new\n"})
+    monkeypatch.setattr(tables, "documents", lambda: [])
+    assert tables.main(["--check"]) == 1
+    assert "tables differ from the result files" in capsys.readouterr().out and not page.exists()
+    assert tables.main([]) == 0 and page.read_text() == "new\n"
+    assert tables.main(["--check"]) == 0
+
+
 def test_the_repository_itself_has_no_drift():
-    assert tables.update(tables.documents(), check=True) == []
+    assert tables.update([*tables.documents(), *tables.pages()], check=True) == []

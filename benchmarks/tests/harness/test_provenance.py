@@ -31,6 +31,7 @@ def test_commit_and_dirty_flag_from_git(monkeypatch, tmp_path):
     clean = provenance.commit(tmp_path)
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
     (tmp_path / "benchmarks" / "results" / "new.json").write_text("{}")
+    (tmp_path / "README.md").write_text("tables")
     assert provenance.commit(tmp_path)["dirty"] is False
     (tmp_path / "file").write_text("2")
     assert provenance.commit(tmp_path)["dirty"] is True

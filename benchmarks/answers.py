@@ -1,0 +1,120 @@
+"""The table "If you asked for ..." of README.md: what users asked for, the answer in a sentence, and where it stands.
+
+A region of `tables.py`: `<!-- bench:answers:h200 -->`. Every figure is read from a result file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import report, results
+from benchmarks.ops.decode import h20_page
+
+OP = "answers"
+LONG, MAIN = "*-H[!6]*", "*-H64"
+BLACKWELL = "B1-T8192-H64"
+LISTED = "list3.1-B1-S16384-H24-D128"
+
+
+def region(gpu: str, root: Path) -> str:
+    """The table, of the results on one GPU."""
+    rows = [
+        _h20(root),
+        _kda_blackwell(root),
+        _cut(gpu, root),
+        _lightning(gpu, root),
+        _lite(gpu, root),
+    ]
+    return f"\n{report.as_markdown((['asked for', 'answer', 'where'], rows)).replace('---:', '---')}\n\n"
+
+
+def _h20(root: Path) -> list[str]:
+    files = h20_page.read(root)
+    found = {k: r for k, r in h20_page.big_batch_ratios(files).items() if k[0] == "fp32"}
+    answer = "; ".join(
+        f"{h20_page.LAYOUTS[where]} {min(ratios.measured):.2f} to {max(ratios.measured):.2f} x FLA"
+        f"{_estimate(ratios)}"
+        for where, ratios in found.items()
+    )
+    where = f"on {files.place}" + (", since no H20 was at hand" if files.stand_in else "")
+    met = all(r.verdict() == "met" for r in found.values())
+    return [
+        f"Lightning decode on an H20: a baseline, and {h20_page.CRITERION} x FLA at B >= {h20_page.CRITERION_FROM}",
+        f"{h20_page.CRITERION} is {'reached' if met else 'not reached everywhere'} {where}: {answer}",
+        f"[{h20_page.PAGE}]({h20_page.PAGE})",
+    ]
+
+
+def _estimate(ratios: h20_page.Ratios) -> str:
+    if ratios.estimated is None:
+        return ""
+    low, high = ratios.estimated
+    return f", on an H20 estimated {low:.2f} to {high:.2f}"
+
+
+def _kda_blackwell(root: Path) -> list[str]:
+    predicted = _plain("kda_prefill_blackwell", "predicted", root)["rows"]
+    published = _plain("kda_blackwell", "published", root)["rows"]
+    ours, theirs = (
+        next(r for r in rows if (r["card"], r["setting"]) == ("GB200", BLACKWELL))
+        for rows in (predicted, published)
+    )
+    return [
+        "KDA forward on Blackwell (SM100) in CuTe DSL",
+        "all of it is CuTe DSL, emulated and compiled but not yet run on a Blackwell GPU; predicted "
+        f"{ours['low_us'] / 1e3:.2f} to {ours['high_us'] / 1e3:.2f} ms for {BLACKWELL} on a GB200, where the C++ "
+        f"kernels "
+        f"were published with {theirs['cula_ms']:.2f} ms",
+        "[what is proven, and how](docs/kda-sm100.md#what-is-proven-and-how)",
+    ]
+
+
+def _cut(gpu: str, root: Path) -> list[str]:
+    result = results.load(results.result_path("kda_prefill", gpu, root))
+    mean, count, least = _against_fla(result, LONG)
+    return [
+        "KDA on Hopper with intra-card context parallelism",
+        f"{mean:.2f} x FLA in the geometric mean of {count} settings with few heads, {least:.2f} x at the least (FLA "
+        "uncut; its own cutting was not measured here)",
+        "[beside what others published](docs/kda-prefill.md#beside-what-others-published)",
+    ]
+
+
+def _lightning(gpu: str, root: Path) -> list[str]:
+    result = results.load(results.result_path("lightning_prefill", gpu, root))
+    mean, count, least = _against_fla(result, MAIN)
+    return [
+        "Lightning prefill on Hopper in CuTe DSL",
+        f"{mean:.2f} x FLA in the geometric mean of the {count} settings asked for, {least:.2f} x at the least; the "
+        f"C++ "
+        "kernels that inspired the request were not measured",
+        "[cula-lightning-sm90](packages/cula-lightning-sm90/README.md#measured)",
+    ]
+
+
+def _lite(gpu: str, root: Path) -> list[str]:
+    result = results.load(results.result_path("lite_attention", gpu, root))
+    rows = results.rows_of(result, method=results.device_method(result), provider="lite")
+    costs = [1 / r["ratio_lite_dense"] - 1 for r in rows if r["setting"].startswith("full-")]
+    listed = next(r["ratio_lite_dense"] for r in rows if r["setting"] == LISTED)
+    return [
+        "LiteAttention on SM89: less overhead, a backward that skips, 8-bit scores",
+        f"all three are there; deciding costs {min(costs):.1%} to {max(costs):.1%} where nothing is skipped, and 3.1 "
+        f"% of "
+        f"the tiles run {listed:.1f} times as fast as all of them, on an H200: not timed on an Ada card",
+        "[liteattention-sm89](packages/liteattention-sm89/README.md#measured)",
+    ]
+
+
+def _against_fla(result: Mapping[str, Any], pattern: str) -> tuple[float, int, float]:
+    """The geometric mean of our ratio to FLA, the number of settings, and the lowest ratio."""
+    method = results.device_method(result)
+    mean, count = report.geometric_mean(result, method, pattern, "fla")
+    return mean, count, min(report.ratios(result, method, pattern, "fla").values())
+
+
+def _plain(name: str, folder: str, root: Path) -> Any:
+    return json.loads(results.result_path(name, folder, root).read_text(encoding="utf-8"))

@@ -1,0 +1,65 @@
+"""The table of what users asked for, in README.md."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from benchmarks import answers, tables
+from benchmarks.harness import results
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The result files that the table reads, to be changed."""
+    names = ("h200/lightning_decode_80sm", "h200/lightning_decode", "h200/kda_prefill")
+    names += ("h200/lightning_prefill", "h200/lite_attention")
+    names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
+    for name in names:
+        target = tmp_path / f"{name}.json"
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(results.RESULTS / f"{name}.json", target)
+    return tmp_path
+
+
+def change(path, edit):
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        edit(row)
+    path.write_text(json.dumps(content))
+
+
+def test_five_requests_have_an_answer_and_a_place(root):
+    text = answers.region("h200", root)
+    rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
+    assert len(rows) == 5 and all(len(row) == 3 for row in rows)
+    for *_, link in rows:
+        path, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", link)[1].partition("#")
+        page = (tables.ROOT / path).read_text()
+        titles = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+        assert not anchor or anchor in {
+            re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
+        }
+    assert text in (tables.ROOT / "README.md").read_text()
+
+
+def test_the_figures_are_those_of_the_files(root):
+    def slower(row):
+        if row["provider"] == "cula" and row["setting"].startswith("B256-T1-fp32-vk"):
+            row["ratio_fla"] = 1.1
+
+    assert "1.2 is reached on 80 multiprocessors" in answers.region("h200", root)
+    change(root / "h200" / "lightning_decode_80sm.json", slower)
+    text = answers.region("h200", root)
+    assert "1.2 is not reached everywhere on 80" in text and "`[V, K]` 1.10 to" in text
+
+    def faster(row):
+        if row["role"] == "ours" and "ratio_fla" in row:
+            row["ratio_fla"] = 7.0
+
+    change(root / "h200" / "lightning_prefill.json", faster)
+    text = answers.region("h200", root)
+    assert "7.00 x FLA in the geometric mean of the 28 settings asked for, 7.00 x at the" in text
+    change(root / "published" / "kda_blackwell.json", lambda row: row.update(cula_ms=12.0))
+    assert "published with 12.00 ms" in answers.region("h200", root)
