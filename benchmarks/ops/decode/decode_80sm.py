@@ -82,7 +82,7 @@ def document(
         f"memory of an H20 ({H20.sms} multiprocessors, {H20.bandwidth_tbs} TB/s by its datasheet)? No H20 was at hand. "
         f"The kernel ran on {green['place']['sms_seen']} multiprocessors of a {green['provenance']['gpu']} instead.",
         _measured(green, whole),
-        _counters(counters),
+        counters_part(counters),
         _variants(variants),
         _structures(study),
         _extrapolated(green),
@@ -131,7 +131,7 @@ def _measured(green: Result, whole: Result | None) -> str:
     return "\n\n".join(parts)
 
 
-def _counters(counters: Result | None) -> str:
+def counters_part(counters: Result | None) -> str:
     title = "## Hardware counters (measured with ncu, clocks not fixed, caches flushed)"
     if counters is None:
         return f"{title}\n\nNot measured."
