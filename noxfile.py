@@ -71,7 +71,8 @@ def tests(session: nox.Session) -> None:
     budgets = {folder: seconds[warm] for folder, seconds in BUDGETS.items()}
     session.env["CULA_TEST_BUDGETS"] = json.dumps(budgets)
     folders = (*SHARED_TESTS, *map(_tests, TESTED))
-    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", "not gpu", *workers))
+    marked = "not gpu and not browser"
+    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers))
 
 
 def _add_gpu_session(arch: str) -> None:
@@ -173,6 +174,16 @@ def bench(session: nox.Session) -> None:
     """Benchmarks beside their peers: python benchmarks/run.py OP [--against fla] [--json]."""
     _install(session, "cula", *PACKAGES, group="bench")
     session.run("python", "benchmarks/run.py", *session.posargs)
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Every result file on one page, report.html, checked in a Chromium: -- [--out PATH] [--pictures FOLDER]."""
+    _install(session, group="report")
+    session.run("python", "-m", "benchmarks.report", *session.posargs)
+    # The fixtures of the repository need torch, and the page does not.
+    pytest = ("python", "-m", "pytest", "--noconftest", "-q", "-m", "browser")
+    session.run(*pytest, "benchmarks/tests/report")
 
 
 @nox.session(venv_backend="none")

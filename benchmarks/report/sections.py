@@ -160,7 +160,7 @@ def _origin(content: Content) -> list[tuple[str, str]]:
         return []
     versions = p.get("versions", p)
     commit = p.get("commit") or p.get("package_commit") or "unknown"
-    clocks = [p[k].get("sm_mhz") for k in ("clocks_before", "clocks_after") if p.get(k)]
+    clocks = {w: (p.get(f"clocks_{w}") or {}).get("sm_mhz") for w in ("before", "after")}
     found = {
         "device": p.get("gpu") or p.get("cpu"),
         "driver": p.get("driver"),
@@ -168,8 +168,7 @@ def _origin(content: Content) -> list[tuple[str, str]]:
         **{title: versions.get(name) for name, title in VERSIONS.items()},
         "compiler": p.get("compiler"),
         "command": p.get("command"),
-        "clocks": " before, ".join(f"{c} MHz" for c in clocks if c)
-        + (" after" if len(clocks) > 1 else ""),
+        "clocks": ", ".join(f"{mhz} MHz {when}" for when, mhz in clocks.items() if mhz),
         "commit": commit + (" with local changes" if p.get("dirty") else ""),
         "date": p["date"].replace("T", " ").replace("Z", " UTC"),
     }
