@@ -19,6 +19,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.report import pictures  # noqa: E402
 from tools import gpu  # noqa: E402
 from tools.layout import BASE, DEVELOPMENT_TOOLS, is_host, sources  # noqa: E402
 
@@ -181,6 +182,8 @@ def report(session: nox.Session) -> None:
     """Every result file on one page, report.html, checked in a Chromium: -- [--out PATH] [--pictures FOLDER]."""
     _install(session, group="report")
     session.run("python", "-m", "benchmarks.report", *session.posargs)
+    if pictures.browser() is None:
+        session.error(f"the page is written, but not checked: {pictures.MISSING}")
     # The fixtures of the repository need torch, and the page does not.
     pytest = ("python", "-m", "pytest", "--noconftest", "-q", "-m", "browser")
     session.run(*pytest, "benchmarks/tests/report")

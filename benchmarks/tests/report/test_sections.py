@@ -144,7 +144,9 @@ def test_a_file_of_an_unknown_shape_is_named(written, change, words):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["ncu_decode", "time", "emulator", "lite_quality", "kda_blackwell"])
+@pytest.mark.parametrize(
+    "name", ["ncu_decode", "time", "emulator", "lite_quality", "kda_blackwell"]
+)
 def test_shapes_of_their_own_are_checked_too(written, name):
     path = written(name=f"toy-100/{name}.json")
     with pytest.raises(ValueError) as caught:
