@@ -106,6 +106,7 @@ def _relative(result: Result, looks: Mapping[str, Any], anchor: str) -> Plot:
         ys = [places[r["setting"]] for r in floors]
         axis.plot(xs, ys, "kx", ms=5, label="floor")
     axis.set_yticks(list(places.values()), list(places))
+    axis.set_ylim(0.3 - len(places), 0.7)
     axis.set_xlabel(f"time / time of {name} (left is faster)")
     caption = f"{results.device_method(result)}: times of all providers over that of {name}"
     return _finish(figure, [axis], caption, anchor, columns=2)

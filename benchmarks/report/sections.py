@@ -264,7 +264,7 @@ def _checks(result: Content) -> str:
         return "The file records no check of the results."
     return (
         f"Before anything was timed, {len(result['checks'])} results of implementations were compared with an "
-        f"independent reference; the largest relative error was {max(errors):.2g}."
+        f"independent reference; the largest error found was {max(errors):.2g}."
     )
 
 
