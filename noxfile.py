@@ -19,6 +19,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.report import pictures  # noqa: E402
 from tools import gpu  # noqa: E402
 from tools.layout import BASE, DEVELOPMENT_TOOLS, is_host, sources  # noqa: E402
 
@@ -72,7 +73,8 @@ def tests(session: nox.Session) -> None:
     budgets = {folder: seconds[warm] for folder, seconds in BUDGETS.items()}
     session.env["CULA_TEST_BUDGETS"] = json.dumps(budgets)
     folders = (*SHARED_TESTS, *map(_tests, TESTED))
-    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", "not gpu", *workers))
+    marked = "not gpu and not browser"
+    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers))
 
 
 def _add_gpu_session(arch: str) -> None:
@@ -198,6 +200,18 @@ def evidence(session: nox.Session) -> None:
     _install(session, "cula[demo,fla]", *tested, group="evidence")
     _test_environment(session)
     session.run("python", *first)
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Every result file on one page, report.html, checked in a Chromium: -- [--out PATH] [--pictures FOLDER]."""
+    _install(session, group="report")
+    session.run("python", "-m", "benchmarks.report", *session.posargs)
+    if pictures.browser() is None:
+        session.error(f"the page is written, but not checked: {pictures.MISSING}")
+    # The fixtures of the repository need torch, and the page does not.
+    pytest = ("python", "-m", "pytest", "--noconftest", "-q", "-m", "browser")
+    session.run(*pytest, "benchmarks/tests/report")
 
 
 @nox.session(venv_backend="none")

@@ -23,9 +23,12 @@ MIN_POINTS = 3
 COLORS = {
     "ours": ("tab:red",),
     "peer": ("tab:blue", "tab:green", "tab:purple"),
-    "variant": ("tab:orange", "tab:olive"),
+    "variant": ("tab:orange", "tab:olive", "tab:brown", "tab:pink", "tab:cyan"),
     "ceiling": ("tab:gray",),
 }
+# Lines that cover each other, or that a reader sees without colours, differ in these: dashes and markers by role.
+LINES = {"ours": "-", "peer": "-", "variant": (0, (4, 3)), "ceiling": (0, (1, 1.5))}
+MARKERS = {"ours": "o", "peer": "s^D", "variant": "vPX<>", "ceiling": "*"}
 
 Row = Mapping[str, Any]
 
@@ -64,6 +67,24 @@ def colors(rows: Sequence[Row]) -> dict[str, str]:
     return found
 
 
+def styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """What matplotlib draws the line of every provider with: colour, dashes and marker, by its role."""
+    found: dict[str, dict[str, Any]] = {}
+    left = {role: iter(shapes) for role, shapes in MARKERS.items()}
+    for name, color in colors(rows).items():
+        role = next(row["role"] for row in rows if row["provider"] == name)
+        found[name] = {
+            "color": color,
+            "linestyle": LINES[role],
+            "marker": next(left[role], "."),
+            # Ours shows on both sides of a variant that covers it.
+            "markersize": 5 if role == "ours" else 3.5,
+            "linewidth": 2.2 if role == "ours" else 1.3,
+            "zorder": 3 if role == "variant" else 2,
+        }
+    return found
+
+
 def draw(
     result: Mapping[str, Any],
     out: Path,
@@ -78,7 +99,7 @@ def draw(
     import matplotlib.pyplot as plt
 
     found = panels(result, x, pattern, merge)
-    shades = colors(result["rows"])
+    looks = styles(result["rows"])
     if not found:
         raise ValueError(f"result: no group of settings has {MIN_POINTS} or more values of {x}")
     figure, axes = plt.subplots(
@@ -90,8 +111,8 @@ def draw(
         layout="constrained",
     )
     for column, (title, rows) in enumerate(found.items()):
-        _draw_times(axes[0][column], rows, x, shades)
-        _draw_rates(axes[1][column], rows, x, shades)
+        draw_panel(axes[:, column], rows, x, looks)
+        axes[0][column].legend(fontsize=7)
         axes[0][column].set_title(title, fontsize=9)
     origin = textwrap.fill(report.origin(result), 60 * len(found))
     figure.suptitle(f"{result['title']}\n{origin}", fontsize=8)
@@ -100,35 +121,62 @@ def draw(
     plt.close(figure)
 
 
-def _draw_times(axis: Any, rows: Sequence[Row], x: str, shades: Mapping[str, str]) -> None:
+def draw_panel(axes: Sequence[Any], rows: Sequence[Row], x: str, looks: Mapping[str, Any]) -> None:
+    """Draws the times of a panel's rows on the first of two axes, and their rates on the second."""
+    _draw_times(axes[0], rows, x, looks)
+    _draw_rates(axes[1], rows, x, looks)
+
+
+def _draw_times(axis: Any, rows: Sequence[Row], x: str, looks: Mapping[str, Any]) -> None:
     for name, line in series(rows, x).items():
-        xs, color = [r["params"][x] for r in line], shades[name]
-        axis.plot(xs, [r["median_us"] for r in line], "o-", ms=3, label=name, color=color)
-        axis.fill_between(
-            xs, [r["p20_us"] for r in line], [r["p80_us"] for r in line], alpha=0.2, color=color
-        )
+        xs, look = [r["params"][x] for r in line], looks[name]
+        axis.plot(xs, [r["median_us"] for r in line], label=name, **look)
+        low, high = ([r[end] for r in line] for end in ("p20_us", "p80_us"))
+        axis.fill_between(xs, low, high, alpha=0.2, color=look["color"])
     floor = {r["params"][x]: r["floor_us"] for r in rows if r["floor_us"] is not None}
     if floor:
         xs = sorted(floor)
         axis.plot(xs, [floor[v] for v in xs], "k--", lw=1, label="floor")
     axis.set(xscale="log", yscale="log", ylabel="us per call")
-    axis.legend(fontsize=7)
+    plain_ticks(axis)
 
 
-def _draw_rates(axis: Any, rows: Sequence[Row], x: str, shades: Mapping[str, str]) -> None:
+def _draw_rates(axis: Any, rows: Sequence[Row], x: str, looks: Mapping[str, Any]) -> None:
     rate, factor, unit = ("gbps", 1e-3, "TB/s")
     if "tflops" in rows[0]:
         rate, factor, unit = ("tflops", 1.0, "TFLOP/s")
     for name, line in series(rows, x).items():
         rates = [r[rate] * factor for r in line]
         xs = [r["params"][x] for r in line]
-        axis.plot(xs, rates, "o-", ms=3, label=name, color=shades[name])
+        axis.plot(xs, rates, label=name, **looks[name])
     axis.set(
         xscale="log", xlabel=x, ylabel=unit, ylim=(0, 1.08 * factor * max(r[rate] for r in rows))
     )
-    xs = sorted({r["params"][x] for r in rows})
-    axis.set_xticks(xs, [str(v) for v in xs])
     axis.minorticks_off()
+    _ticks_at(axis, sorted({r["params"][x] for r in rows}))
+
+
+def plain_ticks(axis: Any, xs: Sequence[float] = ()) -> None:
+    """Plain numbers at a logarithmic y axis, and ticks at the values `xs` alone of the x axis, if there are any."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    if xs:
+        _ticks_at(axis, xs)
+
+
+def _ticks_at(axis: Any, xs: Sequence[float]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axis.set_xticks(xs, [_short(x) for x in xs])
+    axis.xaxis.set_minor_locator(NullLocator())
+
+
+def _short(value: float) -> str:
+    """A number as it stands at an axis: multiples of 1024 in K."""
+    return f"{value // 1024}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def _panel_title(row: Row, x: str, merge: Sequence[str] = ()) -> str:

@@ -12,15 +12,26 @@ from benchmarks.harness.provenance import gpu_slug
 Table = tuple[list[str], list[list[str]]]
 
 
-def table(result: Mapping[str, Any], method: str, pattern: str = "*", spread: bool = True) -> Table:
-    """A line per setting that matches a shell pattern, with the time of every provider and our ratios."""
+def table(
+    result: Mapping[str, Any],
+    method: str,
+    pattern: str = "*",
+    spread: bool = True,
+    of_all: bool = False,
+) -> Table:
+    """A line per setting that matches a shell pattern, with the time of every provider and our ratios.
+
+    spread: whether our times have their percentiles; of_all: whether those of other providers have them too.
+    """
     rows = [
         r for r in result["rows"] if r["method"] == method and fnmatchcase(r["setting"], pattern)
     ]
     ours = next((r["provider"] for r in rows if r["role"] == "ours"), None)
     providers = list(dict.fromkeys(r["provider"] for r in rows))
     columns = [("setting", lambda line: line["setting"])]
-    columns += [(f"{name}, us", _time_of(name, spread and name == ours)) for name in providers]
+    columns += [
+        (f"{name}, us", _time_of(name, spread and (of_all or name == ours))) for name in providers
+    ]
     columns += [("floor, us", lambda line: _number(line["floor_us"]))]
     rate, unit = ("tflops", "TFLOP/s") if any("tflops" in r for r in rows) else ("gbps", "GB/s")
     columns += (

@@ -40,6 +40,7 @@ LEGEND = {"simulation": "simulation (regression only)"}
 NAMED = (-2.0, -6.0, -10.0)
 DRIFT_THRESHOLD = -6.0
 TARGETS = {0.01: "*", 0.05: "D"}
+TITLE = "B={}, S={}, H={}, D={}"
 
 
 def sizes(result: Row) -> list[tuple[int, int, int, int]]:
@@ -92,13 +93,8 @@ def draw(result: Row, out: Path) -> None:
         layout="constrained",
     )
     for column, size in enumerate(columns):
-        _draw_errors(axes[0][column], result, size)
-        _draw_speedups(axes[1][column], result, size)
-        if height == 3:
-            _draw_drift(axes[2][column], result, size)
-        for axis in axes[:, column]:
-            axis.tick_params(labelsize=7)
-        axes[0][column].set_title("B={}, S={}, H={}, D={}".format(*size), fontsize=9)
+        draw_size(axes[:, column], result, size)
+        axes[0][column].set_title(TITLE.format(*size), fontsize=9)
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=7)
     origin = textwrap.fill(report.origin(result), 62 * len(columns))
@@ -112,13 +108,26 @@ def draw(result: Row, out: Path) -> None:
     image.quantize(256, method=Image.Quantize.MAXCOVERAGE).save(out, optimize=True)
 
 
-def _draw_errors(axis: Any, result: Row, size: Sequence[int]) -> None:
+def draw_size(axes: Sequence[Any], result: Row, size: Sequence[int], named: bool = True) -> None:
+    """Draws one size on two axes: errors and speedups; or on three, where the last one shows the drift.
+
+    named: whether thresholds stand beside their points, in small print.
+    """
+    _draw_errors(axes[0], result, size, NAMED if named else ())
+    _draw_speedups(axes[1], result, size)
+    if len(axes) == 3:
+        _draw_drift(axes[2], result, size)
+    for axis in axes:
+        axis.tick_params(labelsize=7)
+
+
+def _draw_errors(axis: Any, result: Row, size: Sequence[int], named: Sequence[float]) -> None:
     for workload, rows in lines(result, size).items():
         style = {"color": COLORS.get(workload), "label": LEGEND.get(workload, workload)}
         xs, ys = [1 / r["speedup"] for r in rows], [r["rel_l1"] for r in rows]
         axis.plot(xs, ys, "o--" if workload in LEGEND else "o-", ms=3, lw=1, **style)
         for x, y, row in zip(xs, ys, rows):
-            if row["threshold"] in NAMED:
+            if row["threshold"] in named:
                 text = f"{row['threshold']:g}"
                 axis.annotate(
                     text,

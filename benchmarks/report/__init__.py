@@ -1,0 +1,1 @@
+"""Every result file on one HTML page: `python -m benchmarks.report`."""

@@ -1,0 +1,421 @@
+"""What the page says of each result file; a file of a shape that is not known here is an error that names it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulator import tables as emulator_tables
+from benchmarks.harness import registry, report, results
+from benchmarks.harness.provenance import gpu_slug
+from benchmarks.ops.decode import h20_page
+from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lite import quality_rows
+from benchmarks.report import plots
+from benchmarks.report.plots import Plot
+
+Content = Mapping[str, Any]
+
+# Files that are made from result files, and hold nothing else.
+DERIVED = {".md", ".png"}
+SUSTAINED = "sustained"
+NOT_MEASURED = "not measured"
+METHODS = {
+    "graph": "burst, replays of a CUDA graph (graph)",
+    "queued-event": "burst, queued calls (queued-event)",
+    SUSTAINED: "sustained load (sustained)",
+    "eager-host": "wall time of a host program (eager-host)",
+    "eager-event": "events around every call (eager-event)",
+}
+# Fields that a row may have besides those of `harness/results.py`.
+EXTRAS = {"joules_per_call": "energy, J per call", "first_call_s": "first call, s"}
+# Titles of files that have none, or one that is a paragraph.
+TITLES = {
+    "decode_design_study": "Lightning decode: structures that were tried",
+    "lite_design_study": "Skip-list attention: steps of its design",
+    "ncu_decode": "Lightning decode: hardware counters",
+    kda_tables.OP: "KDA prefill on Blackwell, as a model predicts it",
+    kda_tables.PUBLISHED: "KDA prefill on Blackwell, as others published it",
+}
+# More implementations than these become lines of a table, and settings its columns.
+MAX_COLUMNS = 8
+VERSIONS = {
+    "torch": "torch",
+    "triton": "triton",
+    "nvidia-cutlass-dsl": "CuTe DSL",
+    "fla-core": "FLA",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    caption: str
+    header: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    folded: bool = False
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How often as fast ours is as another implementation: geometric mean, lowest and highest ratio."""
+
+    ours: str
+    other: str
+    role: str
+    count: int
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass
+class Section:
+    """One result file."""
+
+    anchor: str
+    title: str
+    file: str
+    badges: Sequence[str]
+    origin: Sequence[tuple[str, str]]
+    sentences: Sequence[str] = ()
+    comparisons: Sequence[Comparison] = ()
+    measured: Sequence[tuple[str, str]] = ()
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def headline(self) -> list[Comparison]:
+        """The comparisons with what ran too, which the floor did not."""
+        return [c for c in self.comparisons if c.role != "floor"]
+
+
+def files(root: Path = results.RESULTS) -> list[Path]:
+    """All result files, a folder after the other, those of GPUs first, registered ops in their own order."""
+    found = []
+    for path in sorted(p for p in root.rglob("*") if p.is_file()):
+        if path.suffix in DERIVED:
+            continue
+        if path.suffix != ".json" or path.parent.parent != root:
+            raise ValueError(f"{path}: expected <folder>/<name>.json, .md or .png")
+        found.append(path)
+    ops = list(registry.modules())
+    others = ("predicted", "published", "cpu", "suite")
+
+    def order(path: Path) -> tuple[int, str, int, str]:
+        folder, op = path.parent.name, path.stem
+        late = others.index(folder) + 1 if folder in others else 0
+        return late, folder, ops.index(op) if op in ops else len(ops), op
+
+    return sorted(found, key=order)
+
+
+def read(path: Path) -> Section:
+    """The section of a result file; ValueError names a file whose shape is not known."""
+    reader = READERS.get(path.stem, _op)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        section = Section(
+            anchor=f"{path.parent.name}-{path.stem}",
+            title=TITLES.get(path.stem) or content["title"],
+            file=f"{path.parent.name}/{path.name}",
+            badges=_badges(path, content),
+            origin=_origin(content),
+        )
+        reader(section, content, path)
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if str(path) in message else f"{path}: {message}") from None
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path}: a shape that the report does not know: {error!r}") from None
+    return section
+
+
+def _badges(path: Path, content: Content) -> list[str]:
+    folder = path.parent.name
+    fixed = {
+        "predicted": "predicted",
+        "published": "published by others",
+        "cpu": "emulated",
+        "suite": "ran on a CPU",
+    }
+    if folder in fixed:
+        return [fixed[folder]]
+    gpu = content["provenance"]["gpu"]
+    if gpu_slug(gpu) != folder:
+        raise ValueError(f"provenance.gpu: expected the GPU of folder {folder!r}, got {gpu!r}")
+    emulated = ["emulated"] if path.stem == "emulator_agreement" else []
+    return [f"ran on {gpu}", *emulated]
+
+
+def _origin(content: Content) -> list[tuple[str, str]]:
+    """Names and values of the provenance, whichever fields a file has; [] where it has none."""
+    p = {**content, **content.get("provenance", {})}
+    if "commit" not in p and "package_commit" not in p:
+        return []
+    versions = p.get("versions", p)
+    commit = p.get("commit") or p.get("package_commit") or "unknown"
+    clocks = {w: (p.get(f"clocks_{w}") or {}).get("sm_mhz") for w in ("before", "after")}
+    found = {
+        "device": p.get("gpu") or p.get("cpu"),
+        "driver": p.get("driver"),
+        "CUDA": p.get("cuda"),
+        **{title: versions.get(name) for name, title in VERSIONS.items()},
+        "compiler": p.get("compiler"),
+        "command": p.get("command"),
+        "clocks": ", ".join(f"{mhz} MHz {when}" for when, mhz in clocks.items() if mhz),
+        "commit": commit + (" with local changes" if p.get("dirty") else ""),
+        "date": p["date"].replace("T", " ").replace("Z", " UTC"),
+    }
+    place = content.get("place", {})
+    if place.get("sms_seen") is not None:
+        found["device"] += f", {place['sms_seen']} of {p['sms']} multiprocessors"
+    always = {"device", "driver", "torch", "triton", "CuTe DSL"} if "gpu" in p else set()
+    return [(k, v or "not recorded") for k, v in found.items() if v or k in always]
+
+
+def _op(section: Section, content: Content, path: Path) -> None:
+    results.validate(content)
+    if content["op"] != path.stem:
+        raise ValueError(f"op: expected {path.stem!r}, as the file is named, got {content['op']!r}")
+    methods = [m for m in METHODS if any(r["method"] == m for r in content["rows"])]
+    unknown = {r["method"] for r in content["rows"]} - set(METHODS)
+    if unknown or not methods:
+        raise ValueError(f"method: expected one of {list(METHODS)}, got {sorted(unknown)}")
+    main = results.device_method(content)
+    section.comparisons = comparisons(content, main)
+    section.measured = _measured(content, methods)
+    section.plots = plots.of_op(content, section.anchor)
+    section.tables = [_times(content, main, METHODS[main])]
+    section.tables += [
+        _times(content, m, METHODS[m], folded=True) for m in methods if m not in (main, SUSTAINED)
+    ]
+    if extras := _extras(content):
+        section.tables.append(extras)
+    section.sentences = [_checks(content)]
+    section.notes = [*content["notes"], *_skipped(content)]
+
+
+def comparisons(result: Content, method: str) -> list[Comparison]:
+    """Our times against every other provider but variants, and against the floor."""
+    rows = [r for r in result["rows"] if r["method"] == method and r["role"] == "ours"]
+    roles = {r["provider"]: r["role"] for r in result["rows"]}
+    keys = {name: f"ratio_{name}" for name, role in roles.items() if role == "peer"}
+    keys |= {name: "ratio_ceiling" for name, role in roles.items() if role == "ceiling"}
+    if not any("tflops" in r for r in rows):  # whose limit is arithmetic, not memory
+        keys["floor"] = "ratio_floor"
+    found = []
+    for other, key in keys.items():
+        ratios = [r[key] for r in rows if r.get(key) is not None]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            ends = (len(ratios), mean, min(ratios), max(ratios))
+            found.append(Comparison(rows[0]["provider"], other, roles.get(other, "floor"), *ends))
+    return found
+
+
+def _measured(result: Content, methods: Sequence[str]) -> list[tuple[str, str]]:
+    """Which kinds of figures a file has; each one that it lacks is said once."""
+    found = [("burst", "graph" in methods or "queued-event" in methods)]
+    found += [(SUSTAINED, SUSTAINED in methods)]
+    found += [(title, any(key in r for r in result["rows"])) for key, title in EXTRAS.items()]
+    return [(name, "measured" if there else NOT_MEASURED) for name, there in found]
+
+
+def _times(result: Content, method: str, caption: str, folded: bool = False) -> Table:
+    """Medians with their 20th and 80th percentile; sustained times stand beside those of the main method."""
+    header, lines = report.table(result, method, of_all=True)
+    providers = {r["provider"] for r in result["rows"]}
+    if not folded and any(r["method"] == SUSTAINED for r in result["rows"]):
+        more, longer = report.table(result, SUSTAINED, of_all=True)
+        cells = {line[0]: dict(zip(more, line)) for line in longer}
+        for column in reversed([n for n, h in enumerate(header) if h[:-4] in providers]):
+            title = header[column]
+            for line in lines:
+                line.insert(column + 1, cells.get(line[0], {}).get(title, NOT_MEASURED))
+            header.insert(column + 1, f"{title[:-4]} sustained, us")
+    if len(providers) > MAX_COLUMNS and len(lines) < len(header) - 1:
+        flipped = list(zip(header, *lines))
+        lines = [[line[0].removesuffix(", us"), *line[1:]] for line in flipped[1:]]
+        header = ["us", *flipped[0][1:]]
+    return Table(f"{caption}: medians, 20th to 80th percentile in brackets", header, lines, folded)
+
+
+def _extras(result: Content) -> Table | None:
+    """Energy and first calls, where the file has them."""
+    keys = [key for key in EXTRAS if any(key in r for r in result["rows"])]
+    rows = [r for r in result["rows"] if any(key in r for key in keys)]
+    lines = [
+        [r["setting"], r["provider"], r["method"], *(_text(r.get(key)) for key in keys)]
+        for r in rows
+    ]
+    header = ["setting", "implementation", "method", *(EXTRAS[key] for key in keys)]
+    return Table("Energy and first calls", header, lines) if keys else None
+
+
+def _checks(result: Content) -> str:
+    errors = [e for check in result["checks"] for e in check["errors"].values()]
+    if not errors:
+        return "The file records no check of the results."
+    return (
+        f"Before anything was timed, {len(result['checks'])} results of implementations were compared with an "
+        f"independent reference; the largest error found was {max(errors):.2g}."
+    )
+
+
+def _skipped(result: Content) -> Iterator[str]:
+    reasons: dict[str, set[str]] = {}
+    for entry in result["skipped"]:
+        reasons.setdefault(entry["reason"], set()).add(entry["provider"])
+    for reason, providers in reasons.items():
+        names = ", ".join(sorted(providers)) if len(providers) < MAX_COLUMNS else "several"
+        count = sum(e["reason"] == reason for e in result["skipped"])
+        yield f"Left out in {count} cases ({names}): {reason}."
+
+
+def _quality(section: Section, content: Content, path: Path) -> None:
+    quality_rows.validate(content)
+    section.measured = _measured(content, list({r["method"] for r in content["rows"]}))
+    section.plots = plots.of_quality(content, section.anchor)
+    caption = "Errors, density and time of the last step, by workload and threshold"
+    section.tables = [Table(caption, *quality_rows.table(content))]
+    section.sentences = [_checks(content)]
+    section.notes = content["notes"]
+
+
+def _emulator(section: Section, content: Content, path: Path) -> None:
+    rows = content["rows"]
+    labels = [r["kernel"] for r in rows]
+    series = {"this commit": [r["minstr_per_s"] for r in rows]}
+    if content["before"]:
+        series[f"commit {content['before']}"] = [r["minstr_per_s_before"] for r in rows]
+    unit = "million instructions per CPU second"
+    section.plots = [plots.bars(labels, series, unit, content["title"], section.anchor)]
+    section.tables, section.sentences = _of_markdown(emulator_tables.speed(content), "Speed")
+
+
+def _agreement(section: Section, content: Content, path: Path) -> None:
+    section.tables, sentences = _of_markdown(emulator_tables.agreement(content), "Cases by family")
+    cases = f"The file holds all {len(content['rows'])} cases one by one."
+    section.sentences = [*sentences, cases]
+
+
+def _of_markdown(text: str, caption: str) -> tuple[list[Table], list[str]]:
+    """The table and the paragraphs of a region of a document."""
+    table, *paragraphs = text.split("\n\n")
+    cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in table.splitlines()]
+    return [Table(caption, cells[0], cells[2:])], paragraphs
+
+
+def _prediction(section: Section, content: Content, path: Path) -> None:
+    published = kda_tables.published(path.parents[1])
+    predicted, check = kda_tables.captions(content, published)
+    header, lines = kda_tables.prediction_table(content, published)
+    section.sentences = [content["note"]]
+    section.plots = plots.of_cards(published, content, section.anchor)
+    section.tables = [
+        Table("Predicted, beside times that others published", header, lines),
+        Table("The same model on the H200", *kda_tables.held_out_table(content), folded=True),
+        Table("Every setting and card", *kda_tables.limits_table(content), folded=True),
+    ]
+    section.notes = [predicted, check]
+
+
+def _published(section: Section, content: Content, path: Path) -> None:
+    section.sentences = [f"Source: {content['source']}"]
+    section.plots = plots.of_cards(content, None, section.anchor)
+    section.tables = [_of_rows("Published times", content["rows"])]
+
+
+def _published_tables(section: Section, content: Content, path: Path) -> None:
+    """Every list of rows in a table of its own, below what the file says about its source."""
+    sources = {"source": "rows", "proposal_source": "proposal_rows"}
+    if unknown := content.keys() - {"title", *sources, *sources.values()}:
+        raise ValueError(f"parts that the report does not know: {', '.join(sorted(unknown))}")
+    given = [
+        (content[source], content[rows]) for source, rows in sources.items() if source in content
+    ]
+    section.sentences = [f"Source: {source}" for source, _ in given]
+    section.tables = [
+        _of_rows(source.partition(":")[0].capitalize(), rows) for source, rows in given
+    ]
+
+
+def _counters(section: Section, content: Content, path: Path) -> None:
+    _, table, note = h20_page.counters_part(content).split("\n\n")
+    section.tables, _ = _of_markdown(table, "Measured with ncu; clocks not fixed, caches flushed")
+    section.notes = [note]
+
+
+def _study(section: Section, content: Content, path: Path) -> None:
+    known = {"title", "provenance", "note"}
+    section.sentences = [f"{content['title']}."]
+    section.notes = [content["note"]] if "note" in content else []
+    section.tables = []
+    for key, value in content.items():
+        if key in known:
+            continue
+        caption = key.replace("_", " ")
+        if isinstance(value, list):
+            section.tables.append(_of_rows(caption, value))
+            continue
+        about = [value[word] for word in ("what", "date") if word in value]
+        lines = list(_leaves({k: v for k, v in value.items() if k not in ("what", "date")}))
+        section.tables.append(Table(caption, ["what", "value"], lines, True, ", ".join(about)))
+
+
+def _suite(section: Section, content: Content, path: Path) -> None:
+    rows = content["rows"]
+    labels = [r["run"] for r in rows]
+    series = {
+        "wall": [r["wall_s"] / 60 for r in rows],
+        "CPU": [r["cpu_s"] / 60 for r in rows],
+    }
+    section.plots = [plots.bars(labels, series, "minutes", content["title"], section.anchor)]
+    folders = [[k, *map(str, v)] for k, v in content["seconds_by_folder"].items()]
+    section.tables = [
+        _of_rows("The session tests on two cores, seconds", rows),
+        Table("Seconds by folder", ["folder", "empty caches", "second run"], folders),
+    ]
+
+
+def _of_rows(caption: str, rows: Sequence[Content]) -> Table:
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    return Table(caption, header, [[_text(row.get(key)) for key in header] for row in rows])
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[list[str]]:
+    """A line per leaf of nested objects."""
+    for key, item in value.items():
+        name = f"{path}, {key}" if path else key
+        if isinstance(item, Mapping):
+            yield from _leaves(item, name)
+        else:
+            values = item if isinstance(item, list) else [item]
+            yield [name, " / ".join(map(_text, values))]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+
+
+READERS: dict[str, Callable[[Section, Content, Path], None]] = {
+    quality_rows.OP: _quality,
+    "emulator": _emulator,
+    "emulator_agreement": _agreement,
+    kda_tables.OP: _prediction,
+    kda_tables.PUBLISHED: _published,
+    "kda_h200": _published_tables,
+    "lite_rtx4090": _published_tables,
+    "ncu_decode": _counters,
+    "decode_design_study": _study,
+    "lite_design_study": _study,
+    "time": _suite,
+}
