@@ -171,6 +171,23 @@ def test_wheel_holds_the_package_and_nothing_else(
     assert f"{noxfile._import_name(name)}/py.typed" in names
 
 
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_metadata_say_what_an_index_shows(name: str, wheels: dict[str, Path], root: Path) -> None:
+    facts = metadata(wheels[name])
+    classifiers = facts.get_all("Classifier")
+    python = "Programming Language :: Python :: "
+    named = [line.removeprefix(python) for line in classifiers if line.startswith(f"{python}3.")]
+    assert named == list(noxfile.PYTHONS)
+    assert facts["Requires-Python"] == f">={noxfile.PYTHONS[0]}"
+    assert f"torch>={noxfile.TORCHES[0]}" in requirements(wheels[name])
+    assert "Typing :: Typed" in classifiers
+    assert facts["License-Expression"] == "Apache-2.0" and facts["License-File"] == "LICENSE"
+    assert facts["Summary"] and facts["Keywords"]
+    assert facts["Description-Content-Type"] == "text/markdown"
+    readme = root / noxfile._folder(name) / "README.md"
+    assert facts.get_payload().strip() == readme.read_text().strip()
+
+
 def test_kernel_packages_are_discovered_by_entry_point(site: Path) -> None:
     code = """
 import json, sys
