@@ -208,9 +208,8 @@ def compatibility(session: nox.Session) -> None:
             session.log(f"Python {python} compiles every source; nothing was run")
             continue
         # The pins are those of CI's pair; any other gets what goes with its Python and its PyTorch.
-        pins = {"PIP_CONSTRAINT": os.environ.get("PIP_CONSTRAINT", "")}
-        if f"{python}/{torch}" == CI_PAIR:
-            pins["PIP_CONSTRAINT"] = str(ROOT / "constraints-ci.txt")
+        default = str(ROOT / "constraints-ci.txt") if f"{python}/{torch}" == CI_PAIR else ""
+        pins = {"PIP_CONSTRAINT": os.environ.get("PIP_CONSTRAINT", default)}
         sources = ("--editable", "./packages/cula-core", "--editable", "./meta[demo,test]")
         pip = (interpreter, "-m", "pip", "install", "--quiet")
         session.run(*pip, f"torch=={torch}.*", *sources, env=pins)
