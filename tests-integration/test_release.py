@@ -313,3 +313,33 @@ def test_downstream_programs_import_every_distribution(root: Path) -> None:
         assert downstream.not_imported(text, set(noxfile.DISTRIBUTIONS)) == []
         assert bool(downstream.expected(text)) == (name == "wrong.py")
     assert downstream.not_imported("import cula.kda\n", {"cula", "cula-core"}) == ["cula-core"]
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("3.9/2.13", "3.9/2.13: expected PYTHON/TORCH, with PYTHON of 3.10 3.11"),
+        ("3.12/2.7", "3.12/2.7: expected PYTHON/TORCH"),
+        ("3.12", "3.12/: expected PYTHON/TORCH"),
+        (None, "failed to find interpreter"),
+    ],
+)
+def test_compatibility_fails_for_what_it_cannot_run(
+    pair: str | None, message: str, root: Path, tmp_path: Path
+) -> None:
+    """Last of all for a Python that is not on PATH, which is no reason to skip."""
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    missing = next(python for python in noxfile.PYTHONS if python != here)
+    arguments = ["-s", "compatibility", "--", pair or f"{missing}/none"]
+    command = [sys.executable, "-m", "nox", "-f", str(root / "noxfile.py"), *arguments]
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert message in done.stdout + done.stderr
+
+
+def test_the_pair_of_ci_is_one_that_is_declared_and_pinned(root: Path) -> None:
+    python, _, torch = noxfile.CI_PAIR.partition("/")
+    assert python in noxfile.PYTHONS and torch in noxfile.TORCHES
+    pins = (root / "constraints-ci.txt").read_text()
+    assert f"\ntorch=={torch}." in pins and f"Python {python}" in pins.splitlines()[0]
