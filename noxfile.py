@@ -34,6 +34,11 @@ PACKAGES = {
     "liteattention-sm89": ("sm89",),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
+# What the distributions declare that they run with; their classifiers name the same Pythons.
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TORCHES = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13")
+# The Python and the PyTorch of CI, which constraints-ci.txt is made for.
+CI_PAIR = "3.11/2.13"
 DISTRIBUTIONS = ("cula", *BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
 KEPT = Path(".nox", "kept")  # what tests compiled
 # What the tests of a package need beside the dependency group `test`.
@@ -118,12 +123,12 @@ def standalone(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, import rules, file sizes, lines about installing, wording, the licence, tables of figures."""
+    """ruff, versions, import rules, file sizes, lines about installing, wording, the licence, tables of figures."""
     _install(session, group="lint")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", "--check", ".")
-    for script in ("import_rules.py", "file_sizes.py", "install_lines.py", "wording.py"):
-        session.run("python", f"tools/{script}")
+    for script in ("version", "import_rules", "file_sizes", "install_lines", "wording"):
+        session.run("python", f"tools/{script}.py")
     session.run("python", "tools/vendor.py", "--check")
     session.run("python", "benchmarks/tables.py", "--check")
 
@@ -139,7 +144,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy over the host files; kernels are written in the DSL's types and left out."""
+    """mypy over the host files, without kernels, which have the DSL's types; then over programs as users write them."""
     _install(session, "cula[demo]", *PACKAGES, *DEVELOPMENT_TOOLS, group="types")
     session.env["MYPYPATH"] = os.pathsep.join(f"{_folder(name)}/src" for name in DISTRIBUTIONS)
     modules = [
@@ -150,18 +155,28 @@ def types(session: nox.Session) -> None:
     ]
     tools = [f"{_folder(name)}/src" for name in DEVELOPMENT_TOOLS]
     session.run("mypy", *session.posargs, "meta/src", *tools, *modules)
+    if _bare(session):
+        session.log("the programs of tests-integration/downstream need installed distributions")
+    else:
+        session.run("python", "tools/downstream.py")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of every distribution in dist/, then installed from there into clean environments."""
+    """Wheels and sdists in dist/: built twice, checked, installed into clean environments, and the SBOM of one."""
     _needs_venv(session)
     _install(session, group="build")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
+    session.env["SOURCE_DATE_EPOCH"] = _epoch(session)
     for name in DISTRIBUTIONS:
         session.run("python", "-m", "build", "--no-isolation", f"--outdir={dist}", _folder(name))
+    session.run("python", "tools/reproducible.py", str(dist))
+    archives = sorted(str(path) for path in dist.iterdir())
+    session.run("twine", "--no-color", "check", "--strict", *archives)
     python = _clean_python(session, "clean")
+    _pip_install(session, python, "cula[sm90]")
+    session.run("python", "tools/sbom.py", python, str(dist / "sbom" / "cula-sm90.cdx.json"))
     for arch in ARCHITECTURES:
         _pip_install(session, python, f"cula[{arch}]")
     # A kernel package alone brings what it is built on, and nothing else of ours.
@@ -170,6 +185,47 @@ def build(session: nox.Session) -> None:
     session.chdir(session.virtualenv.location)
     session.run(python, "-m", "cula", "info", external=True)
     session.run(alone, "-c", "import cula_cp_sm90", external=True)
+
+
+@nox.session
+def licences(session: nox.Session) -> None:
+    """The licences of all that cula and the kernel packages bring; with --write, writes docs/licences.md."""
+    _needs_venv(session)
+    if session.posargs not in ([], ["--write"]):
+        session.error(f"expected nothing or --write, got {' '.join(session.posargs)}")
+    _install(session, *map(_whole, ("cula", *BASE, *PACKAGES)), group="licences")
+    session.run("python", "tools/licences.py", *([] if session.posargs else ["--check"]))
+
+
+@nox.session(venv_backend="none")
+def compatibility(session: nox.Session) -> None:
+    """The tests of cula with other Pythons and PyTorches: -- PYTHON/TORCH ..., such as 3.12/2.10; 3.12/none compiles.
+
+    Every pair has an environment of its own. A Python that is not on this machine is a failure.
+    """
+    pairs = [pair.partition("/")[::2] for pair in session.posargs or (CI_PAIR,)]
+    for python, torch in pairs:
+        if python not in PYTHONS or torch not in (*TORCHES, "none"):
+            known = f"{' '.join(PYTHONS)}, and TORCH of {' '.join(TORCHES)} none"
+            session.error(f"{python}/{torch}: expected PYTHON/TORCH, with PYTHON of {known}")
+    for python, torch in pairs:
+        folder = ROOT / ".nox" / f"compatibility-{python}-{torch}"
+        virtualenv = (sys.executable, "-m", "virtualenv", "--quiet", f"--python={python}")
+        session.run(*virtualenv, str(folder))
+        interpreter = str(folder / "bin" / "python")
+        prefix = {"PYTHONPYCACHEPREFIX": str(folder / "pycache")}
+        compiled = [f"{_folder(name)}/src" for name in DISTRIBUTIONS]
+        session.run(interpreter, "-m", "compileall", "-q", "-f", *compiled, env=prefix)
+        if torch == "none":
+            session.log(f"Python {python} compiles every source; nothing was run")
+            continue
+        # The pins are those of CI's pair; any other gets what goes with its Python and its PyTorch.
+        default = str(ROOT / "constraints-ci.txt") if f"{python}/{torch}" == CI_PAIR else ""
+        pins = {"PIP_CONSTRAINT": os.environ.get("PIP_CONSTRAINT", default)}
+        sources = ("--editable", "./packages/cula-core", "--editable", "./meta[demo,test]")
+        pip = (interpreter, "-m", "pip", "install", "--quiet")
+        session.run(*pip, f"torch=={torch}.*", *sources, env=pins)
+        session.run(interpreter, "-m", "pytest", "-m", "not gpu", _tests("cula"))
 
 
 @nox.session
@@ -220,19 +276,24 @@ def vendor(session: nox.Session) -> None:
     session.run(sys.executable, "tools/vendor.py", *session.posargs)
 
 
+def _epoch(session: nox.Session) -> str:
+    """The time that archives say they are of: SOURCE_DATE_EPOCH, or else that of the last commit."""
+    named = os.environ.get("SOURCE_DATE_EPOCH")
+    git = ("git", "-C", str(ROOT), "log", "-1", "--format=%ct")
+    return named or session.run(*git, external=True, silent=True).strip()
+
+
 def _clean_python(session: nox.Session, name: str) -> str:
-    """Makes an empty environment beside the session's own and returns its Python."""
+    """Makes an environment beside the session's own that is empty, even of pip, and returns its Python."""
     folder = Path(session.virtualenv.location).resolve() / name
-    session.run("python", "-m", "venv", "--clear", str(folder))
+    session.run("python", "-m", "venv", "--clear", "--without-pip", str(folder))
     return str(folder / "bin" / "python")
 
 
 def _pip_install(session: nox.Session, python: str, name: str) -> None:
     """Installs one distribution from dist/ into another environment."""
-    dist = ROOT / "dist"
-    session.run(
-        python, "-m", "pip", "install", "--quiet", f"--find-links={dist}", name, external=True
-    )
+    pip = ("python", "-m", "pip", f"--python={python}", "install", "--quiet")
+    session.run(*pip, f"--find-links={ROOT / 'dist'}", name)
 
 
 def _install(session: nox.Session, *distributions: str, group: str | None = None) -> None:
@@ -323,6 +384,13 @@ def _closure(name: str, *extras: str) -> list[str]:
     wanted = {re.match(r"[\w.-]+", line)[0] for line in lines} - {name}
     found = {d: None for other in DISTRIBUTIONS if other in wanted for d in _closure(other)}
     return [name, *(d for d in found if d != name)]
+
+
+def _whole(name: str) -> str:
+    """A distribution with every extra that users may want: all but that of its tests."""
+    project = nox.project.load_toml(ROOT / _folder(name) / "pyproject.toml")["project"]
+    extras = [extra for extra in project["optional-dependencies"] if extra != "test"]
+    return f"{name}[{','.join(extras)}]"
 
 
 def _folder(name: str) -> str:

@@ -13,8 +13,10 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import noxfile
+from tools.version import compatible
 
 DISTRIBUTIONS = noxfile.DISTRIBUTIONS
 
@@ -72,10 +74,10 @@ def test_versions_move_in_lock_step(wheels: dict[str, Path]) -> None:
 
 
 def test_extras_of_cula_equal_the_table(wheels: dict[str, Path]) -> None:
-    series = ".".join(metadata(wheels["cula"])["Version"].split(".")[:2])
+    series = compatible(Version(metadata(wheels["cula"])["Version"]))
     for arch in noxfile.ARCHITECTURES:
         listed = {name for name, archs in noxfile.PACKAGES.items() if arch in archs}
-        assert requirements(wheels["cula"], arch) == {f"{name}~={series}.0" for name in listed}
+        assert requirements(wheels["cula"], arch) == {f"{name}{series}" for name in listed}
     every = set().union(*(requirements(wheels["cula"], arch) for arch in noxfile.ARCHITECTURES))
     assert requirements(wheels["cula"], "all") == every
 
@@ -115,11 +117,11 @@ def test_a_kernel_package_needs_the_base_of_its_version_and_its_tests_the_tools(
     name: str, wheels: dict[str, Path]
 ) -> None:
     version = metadata(wheels[name])["Version"]
-    series = ".".join(version.split(".")[:2])
+    series = compatible(Version(version))
     assert ours(wheels[name]) == {
         f"cula-core[cute]=={version}",
         f'cula-core[cu13]=={version};extra=="cu13"',
-        f'cula-testing~={series}.0;extra=="test"',
+        f'cula-testing{series};extra=="test"',
     }
     assert "torch>=2.8" in requirements(wheels[name])
 
@@ -140,12 +142,12 @@ def test_the_base_needs_none_of_ours(wheels: dict[str, Path]) -> None:
 
 def test_the_tools_need_what_they_test_with(wheels: dict[str, Path]) -> None:
     version = metadata(wheels["cula-testing"])["Version"]
-    series = ".".join(version.split(".")[:2])
+    series = compatible(Version(version))
     assert ours(wheels["cula-testing"]) == {
         f"cula-core[cute]=={version}",
-        f"cula-emulator~={series}.0",
+        f"cula-emulator{series}",
     }
-    assert ours(wheels["cula-emulator"]) == {f"cula-core~={series}.0"}
+    assert ours(wheels["cula-emulator"]) == {f"cula-core{series}"}
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -180,6 +182,23 @@ def test_wheel_holds_the_package_and_nothing_else(
         assert archive.read(licence).decode() == (root / "LICENSE").read_text()
     assert {n for n in names if ".dist-info/" not in n} == expected
     assert f"{noxfile._import_name(name)}/py.typed" in names
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_metadata_say_what_an_index_shows(name: str, wheels: dict[str, Path], root: Path) -> None:
+    facts = metadata(wheels[name])
+    classifiers = facts.get_all("Classifier")
+    python = "Programming Language :: Python :: "
+    named = [line.removeprefix(python) for line in classifiers if line.startswith(f"{python}3.")]
+    assert named == list(noxfile.PYTHONS)
+    assert facts["Requires-Python"] == f">={noxfile.PYTHONS[0]}"
+    assert f"torch>={noxfile.TORCHES[0]}" in requirements(wheels[name])
+    assert "Typing :: Typed" in classifiers
+    assert facts["License-Expression"] == "Apache-2.0" and facts["License-File"] == "LICENSE"
+    assert facts["Summary"] and facts["Keywords"]
+    assert facts["Description-Content-Type"] == "text/markdown"
+    readme = root / noxfile._folder(name) / "README.md"
+    assert facts.get_payload().strip() == readme.read_text().strip()
 
 
 def test_kernel_packages_are_discovered_by_entry_point(told: tuple[str, str]) -> None:

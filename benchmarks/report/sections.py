@@ -342,7 +342,7 @@ def _published_tables(section: Section, content: Content, path: Path) -> None:
     ]
     section.sentences = [f"Source: {source}" for source, _ in given]
     section.tables = [
-        _of_rows(source.partition(":")[0].capitalize(), rows) for source, rows in given
+        _of_rows(source[0].upper() + source[1:].partition(":")[0], rows) for source, rows in given
     ]
 
 
