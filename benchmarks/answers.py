@@ -78,9 +78,19 @@ def _cut(gpu: str, root: Path) -> list[str]:
     return [
         "KDA on Hopper with intra-card context parallelism",
         f"{mean:.2f} x FLA in the geometric mean of {count} settings with few heads, {least:.2f} x at the least (FLA "
-        "uncut; its own cutting was not measured here)",
-        "[beside what others published](docs/kda-prefill.md#beside-what-others-published)",
+        f"uncut; {_cut_by_fla(gpu, root)})",
+        "[beside FLA's own cutting](docs/kda-prefill.md#beside-flas-own-cutting)",
     ]
+
+
+def _cut_by_fla(gpu: str, root: Path) -> str:
+    """What FLA's own cutting gains or loses where it cuts."""
+    result = results.load(results.result_path("kda_prefill_cut", gpu, root))
+    checks = (c for c in result["checks"] if c["provider"] == "fla_cp")
+    cut = {c["setting"] for c in checks if c["errors"]["cut"]}
+    times = {(r["setting"], r["provider"]): r["median_us"] for r in result["rows"]}
+    ratios = [times[name, "fla_cp"] / times[name, "fla"] for name in cut]
+    return f"with its own cutting FLA takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
 
 
 def _lightning(gpu: str, root: Path) -> list[str]:

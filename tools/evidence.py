@@ -39,7 +39,7 @@ PREFILL = (("lightning_prefill", *GRAPH),)
 KDA = tuple(
     (op, *GRAPH)
     for op in ("kda_prefill", "kda_prefill_kernels", "kda_prefill_parts", "kda_training")
-)
+) + (("kda_prefill_cut", "--methods", "eager-event"),)
 LITE = (("lite_attention", *GRAPH), ("lite_backward", *GRAPH))
 COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")
 OWN_PAGE = "benchmarks/results/<gpu>/README.md"
