@@ -371,7 +371,7 @@ def _study(section: Section, content: Content, path: Path) -> None:
 
 def _suite(section: Section, content: Content, path: Path) -> None:
     rows = content["rows"]
-    labels = [r["run"] for r in rows]
+    labels = [f"{r['run']}, {r['machine']} machine, {r['commit']}" for r in rows]
     series = {
         "wall": [r["wall_s"] / 60 for r in rows],
         "CPU": [r["cpu_s"] / 60 for r in rows],

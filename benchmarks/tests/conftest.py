@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import types
@@ -131,7 +132,7 @@ PLACE = {"sms": 80, "sms_seen": 80, "strategy": "green context, stream", "graphs
 @pytest.fixture
 def toy_result(toy_run: Run) -> dict[str, Any]:
     toy_run.measure(toy_run.op.settings(False))
-    return toy_run.result(ORIGIN, PLACE)
+    return toy_run.result(copy.deepcopy(ORIGIN), dict(PLACE))
 
 
 @pytest.fixture
@@ -279,7 +280,8 @@ def _decode_result(
                 }
             )
     results.add_ratios(rows)
-    head = {"schema": 1, "op": op, "title": "Decode", "provenance": ORIGIN, "place": PLACE}
+    head = {"schema": 1, "op": op, "title": "Decode", "provenance": copy.deepcopy(ORIGIN)}
+    head["place"] = dict(PLACE)
     return {**head, "method": {}, "notes": [], "checks": [], "skipped": [], "rows": rows}
 
 
