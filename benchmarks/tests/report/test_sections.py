@@ -53,6 +53,11 @@ def test_a_section_has_badge_machine_ratios_and_what_is_missing(written):
     assert "not measured" not in str(section.tables)
 
 
+def test_a_flag_of_a_check_is_no_error():
+    checks = [{"errors": {"output": 2e-3, "cut": 1.0}}, {"errors": {"output": 1e-3}}]
+    assert sections._checks({"checks": checks}).endswith("the largest error found was 0.002.")
+
+
 def test_ratios_are_those_of_the_documents(written):
     path = written()
     fla, ceiling, floor = sections.read(path).comparisons
