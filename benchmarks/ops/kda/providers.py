@@ -32,7 +32,9 @@ _fla_missing = missing("fla.ops.kda")
 def gate_arguments(problem: Setting, x: Inputs) -> dict[str, Any]:
     """The gates, beta and their flags, under the names that every implementation uses."""
     bounded = kda.is_bounded(problem)
+    raw = {"use_beta_sigmoid_in_kernel": True} if x.raw_beta else {}
     return {
+        **raw,
         "g": x.gate,
         "beta": x.beta,
         "A_log": x.A_log,
@@ -171,9 +173,15 @@ _RESULTS = {
 }
 
 
-def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
+def check(
+    provider: Provider,
+    problem: Setting,
+    device: Any,
+    raw_beta: bool = False,
+    first_limit: float | None = None,
+) -> dict[str, float]:
     """Compares a provider with the fp64 oracle on fresh inputs; the ceiling is compared with its own definition."""
     if provider.role == "ceiling":
         return copying.check(provider, problem, device)
     limit = FLA_LIMIT if provider.role == "peer" else kda.LIMIT
-    return kda.check_kda(_RESULTS[provider.name], problem, device, limit)
+    return kda.check_kda(_RESULTS[provider.name], problem, device, limit, raw_beta, first_limit)
