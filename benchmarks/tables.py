@@ -7,8 +7,8 @@ replaces everything between them. `key=value` words may follow the GPU: `setting
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
 `table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
 `emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`), and of
-`kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) have tables of their own, and so does
-`answers:h200` (`answers.py`).
+`kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) and of `kda_prefill_flashkda`
+(`ops/kda/flashkda_tables.py`) have tables of their own, and so does `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
 (`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
 
@@ -33,6 +33,7 @@ from benchmarks.emulator import tables as emulator_tables
 from benchmarks.harness import registry, report, results
 from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
+from benchmarks.ops.kda import flashkda_tables
 from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
 from benchmarks.ops.lite import published as lite_published
@@ -65,7 +66,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     path = results.result_path(op, gpu, root)
     if op == answers.OP:
         return answers.region(gpu, root)
-    for others in (kda_tables, kda_published, lite_published):
+    for others in (kda_tables, kda_published, flashkda_tables, lite_published):
         if op == others.OP and path.exists():
             return others.region(path, name, root)
     if name is not None and name not in lite_tables.TABLES:

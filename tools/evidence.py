@@ -38,7 +38,13 @@ DECODE_80SM = (
 PREFILL = (("lightning_prefill", *GRAPH),)
 KDA = tuple(
     (op, *GRAPH)
-    for op in ("kda_prefill", "kda_prefill_kernels", "kda_prefill_parts", "kda_training")
+    for op in (
+        "kda_prefill",
+        "kda_prefill_flashkda",
+        "kda_prefill_kernels",
+        "kda_prefill_parts",
+        "kda_training",
+    )
 ) + (("kda_prefill_cut", "--methods", "eager-event"),)
 LITE = (("lite_attention", *GRAPH), ("lite_backward", *GRAPH))
 COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")

@@ -23,6 +23,7 @@ DISTRIBUTIONS = {
     "triton": "triton",
     "nvidia-cutlass-dsl": "cutlass",
     "fla-core": "fla",
+    "flash-kda": "flash_kda",
     "cula": "cula",
     "cula-core": "cula_core",
     "cula-lightning-decode": "cula_lightning_decode",

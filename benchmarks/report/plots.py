@@ -38,6 +38,7 @@ VIEWS = {
     "lightning_decode_80sm": (View("B", "B*-T1-*-cold"),),
     "lightning_prefill": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill": (View("T", "B*"), View("T", "N*-random-*")),
+    "kda_prefill_flashkda": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill_kernels": (View("T", "B*"),),
     "lite_attention": (
         View("S", "dense-B1-*-D128", ("H",)),

@@ -3,6 +3,7 @@
 OPS = (
     "kda_prefill",
     "kda_prefill_cut",
+    "kda_prefill_flashkda",
     "kda_prefill_kernels",
     "kda_prefill_parts",
     "kda_training",
