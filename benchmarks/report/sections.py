@@ -262,13 +262,18 @@ def _extras(result: Content) -> Table | None:
 
 
 def _checks(result: Content) -> str:
-    found = [item for check in result["checks"] for item in check["errors"].items()]
-    errors = [error for name, error in found if name not in FLAGS]
-    if not errors:
+    found = [
+        (error, check["provider"])
+        for check in result["checks"]
+        for name, error in check["errors"].items()
+        if name not in FLAGS
+    ]
+    if not found:
         return "The file records no check of the results."
+    largest, provider = max(found)
     return (
         f"Before anything was timed, {len(result['checks'])} results of implementations were compared with an "
-        f"independent reference; the largest error found was {max(errors):.2g}."
+        f"independent reference; the largest error found was {largest:.2g}, of {provider}."
     )
 
 
