@@ -132,6 +132,19 @@ def test_a_dry_run_says_what_would_happen(
     assert said.endswith("benchmarks/results/<gpu>/README.md\n")
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_op_that_only_compares_needs_what_it_compares_with(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "find_spec", lambda name: object() if there else None)
+    card = evidence.CARDS["h200"]
+    run = {word for line in evidence.commands(card, ncu=True) for word in line}
+    assert ("kda_prefill_flashkda" in run) is there and "kda_prefill_kernels" in run
+    said = "without kda_prefill_flashkda: flash_kda is not installed"
+    assert (said in evidence.plan(card, [], ncu=True)) is not there
+    assert "flash_kda" not in evidence.plan(evidence.CARDS["sm89"], [], ncu=True)
+
+
 def test_results_of_no_two_cards_share_a_folder() -> None:
     names = [there.name for gpus in FITTING.values() for there in gpus]
     assert len({gpu_slug(name) for name in names}) == len(names)

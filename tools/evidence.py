@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -47,6 +48,9 @@ KDA = tuple(
     )
 ) + (("kda_prefill_cut", "--methods", "eager-event"),)
 LITE = (("lite_attention", *GRAPH), ("lite_backward", *GRAPH))
+# Ops that are of use only beside another implementation, with its module; without that they are left out, so that their
+# results on a card stay what they were.
+COMPARISONS = {"kda_prefill_flashkda": "flash_kda"}
 COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")
 OWN_PAGE = "benchmarks/results/<gpu>/README.md"
 
@@ -152,11 +156,22 @@ def _difference(card: Card, there: gpu.Gpu) -> str | None:
     return None
 
 
+def left_out(card: Card) -> dict[str, str]:
+    """The ops of a card whose comparison lacks a module here, with that module."""
+    wanted = {op: COMPARISONS[op] for op, *_ in card.ops if op in COMPARISONS}
+    return {op: module for op, module in wanted.items() if find_spec(module) is None}
+
+
 def commands(card: Card, ncu: bool) -> list[list[str]]:
     """What is run, in this order, from the root of the repository."""
     tests = [f"packages/{name}/tests" for name in card.packages]
     lines = [["-m", "pytest", "-m", "gpu", *tests]]
-    lines += [["benchmarks/run.py", op, *options, "--json"] for op, *options in card.ops]
+    without = left_out(card)
+    lines += [
+        ["benchmarks/run.py", op, *options, "--json"]
+        for op, *options in card.ops
+        if op not in without
+    ]
     lines.append(["benchmarks/ops/lite/quality.py", "--json"])
     if ncu:
         lines.append(["benchmarks/ops/decode/ncu_decode.py", "profile", *card.counters])
@@ -169,6 +184,8 @@ def plan(card: Card, gpus: Sequence[gpu.Gpu], ncu: bool) -> str:
     lines = [f"needs   {card.expected()}"]
     lines += [f"        on this machine: {refusal(card, gpus) or gpus[0].name}"]
     lines += [f"runs    python {' '.join(line)}" for line in commands(card, ncu)]
+    for op, module in left_out(card).items():
+        lines.append(f"        without {op}: {module} is not installed")
     if not ncu:
         lines.append("        without hardware counters: ncu is not on PATH")
     lines += [f"writes  {folder}*.json", f"        {card.page.replace('<gpu>', Path(folder).name)}"]
