@@ -29,7 +29,6 @@ class Meter:
         self._call("nvmlInit_v2")
         self._call("nvmlDeviceGetHandleByUUID", name, ctypes.byref(self._device))
         self.sm_clock_mhz()
-        self.joules()
 
     def sm_clock_mhz(self) -> int:
         """The clock of the multiprocessors now."""
@@ -37,10 +36,16 @@ class Meter:
         self._call("nvmlDeviceGetClockInfo", self._device, SM_CLOCK, ctypes.byref(value))
         return value.value
 
-    def joules(self) -> float:
-        """What the whole card has used since the driver was loaded; the counter moves in steps of many milliseconds."""
+    def joules(self) -> float | None:
+        """What the whole card has used since the driver was loaded, or None where it does not count that.
+
+        The counter moves in steps of many milliseconds.
+        """
         value = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(value))
+        try:
+            self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(value))
+        except Unreachable:
+            return None
         return value.value / 1e3
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -6,6 +6,7 @@ difference of two readings of the card's energy counter, over the time between t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,8 +41,8 @@ class Meter(Protocol):
 
     def sm_clock_mhz(self) -> float: ...
 
-    def joules(self) -> float:
-        """A counter of energy that moves in steps."""
+    def joules(self) -> float | None:
+        """A counter of energy that moves in steps, None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class Loaded:
 
     def fields(self) -> dict[str, float]:
         """The fields of a row that only a sustained load has, as far as they are known."""
-        if self.sm_clock_mhz is None or self.power_w is None:
-            return {}
-        return {
-            "sm_clock_mhz": round(self.sm_clock_mhz),
-            "power_w": round(self.power_w, 1),
-            "joules_per_call": float(f"{self.power_w * self.stats.median_us * 1e-6:.4g}"),
-        }
+        found: dict[str, float] = {}
+        if self.sm_clock_mhz is not None:
+            found["sm_clock_mhz"] = round(self.sm_clock_mhz)
+        if self.power_w is not None:
+            found["power_w"] = round(self.power_w, 1)
+            found["joules_per_call"] = float(f"{self.power_w * self.stats.median_us * 1e-6:.4g}")
+        return found
 
 
 def time_sustained(
@@ -81,27 +82,22 @@ def _loaded(backend: Backend, graph: Graph, load: Load, meter: Meter | None) -> 
     start = backend.clock()
     while backend.clock() - start < load.warm_s:
         _queue(backend, graph.replay, replays, marks, load.ahead)
-    first, clocks, ticks = len(marks) - 1, [], []
-    if meter:
-        ticks.append(_tick(backend, meter, load.tick_s))
+    first, clocks = len(marks) - 1, []
+    began = _tick(backend, meter, load.tick_s) if meter else None
     start = backend.clock()
     while backend.clock() - start < load.measured_s:
         _queue(backend, graph.replay, replays, marks, load.ahead)
         if meter:
             clocks.append(meter.sm_clock_mhz())
-    if meter:
-        ticks.append(_tick(backend, meter, load.tick_s))
+    ended = _tick(backend, meter, load.tick_s) if meter else None
     backend.synchronize()
     count = replays * graph.calls
-    spans = [
-        backend.between_us(a, b) / count
-        for a, b in zip(marks[first:], marks[first + 1 :], strict=False)
-    ]
-    stats = Stats.of(spans, count)
-    if not meter:
-        return Loaded(stats)
-    (began, before), (ended, after) = ticks
-    return Loaded(stats, statistics.median(clocks), (after - before) / (ended - began))
+    times = [backend.between_us(a, b) / count for a, b in itertools.pairwise(marks[first:])]
+    return Loaded(
+        Stats.of(times, count),
+        statistics.median(clocks) if clocks else None,
+        None if began is None or ended is None else (ended[1] - began[1]) / (ended[0] - began[0]),
+    )
 
 
 def _queue(backend: Backend, replay: Call, replays: int, marks: list[Any], ahead: int) -> None:
@@ -113,11 +109,13 @@ def _queue(backend: Backend, replay: Call, replays: int, marks: list[Any], ahead
         backend.wait(marks[-ahead - 1])
 
 
-def _tick(backend: Backend, meter: Meter, limit_s: float) -> tuple[float, float]:
-    """Host time and joules right after the counter moved, or after the limit where it does not move."""
+def _tick(backend: Backend, meter: Meter, limit_s: float) -> tuple[float, float] | None:
+    """Host time and joules right after the counter moved, or after the limit where it does not move; None without."""
     start, before = backend.clock(), meter.joules()
     while True:
         backend.sleep(POLL_S)
         now, joules = backend.clock(), meter.joules()
+        if joules is None:
+            return None
         if joules != before or now - start > limit_s:
             return now, joules

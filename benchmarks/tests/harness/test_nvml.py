@@ -66,13 +66,18 @@ def test_the_gpu_is_the_first_that_torch_sees(library, monkeypatch):
         "nvmlInit_v2",
         "nvmlDeviceGetHandleByUUID",
         "nvmlDeviceGetClockInfo",
-        "nvmlDeviceGetTotalEnergyConsumption",
     ],
 )
 def test_what_the_library_refuses_is_named(monkeypatch, failing):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(failing))
     with pytest.raises(nvml.Unreachable, match=f"{failing}: error 6"):
         nvml.Meter(UUID)
+
+
+def test_a_card_that_counts_no_energy_has_a_clock(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library("nvmlDeviceGetTotalEnergyConsumption"))
+    meter = nvml.Meter(UUID)
+    assert (meter.sm_clock_mhz(), meter.joules()) == (1512, None)
 
 
 def test_another_gpu_is_not_taken_for_it(library):

@@ -90,6 +90,12 @@ def test_a_counter_that_does_not_move_is_not_waited_for_longer_than_the_limit(ba
     assert len(polls) == pytest.approx(2 * LOAD.tick_s / sustained.POLL_S, abs=2)
 
 
+def test_a_card_that_counts_no_energy_has_a_clock(backend, meter):
+    meter.joules = lambda: None
+    found = loads(backend, meter, {"a": 9.6})["a"]
+    assert found.fields() == {"sm_clock_mhz": 1589}
+
+
 def test_energy_per_call_is_power_times_time():
     stats = Stats(200.0, 190.0, 210.0, 20, 50)
     assert Loaded(stats, 1512.4, 698.76).fields() == {
