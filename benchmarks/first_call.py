@@ -34,8 +34,8 @@ CACHES = ("CULA_CACHE_DIR", "TRITON_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "CUDA_CACH
 NOTES = (
     "Every process is new. The imports are timed first, torch before the package. Python's byte code is there; the "
     "first process that imports a package may read files from disk that later ones find in memory.",
-    "A call begins when the device and the inputs are ready, and ends when the device has finished. The first one holds "
-    "everything that is compiled, tuned or loaded then.",
+    "A call begins when the device and the inputs are ready, and ends when the device has finished. The first one "
+    "holds everything that is compiled, tuned or loaded then.",
     f"An empty cache: the folders of {', '.join(CACHES)} are empty. A filled one: an earlier process filled them.",
     "fla tunes its kernels by itself, as a program that calls it does.",
     "The backward pass follows a forward pass in the same process, whose time is not in it.",
