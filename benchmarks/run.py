@@ -1,6 +1,7 @@
 """Measures an op beside its peers and the physical floor.
 
     python benchmarks/run.py OP [--against fla] [--json [PATH] [--join]] [--settings PATTERN ...] [--quick]
+    python benchmarks/run.py OP --methods sustained [--json [PATH]]
 
 Exit codes: 0 measured, 1 a result was wrong, 2 wrong arguments or no GPU.
 """
@@ -16,11 +17,13 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import progress, registry, report, results
+from benchmarks import ops
+from benchmarks.harness import nvml, progress, registry, report, results
 from benchmarks.harness.commands import add_json, fail, json_path
 from benchmarks.harness.measure import DEFAULT_METHODS, Run
 from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
 from benchmarks.harness.registry import CheckFailed, Op, Provider, Setting
+from benchmarks.harness.sustained import Meter
 from benchmarks.harness.timers import Timing
 
 
@@ -55,14 +58,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.join and args.json is None:
         parser.error("--join: expected --json too")
+    if results.SUSTAINED in args.methods and (len(args.methods) > 1 or args.quick):
+        parser.error(
+            "--methods sustained: expected no other method, which it would heat, and no --quick"
+        )
     return args
+
+
+def chosen(op: Op, args: argparse.Namespace) -> list[Setting]:
+    """The settings to measure: all that the patterns name, and under a sustained load HEADLINES by default."""
+    patterns = args.settings
+    if results.SUSTAINED in args.methods and not patterns:
+        patterns = ops.HEADLINES.get(op.name)
+        if not patterns:
+            raise ValueError(f"settings: HEADLINES has none of {op.name}; name them by --settings")
+    return registry.select(op.settings(args.quick), patterns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         op = registry.get(args.op)
-        settings = registry.select(op.settings(args.quick), args.settings)
+        settings = chosen(op, args)
         providers = registry.choose(op, args.against)
     except ValueError as error:
         return fail(error)
@@ -101,10 +118,12 @@ def _measure(
     with torch.inference_mode():
         origin = {**provenance(), "clocks_before": read_smi()}
         card = gpu_slug(origin["gpu"])
-        path = json_path(args.json, op.name, card)
+        path = json_path(args.json, results.file_name(op.name, args.methods), card)
         earlier = results.load(path) if args.join and path.exists() else None
         try:
             with gpu.place_of(op) as place:
+                if results.SUSTAINED in args.methods and not place.graphs:
+                    raise gpu.PlaceError("a sustained load needs graphs, which cannot be used here")
                 run = Run(
                     op=op,
                     providers=providers,
@@ -114,6 +133,7 @@ def _measure(
                     l2_bytes=origin["l2_bytes"],
                     floor_tbs=results.ATTAINABLE_TBS.get(card),
                     methods=args.methods,
+                    meter=_meter() if results.SUSTAINED in args.methods else None,
                     release=torch.cuda.empty_cache,
                 )
                 if earlier:
@@ -135,9 +155,20 @@ def _measure(
     return 0
 
 
+def _meter() -> Meter | None:
+    try:
+        return nvml.current()
+    except nvml.Unreachable as error:
+        print(f"without clock, power and energy: {error}", file=sys.stderr)
+        return None
+
+
 def _print(result: dict[str, Any]) -> None:
     for method in dict.fromkeys(row["method"] for row in result["rows"]):
-        print(f"\n{result['title']}: {method}\n{report.as_text(report.table(result, method))}")
+        shown = (
+            report.loads(result) if method == results.SUSTAINED else report.table(result, method)
+        )
+        print(f"\n{result['title']}: {method}\n{report.as_text(shown)}")
     for reason in dict.fromkeys(f"{s['provider']}: {s['reason']}" for s in result["skipped"]):
         print(f"skipped {reason}")
     print(report.origin(result))

@@ -5,10 +5,12 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
-`table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
-`emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`), and of
-`kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) and of `kda_prefill_flashkda`
-(`ops/kda/flashkda_tables.py`) have tables of their own, and so does `answers:h200` (`answers.py`).
+`table=NAME` chooses a table of `ops/lite/tables.py`. An op's name with `_sustained` behind it is the table of its times
+under a sustained load, beside those of bursts, and `first_call` that of first calls. Regions of the emulator
+(`emulator:cpu`, `emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted`
+(`ops/kda/tables.py`), of `kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) and of
+`kda_prefill_flashkda` (`ops/kda/flashkda_tables.py`) have tables of their own, and so does `answers:h200`
+(`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
 (`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
 
@@ -30,7 +32,7 @@ if __package__ in (None, ""):
 
 from benchmarks import answers, ops
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import registry, report, results
+from benchmarks.harness import first_calls, registry, report, results
 from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import flashkda_tables
@@ -77,7 +79,11 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_tables.TABLES:
         return emulator_tables.region(op, path)
+    if op == first_calls.OP:
+        return first_calls.region(path)
     pattern = chosen.get("settings", "*")
+    if op.endswith(f"_{results.SUSTAINED}"):
+        return _of_loads(path, pattern)
     of_quality = op == quality_rows.OP
     result = (quality_rows if of_quality else results).load(path)
     method = chosen.get("method", results.device_method(result))
@@ -95,6 +101,22 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         mean = f"Geometric mean of x {peer} over {count} settings: {value:.2f}.\n\n"
     origin = f"Median (20-80 %) of {method}. {report.origin(result)}"
     return f"\n{report.as_markdown(table)}\n\n{mean}{origin}\n\n"
+
+
+def _of_loads(path: Path, pattern: str) -> str:
+    """Times under a sustained load beside those of bursts, which another run measured, and where both are from."""
+    result = results.load(path)
+    burst_path = path.with_name(f"{result['op']}.json")
+    burst = results.load(burst_path) if burst_path.exists() else None
+    lines = report.as_markdown(report.loads(result, burst, pattern))
+    text = (
+        f"Sustained: median (20-80 %) under {result['method']['load']['measured_s']:g} s of load; power is that of the "
+        f"whole card. {report.origin(result)}"
+    )
+    if burst:
+        method = results.device_method(burst)
+        text += f" Burst: median (20-80 %) of {method}. {report.origin(burst)}"
+    return f"\n{lines}\n\n{text}\n\n"
 
 
 def rendered(text: str, root: Path = results.RESULTS) -> str:
@@ -123,9 +145,10 @@ def documents(root: Path = ROOT) -> Iterable[Path]:
 
 def card_page(gpu: str, root: Path = results.RESULTS) -> str:
     """Every result of a GPU on one page, for GPUs whose figures stand in no other document."""
+    named = [name for op in registry.names() for name in (op, f"{op}_{results.SUSTAINED}")]
     ops_here = [
         op
-        for op in (*registry.names(), quality_rows.OP)
+        for op in (*named, quality_rows.OP, first_calls.OP)
         if results.result_path(op, gpu, root).exists()
     ]
     contents = {

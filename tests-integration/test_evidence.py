@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import noxfile
+from benchmarks import ops
 from benchmarks.harness import registry
 from benchmarks.harness.provenance import gpu_slug
 from tools import evidence, gpu
@@ -102,6 +103,18 @@ def test_the_table_has_every_package_of_an_architecture(arch: str) -> None:
 def test_every_op_is_measured_on_some_card() -> None:
     measured = {op for card in evidence.CARDS.values() for op, *_ in card.ops}
     assert measured == set(registry.names())
+
+
+def test_headlines_are_measured_under_a_sustained_load_and_first_calls_on_every_card() -> None:
+    for card in evidence.CARDS.values():
+        lines = evidence.commands(card, ncu=False)
+        assert ["benchmarks/first_call.py", "--json"] in lines
+        loaded = {line[1] for line in lines if line[2:4] == ["--methods", "sustained"]}
+        assert loaded == {op for op, *_ in card.ops} & set(ops.HEADLINES)
+        # A load follows the bursts of its op in a run of its own, into a file of its own.
+        for op in loaded:
+            runs = [line for line in lines if line[:2] == ["benchmarks/run.py", op]]
+            assert [line[3:4] == ["sustained"] for line in runs] == [False, True]
 
 
 def test_a_dry_run_says_what_would_happen(

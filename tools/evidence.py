@@ -1,10 +1,10 @@
 """Everything that the owner of a card can prove and measure with it: `python tools/evidence.py CARD [--dry-run]`.
 
-Runs the GPU tests of the packages for the card's architecture, measures every op that exists for it, reads the
-hardware counters of decode where ncu is installed, and writes the pages. Result files go to
-`benchmarks/results/<gpu>/`, a folder by the name of the GPU, so no other card's figures are touched. A command that
-fails does not keep the next ones from running; the last lines name those that failed. `bash .ci/run evidence -- CARD`
-installs what is needed first.
+Runs the GPU tests of the packages for the card's architecture, measures every op that exists for it in bursts, the main
+ones also under a sustained load, and the first call of every function, reads the hardware counters of decode where ncu
+is installed, and writes the pages. Result files go to `benchmarks/results/<gpu>/`, a folder by the name of the GPU, so
+no other card's figures are touched. A command that fails does not keep the next ones from running; the last lines name
+those that failed. `bash .ci/run evidence -- CARD` installs what is needed first.
 
 Exit codes: 0 all went well, 1 a command failed, 2 wrong arguments or another GPU.
 """
@@ -31,12 +31,17 @@ from tools.layout import ROOT
 GIB = 1 << 30
 GRAPH = ("--methods", "graph")
 # Ops with the options that their committed results were measured with.
-DECODE = (("lightning_decode",), ("lightning_decode_variants", *GRAPH))
+SUSTAINED = ("--methods", "sustained")
+DECODE = (
+    ("lightning_decode",),
+    ("lightning_decode", *SUSTAINED),
+    ("lightning_decode_variants", *GRAPH),
+)
 DECODE_80SM = (
     ("lightning_decode_80sm", *GRAPH),
     ("lightning_decode_variants_80sm", *GRAPH),
 )
-PREFILL = (("lightning_prefill", *GRAPH),)
+PREFILL = (("lightning_prefill", *GRAPH), ("lightning_prefill", *SUSTAINED))
 KDA = tuple(
     (op, *GRAPH)
     for op in (
@@ -46,8 +51,10 @@ KDA = tuple(
         "kda_prefill_parts",
         "kda_training",
     )
-) + (("kda_prefill_cut", "--methods", "eager-event"),)
-LITE = (("lite_attention", *GRAPH), ("lite_backward", *GRAPH))
+) + (("kda_prefill_cut", "--methods", "eager-event"), ("kda_prefill", *SUSTAINED))
+LITE = tuple(
+    (op, *methods) for op in ("lite_attention", "lite_backward") for methods in (GRAPH, SUSTAINED)
+)
 # Ops that are of use only beside another implementation, with its module; without that they are left out, so that their
 # results on a card stay what they were.
 COMPARISONS = {"kda_prefill_flashkda": "flash_kda"}
@@ -173,6 +180,7 @@ def commands(card: Card, ncu: bool) -> list[list[str]]:
         if op not in without
     ]
     lines.append(["benchmarks/ops/lite/quality.py", "--json"])
+    lines.append(["benchmarks/first_call.py", "--json"])
     if ncu:
         lines.append(["benchmarks/ops/decode/ncu_decode.py", "profile", *card.counters])
     return [*lines, ["benchmarks/tables.py"]]

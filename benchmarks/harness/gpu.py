@@ -96,6 +96,20 @@ class CudaBackend:
         self.synchronize()
         return span.microseconds()
 
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def between_us(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) * 1e3
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 class _Span:
     """Two timed events around the work queued inside the `with` block."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.harness import results, timers
+from benchmarks.harness import results, sustained, timers
 from benchmarks.harness.registry import Op, Provider, Setting
 from benchmarks.harness.timers import Backend, Stats, Timing
 
@@ -25,6 +25,8 @@ class Run:
     l2_bytes: int
     floor_tbs: float | None
     methods: Sequence[str] = DEFAULT_METHODS
+    load: sustained.Load = sustained.Load()
+    meter: sustained.Meter | None = None
     release: Callable[[], None] = lambda: None
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -39,19 +41,25 @@ class Run:
     def result(self, provenance: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
         """The content of a result file."""
         results.add_ratios(self.rows)
+        method = {
+            "timing": dataclasses.asdict(self.timing),
+            "l2_bytes": self.l2_bytes,
+            "l2_factor": timers.L2_FACTOR,
+            "floor_tbs": self.floor_tbs,
+        }
+        title, notes = self.op.title, list(self.op.notes)
+        if results.SUSTAINED in self.methods:
+            method["load"] = dataclasses.asdict(self.load)
+            title += ", sustained load"
+            notes.append(sustained.NOTE)
         return {
             "schema": results.SCHEMA,
             "op": self.op.name,
-            "title": self.op.title,
+            "title": title,
             "provenance": provenance,
             "place": place,
-            "method": {
-                "timing": dataclasses.asdict(self.timing),
-                "l2_bytes": self.l2_bytes,
-                "l2_factor": timers.L2_FACTOR,
-                "floor_tbs": self.floor_tbs,
-            },
-            "notes": list(self.op.notes),
+            "method": method,
+            "notes": notes,
             "checks": self.checks,
             "skipped": self.skipped,
             "rows": self.rows,
@@ -67,9 +75,23 @@ class Run:
         calls = {p.name: [p.bind(setting, x) for x in inputs] for p in active}
         rows = []
         for method in self.methods:
+            if method == results.SUSTAINED:
+                rows += self._sustained(setting, active, calls, keep=cold)
+                continue
             name, stats = self._time(method, calls, keep=cold)
             rows += [self._row(setting, p, name, stats[p.name]) for p in active]
         return rows
+
+    def _sustained(
+        self, setting: Setting, active: Sequence[Provider], calls: timers.Calls, keep: bool
+    ) -> list[dict[str, Any]]:
+        loads = sustained.time_sustained(
+            self.backend, calls, self.timing, keep, self.load, self.meter
+        )
+        return [
+            self._row(setting, p, results.SUSTAINED, loads[p.name].stats) | loads[p.name].fields()
+            for p in active
+        ]
 
     def _checked(self, setting: Setting) -> list[Provider]:
         active = []

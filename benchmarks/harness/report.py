@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from benchmarks.harness.provenance import gpu_slug
+from benchmarks.harness.results import device_method
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -47,6 +48,48 @@ def table(
     return [title for title, _ in columns], [
         [cell(line) for _, cell in columns] for line in lines.values()
     ]
+
+
+def loads(
+    result: Mapping[str, Any], burst: Mapping[str, Any] | None = None, pattern: str = "*"
+) -> Table:
+    """A line per setting and provider of a sustained result, beside the times of bursts if there are any.
+
+    The share of the burst is its time over the sustained one.
+    """
+    rows = [r for r in result["rows"] if fnmatchcase(r["setting"], pattern)]
+    ours = {r["setting"]: r for r in rows if r["role"] == "ours"}
+    name = next((r["provider"] for r in ours.values()), "ours")
+    short = {} if burst is None else _bursts(burst)
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "setting": lambda r: r["setting"],
+        "implementation": lambda r: r["provider"],
+        "burst, us": lambda r: time(short.get((r["setting"], r["provider"])), True),
+        "sustained, us": lambda r: time(r, True),
+        "share of burst": lambda r: _quotient(short.get((r["setting"], r["provider"])), r),
+        f"time over {name}": lambda r: _quotient(r, ours.get(r["setting"])),
+        "SM clock, MHz": lambda r: _number(r.get("sm_clock_mhz"), 0),
+        "power, W": lambda r: _number(r.get("power_w"), 0),
+        "mJ per call": lambda r: (
+            _number(r["joules_per_call"] * 1e3, 2) if "joules_per_call" in r else "-"
+        ),
+    }
+    if burst is None:
+        del columns["burst, us"], columns["share of burst"]
+    return list(columns), [[cell(row) for cell in columns.values()] for row in rows]
+
+
+def _quotient(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    """The time of a row over that of another, "-" if one of them is missing."""
+    return (
+        "-" if one is None or other is None else _number(one["median_us"] / other["median_us"], 2)
+    )
+
+
+def _bursts(result: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """The rows of the method that times the device alone, by setting and provider."""
+    rows = (r for r in result["rows"] if r["method"] == device_method(result))
+    return {(r["setting"], r["provider"]): r for r in rows}
 
 
 def ratios(result: Mapping[str, Any], method: str, pattern: str, peer: str) -> dict[str, float]:
@@ -124,13 +167,18 @@ def as_markdown(table: Table) -> str:
 def origin(result: Mapping[str, Any]) -> str:
     """A line that says where, when and with which versions a result was measured."""
     p, place = result["provenance"], result["place"]
+    if place["sms_seen"] is None:
+        return machine(p)
+    return machine(p, f", {place['sms_seen']} of {p['sms']} multiprocessors")
+
+
+def machine(provenance: Mapping[str, Any], part: str = "") -> str:
+    """The line of a provenance; `part` says which part of the GPU was used."""
+    p = provenance
     versions = ", ".join(
         f"{k} {v}" for k, v in p["versions"].items() if v and not k.startswith("cula")
     )
     commit = (p["commit"] or "unknown")[:12] + (" with local changes" if p["dirty"] else "")
-    part = (
-        "" if place["sms_seen"] is None else f", {place['sms_seen']} of {p['sms']} multiprocessors"
-    )
     return f"{p['gpu']}{part}, driver {p['driver']}, CUDA {p['cuda']}, {versions}; commit {commit}; {p['date'][:10]}."
 
 

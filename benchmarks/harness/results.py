@@ -5,6 +5,10 @@ better. ratio_<peer> = peer time / this time. ratio_ceiling = ceiling time / thi
 ratio_floor = floor time / this time, where the floor is the op's bytes over the card's attainable bandwidth. A ratio is
 null, or absent for a peer, where there is nothing to compare with. A resident setting has no floor, because its bytes
 do not come from DRAM. tflops, of ops that are limited by arithmetic, is the op's operations over this time.
+
+Rows of the method sustained are in a file of their own, `<op>_sustained.json`. Where the driver tells them they have
+sm_clock_mhz, the median clock of the multiprocessors under the load, power_w, the mean power of the whole card, idle
+power included, and joules_per_call, which is power_w times median_us. Every other method measures bursts.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 # TB/s, read plus written, that a plain device-to-device copy attains; the floor is computed with it.
 ATTAINABLE_TBS = {"h200": 4.3}
 
-METHODS = ("graph", "queued-event", "eager-host", "eager-event")
-DEVICE_METHODS = ("graph", "queued-event")
+SUSTAINED = "sustained"
+METHODS = ("graph", "queued-event", "eager-host", "eager-event", SUSTAINED)
+DEVICE_METHODS = ("graph", "queued-event", SUSTAINED)
 
 _NUMBER = (int, float)
 _OPTIONAL = (int, float, type(None))
@@ -42,6 +47,13 @@ ROW_FIELDS: dict[str, tuple[type, ...]] = {
     "floor_us": _OPTIONAL,
     "ratio_ceiling": _OPTIONAL,
     "ratio_floor": _OPTIONAL,
+}
+# Fields that rows may have besides.
+MORE_FIELDS: dict[str, tuple[type, ...]] = {
+    "tflops": _NUMBER,
+    "sm_clock_mhz": _NUMBER,
+    "power_w": _NUMBER,
+    "joules_per_call": _NUMBER,
 }
 FIELDS: dict[str, tuple[type, ...]] = {
     "schema": (int,),
@@ -86,6 +98,7 @@ def validate(result: Any) -> None:
     for number, row in enumerate(result["rows"]):
         where = f"rows[{number}]"
         require_fields(row, ROW_FIELDS, where)
+        require_fields(row, {k: t for k, t in MORE_FIELDS.items() if k in row}, where)
         if row["method"] not in METHODS:
             raise ValueError(f"{where}.method: expected one of {METHODS}, got {row['method']!r}")
         if not 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]:
@@ -94,6 +107,9 @@ def validate(result: Any) -> None:
         if key in seen:
             raise ValueError(f"{where}: {key} appears twice")
         seen.add(key)
+    methods = {row["method"] for row in result["rows"]}
+    if SUSTAINED in methods and len(methods) > 1:
+        raise ValueError(f"rows: expected sustained rows in a file of their own, got {methods}")
 
 
 def require_fields(value: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
@@ -112,6 +128,11 @@ def require_fields(value: Any, fields: Mapping[str, tuple[type, ...]], where: st
 def result_path(op: str, gpu: str, root: Path = RESULTS) -> Path:
     """The path of an op's result on a GPU."""
     return root / gpu / f"{op}.json"
+
+
+def file_name(op: str, methods: Iterable[str]) -> str:
+    """The name, without its ending, of the file that holds an op's results of some methods."""
+    return f"{op}_{SUSTAINED}" if SUSTAINED in methods else op
 
 
 def load(path: Path, check: Callable[[Any], None] = validate) -> dict[str, Any]:
@@ -150,13 +171,18 @@ class Mismatch(ValueError):
 
 # Facts of the provenance in which two runs of one measurement may differ.
 OF_THE_RUN = ("date", "clocks_before", "clocks_after")
+# Fields of a result in which they may not.
+OF_BOTH = ("schema", "op", "place", "method", "notes")
 
 
-def refuse_another(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> None:
+def refuse_another(
+    earlier: Mapping[str, Any], later: Mapping[str, Any], fields: Iterable[str] = OF_BOTH
+) -> None:
     """Raises Mismatch unless both measured the same op in the same way, at the same commit, on the same machine."""
+    fields = tuple(fields)
     one, other = (
         {k: v for k, v in result["provenance"].items() if k not in OF_THE_RUN}
-        | {k: result[k] for k in ("schema", "op", "place", "method", "notes")}
+        | {k: result[k] for k in fields}
         for result in (earlier, later)
     )
     for name in other:

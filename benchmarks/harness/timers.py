@@ -41,6 +41,18 @@ class Backend(Protocol):
     def time_queued(self, calls: Sequence[Call], keep: bool) -> float:
         """Device time of all calls together, queued up behind a busy device so that launch gaps do not count."""
 
+    def mark(self) -> Any:
+        """A point of the device's queue, behind everything that was queued before."""
+
+    def wait(self, mark: Any) -> None:
+        """Lets the host wait until the device has reached a mark."""
+
+    def between_us(self, start: Any, end: Any) -> float:
+        """Device time between two marks that the device has reached."""
+
+    def sleep(self, seconds: float) -> None:
+        """Lets the host wait, and with it a device that has nothing to do."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -101,14 +113,14 @@ def buffer_sets(set_bytes: int, l2_bytes: int, resident: bool) -> int:
 
 def time_graphs(backend: Backend, calls: Calls, timing: Timing, keep: bool) -> dict[str, Stats]:
     """Replays one graph per provider, turn by turn. A sample is one replay's device time over the graph's calls."""
-    graphs = {name: _capture(backend, seq, timing, keep) for name, seq in calls.items()}
+    graphs = {name: captured(backend, seq, timing, keep) for name, seq in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name in _turns(list(calls), timing.rounds):
-        replay, count, block = graphs[name]
+        graph = graphs[name]
         # The first replay only refills the L2 with this provider's data.
-        times = backend.time_each([replay] * (block + 1))[1:]
-        samples[name] += [t / count for t in times]
-    return {name: Stats.of(times, graphs[name][1]) for name, times in samples.items()}
+        times = backend.time_each([graph.replay] * (_block(graph, timing) + 1))[1:]
+        samples[name] += [t / graph.calls for t in times]
+    return {name: Stats.of(times, graphs[name].calls) for name, times in samples.items()}
 
 
 def time_queued(backend: Backend, calls: Calls, timing: Timing, keep: bool) -> dict[str, Stats]:
@@ -147,22 +159,31 @@ def time_eager_host(backend: Backend, calls: Calls, timing: Timing) -> dict[str,
     return {name: Stats.of(times, len(batches[name])) for name, times in samples.items()}
 
 
-def _capture(
-    backend: Backend, calls: Sequence[Call], timing: Timing, keep: bool
-) -> tuple[Call, int, int]:
-    """A graph, the number of its calls, and the samples of a block.
+@dataclass(frozen=True)
+class Graph:
+    """What replays a graph, the number of its calls, and about how long a replay takes."""
 
-    The graph is so long that the gap between two replays is short beside it.
-    """
+    replay: Call
+    calls: int
+    replay_us: float
+
+
+def captured(backend: Backend, calls: Sequence[Call], timing: Timing, keep: bool) -> Graph:
+    """A graph of whole passes over the calls, so long that the gap between two replays is short beside it."""
     _warm_up(backend, calls, timing)
     replay = backend.capture(calls, keep)
     one_pass = percentile(backend.time_each([replay] * (timing.warmup + 3))[timing.warmup :], 50)
-    passes = math.ceil(timing.graph_us / max(one_pass, 1e-3))
+    one_pass = max(one_pass, 1e-3)
+    passes = math.ceil(timing.graph_us / one_pass)
     passes = max(1, min(passes, timing.max_calls // len(calls)))
     if passes > 1:
         replay = backend.capture(list(calls) * passes, keep)
-    fitting = math.floor(timing.block_us / max(passes * one_pass, 1e-3))
-    return replay, passes * len(calls), min(timing.block, max(MIN_BLOCK, fitting))
+    return Graph(replay, passes * len(calls), passes * one_pass)
+
+
+def _block(graph: Graph, timing: Timing) -> int:
+    """The samples of a block."""
+    return min(timing.block, max(MIN_BLOCK, math.floor(timing.block_us / graph.replay_us)))
 
 
 def _warm_up(backend: Backend, calls: Sequence[Call], timing: Timing) -> None:

@@ -77,6 +77,11 @@ def of_op(result: Result, anchor: str) -> list[Plot]:
     return found or [_relative(result, looks, anchor)]
 
 
+def of_loads(result: Result, anchor: str) -> list[Plot]:
+    """The plot of a result under a sustained load, which has few settings."""
+    return [_relative(result, plot.styles(result["rows"]), anchor)]
+
+
 def _relative(result: Result, looks: Mapping[str, Any], anchor: str) -> Plot:
     """A row of marks per setting: the times of all providers over ours."""
     rows = results.rows_of(result, method=results.device_method(result))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import registry, report, results
+from benchmarks.harness import first_calls, registry, report, results
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import tables as kda_tables
@@ -22,20 +22,16 @@ Content = Mapping[str, Any]
 
 # Files that are made from result files, and hold nothing else.
 DERIVED = {".md", ".png"}
-SUSTAINED = "sustained"
-NOT_MEASURED = "not measured"
+MEASURED, NOT_MEASURED = "measured", "not measured"
 METHODS = {
     "graph": "burst, replays of a CUDA graph (graph)",
     "queued-event": "burst, queued calls (queued-event)",
-    SUSTAINED: "sustained load (sustained)",
+    results.SUSTAINED: "sustained load (sustained)",
     "eager-host": "wall time of a host program (eager-host)",
     "eager-event": "events around every call (eager-event)",
 }
-# Fields that a row may have besides those of `harness/results.py`.
 # What checks say that is no error: whether a peer cut sequences (kda_prefill_cut).
 FLAGS = {"cut"}
-
-EXTRAS = {"joules_per_call": "energy, J per call", "first_call_s": "first call, s"}
 # Titles of files that have none, or one that is a paragraph.
 TITLES = {
     "decode_design_study": "Lightning decode: structures that were tried",
@@ -44,6 +40,7 @@ TITLES = {
     kda_tables.OP: "KDA prefill on Blackwell, as a model predicts it",
     kda_tables.PUBLISHED: "KDA prefill on Blackwell, as others published it",
 }
+ENERGY = "energy, J per call"
 # More implementations than these become lines of a table, and settings its columns.
 MAX_COLUMNS = 8
 VERSIONS = {
@@ -107,7 +104,7 @@ def files(root: Path = results.RESULTS) -> list[Path]:
         if path.suffix != ".json" or path.parent.parent != root:
             raise ValueError(f"{path}: expected <folder>/<name>.json, .md or .png")
         found.append(path)
-    ops = list(registry.modules())
+    ops = [name for op in registry.modules() for name in (op, f"{op}_{results.SUSTAINED}")]
     others = ("predicted", "published", "cpu", "suite")
 
     def order(path: Path) -> tuple[int, str, int, str]:
@@ -184,24 +181,24 @@ def _origin(content: Content) -> list[tuple[str, str]]:
 
 def _op(section: Section, content: Content, path: Path) -> None:
     results.validate(content)
-    if content["op"] != path.stem:
-        raise ValueError(f"op: expected {path.stem!r}, as the file is named, got {content['op']!r}")
     methods = [m for m in METHODS if any(r["method"] == m for r in content["rows"])]
     unknown = {r["method"] for r in content["rows"]} - set(METHODS)
     if unknown or not methods:
         raise ValueError(f"method: expected one of {list(METHODS)}, got {sorted(unknown)}")
-    main = results.device_method(content)
-    section.comparisons = comparisons(content, main)
-    section.measured = _measured(content, methods)
-    section.plots = plots.of_op(content, section.anchor)
-    section.tables = [_times(content, main, METHODS[main])]
-    section.tables += [
-        _times(content, m, METHODS[m], folded=True) for m in methods if m not in (main, SUSTAINED)
-    ]
-    if extras := _extras(content):
-        section.tables.append(extras)
+    name = results.file_name(content["op"], methods)
+    if name != path.stem:
+        raise ValueError(f"op: expected {path.stem!r}, as the file is named, got {name!r}")
     section.sentences = [_checks(content)]
     section.notes = [*content["notes"], *_skipped(content)]
+    main = results.device_method(content)
+    section.comparisons = comparisons(content, main)
+    if main == results.SUSTAINED:
+        _loads(section, content, path)
+        return
+    section.measured = _measured(path, methods)
+    section.plots = plots.of_op(content, section.anchor)
+    section.tables = [_times(content, main, METHODS[main])]
+    section.tables += [_times(content, m, METHODS[m], folded=True) for m in methods if m != main]
 
 
 def comparisons(result: Content, method: str) -> list[Comparison]:
@@ -222,26 +219,49 @@ def comparisons(result: Content, method: str) -> list[Comparison]:
     return found
 
 
-def _measured(result: Content, methods: Sequence[str]) -> list[tuple[str, str]]:
-    """Which kinds of figures a file has; each one that it lacks is said once."""
-    found = [("burst", "graph" in methods or "queued-event" in methods)]
-    found += [(SUSTAINED, SUSTAINED in methods)]
-    found += [(title, any(key in r for r in result["rows"])) for key, title in EXTRAS.items()]
-    return [(name, "measured" if there else NOT_MEASURED) for name, there in found]
+def _loads(section: Section, content: Content, path: Path) -> None:
+    """Times under a sustained load, each beside that of a burst, which another file holds."""
+    burst_path = path.with_name(f"{content['op']}.json")
+    burst = results.load(burst_path) if burst_path.exists() else None
+    section.plots = plots.of_loads(content, section.anchor)
+    caption = METHODS[results.SUSTAINED]
+    if burst:
+        method = results.device_method(burst)
+        caption += f", beside {METHODS[method]}"
+        other = f"The bursts are those of {burst_path.name}: {report.origin(burst)}"
+        section.sentences = [*section.sentences, other]
+    metered = any("joules_per_call" in r for r in content["rows"])
+    section.measured = [
+        ("burst", f"measured, in {burst_path.name}" if burst else NOT_MEASURED),
+        (results.SUSTAINED, MEASURED),
+        (ENERGY, MEASURED if metered else NOT_MEASURED),
+    ]
+    spread = "medians, 20th to 80th percentile in brackets"
+    section.tables = [Table(f"{caption}: {spread}", *report.loads(content, burst))]
+
+
+def _measured(path: Path, methods: Sequence[str]) -> list[tuple[str, str]]:
+    """Which kinds of figures there are of an op, here or in a file beside this one, and which are missing."""
+    op, burst = path.stem, {"graph", "queued-event"} & set(methods)
+    loads = path.with_name(f"{results.file_name(op, (results.SUSTAINED,))}.json")
+    firsts = path.with_name(f"{first_calls.OP}.json")
+    rows = json.loads(loads.read_text(encoding="utf-8"))["rows"] if loads.exists() else []
+    calls = json.loads(firsts.read_text(encoding="utf-8"))["rows"] if firsts.exists() else []
+    found = {
+        results.SUSTAINED: loads if rows else None,
+        ENERGY: loads if any("joules_per_call" in r for r in rows) else None,
+        "first call, s": firsts if any(r["op"] == op for r in calls) else None,
+    }
+    return [
+        ("burst", MEASURED if burst else NOT_MEASURED),
+        *((what, f"measured, in {p.name}" if p else NOT_MEASURED) for what, p in found.items()),
+    ]
 
 
 def _times(result: Content, method: str, caption: str, folded: bool = False) -> Table:
-    """Medians with their 20th and 80th percentile; sustained times stand beside those of the main method."""
+    """Medians with their 20th and 80th percentile."""
     header, lines = report.table(result, method, of_all=True)
     providers = {r["provider"] for r in result["rows"]}
-    if not folded and any(r["method"] == SUSTAINED for r in result["rows"]):
-        more, longer = report.table(result, SUSTAINED, of_all=True)
-        cells = {line[0]: dict(zip(more, line)) for line in longer}
-        for column in reversed([n for n, h in enumerate(header) if h[:-4] in providers]):
-            title = header[column]
-            for line in lines:
-                line.insert(column + 1, cells.get(line[0], {}).get(title, NOT_MEASURED))
-            header.insert(column + 1, f"{title[:-4]} sustained, us")
     if len(providers) > MAX_COLUMNS and len(lines) < len(header) - 1:
         flipped = list(zip(header, *lines))
         lines = [[line[0].removesuffix(", us"), *line[1:]] for line in flipped[1:]]
@@ -249,16 +269,21 @@ def _times(result: Content, method: str, caption: str, folded: bool = False) -> 
     return Table(f"{caption}: medians, 20th to 80th percentile in brackets", header, lines, folded)
 
 
-def _extras(result: Content) -> Table | None:
-    """Energy and first calls, where the file has them."""
-    keys = [key for key in EXTRAS if any(key in r for r in result["rows"])]
-    rows = [r for r in result["rows"] if any(key in r for key in keys)]
-    lines = [
-        [r["setting"], r["provider"], r["method"], *(_text(r.get(key)) for key in keys)]
-        for r in rows
-    ]
-    header = ["setting", "implementation", "method", *(EXTRAS[key] for key in keys)]
-    return Table("Energy and first calls", header, lines) if keys else None
+def _first_calls(section: Section, content: Content, path: Path) -> None:
+    first_calls.validate(content)
+    rows = content["rows"]
+    labels = [f"{r['module']}, {r['function']}" for r in rows]
+    series = {
+        title: [statistics.median(r[name]) for r in rows]
+        for name, title in first_calls.LISTS.items()
+        if name in ("empty_cache_s", "filled_cache_s")
+    }
+    section.measured = [("first call, s", MEASURED)]
+    section.plots = [plots.bars(labels, series, "seconds", content["title"], section.anchor)]
+    caption = "Seconds: medians, lowest and highest in brackets"
+    header, lines = first_calls.table(content)
+    section.tables = [Table(caption, header, [[n.replace("`", ""), *c] for n, *c in lines])]
+    section.notes = [*content["notes"], *_skipped(content)]
 
 
 def _checks(result: Content) -> str:
@@ -289,7 +314,7 @@ def _skipped(result: Content) -> Iterator[str]:
 
 def _quality(section: Section, content: Content, path: Path) -> None:
     quality_rows.validate(content)
-    section.measured = _measured(content, list({r["method"] for r in content["rows"]}))
+    section.measured = _measured(path, [r["method"] for r in content["rows"]])
     section.plots = plots.of_quality(content, section.anchor)
     caption = "Errors, density and time of the last step, by workload and threshold"
     section.tables = [Table(caption, *quality_rows.table(content))]
@@ -423,6 +448,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     kda_tables.PUBLISHED: _published,
     "kda_h200": _published_tables,
     "lite_rtx4090": _published_tables,
+    first_calls.OP: _first_calls,
     "ncu_decode": _counters,
     "decode_design_study": _study,
     "lite_design_study": _study,

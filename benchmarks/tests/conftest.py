@@ -26,6 +26,7 @@ class FakeBackend:
         self.now_us = 0.0
         self.log: list[str] = []
         self.captured: list[tuple[int, bool]] = []
+        self.sleeps: list[tuple[float, int]] = []
         self.launch_gap_us = 2.0
 
     def call(self, name: str, cost_us: float) -> Callable[[], str]:
@@ -62,10 +63,42 @@ class FakeBackend:
     def time_queued(self, calls: Sequence[Callable[[], Any]], keep: bool) -> float:
         return sum(self.time_each(calls))
 
+    def mark(self) -> float:
+        return self.now_us
+
+    def wait(self, mark: float) -> None:
+        assert mark <= self.now_us
+
+    def between_us(self, start: float, end: float) -> float:
+        return end - start
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append((seconds, len(self.log)))
+        self.now_us += seconds * 1e6
+
+
+class FakeMeter:
+    """A card of 500 W, whose counter moves in steps of 20 ms, and whose clock falls by 1 MHz per reading."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.backend, self.clock = backend, 1600
+
+    def sm_clock_mhz(self) -> int:
+        self.clock -= 1
+        return self.clock
+
+    def joules(self) -> float:
+        return 1000.0 + self.backend.now_us // 20_000 * 20_000 * 500e-6
+
 
 @pytest.fixture
 def backend() -> FakeBackend:
     return FakeBackend()
+
+
+@pytest.fixture
+def meter(backend: FakeBackend) -> FakeMeter:
+    return FakeMeter(backend)
 
 
 COSTS = {"ours": 10.0, "other": 15.0, "limit": 8.0}
@@ -133,6 +166,16 @@ PLACE = {"sms": 80, "sms_seen": 80, "strategy": "green context, stream", "graphs
 def toy_result(toy_run: Run) -> dict[str, Any]:
     toy_run.measure(toy_run.op.settings(False))
     return toy_run.result(copy.deepcopy(ORIGIN), dict(PLACE))
+
+
+@pytest.fixture
+def loaded_result(toy: Op, backend: FakeBackend, meter: FakeMeter) -> dict[str, Any]:
+    """The toy op under a sustained load."""
+    timing = Timing(graph_us=100.0)
+    methods = (results.SUSTAINED,)
+    run = Run(toy, toy.providers, timing, backend, "cpu", 150, 4.0, methods, meter=meter)
+    run.measure(toy.settings(True))
+    return run.result(copy.deepcopy(ORIGIN), dict(PLACE))
 
 
 @pytest.fixture
@@ -288,3 +331,22 @@ def _decode_result(
 @pytest.fixture
 def decode_result() -> Callable[..., dict[str, Any]]:
     return _decode_result
+
+
+@pytest.fixture
+def first_call_result() -> dict[str, Any]:
+    """First calls of one function on the toy GPU."""
+    row = {
+        "function": "linear_attention_decode",
+        "module": "cula_lightning_decode",
+        "op": "lightning_decode",
+        "setting": "B64-T1-fp32-kv-cold",
+        "provider": "cula",
+        "import_torch_s": [4.0, 1.5, 2.0],
+        "import_s": [0.2],
+        "empty_cache_s": [6.0],
+        "filled_cache_s": [0.02],
+        "second_call_s": [0.0001],
+    }
+    head = {"title": "First calls in new processes", "provenance": copy.deepcopy(ORIGIN)}
+    return {**head, "notes": ["new"], "skipped": [], "rows": [row]}

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks import run
-from benchmarks.harness import gpu, provenance, registry, results
+from benchmarks import ops, run
+from benchmarks.harness import gpu, nvml, provenance, registry, results
 from benchmarks.harness.registry import CheckFailed
 
 
@@ -109,3 +109,76 @@ def test_run_writes_nothing_when_a_check_fails(toy_card, monkeypatch, tmp_path, 
 def test_a_peer_that_was_asked_for_must_be_there(toy_card, capsys):
     assert run.main(["toy", "--against", "other", "--settings", "small"]) == 2
     assert capsys.readouterr().err == "error: other: too small\n"
+
+
+@pytest.fixture
+def metered(monkeypatch, meter):
+    monkeypatch.setattr(ops, "HEADLINES", {"toy": ("large",)})
+    monkeypatch.setattr(nvml, "current", lambda: meter)
+
+
+def test_a_sustained_load_is_measured_on_the_headline(
+    toy_card, metered, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "json_path", lambda given, op, card: tmp_path / card / f"{op}.json")
+    assert run.main(["toy", "--methods", "sustained", "--json"]) == 0
+    result = results.load(tmp_path / "toy-100" / "toy_sustained.json")
+    rows = [(r["setting"], r["provider"], r["method"]) for r in result["rows"]]
+    assert rows == [("large", name, "sustained") for name in ("ours", "other", "limit")]
+    assert all(r["power_w"] == pytest.approx(500, rel=0.02) for r in result["rows"])
+    said = capsys.readouterr()
+    assert "Toy, sustained load: sustained" in said.out and "SM clock, MHz" in said.out
+    assert "without" not in said.err
+
+
+def test_other_settings_are_loaded_when_they_are_named(toy_card, metered, tmp_path):
+    path = tmp_path / "toy.json"
+    line = ["toy", "--methods", "sustained", "--json", str(path), "--settings"]
+    assert run.main([*line, "small"]) == 0
+    assert run.main([*line, "large", "--join"]) == 0
+    assert [r["setting"] for r in results.load(path)["rows"]] == ["small"] * 2 + ["large"] * 3
+
+
+def test_without_the_management_library_times_are_measured(toy_card, monkeypatch, tmp_path, capsys):
+    def absent():
+        raise nvml.Unreachable("no library")
+
+    monkeypatch.setattr(nvml, "current", absent)
+    path = tmp_path / "toy.json"
+    line = ["toy", "--methods", "sustained", "--settings", "large", "--json", str(path)]
+    assert run.main(line) == 0
+    assert capsys.readouterr().err == "without clock, power and energy: no library\n"
+    assert not any("power_w" in row for row in results.load(path)["rows"])
+
+
+def test_bursts_do_not_ask_for_a_meter(toy_card, monkeypatch):
+    monkeypatch.setattr(nvml, "current", lambda: pytest.fail("a meter was opened"))
+    assert run.main(["toy", "--quick", "--methods", "graph"]) == 0
+
+
+@pytest.mark.parametrize("more", [["graph"], ["--quick"]])
+def test_a_sustained_load_is_measured_alone(more, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run.main(["lightning_decode", "--methods", "sustained", *more])
+    assert stop.value.code == 2
+    assert (
+        "expected no other method, which it would heat, and no --quick" in capsys.readouterr().err
+    )
+
+
+def test_a_sustained_load_needs_settings(capsys):
+    assert run.main(["kda_prefill_parts", "--methods", "sustained"]) == 2
+    assert "HEADLINES has none of kda_prefill_parts" in capsys.readouterr().err
+
+
+def test_a_sustained_load_needs_graphs(toy_card, monkeypatch, capsys):
+    place = gpu.Place(80, 80, "green context", graphs=False)
+    monkeypatch.setattr(gpu, "place_of", lambda op: nullcontext(place))
+    assert run.main(["toy", "--methods", "sustained", "--settings", "large"]) == 2
+    assert "a sustained load needs graphs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ops.HEADLINES)
+def test_headlines_are_settings_of_their_op(name):
+    assert set(ops.HEADLINES[name]) <= {s.name for s in registry.get(name).settings(False)}

@@ -39,6 +39,24 @@ def test_several_regions_in_one_document(root):
     assert "Not measured on h200." in text
 
 
+def test_sustained_times_stand_beside_those_of_bursts(root, loaded_result):
+    region = "<!-- bench:toy_sustained:toy-100 -->\n<!-- /bench -->\n"
+    assert "Not measured on toy-100." in tables.rendered(region, root)
+    loaded_result["provenance"]["commit"] = "fedcba9876543210"
+    path = results.result_path("toy_sustained", "toy-100", root)
+    results.save(loaded_result, path)
+    text = tables.rendered(region, root)
+    assert "| large | ours | 10.00 (10.00-10.00) | 10.00 (10.00-10.00) | 1.00 | 1.00 |" in text
+    assert "small" not in text
+    sustained, burst = text.split("Sustained: median (20-80 %) under 1 s of load;")[1].split(
+        "Burst:"
+    )
+    assert "commit fedcba987654;" in sustained
+    assert burst.startswith(" median (20-80 %) of graph.") and "commit 0123456789ab;" in burst
+    results.result_path("toy", "toy-100", root).unlink()
+    assert "| large | ours | 10.00 (10.00-10.00) | 1.00 |" in tables.rendered(region, root)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,7 +132,7 @@ def test_check_looks_for_the_results_of_ops(monkeypatch, capsys, tmp_path):
     assert tables.main([str(page)]) == 0
 
 
-def test_a_card_without_documents_gets_a_page(tmp_path, decode_result):
+def test_a_card_without_documents_gets_a_page(tmp_path, decode_result, first_call_result):
     """Results of another GPU land in a folder of their own, without a floor."""
     own = decode_result("lightning_decode", BATCHES)
     own["provenance"] = {**own["provenance"], "gpu": "NVIDIA GeForce RTX 4090"}
@@ -122,6 +140,13 @@ def test_a_card_without_documents_gets_a_page(tmp_path, decode_result):
         row["floor_us"] = row["ratio_floor"] = None
     for gpu in ("rtx-4090", "h200"):
         results.save(own, results.result_path("lightning_decode", gpu, tmp_path))
+    loaded = {**own, "title": "Decode, sustained load", "method": {"load": {"measured_s": 1.0}}}
+    loaded["rows"] = [{**row, "method": "sustained"} for row in own["rows"]]
+    path = results.result_path("lightning_decode_sustained", "rtx-4090", tmp_path)
+    results.save(loaded, path)
+    path = results.result_path("first_call", "rtx-4090", tmp_path)
+    first_call_result["provenance"] = own["provenance"]
+    results.write(first_call_result, path)
     (tmp_path / "published").mkdir()
     written = [path for path in tables.pages(tmp_path) if path.is_relative_to(tmp_path)]
     assert written == [tmp_path / "rtx-4090" / "README.md"]
@@ -129,6 +154,8 @@ def test_a_card_without_documents_gets_a_page(tmp_path, decode_result):
     text = written[0].read_text()
     assert text.startswith("# Measured on NVIDIA GeForce RTX 4090\n\nWritten by")
     assert "## Decode\n\n| setting |" in text and "| B64-T1-fp32-kv-cold | 135.3" in text
+    assert "## Decode, sustained load\n\n| setting | implementation | burst, us |" in text
+    assert "## First calls in new processes\n\n| function |" in text
     assert tables.update(written, True, tmp_path) == []
 
 

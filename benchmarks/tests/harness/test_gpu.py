@@ -115,7 +115,7 @@ class Device:
     """A stand-in for torch.cuda whose work runs at once, 3 us per call, and whose sleep is 1 cycle per nanosecond."""
 
     def __init__(self, monkeypatch):
-        self.now_us, self.streams, self.recording = 0.0, [], None
+        self.now_us, self.streams, self.recording, self.waited = 0.0, [], None, []
         device = self
 
         class Event:
@@ -124,6 +124,9 @@ class Device:
 
             def record(self):
                 self.time = device.now_us
+
+            def synchronize(self):
+                device.waited.append(self.time)
 
             def elapsed_time(self, end):
                 return (end.time - self.time) / 1e3
@@ -166,6 +169,25 @@ def test_queued_calls_are_timed_together_without_the_sleep_before_them(monkeypat
     device = Device(monkeypatch)
     assert gpu.CudaBackend().time_queued([device.work] * 5, keep=True) == pytest.approx(15.0)
     assert device.now_us > 5 * 100
+
+
+def test_marks_tell_device_time_and_can_be_waited_for(monkeypatch):
+    device, backend = Device(monkeypatch), gpu.CudaBackend()
+    device.work()
+    start = backend.mark()
+    device.work()
+    device.work()
+    end = backend.mark()
+    backend.wait(start)
+    assert backend.between_us(start, end) == pytest.approx(6.0)
+    assert device.waited == [3.0]
+
+
+def test_the_host_sleeps(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu.time, "sleep", asked.append)
+    gpu.CudaBackend().sleep(0.5)
+    assert asked == [0.5]
 
 
 def test_graphs_are_captured_on_the_stream_of_their_place(monkeypatch):

@@ -28,9 +28,19 @@ def test_result_files_hold_one_row_per_line(toy_result, tmp_path):
         (lambda r: r["rows"][0].update(p20_us=1e6), r"rows\[0\]: expected 0 < p20_us"),
         (lambda r: r["rows"][0].update(method="guess"), r"rows\[0\].method"),
         (lambda r: r["rows"].append(r["rows"][0]), "appears twice"),
+        (lambda r: r["rows"][0].update(power_w="700"), r"rows\[0\].power_w: expected int/float"),
+        (
+            lambda r: r["rows"][0].update(method="sustained"),
+            "sustained rows in a file of their own",
+        ),
     ],
 )
 def test_validation_names_the_field(toy_result, spoil, message):
     spoil(toy_result)
     with pytest.raises(ValueError, match=message):
         results.validate(toy_result)
+
+
+def test_sustained_results_have_a_file_of_their_own():
+    assert results.file_name("toy", ("graph", "eager-host")) == "toy"
+    assert results.file_name("toy", ("sustained",)) == "toy_sustained"

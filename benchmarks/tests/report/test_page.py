@@ -161,6 +161,14 @@ def test_the_browser_is_the_one_that_is_named(tmp_path, monkeypatch):
 
 
 def test_registered_ops_come_first_in_their_own_order():
-    names = [path.stem for path in sections.files()]
+    names = [path.stem for path in sections.files() if not path.stem.endswith("_sustained")]
     assert names[:2] == ["lightning_decode", "lightning_decode_80sm"]
     assert names.index("lite_backward") < names.index("ncu_decode") < names.index("time")
+
+
+def test_sustained_times_come_behind_the_bursts_of_their_op(tmp_path):
+    for op in ("lite_attention", "first_call", "kda_prefill", "kda_prefill_sustained"):
+        (tmp_path / "h200").mkdir(exist_ok=True)
+        (tmp_path / "h200" / f"{op}.json").write_text("{}")
+    names = [path.stem for path in sections.files(tmp_path)]
+    assert names == ["kda_prefill", "kda_prefill_sustained", "lite_attention", "first_call"]

@@ -72,33 +72,97 @@ def test_ratios_are_those_of_the_documents(written):
     assert (floor.role, round(floor.mean, 3)) == ("floor", round(4.0 / 4.3, 3))
 
 
-def test_sustained_times_stand_beside_the_burst(written, monkeypatch):
-    monkeypatch.setattr(results, "METHODS", (*results.METHODS, "sustained"))
+@pytest.fixture
+def sustained(written):
+    """Writes what the burst becomes under a load: twice the times, at 1500 MHz and 600 W."""
 
     def change(content):
-        first, *_ = content["rows"]
-        slow = {**first, "method": "sustained"}
-        slow |= {key: 2 * first[key] for key in ("p20_us", "median_us", "p80_us")}
-        content["rows"].append(slow)
+        content["title"] += ", sustained load"
+        content["provenance"]["commit"] = "fedcba9876543210"
+        for row in content["rows"]:
+            row |= {"method": "sustained", "sm_clock_mhz": 1500, "power_w": 600.0}
+            row |= {key: 2 * row[key] for key in ("p20_us", "median_us", "p80_us")}
+            row["joules_per_call"] = 600e-6 * row["median_us"]
 
-    path = written(change)
+    return lambda more=lambda content: None: written(
+        lambda content: (change(content), more(content)),
+        name="toy-100/lightning_decode_sustained.json",
+    )
+
+
+def test_sustained_times_stand_beside_the_burst(written, sustained):
+    burst_path, path = written(), sustained()
     section = sections.read(path)
-    assert dict(section.measured)["sustained"] == "measured"
+    assert section.title == "Decode, sustained load"
+    assert dict(section.measured) == {
+        "burst": "measured, in lightning_decode.json",
+        "sustained": "measured",
+        "energy, J per call": "measured",
+    }
     (table,) = section.tables
-    assert table.header[1:3] == ["cula, us", "cula sustained, us"]
-    (row,) = results.rows_of(results.load(path), method="sustained")
-    assert table.lines[0][2] == report.time(row, spread=True)
-    assert table.lines[1][2] == "not measured"
-    assert {len(line) for line in table.lines} == {len(table.header)}
+    assert table.caption.startswith("sustained load (sustained), beside burst, replays of")
+    assert table.header == [
+        "setting", "implementation", "burst, us", "sustained, us", "share of burst", "time over cula", "SM clock, MHz",
+        "power, W", "mJ per call",
+    ]  # fmt: skip
+    first = results.load(path)["rows"][0]
+    before = results.load(burst_path)["rows"][0]
+    times = [report.time(row, spread=True) for row in (before, first)]
+    energy = f"{0.6 * first['median_us']:.2f}"
+    assert table.lines[0] == [
+        "B16-T1-fp32-kv-cold", "cula", *times, "0.50", "1.00", "1500", "600", energy
+    ]  # fmt: skip
+    assert (table.lines[2][1], table.lines[2][5]) == ("fla", f"{4.0 / 3.5:.2f}")
+    assert dict(section.origin)["commit"] == "fedcba9876543210"
+    assert "lightning_decode.json: NVIDIA Toy 100" in section.sentences[-1]
+    assert "commit 0123456789ab" in section.sentences[-1]
+    (fla, *_) = section.comparisons
+    assert (fla.other, round(fla.mean, 3)) == ("fla", round(4.0 / 3.5, 3))
 
 
-def test_energy_and_first_calls_get_a_table(written):
+def test_a_burst_names_the_files_of_sustained_times_and_first_calls(
+    written, sustained, first_call_result
+):
+    path = written()
+    sustained()
+    written(lambda content: content, name="toy-100/first_call.json").write_text(
+        json.dumps(first_call_result)
+    )
+    assert dict(sections.read(path).measured) == {
+        "burst": "measured",
+        "sustained": "measured, in lightning_decode_sustained.json",
+        "energy, J per call": "measured, in lightning_decode_sustained.json",
+        "first call, s": "measured, in first_call.json",
+    }
+
+
+def test_a_load_without_a_meter_and_without_bursts(sustained):
     def change(content):
-        content["rows"][0] |= {"joules_per_call": 0.25, "first_call_s": 1.5}
+        for row in content["rows"]:
+            for key in ("sm_clock_mhz", "power_w", "joules_per_call"):
+                del row[key]
 
-    section = sections.read(written(change))
-    assert dict(section.measured)["energy, J per call"] == "measured"
-    assert section.tables[-1].lines == [["B16-T1-fp32-kv-cold", "cula", "graph", "0.25", "1.5"]]
+    section = sections.read(sustained(change))
+    assert dict(section.measured) == {
+        "burst": "not measured",
+        "sustained": "measured",
+        "energy, J per call": "not measured",
+    }
+    (table,) = section.tables
+    assert "burst" not in " ".join((table.caption, *table.header))
+    assert table.lines[0][-3:] == ["-", "-", "-"]
+
+
+def test_first_calls_have_a_section(written, first_call_result):
+    path = written(name="toy-100/first_call.json")
+    path.write_text(json.dumps(first_call_result))
+    section = sections.read(path)
+    assert section.badges == ["ran on NVIDIA Toy 100"]
+    assert section.measured == [("first call, s", "measured")]
+    (table,) = section.tables
+    assert table.lines[0][0] == "cula_lightning_decode: linear_attention_decode"
+    assert table.lines[0][3:5] == ["6.00", "0.0200"]
+    assert len(section.plots) == 1
 
 
 def test_many_implementations_become_lines(written):
@@ -127,6 +191,11 @@ def wrong_op(content):
     content["op"] = "another"
 
 
+def sustained_under_another_name(content):
+    for row in content["rows"]:
+        row["method"] = "sustained"
+
+
 def no_rows(content):
     content["rows"] = []
 
@@ -142,6 +211,7 @@ def no_place(content):
         (wrong_field, r"rows\[3\].median_us"),
         (wrong_method, "method: expected one of"),
         (wrong_op, "op: expected 'lightning_decode'"),
+        (sustained_under_another_name, "got 'lightning_decode_sustained'"),
         (no_rows, "method: expected one of"),
         (no_place, "a shape that the report does not know"),
     ],
@@ -154,7 +224,7 @@ def test_a_file_of_an_unknown_shape_is_named(written, change, words):
 
 
 @pytest.mark.parametrize(
-    "name", ["ncu_decode", "time", "emulator", "lite_quality", "kda_blackwell"]
+    "name", ["ncu_decode", "time", "emulator", "lite_quality", "kda_blackwell", "first_call"]
 )
 def test_shapes_of_their_own_are_checked_too(written, name):
     path = written(name=f"toy-100/{name}.json")
