@@ -35,7 +35,7 @@ DECODE_80SM = (
     ("lightning_decode_80sm", *GRAPH),
     ("lightning_decode_variants_80sm", *GRAPH),
 )
-PREFILL = (("lightning_prefill", *GRAPH),)
+PREFILL = (("lightning_prefill", *GRAPH), ("lightning_prefill_delta", *GRAPH))
 KDA = tuple(
     (op, *GRAPH)
     for op in ("kda_prefill", "kda_prefill_kernels", "kda_prefill_parts", "kda_training")

@@ -23,6 +23,7 @@ DISTRIBUTIONS = {
     "triton": "triton",
     "nvidia-cutlass-dsl": "cutlass",
     "fla-core": "fla",
+    "flashinfer-python": "flashinfer",
     "cula": "cula",
     "cula-core": "cula_core",
     "cula-lightning-decode": "cula_lightning_decode",

@@ -32,7 +32,7 @@ METHODS = {
     "eager-event": "events around every call (eager-event)",
 }
 # Fields that a row may have besides those of `harness/results.py`.
-# What checks say that is no error: whether a peer cut sequences (kda_prefill_cut).
+# What checks say that is no error: whether a peer cut sequences (kda_prefill_cut, lightning_prefill_delta).
 FLAGS = {"cut"}
 
 EXTRAS = {"joules_per_call": "energy, J per call", "first_call_s": "first call, s"}
@@ -51,6 +51,7 @@ VERSIONS = {
     "triton": "triton",
     "nvidia-cutlass-dsl": "CuTe DSL",
     "fla-core": "FLA",
+    "flashinfer-python": "FlashInfer",
 }
 
 
