@@ -5,10 +5,10 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
-`table=NAME` chooses a table of `ops/lite/tables.py`. Regions of the emulator (`emulator:cpu`,
-`emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`), and of
-`kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) have tables of their own, and so does
-`answers:h200` (`answers.py`).
+`table=NAME` chooses a table of `ops/lite/tables.py` or `ops/lightning/tables.py`. Regions of the emulator
+(`emulator:cpu`, `emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted`
+(`ops/kda/tables.py`), and of `kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) have
+tables of their own, and so does `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
 (`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
 
@@ -35,6 +35,7 @@ from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lightning import tables as lightning_tables
 from benchmarks.ops.lite import published as lite_published
 from benchmarks.ops.lite import quality_rows
 from benchmarks.ops.lite import tables as lite_tables
@@ -45,6 +46,8 @@ SKIPPED = {"node_modules", "build", "dist", "site-packages"}
 NOT_GPUS = {"cpu", "predicted", "published", "suite"}
 # GPUs whose results stand in the documents of the packages; those of any other have a page of their own.
 DOCUMENTED = {"h200"}
+# Tables that `table=NAME` chooses.
+TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES}
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -68,10 +71,8 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     for others in (kda_tables, kda_published, lite_published):
         if op == others.OP and path.exists():
             return others.region(path, name, root)
-    if name is not None and name not in lite_tables.TABLES:
-        raise ValueError(
-            f"bench:{op}:{gpu}: expected a table of {sorted(lite_tables.TABLES)}, got {name!r}"
-        )
+    if name is not None and name not in TABLES:
+        raise ValueError(f"bench:{op}:{gpu}: expected a table of {sorted(TABLES)}, got {name!r}")
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_tables.TABLES:
@@ -83,7 +84,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     if of_quality:
         table = quality_rows.table(result, pattern)
     else:
-        table = lite_tables.TABLES.get(name or "", report.table)(result, method, pattern)
+        table = TABLES.get(name or "", report.table)(result, method, pattern)
     if not table[1]:
         raise ValueError(
             f"bench:{op}:{gpu}: no row has method {method} and a setting like {pattern}"
