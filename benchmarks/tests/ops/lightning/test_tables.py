@@ -8,6 +8,7 @@ from benchmarks import tables
 from benchmarks.harness import results
 from benchmarks.ops.lightning import tables as lightning_tables
 from benchmarks.ops.lightning.lightning_prefill_delta import OP
+from benchmarks.report import sections
 
 COSTS = {
     "cula": 10.0,
@@ -81,3 +82,18 @@ def test_a_document_gets_the_table(result, tmp_path):
         tables.rendered(REGION.replace("beside_delta", "beside"), tmp_path)
     with pytest.raises(ValueError, match="no row has method"):
         tables.rendered(REGION.replace(OPTIONS, f"{OPTIONS} settings=B9*"), tmp_path)
+
+
+def test_the_page_of_all_results_shows_it(result, tmp_path):
+    path = results.result_path("lightning_prefill_delta", "toy-100", tmp_path)
+    results.save(result, path)
+    section = sections.read(path)
+    means = {c.other: round(c.mean, 2) for c in section.headline}
+    assert means["flashinfer_delta"] == 2.86 and means["fla_delta"] == 3.81
+    assert [p.caption for p in section.plots] == [
+        "B=1, H=64, L2 cold",
+        "B=2, H=64, L2 cold",
+        "N=10, lengths=random, H=64, L2 cold",
+        "N=20, lengths=random, H=64, L2 cold",
+    ]
+    assert any("no gated delta rule kernel for Hopper yet" in note for note in section.notes)
