@@ -22,13 +22,13 @@ from benchmarks.harness.commands import draw_result
 MIN_POINTS = 3
 COLORS = {
     "ours": ("tab:red",),
-    "peer": ("tab:blue", "tab:green", "tab:purple"),
+    "peer": ("tab:blue", "tab:green", "tab:purple", "tab:cyan"),
     "variant": ("tab:orange", "tab:olive", "tab:brown", "tab:pink", "tab:cyan"),
     "ceiling": ("tab:gray",),
 }
 # Lines that cover each other, or that a reader sees without colours, differ in these: dashes and markers by role.
 LINES = {"ours": "-", "peer": "-", "variant": (0, (4, 3)), "ceiling": (0, (1, 1.5))}
-MARKERS = {"ours": "o", "peer": "s^D", "variant": "vPX<>", "ceiling": "*"}
+MARKERS = {"ours": "o", "peer": "s^Dh", "variant": "vPX<>", "ceiling": "*"}
 
 Row = Mapping[str, Any]
 

@@ -5,7 +5,7 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
-`table=NAME` chooses a table of `ops/lite/tables.py`. An op's name with `_sustained` behind it is the table of its times
+`table=NAME` chooses a table of `ops/lite/tables.py` or `ops/lightning/tables.py`. An op's name with `_sustained` behind it is the table of its times
 under a sustained load, beside those of bursts, and `first_call` that of first calls. Regions of the emulator
 (`emulator:cpu`, `emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted`
 (`ops/kda/tables.py`), of `kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) and of
@@ -38,6 +38,7 @@ from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import flashkda_tables
 from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lightning import tables as lightning_tables
 from benchmarks.ops.lite import published as lite_published
 from benchmarks.ops.lite import quality_rows
 from benchmarks.ops.lite import tables as lite_tables
@@ -48,6 +49,8 @@ SKIPPED = {"node_modules", "build", "dist", "site-packages"}
 NOT_GPUS = {"cpu", "predicted", "published", "suite"}
 # GPUs whose results stand in the documents of the packages; those of any other have a page of their own.
 DOCUMENTED = {"h200"}
+# Tables that `table=NAME` chooses.
+TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES}
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -71,10 +74,8 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     for others in (kda_tables, kda_published, flashkda_tables, lite_published):
         if op == others.OP and path.exists():
             return others.region(path, name, root)
-    if name is not None and name not in lite_tables.TABLES:
-        raise ValueError(
-            f"bench:{op}:{gpu}: expected a table of {sorted(lite_tables.TABLES)}, got {name!r}"
-        )
+    if name is not None and name not in TABLES:
+        raise ValueError(f"bench:{op}:{gpu}: expected a table of {sorted(TABLES)}, got {name!r}")
     if not path.exists():
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_tables.TABLES:
@@ -90,7 +91,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     if of_quality:
         table = quality_rows.table(result, pattern)
     else:
-        table = lite_tables.TABLES.get(name or "", report.table)(result, method, pattern)
+        table = TABLES.get(name or "", report.table)(result, method, pattern)
     if not table[1]:
         raise ValueError(
             f"bench:{op}:{gpu}: no row has method {method} and a setting like {pattern}"

@@ -41,7 +41,11 @@ DECODE_80SM = (
     ("lightning_decode_80sm", *GRAPH),
     ("lightning_decode_variants_80sm", *GRAPH),
 )
-PREFILL = (("lightning_prefill", *GRAPH), ("lightning_prefill", *SUSTAINED))
+PREFILL = (
+    ("lightning_prefill", *GRAPH),
+    ("lightning_prefill", *SUSTAINED),
+    ("lightning_prefill_delta", *GRAPH),
+)
 KDA = tuple(
     (op, *GRAPH)
     for op in (
@@ -57,7 +61,10 @@ LITE = tuple(
 )
 # Ops that are of use only beside another implementation, with its module; without that they are left out, so that their
 # results on a card stay what they were.
-COMPARISONS = {"kda_prefill_flashkda": "flash_kda"}
+COMPARISONS = {
+    "kda_prefill_flashkda": "flash_kda",
+    "lightning_prefill_delta": "flashinfer.gdn_prefill",
+}
 COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")
 OWN_PAGE = "benchmarks/results/<gpu>/README.md"
 

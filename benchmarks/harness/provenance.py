@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "nvidia-cutlass-dsl": "cutlass",
     "fla-core": "fla",
     "flash-kda": "flash_kda",
+    "flashinfer-python": "flashinfer",
     "cula": "cula",
     "cula-core": "cula_core",
     "cula-lightning-decode": "cula_lightning_decode",

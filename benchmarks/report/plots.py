@@ -37,6 +37,7 @@ VIEWS = {
     "lightning_decode": (View("B", "B*-T1-*-cold"),),
     "lightning_decode_80sm": (View("B", "B*-T1-*-cold"),),
     "lightning_prefill": (View("T", "B*"), View("T", "N*-random-*")),
+    "lightning_prefill_delta": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill_flashkda": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill_kernels": (View("T", "B*"),),

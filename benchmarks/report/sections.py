@@ -30,7 +30,7 @@ METHODS = {
     "eager-host": "wall time of a host program (eager-host)",
     "eager-event": "events around every call (eager-event)",
 }
-# What checks say that is no error: whether a peer cut sequences (kda_prefill_cut).
+# What checks say that is no error: whether a peer cut sequences (kda_prefill_cut, lightning_prefill_delta).
 FLAGS = {"cut"}
 # Titles of files that have none, or one that is a paragraph.
 TITLES = {
@@ -48,6 +48,7 @@ VERSIONS = {
     "triton": "triton",
     "nvidia-cutlass-dsl": "CuTe DSL",
     "fla-core": "FLA",
+    "flashinfer-python": "FlashInfer",
 }
 
 

@@ -28,3 +28,11 @@ def test_plot_panels_group_by_everything_but_x(decode_result):
 def test_plot_refuses_a_result_without_a_curve(toy_result, tmp_path):
     with pytest.raises(ValueError, match="3 or more values of B"):
         plot.draw(toy_result, tmp_path / "x.png")
+
+
+def test_four_peers_differ_in_colour_and_marker_from_each_other_and_the_floor():
+    names = ["ours", "a", "b", "c", "d"]
+    rows = [{"provider": n, "role": "ours" if n == "ours" else "peer"} for n in names]
+    looks = plot.styles(rows)
+    assert len({look["color"] for look in looks.values()} | {"black"}) == 6
+    assert len({look["marker"] for look in looks.values()}) == 5

@@ -161,7 +161,7 @@ def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Expected:
         for a in range(start, end, ORACLE_CHUNK):
             part = slice(a, min(a + ORACLE_CHUNK, end))
             chunk = (t[b, part].transpose(0, 1) for t in (q, k, v, log_decay))
-            o, state = _chunk(*chunk, state)
+            o, state = advance(*chunk, state)
             output[b, part] = o.transpose(0, 1)
             if x.checkpoints is not None and (part.stop - start) % EVERY == 0:
                 row = b * (problem.params["T"] // EVERY) + start // EVERY
@@ -170,7 +170,7 @@ def oracle(problem: Setting, x: Inputs, heads: list[int]) -> Expected:
     return Expected(output, torch.stack(final), saved)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Result:
+def advance(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Result:
     """Outputs and the state after a chunk; q, k, v are [heads,L,D], log_decay is [heads,L]."""
     since = log_decay.cumsum(-1)
     # Masked before exp, which would overflow above the diagonal.
