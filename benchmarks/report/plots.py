@@ -45,6 +45,7 @@ VIEWS = {
         View("density", "list*"),
     ),
     "lite_backward": (View("S", "dense-B1-*-D128", ("H",)), View("density", "list*-S8192-*")),
+    "lite_sweeps": (View("S", "dense-*-D128"), View("D", "dense-*-S8192-*")),
 }
 WIDTH = 4.4  # inches: on a phone, where a picture fills the screen, 10 points are 11 pixels
 LEGEND = {"frameon": False, "fontsize": 9, "handlelength": 2.4, "columnspacing": 1.2}
