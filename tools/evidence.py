@@ -40,7 +40,9 @@ KDA = tuple(
     (op, *GRAPH)
     for op in ("kda_prefill", "kda_prefill_kernels", "kda_prefill_parts", "kda_training")
 ) + (("kda_prefill_cut", "--methods", "eager-event"),)
-LITE = (("lite_attention", *GRAPH), ("lite_backward", *GRAPH))
+LITE = tuple(
+    (f"lite_{op}", *GRAPH) for op in ("attention", "backward", "training", "stages", "sweeps")
+)
 COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")
 OWN_PAGE = "benchmarks/results/<gpu>/README.md"
 
@@ -151,7 +153,7 @@ def commands(card: Card, ncu: bool) -> list[list[str]]:
     tests = [f"packages/{name}/tests" for name in card.packages]
     lines = [["-m", "pytest", "-m", "gpu", *tests]]
     lines += [["benchmarks/run.py", op, *options, "--json"] for op, *options in card.ops]
-    lines.append(["benchmarks/ops/lite/quality.py", "--json"])
+    lines += [[f"benchmarks/ops/lite/{study}.py", "--json"] for study in ("quality", "trajectory")]
     if ncu:
         lines.append(["benchmarks/ops/decode/ncu_decode.py", "profile", *card.counters])
     return [*lines, ["benchmarks/tables.py"]]
