@@ -127,6 +127,23 @@ def of_quality(result: Result, anchor: str) -> list[Plot]:
     return found
 
 
+def of_trajectory(result: Result, anchor: str) -> list[Plot]:
+    """Times of the steps of a trajectory and the shares of tiles that they visit, a line per threshold."""
+    rows = [r for r in result["rows"] if r["threshold"] is not None]
+    figure = _figure(4.9)
+    times, shares = figure.subplots(2, 1, sharex=True)
+    for row, color in zip(rows, TABLEAU_COLORS):
+        look = {"color": color, "marker": ".", "label": f"{row['threshold']:g}"}
+        times.plot(row["us_by_step"], **look)
+        shares.plot(row["density_by_step"], **look)
+    times.set_yscale("log")
+    times.set_ylabel("us per call")
+    shares.set_ylabel("share of tiles")
+    shares.set_xlabel("step")
+    caption = "Time and share of tiles of every step, by threshold"
+    return [_finish(figure, [times, shares], caption, f"{anchor}-0")]
+
+
 def of_cards(published: Result, predicted: Result | None, anchor: str) -> list[Plot]:
     """Published times over the length of one sequence, by card, beside predicted ones if there are any."""
     theirs = {(r["card"], r["setting"]): r for r in published["rows"]}

@@ -296,8 +296,11 @@ def _quality(section: Section, content: Content, path: Path) -> None:
 def _trajectory(section: Section, content: Content, path: Path) -> None:
     trajectory_rows.validate(content)
     section.measured = _measured(content, list({r["method"] for r in content["rows"]}))
+    section.plots = plots.of_trajectory(content, section.anchor)
+    header, lines = trajectory_rows.table(content)
+    named = [[row["setting"], *line] for row, line in zip(content["rows"], lines, strict=True)]
     section.tables = [
-        Table("The last step and all steps, by threshold", *trajectory_rows.table(content)),
+        Table("The last step and all steps, by threshold", ["setting", *header], named),
         Table("Step by step", *trajectory_rows.step_table(content), folded=True),
     ]
     section.sentences = [_checks(content)]

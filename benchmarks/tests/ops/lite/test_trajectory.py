@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -220,9 +221,15 @@ def test_the_report_has_both_tables(studied, toy_result, tmp_path):
     origin = {**studied["provenance"], "gpu": toy_result["provenance"]["gpu"]}
     path = results.result_path("lite_trajectory", "toy-100", tmp_path)
     results.save({**studied, "provenance": origin}, path)
-    last, steps = sections.read(path).tables
-    assert last.header[0] == "threshold" and [line[0] for line in last.lines][-1] == "dense"
+    section = sections.read(path)
+    last, steps = section.tables
+    assert last.header[:2] == ["setting", "threshold"] and last.lines[-1][1] == "dense"
+    assert last.lines[0][0] == "simulation-B1-S256-H2-D128-thr-0.5"
     assert steps.folded and len(steps.lines) == 4
+    (plot,) = section.plots
+    words = set(re.findall(r">([^<>]+)</text>", plot.svg))
+    assert {f"{t:g}" for t in THRESHOLDS} <= words
+    assert {"step", "us per call", "share of tiles"} <= words
 
 
 def test_measured_results_are_whole():
