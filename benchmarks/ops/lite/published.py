@@ -119,13 +119,12 @@ PARTS: dict[str, tuple[Callable[[Rows, Measured], Table], tuple[str, ...]]] = {
 }
 ABOUT = {
     "rows": "tiles and lists differ, theirs are skipped by masks of their own.",
-    "training": "theirs are event times of a host program; tiles and lists differ.",
+    "training": "tiles and lists differ, and how their times were taken is not said.",
     "sweeps": "tiles and lists differ.",
-    "stages": "theirs are host times around each stage, ours are device times of the stages one by one.",
+    "stages": "ours are device times of the stages one by one; how theirs were taken is not said.",
     "trajectory": "their tiles have 128 keys, ours 64, and random numbers differ. Shares of tiles are as their report "
     "prints them, where 1.0% appears to be all tiles.",
-    "steps": "their tiles have 128 keys, ours 64, and random numbers differ. Theirs are event times of a host program, "
-    "and step 0 includes what happens once.",
+    "steps": "their tiles have 128 keys, ours 64, and random numbers differ. They call step 0 warm-up.",
 }
 
 

@@ -111,8 +111,10 @@ def training(result: Mapping[str, Any], method: str, pattern: str) -> Table:
 def stages(result: Mapping[str, Any], method: str, pattern: str) -> Table:
     """A line per stage, and a pair of columns per setting: the time, and its share of the step."""
     lines = _lines(result, method, pattern)
-    names = [n for n, r in _providers(lines).items() if r["role"] == "variant"]
-    header, cells = ["stage"], [[name] for name in (*names, *TOGETHER)]
+    # Without a list there are fewer stages.
+    longest = max(lines.values(), key=len, default={})
+    names = [name for name, row in longest.items() if row["role"] == "variant"]
+    header, cells = ["stage"], [[name] for name in (*names, *TOGETHER) if lines]
     for setting, line in lines.items():
         header += [f"{setting}, us", "of the step"]
         step = line["lite"]["median_us"]

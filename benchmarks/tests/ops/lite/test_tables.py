@@ -195,11 +195,12 @@ def test_stages_and_their_shares_of_the_step(staged):
     assert header == ["stage", *(w for n in names for w in (f"{n}, us", "of the step"))]
     assert lines == [
         ["forward", "400.0", "25.0%", "400.0", "50.0%"],
-        ["gradients", "1120.0", "70.0%", "200.0", "25.0%"],
         ["transpose", "-", "-", "16.0", "2.0%"],
+        ["gradients", "1120.0", "70.0%", "200.0", "25.0%"],
         ["all stages", "1520.0", "95.0%", "616.0", "77.0%"],
         ["the step", "1600.0", "100.0%", "800.0", "100.0%"],
     ]
+    assert lite_tables.stages(staged, "graph", "full-*") == (["stage"], [])
 
 
 @pytest.fixture
