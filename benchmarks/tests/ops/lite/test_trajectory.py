@@ -12,6 +12,7 @@ from benchmarks.harness import results
 from benchmarks.harness.timers import Timing
 from benchmarks.ops.checks import SEED
 from benchmarks.ops.lite import (
+    quality,
     quality_rows,
     quality_study,
     trajectory,
@@ -118,6 +119,15 @@ def test_steps_are_timed_by_graphs_on_a_gpu(backend, monkeypatch):
     for row in study.rows:
         per_call = [us / row["us_by_step"][0] * 100 for us in row["us_by_step"]]
         assert per_call == pytest.approx([100, 101, 102, 103], rel=1e-4)
+
+
+def test_a_study_on_a_card_replays_graphs():
+    """What the command makes on a GPU; nothing is launched before it runs."""
+    size = (20, 1, THRESHOLDS)
+    found = quality.study_on("cuda", {"l2_bytes": 77}, *size, TrajectoryStudy, targets=())
+    assert isinstance(found, TrajectoryStudy) and found.backend.graphs
+    assert (found.l2_bytes, found.steps, found.tried, found.targets) == (77, 20, 1, ())
+    assert found.thresholds == THRESHOLDS and found.release is torch.cuda.empty_cache
 
 
 def test_what_runs_on_the_card():
