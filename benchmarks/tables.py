@@ -5,12 +5,12 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
-`table=NAME` chooses a table of `ops/lite/tables.py` or `ops/lightning/tables.py`. An op's name with `_sustained` behind it is the table of its times
-under a sustained load, beside those of bursts, and `first_call` that of first calls. Regions of the emulator
-(`emulator:cpu`, `emulator_agreement:h200`), of `lite_quality`, of `kda_prefill_blackwell:predicted`
-(`ops/kda/tables.py`), of `kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family) and of
-`kda_prefill_flashkda` (`ops/kda/flashkda_tables.py`) have tables of their own, and so does `answers:h200`
-(`answers.py`).
+`table=NAME` chooses a table of `ops/lite/tables.py` or `ops/lightning/tables.py`. An op's name with `_sustained` behind
+it is the table of its times under a sustained load, beside those of bursts, and `first_call` that of first calls. Regions
+of the emulator (`emulator:cpu`, `emulator_agreement:h200`), of `lite_quality`, of `lite_trajectory`
+(`ops/lite/trajectory_rows.py`), of `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`), of `kda_h200:published` and
+`lite_rtx4090:published` (`published.py` of the family) and of `kda_prefill_flashkda` (`ops/kda/flashkda_tables.py`) have
+tables of their own, and so does `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
 (`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
 
@@ -40,7 +40,7 @@ from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
 from benchmarks.ops.lightning import tables as lightning_tables
 from benchmarks.ops.lite import published as lite_published
-from benchmarks.ops.lite import quality_rows
+from benchmarks.ops.lite import quality_rows, trajectory_rows
 from benchmarks.ops.lite import tables as lite_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     path = results.result_path(op, gpu, root)
     if op == answers.OP:
         return answers.region(gpu, root)
-    for others in (kda_tables, kda_published, flashkda_tables, lite_published):
+    for others in (kda_tables, kda_published, flashkda_tables, lite_published, trajectory_rows):
         if op == others.OP and path.exists():
             return others.region(path, name, root)
     if name is not None and name not in TABLES:
@@ -149,7 +149,7 @@ def card_page(gpu: str, root: Path = results.RESULTS) -> str:
     named = [name for op in registry.names() for name in (op, f"{op}_{results.SUSTAINED}")]
     ops_here = [
         op
-        for op in (*named, quality_rows.OP, first_calls.OP)
+        for op in (*named, quality_rows.OP, trajectory_rows.OP, first_calls.OP)
         if results.result_path(op, gpu, root).exists()
     ]
     contents = {

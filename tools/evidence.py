@@ -57,13 +57,13 @@ KDA = tuple(
     )
 ) + (("kda_prefill_cut", "--methods", "eager-event"), ("kda_prefill", *SUSTAINED))
 LITE = tuple(
-    (op, *methods) for op in ("lite_attention", "lite_backward") for methods in (GRAPH, SUSTAINED)
-)
+    (f"lite_{op}", *GRAPH) for op in ("attention", "backward", "training", "stages", "sweeps")
+) + tuple((f"lite_{op}", *SUSTAINED) for op in ("attention", "backward"))
 # Ops that are of use only beside another implementation, with its module; without that they are left out, so that their
 # results on a card stay what they were.
 COMPARISONS = {
     "kda_prefill_flashkda": "flash_kda",
-    "lightning_prefill_delta": "flashinfer.gdn_prefill",
+    "lightning_prefill_delta": "flashinfer",
 }
 COUNTERS = ("--sms", "0", "--batches", "1", "16", "64", "128", "256")
 OWN_PAGE = "benchmarks/results/<gpu>/README.md"
@@ -186,7 +186,7 @@ def commands(card: Card, ncu: bool) -> list[list[str]]:
         for op, *options in card.ops
         if op not in without
     ]
-    lines.append(["benchmarks/ops/lite/quality.py", "--json"])
+    lines += [[f"benchmarks/ops/lite/{study}.py", "--json"] for study in ("quality", "trajectory")]
     lines.append(["benchmarks/first_call.py", "--json"])
     if ncu:
         lines.append(["benchmarks/ops/decode/ncu_decode.py", "profile", *card.counters])

@@ -47,6 +47,7 @@ VIEWS = {
         View("density", "list*"),
     ),
     "lite_backward": (View("S", "dense-B1-*-D128", ("H",)), View("density", "list*-S8192-*")),
+    "lite_sweeps": (View("S", "dense-*-D128"), View("D", "dense-*-S8192-*")),
 }
 WIDTH = 4.4  # inches: on a phone, where a picture fills the screen, 10 points are 11 pixels
 LEGEND = {"frameon": False, "fontsize": 9, "handlelength": 2.4, "columnspacing": 1.2}
@@ -131,6 +132,23 @@ def of_quality(result: Result, anchor: str) -> list[Plot]:
             title = quality_plot.TITLE.format(*size)
             found.append(_finish(figure, axes[:1], title, f"{anchor}-{len(found)}", columns=2))
     return found
+
+
+def of_trajectory(result: Result, anchor: str) -> list[Plot]:
+    """Times of the steps of a trajectory and the shares of tiles that they visit, a line per threshold."""
+    rows = [r for r in result["rows"] if r["threshold"] is not None]
+    figure = _figure(4.9)
+    times, shares = figure.subplots(2, 1, sharex=True)
+    for row, color in zip(rows, TABLEAU_COLORS):
+        look = {"color": color, "marker": ".", "label": f"{row['threshold']:g}"}
+        times.plot(row["us_by_step"], **look)
+        shares.plot(row["density_by_step"], **look)
+    times.set_yscale("log")
+    times.set_ylabel("us per call")
+    shares.set_ylabel("share of tiles")
+    shares.set_xlabel("step")
+    caption = "Time and share of tiles of every step, by threshold"
+    return [_finish(figure, [times, shares], caption, f"{anchor}-0")]
 
 
 def of_cards(published: Result, predicted: Result | None, anchor: str) -> list[Plot]:

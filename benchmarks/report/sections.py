@@ -14,7 +14,8 @@ from benchmarks.harness import first_calls, registry, report, results
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import tables as kda_tables
-from benchmarks.ops.lite import quality_rows
+from benchmarks.ops.lite import published as lite_published
+from benchmarks.ops.lite import quality_rows, trajectory_rows
 from benchmarks.report import plots
 from benchmarks.report.plots import Plot
 
@@ -323,6 +324,20 @@ def _quality(section: Section, content: Content, path: Path) -> None:
     section.notes = content["notes"]
 
 
+def _trajectory(section: Section, content: Content, path: Path) -> None:
+    trajectory_rows.validate(content)
+    section.measured = _measured(content, list({r["method"] for r in content["rows"]}))
+    section.plots = plots.of_trajectory(content, section.anchor)
+    header, lines = trajectory_rows.table(content)
+    named = [[row["setting"], *line] for row, line in zip(content["rows"], lines, strict=True)]
+    section.tables = [
+        Table("The last step and all steps, by threshold", ["setting", *header], named),
+        Table("Step by step", *trajectory_rows.step_table(content), folded=True),
+    ]
+    section.sentences = [_checks(content)]
+    section.notes = content["notes"]
+
+
 def _emulator(section: Section, content: Content, path: Path) -> None:
     rows = content["rows"]
     labels = [r["kernel"] for r in rows]
@@ -370,7 +385,8 @@ def _published(section: Section, content: Content, path: Path) -> None:
 def _published_tables(section: Section, content: Content, path: Path) -> None:
     """Every list of rows in a table of its own, below what the file says about its source."""
     sources = {"source": "rows", "proposal_source": "proposal_rows"}
-    if unknown := content.keys() - {"title", *sources, *sources.values()}:
+    parts = [name for name in lite_published.PARTS if name in content and name != "rows"]
+    if unknown := content.keys() - {"title", *sources, *sources.values(), *parts}:
         raise ValueError(f"parts that the report does not know: {', '.join(sorted(unknown))}")
     given = [
         (content[source], content[rows]) for source, rows in sources.items() if source in content
@@ -379,6 +395,7 @@ def _published_tables(section: Section, content: Content, path: Path) -> None:
     section.tables = [
         _of_rows(source[0].upper() + source[1:].partition(":")[0], rows) for source, rows in given
     ]
+    section.tables += [_of_rows(f"The same report: {name}", content[name]) for name in parts]
 
 
 def _counters(section: Section, content: Content, path: Path) -> None:
@@ -443,6 +460,7 @@ def _text(value: Any) -> str:
 
 READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     quality_rows.OP: _quality,
+    trajectory_rows.OP: _trajectory,
     "emulator": _emulator,
     "emulator_agreement": _agreement,
     kda_tables.OP: _prediction,

@@ -3,4 +3,7 @@
 OPS = (
     "lite_attention",
     "lite_backward",
+    "lite_training",
+    "lite_stages",
+    "lite_sweeps",
 )

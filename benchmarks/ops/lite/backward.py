@@ -147,9 +147,16 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
 
 def oracle(
-    problem: Setting, x: Inputs, mask: Tensor | None, heads: list[tuple[int, int]]
+    problem: Setting,
+    x: Inputs,
+    mask: Tensor | None,
+    heads: list[tuple[int, int]],
+    forward: lite.Expected | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of (batch row, head) pairs in fp64, [P, S, D] each; without a mask they are over all tiles."""
+    """dq, dk, dv of (batch row, head) pairs in fp64, [P, S, D] each; without a mask they are over all tiles.
+
+    `forward` has out and lse of these heads where the forward pass was over other tiles than those of the mask.
+    """
     from benchmarks.ops.lite.internals import masked_gradients
 
     tensors = [
@@ -158,7 +165,10 @@ def oracle(
     ]
     if mask is not None:
         mask = torch.stack([mask[b, h] for b, h in heads])[None]
+    known = {}
+    if forward is not None:
+        known = {"out": forward.out.transpose(0, 1)[None], "lse": forward.lse[None]}
     gradients = masked_gradients(
-        *tensors, mask, causal=problem.params["causal"], block_m=lite.BLOCK_M, block_n=lite.BLOCK_N
+        *tensors, mask, causal=problem.params["causal"], block_m=lite.BLOCK_M, block_n=lite.BLOCK_N, **known
     )  # fmt: skip
     return tuple(g[0].transpose(0, 1) for g in gradients)

@@ -103,6 +103,37 @@ def torch_supports(problem: Setting) -> str | None:
     return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
 
 
+@functools.cache
+def torch_refusal(backend: str, dim: int, training: bool) -> str | None:
+    """Why a backend of torch's attention does not run here with a head dimension, or None; it is tried once.
+
+    `training` asks for gradients too.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            shape = (1, 1, lite.BLOCK_M, dim)
+            q = torch.ones(shape, dtype=torch.bfloat16, device="cuda", requires_grad=training)
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            if training:
+                torch.autograd.grad(out, q, torch.ones_like(out))
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"does not take this problem: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def torch_runs(backend: str, training: bool = False) -> Callable[[Setting], str | None]:
+    """`torch_supports`, and whether the backend takes the head dimension, with gradients if `training`."""
+
+    def supports(problem: Setting) -> str | None:
+        return torch_supports(problem) or torch_refusal(backend, problem.params["D"], training)
+
+    return supports
+
+
 def _torch_moved(problem: Setting) -> int:
     return 4 * lite.activation_bytes(problem)
 

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 if __package__ in (None, ""):
@@ -89,15 +90,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     thresholds = args.thresholds or (SMALL_THRESHOLDS if small else THRESHOLDS)
     if bad := [t for t in thresholds if not -math.inf < t <= 0]:
         return fail(f"thresholds: expected finite log2 units, at most 0, got {bad}")
-    origin = {**provenance(), "clocks_before": read_smi()}
-    study = _study(device, origin, small, thresholds)
+    extent = (SMALL_STEPS, SMALL_TRIED) if small else (FULL_STEPS, FULL_TRIED)
+    origin = begin()
+    study = study_on(device, origin, *extent, thresholds)
     try:
         _run(study, cases(sizes, args.workloads), started, args.limit)
     except CheckFailed as error:
         return fail(error, code=1)
+    finish(study, origin, started, args.json, quality_rows)
+    return 0
+
+
+def begin() -> dict[str, Any]:
+    """The provenance of a study that begins now."""
+    return {**provenance(), "clocks_before": read_smi()}
+
+
+def finish(
+    study: Study, origin: dict[str, Any], started: float, path: str | None, rows: ModuleType
+) -> None:
+    """Prints what a study has found, and writes it if there is a path; `rows` has OP, `validate` and `table`."""
     print(f"{time.monotonic() - started:6.1f} s")
     origin["clocks_after"] = read_smi()
-    if device == "cpu":
+    if study.device == "cpu":
         origin["gpu"], origin["sms"] = "cpu", None
     place = {
         "sms": origin["sms"],
@@ -105,8 +120,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "strategy": "whole card",
         "graphs": study.backend.graphs,
     }
-    _publish(study.result(origin, place), args.json)
-    return 0
+    result = study.result(origin, place)
+    rows.validate(result)
+    print(f"\n{report.as_text(rows.table(result))}")
+    for skipped in result["skipped"]:
+        print(f"skipped {skipped['setting']}, {skipped['provider']}: {skipped['reason']}")
+    print(report.origin(result))
+    if path is not None:
+        target = json_path(path, rows.OP, gpu_slug(result["provenance"]["gpu"]))
+        results.save(result, target)
+        print(f"wrote {target}")
 
 
 def _run(study: Study, chosen: Sequence[Case], started: float, limit: float) -> None:
@@ -124,32 +147,24 @@ def _run(study: Study, chosen: Sequence[Case], started: float, limit: float) -> 
             study.release()
 
 
-def _study(
-    device: str, origin: Mapping[str, Any], small: bool, thresholds: Sequence[float]
+def study_on(
+    device: str,
+    origin: Mapping[str, Any],
+    steps: int,
+    tried: int,
+    thresholds: Sequence[float],
+    kind: type[Study] = Study,
+    **more: Any,
 ) -> Study:
-    extent = (SMALL_STEPS, SMALL_TRIED) if small else (FULL_STEPS, FULL_TRIED)
+    """A study on a device; more: fields of it."""
     if device == "cpu":
         timing = Timing(rounds=3, block=1, eager_calls=1, warmup=1)
-        return Study(device, HostBackend(), timing, 0, *extent, thresholds)
+        return kind(device, HostBackend(), timing, 0, steps, tried, thresholds, **more)
     from benchmarks.harness.gpu import CudaBackend
 
     timing = Timing(rounds=5, block=3, warmup=2)
-    release = torch.cuda.empty_cache
-    return Study(
-        device, CudaBackend(), timing, origin["l2_bytes"], *extent, thresholds, release=release
-    )
-
-
-def _publish(result: dict[str, Any], path: str | None) -> None:
-    quality_rows.validate(result)
-    print(f"\n{report.as_text(quality_rows.table(result))}")
-    for skipped in result["skipped"]:
-        print(f"skipped {skipped['setting']}, {skipped['provider']}: {skipped['reason']}")
-    print(report.origin(result))
-    if path is not None:
-        target = json_path(path, OP, gpu_slug(result["provenance"]["gpu"]))
-        results.save(result, target)
-        print(f"wrote {target}")
+    size = (origin["l2_bytes"], steps, tried, thresholds)
+    return kind(device, CudaBackend(), timing, *size, release=torch.cuda.empty_cache, **more)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class Study:
             providers.append(lite_providers.TORCH_CUDNN)
         found = {}
         for provider in providers:
-            bind = functools.partial(_bound, provider, problem)
+            bind = functools.partial(bound, provider, problem)
             if provider is lite_providers.LITE:
                 found["lite_dense"] = bind  # the row without skipping is compared
                 continue
@@ -200,7 +200,7 @@ class Study:
         calls = {name: [bind(inputs) for inputs in sets] for name, bind in dense.items()}
         for name, track in tracks.items():
             if track.mask is not None:
-                calls[name] = [_last_call(inputs, track) for inputs in sets]
+                calls[name] = [last_call(inputs, track) for inputs in sets]
         if self.backend.graphs:
             return timers.time_graphs(self.backend, calls, self.timing, keep=True)
         return timers.time_eager_host(self.backend, calls, self.timing)
@@ -247,11 +247,12 @@ class Study:
         }
 
 
-def _bound(provider: Any, problem: Any, step: Step) -> Callable[[], Any]:
+def bound(provider: Any, problem: Any, step: Step) -> Callable[[], Any]:
+    """The call of a dense implementation with the inputs of a step."""
     return provider.bind(problem, lite.Inputs(*step, None))
 
 
-def _last_call(step: Step, track: Any) -> Callable[[], Any]:
+def last_call(step: Step, track: Any) -> Callable[[], Any]:
     """The call of the last step, with a copy of the list that it read."""
     from liteattention_sm89 import lite_attention
 
@@ -307,7 +308,7 @@ def row(
         "density_by_step": track.density,
         "l1_by_step": {str(step): quality.l1 for step, quality in track.quality.items()},
     }
-    return _rounded(found)
+    return rounded(found)
 
 
 def _timed(case: Case, label: Label, track: Any, method: str, stats: Stats) -> dict[str, Any]:
@@ -352,12 +353,12 @@ def _errors(track: Any) -> dict[str, float]:
     }
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Rounds floats to six digits, so that files stay small."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list):
-        return [_rounded(x) for x in value]
+        return [rounded(x) for x in value]
     if isinstance(value, dict):
-        return {key: _rounded(x) for key, x in value.items()}
+        return {key: rounded(x) for key, x in value.items()}
     return value

@@ -4,6 +4,9 @@ rates     time and TFLOP/s of every provider but int8, and how our time compares
 overhead  what it costs to decide about every tile when nothing is skipped
 lists     our speedup over our own dense kernel, and the rate per listed tile as a share of the dense rate
 int8      8-bit scores beside 16-bit ones
+training  a forward and a backward pass beside those without lists, ours and torch's
+stages    the stages of a training step, and their shares of it
+sweep     dense, nothing skipped and lists in one line, by length and head dimension
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from benchmarks.harness.report import Table
 TILE = 64
 # The provider that has a table of its own.
 INT8 = "lite_int8"
+# The last lines of the table of stages.
+TOGETHER = ("all stages", "the step")
 
 Row = Mapping[str, Any]
 Line = Mapping[str, Row]
@@ -41,7 +46,7 @@ def overhead(result: Mapping[str, Any], method: str, pattern: str) -> Table:
         "lite, us": _time("lite", spread=True),
         "TFLOP/s": _value("lite", "tflops", "{:.0f}"),
         "dense, us": _time("lite_dense"),
-        "overhead": _of_both("lite", "lite_dense", lambda a, b: f"{a / b - 1:+.1%}"),
+        "overhead": _overhead("lite", "lite_dense"),
     }
     return _table(_lines(result, method, pattern), columns)
 
@@ -72,11 +77,90 @@ def int8(result: Mapping[str, Any], method: str, pattern: str) -> Table:
     return _table(_lines(result, method, pattern), columns)
 
 
+def training(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    """Steps with lists beside those of the dense setting of the same shape."""
+    dense = {
+        _shape(line): line
+        for line in _lines(result, method, "*").values()
+        if line["lite"]["params"]["kind"] == "dense"
+    }
+
+    def against(other: str, ours: str) -> Cell:
+        def cell(line: Line) -> str:
+            beside = dense.get(_shape(line), {})
+            if other not in beside or ours not in line:
+                return "-"
+            return f"{beside[other]['median_us'] / line[ours]['median_us']:.2f}"
+
+        return cell
+
+    columns: dict[str, Cell] = {
+        "tiles with gradients": lambda line: f"{listed_share(line['lite']['params']):.1%}",
+        "lite, us": _time("lite", spread=True),
+        "x dense": against("lite", "lite"),
+        "x torch_flash": against("torch_flash", "lite"),
+        "x torch_cudnn": against("torch_cudnn", "lite"),
+        "both passes listed, us": _time("lite_listed"),
+        "both, x dense": against("lite", "lite_listed"),
+        "backward alone, us": _time("lite_backward"),
+        "backward, x dense": against("lite_backward", "lite_backward"),
+    }
+    return _table(_lines(result, method, pattern), columns)
+
+
+def stages(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    """A line per stage, and a pair of columns per setting: the time, and its share of the step."""
+    lines = _lines(result, method, pattern)
+    # Without a list there are fewer stages.
+    longest = max(lines.values(), key=len, default={})
+    names = [name for name, row in longest.items() if row["role"] == "variant"]
+    header, cells = ["stage"], [[name] for name in (*names, *TOGETHER) if lines]
+    for setting, line in lines.items():
+        header += [f"{setting}, us", "of the step"]
+        step = line["lite"]["median_us"]
+        times = {name: line[name]["median_us"] for name in names if name in line}
+        times |= dict(zip(TOGETHER, (sum(times.values()), step)))
+        for cell in cells:
+            us = times.get(cell[0])
+            cell += ["-", "-"] if us is None else [f"{us:.1f}", f"{us / step:.1%}"]
+    return header, cells
+
+
+def sweep(result: Mapping[str, Any], method: str, pattern: str) -> Table:
+    """A line per shape, from its dense, full and list settings."""
+    shapes: dict[str, dict[str, Line]] = {}
+    for setting, line in _lines(result, method, pattern).items():
+        kind = line["lite"]["params"]["kind"]
+        shapes.setdefault(setting.partition("-")[2], {})[kind] = line
+
+    def of(kind: str, cell: Cell) -> Callable[[Mapping[str, Line]], str]:
+        return lambda kinds: cell(kinds[kind]) if kind in kinds else "-"
+
+    columns = {
+        "dense, us": of("dense", _time("lite", spread=True)),
+        "TFLOP/s": of("dense", _value("lite", "tflops", "{:.0f}")),
+        "torch_flash, us": of("dense", _time("torch_flash")),
+        "torch_cudnn, us": of("dense", _time("torch_cudnn")),
+        "x torch_flash": of("dense", _ratio("torch_flash", "lite")),
+        "x torch_cudnn": of("dense", _ratio("torch_cudnn", "lite")),
+        "nothing skipped, us": of("full", _time("lite")),
+        "overhead": of("full", _overhead("lite", "lite_dense")),
+        "listed, us": of("list", _time("lite")),
+        "tiles listed": of("list", lambda line: f"{listed_share(line['lite']['params']):.1%}"),
+        "speedup": of("list", _ratio("lite_dense", "lite")),
+    }
+    cells = [[name, *(cell(kinds) for cell in columns.values())] for name, kinds in shapes.items()]
+    return ["shape", *columns], cells
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any], str, str], Table]] = {
     "rates": rates,
     "overhead": overhead,
     "lists": lists,
     "int8": int8,
+    "training": training,
+    "stages": stages,
+    "sweep": sweep,
 }
 
 
@@ -93,6 +177,11 @@ def _lines(result: Mapping[str, Any], method: str, pattern: str) -> dict[str, di
         if row["method"] == method and fnmatchcase(row["setting"], pattern):
             lines.setdefault(row["setting"], {})[row["provider"]] = row
     return lines
+
+
+def _shape(line: Line) -> tuple[int, ...]:
+    """B, S, H and D."""
+    return tuple(line["lite"]["params"][name] for name in ("B", "S", "H", "D"))
 
 
 def _providers(lines: Mapping[str, Line]) -> dict[str, Row]:
@@ -122,6 +211,10 @@ def _of_both(first: str, second: str, text: Callable[[float, float], str]) -> Ce
         return text(line[first]["median_us"], line[second]["median_us"])
 
     return cell
+
+
+def _overhead(ours: str, other: str) -> Cell:
+    return _of_both(ours, other, lambda a, b: f"{a / b - 1:+.1%}")
 
 
 def _ratio(other: str, ours: str) -> Cell:

@@ -8,7 +8,14 @@ import pytest
 
 from benchmarks import plot, tables
 from benchmarks.harness import results
-from benchmarks.ops.lite import lite_attention, lite_backward, quality_rows
+from benchmarks.ops.lite import (
+    lite_attention,
+    lite_backward,
+    lite_stages,
+    lite_sweeps,
+    lite_training,
+    quality_rows,
+)
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import tables as lite_tables
 from benchmarks.ops.lite.problem import setting
@@ -16,6 +23,7 @@ from benchmarks.ops.lite.problem import setting
 ROLES = {
     "lite": "ours", "lite_int8": "variant", "lite_deterministic": "variant", "lite_dense": "peer",
     "torch_flash": "peer", "torch_cudnn": "peer",
+    **{p.name: p.role for op in (lite_training, lite_stages) for p in op.OP.providers},
 }  # fmt: skip
 
 
@@ -42,9 +50,10 @@ def result_of(toy_result):
                         "bytes": 1000,
                         "gbps": 1.0,
                         "floor_us": 1.0,
-                        "tflops": round(op.flops(problem) / us / 1e6, 1),
                     }
                 )
+                if op.flops is not None:
+                    rows[-1]["tflops"] = round(op.flops(problem) / us / 1e6, 1)
         results.add_ratios(rows)
         return {**toy_result, "op": op.name, "title": op.title, "rows": rows}
 
@@ -132,6 +141,96 @@ def test_int8_is_compared_with_16_bits(forward):
     assert header == ["setting", "lite_int8, us", "TFLOP/s", "lite, us", "x lite"]
     assert [line[-1] for line in lines] == ["1.25"] * 4 + ["1.00"] * 3
     assert lines[0][1:4] == ["274.9 (247.4-302.4)", "500", "343.6"]
+
+
+@pytest.fixture
+def trained(result_of):
+    """A step of 1500 us, 1000 of it backward; torch's take 1600 and 800. An eighth of the tiles: 700, of it 200."""
+    dense = {"lite": 1500.0, "lite_backward": 1000.0, "torch_flash": 1600.0, "torch_cudnn": 800.0}
+    listed = {"lite": 700.0, "lite_listed": 300.0, "lite_backward": 200.0, "lite_dense": 1500.0}
+    other = {"lite": 6000.0, "lite_backward": 4000.0}
+    times = [(DENSE[0], dense), (setting("list", 4096, density=1 / 8), listed), (DENSE[1], other)]
+    return result_of(lite_training.OP, times)
+
+
+def test_training_is_compared_with_the_dense_step_of_the_same_shape(trained):
+    header, lines = lite_tables.training(trained, "graph", "*-S4096-*")
+    assert header == [
+        "setting", "tiles with gradients", "lite, us", "x dense", "x torch_flash", "x torch_cudnn",
+        "both passes listed, us", "both, x dense", "backward alone, us", "backward, x dense",
+    ]  # fmt: skip
+    assert lines == [
+        [
+            "dense-B1-S4096-H16-D128", "100.0%", "1500.0 (1350.0-1650.0)", "1.00", "1.07", "0.53", "-", "-",
+            "1000.0", "1.00",
+        ],
+        [
+            "list12.5-B1-S4096-H16-D128", "12.5%", "700.0 (630.0-770.0)", "2.14", "2.29", "1.14", "300.0", "5.00",
+            "200.0", "5.00",
+        ],
+    ]  # fmt: skip
+    _, (line,) = lite_tables.training(trained, "graph", "*-S8192-*")
+    assert line[3:] == ["1.00", "-", "-", "-", "-", "4000.0", "1.00"]
+
+
+def test_lists_show_their_steps_without_a_dense_one(trained):
+    _, (line,) = lite_tables.training(trained, "graph", "list*")
+    assert line[3] == "2.14" and line[5] == "1.14"
+    trained["rows"] = [r for r in trained["rows"] if not r["setting"].startswith("dense")]
+    _, (line,) = lite_tables.training(trained, "graph", "list*")
+    assert line[3:] == ["-", "-", "-", "300.0", "-", "200.0", "-"]
+
+
+@pytest.fixture
+def staged(result_of):
+    dense = {"lite": 1600.0, "forward": 400.0, "gradients": 1120.0}
+    listed = {"lite": 800.0, "forward": 400.0, "transpose": 16.0, "gradients": 200.0}
+    times = [(DENSE[0], dense), (setting("list", 4096, density=1 / 8), listed)]
+    return result_of(lite_stages.OP, times)
+
+
+def test_stages_and_their_shares_of_the_step(staged):
+    header, lines = lite_tables.stages(staged, "graph", "*")
+    names = ["dense-B1-S4096-H16-D128", "list12.5-B1-S4096-H16-D128"]
+    assert header == ["stage", *(w for n in names for w in (f"{n}, us", "of the step"))]
+    assert lines == [
+        ["forward", "400.0", "25.0%", "400.0", "50.0%"],
+        ["transpose", "-", "-", "16.0", "2.0%"],
+        ["gradients", "1120.0", "70.0%", "200.0", "25.0%"],
+        ["all stages", "1520.0", "95.0%", "616.0", "77.0%"],
+        ["the step", "1600.0", "100.0%", "800.0", "100.0%"],
+    ]
+    assert lite_tables.stages(staged, "graph", "full-*") == (["stage"], [])
+
+
+@pytest.fixture
+def swept(result_of):
+    times = []
+    for dim in (64, 256):
+        us = 1e-6 * lite_attention.OP.flops(setting("dense", 8192, dim=dim)) / 400
+        peers = {"torch_flash": us * 1.2} | ({"torch_cudnn": us / 2} if dim == 64 else {})
+        times.append((setting("dense", 8192, dim=dim), {"lite": us, **peers}))
+        times.append((setting("full", 8192, dim=dim), {"lite": us * 1.03, "lite_dense": us}))
+        listed = {"lite": us / 7, "lite_dense": us}
+        times.append((setting("list", 8192, dim=dim, density=1 / 8), listed))
+    return result_of(lite_sweeps.OP, times)
+
+
+def test_a_sweep_has_a_line_per_shape(swept):
+    header, lines = lite_tables.sweep(swept, "graph", "*-S8192-*")
+    assert header == [
+        "shape", "dense, us", "TFLOP/s", "torch_flash, us", "torch_cudnn, us", "x torch_flash", "x torch_cudnn",
+        "nothing skipped, us", "overhead", "listed, us", "tiles listed", "speedup",
+    ]  # fmt: skip
+    # 4 H S^2 D is 274.9 GFLOP at D = 64, and four times that at D = 256.
+    assert lines[0] == [
+        "B1-S8192-H16-D64", "687.2 (618.5-755.9)", "400", "824.6", "343.6", "1.20", "0.50", "707.8", "+3.0%", "98.17",
+        "12.5%", "7.00",
+    ]  # fmt: skip
+    assert lines[1][:2] == ["B1-S8192-H16-D256", "2748.8 (2473.9-3023.7)"]
+    assert lines[1][4] == lines[1][6] == "-"
+    _, (line,) = lite_tables.sweep(swept, "graph", "full-*-D256")
+    assert line[1:7] == ["-"] * 6 and line[8:] == ["+3.0%", "-", "-", "-"]
 
 
 def test_what_is_missing_is_a_dash(forward):
