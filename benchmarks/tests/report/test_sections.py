@@ -225,7 +225,15 @@ def test_a_file_of_an_unknown_shape_is_named(written, change, words):
 
 @pytest.mark.parametrize(
     "name",
-    ["ncu_decode", "time", "emulator", "lite_quality", "lite_trajectory", "kda_blackwell", "first_call"],
+    [
+        "ncu_decode",
+        "time",
+        "emulator",
+        "lite_quality",
+        "lite_trajectory",
+        "kda_blackwell",
+        "first_call",
+    ],
 )
 def test_shapes_of_their_own_are_checked_too(written, name):
     path = written(name=f"toy-100/{name}.json")
