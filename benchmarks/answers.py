@@ -74,13 +74,25 @@ def _kda_blackwell(root: Path) -> list[str]:
 
 def _cut(gpu: str, root: Path) -> list[str]:
     result = results.load(results.result_path("kda_prefill", gpu, root))
-    mean, count, least = _against_fla(result, LONG)
+    mean, count, least = _against(result, LONG)
     return [
         "KDA on Hopper with intra-card context parallelism",
         f"{mean:.2f} x FLA in the geometric mean of {count} settings with few heads, {least:.2f} x at the least (FLA "
-        f"uncut; {_cut_by_fla(gpu, root)})",
+        f"uncut; {_cut_by_fla(gpu, root)}); {_beside_flash_kda(gpu, root)}",
         "[beside FLA's own cutting](docs/kda-prefill.md#beside-flas-own-cutting)",
     ]
+
+
+def _beside_flash_kda(gpu: str, root: Path) -> str:
+    """Our ratio to FlashKDA with few heads and with many."""
+    result = results.load(results.result_path("kda_prefill_flashkda", gpu, root))
+    (few, _, least_few), (main, count, least) = (
+        _against(result, pattern, "flash_kda") for pattern in (LONG, MAIN)
+    )
+    return (
+        f"{few:.2f} x [FlashKDA](docs/kda-prefill.md#beside-flashkda) on the same settings, {least_few:.2f} x at the "
+        f"least, and {main:.2f} x on {count} with 64 heads, {least:.2f} x at the least"
+    )
 
 
 def _cut_by_fla(gpu: str, root: Path) -> str:
@@ -95,7 +107,7 @@ def _cut_by_fla(gpu: str, root: Path) -> str:
 
 def _lightning(gpu: str, root: Path) -> list[str]:
     result = results.load(results.result_path("lightning_prefill", gpu, root))
-    mean, count, least = _against_fla(result, MAIN)
+    mean, count, least = _against(result, MAIN)
     return [
         "Lightning prefill on Hopper in CuTe DSL",
         f"{mean:.2f} x FLA in the geometric mean of the {count} settings asked for, {least:.2f} x at the least; the "
@@ -119,11 +131,13 @@ def _lite(gpu: str, root: Path) -> list[str]:
     ]
 
 
-def _against_fla(result: Mapping[str, Any], pattern: str) -> tuple[float, int, float]:
-    """The geometric mean of our ratio to FLA, the number of settings, and the lowest ratio."""
+def _against(
+    result: Mapping[str, Any], pattern: str, peer: str = "fla"
+) -> tuple[float, int, float]:
+    """The geometric mean of our ratio to a peer, the number of settings, and the lowest ratio."""
     method = results.device_method(result)
-    mean, count = report.geometric_mean(result, method, pattern, "fla")
-    return mean, count, min(report.ratios(result, method, pattern, "fla").values())
+    mean, count = report.geometric_mean(result, method, pattern, peer)
+    return mean, count, min(report.ratios(result, method, pattern, peer).values())
 
 
 def _plain(name: str, folder: str, root: Path) -> Any:
