@@ -16,6 +16,7 @@ def root(tmp_path):
     names = ("h200/lightning_decode_80sm", "h200/lightning_decode", "h200/kda_prefill")
     names += ("h200/kda_prefill_cut", "h200/kda_prefill_flashkda", "h200/lightning_prefill")
     names += ("h200/lite_attention",)
+    names += ("h200/lightning_prefill_delta",)
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
     for name in names:
         target = tmp_path / f"{name}.json"
@@ -71,5 +72,11 @@ def test_the_figures_are_those_of_the_files(root):
     text = answers.region("h200", root)
     assert "8.00 x [FlashKDA](docs/kda-prefill.md#beside-flashkda) on the same settings" in text
     assert "and 9.00 x on 28 with 64 heads, 9.00 x at the least" in text
+
+    def ahead(row):
+        row["ratio_flashinfer_decay"] = 5.0 if row["provider"] == "cula_decay" else 1.0
+
+    change(root / "h200" / "lightning_prefill_delta.json", ahead)
+    assert "; 5.00 x FlashInfer's kernel with the same decays" in answers.region("h200", root)
     change(root / "published" / "kda_blackwell.json", lambda row: row.update(cula_ms=12.0))
     assert "published with 12.00 ms" in answers.region("h200", root)
