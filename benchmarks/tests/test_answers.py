@@ -15,8 +15,8 @@ def root(tmp_path):
     """The result files that the table reads, to be changed."""
     names = ("h200/lightning_decode_80sm", "h200/lightning_decode", "h200/kda_prefill")
     names += ("h200/kda_prefill_cut", "h200/kda_prefill_flashkda", "h200/lightning_prefill")
-    names += ("h200/lite_attention",)
-    names += ("h200/lightning_prefill_delta",)
+    names += ("h200/lightning_prefill_delta", "h200/lite_attention")
+    names += ("h200/lite_training", "h200/lite_trajectory")
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
     for name in names:
         target = tmp_path / f"{name}.json"
@@ -80,3 +80,20 @@ def test_the_figures_are_those_of_the_files(root):
     assert "; 5.00 x FlashInfer's kernel with the same decays" in answers.region("h200", root)
     change(root / "published" / "kda_blackwell.json", lambda row: row.update(cula_ms=12.0))
     assert "published with 12.00 ms" in answers.region("h200", root)
+
+
+def test_skip_lists_are_compared_with_dense_kernels(root):
+    def training(row):
+        row["median_us"] = row["p20_us"] = row["p80_us"] = {
+            "dense-B1-S4096-H16-D128": 1500.0,
+            "list12.5-B1-S4096-H16-D128": 600.0,
+        }.get(row["setting"], 1.0)
+
+    def trajectory(row):
+        row |= {"speedup_lite_dense": 3.0 if row["threshold"] == -1 else 9.0, "settled_step": 4}
+
+    change(root / "h200" / "lite_training.json", training)
+    change(root / "h200" / "lite_trajectory.json", trajectory)
+    text = answers.region("h200", root)
+    assert "2.50 for a training step whose backward skips 87.5 %" in text
+    assert "3.0 in the simulated trajectory once lists have settled, in step 4;" in text
