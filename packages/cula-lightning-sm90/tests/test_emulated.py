@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -421,11 +420,6 @@ UNNOTICED = {
 }
 
 
-def opcodes(mutants) -> Counter:
-    """Instructions without operands and conditions, but with the numbers of barriers and groups."""
-    return Counter(re.match(r"(?:@\S+ )?(\S+(?: \d+)?)", m.text)[1] for m in mutants)
-
-
 @pytest.mark.emulated(schedules="immediate")
 def test_every_barrier_of_the_segment_table_matters(check_table):
     report = mutation.run(
@@ -458,7 +452,7 @@ def test_every_wait_matters(run, prescan):
             assert_same(outcome, before)
 
     report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
-    assert opcodes(report.unnoticed) == UNNOTICED[prescan], str(report)
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED[prescan], str(report)
     assert not report.not_reached, str(report)
 
 
@@ -480,5 +474,5 @@ def test_every_wait_of_paired_ctas_matters(run):
     report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
     # Before a CTA leaves it waits until every slot of gates is free; the one used last is free after all others.
     tail = Counter({TRY_WAIT: PAIR_SLOTS - 1})
-    assert opcodes(report.unnoticed) == UNNOTICED[False] + tail, str(report)
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED[False] + tail, str(report)
     assert not report.not_reached, str(report)

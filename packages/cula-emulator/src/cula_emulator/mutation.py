@@ -123,6 +123,12 @@ class Report:
         )
 
 
+def opcodes(mutants: Iterable[Mutant]) -> Counter[str]:
+    """Instructions without operands and conditions, but with the numbers of barriers and groups."""
+    found = (re.match(r"(?:@\S+ )?(\S+(?: \d+)?)", m.text) for m in mutants)
+    return Counter(match[1] for match in found if match)
+
+
 def synchronisation(ptx: str) -> dict[int, str]:
     """PTX line -> text of every wait, fence, arrive and commit of a module."""
     found: dict[int, str] = {}
@@ -157,7 +163,7 @@ def run(
     A mutant is noticed by any exception of `check`, and by a process that dies or hangs. Raises RuntimeError if the
     check fails on the unchanged kernel.
     """
-    module = _module_of(kernel)
+    module = module_of(kernel)
     started = time.monotonic()
     wanted = synchronisation("\n".join(module.ptx_lines))
     if lines is not None:
@@ -233,7 +239,7 @@ def _label(options: Options) -> str:
     return mode if mode == "immediate" else f"{mode}-{options.seed}"
 
 
-def _module_of(kernel: Any) -> Any:
+def module_of(kernel: Any) -> Any:
     """The EmulatedModule inside a kernel, or inside what the pytest fixture bound a schedule to."""
     while not hasattr(kernel, "ptx_lines"):
         kernel = kernel.kernel if hasattr(kernel, "kernel") else kernel.module

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -217,11 +215,6 @@ def emulated_configs(target: Target) -> tuple[Config, ...]:
 
 
 SCHEDULES = mutation.SCHEDULES[:3]
-
-
-def opcodes(mutants) -> Counter:
-    """Instructions without operands and conditions, but with the numbers of barriers and groups."""
-    return Counter(re.match(r"(?:@\S+ )?(\S+(?: \d+)?)", m.text)[1] for m in mutants)
 
 
 class Emulated:
@@ -478,7 +471,7 @@ class Emulated:
         shapes = ((330, 1), (64, 4), (70, 3))
         calls = [(dense(tokens, batch, (1, 1)), few) for tokens, batch in shapes]
         report = mutate(lambda config: isinstance(config, RecurrenceConfig), *calls)
-        assert opcodes(report.unnoticed) == self.subject.unnoticed, str(report)
+        assert mutation.opcodes(report.unnoticed) == self.subject.unnoticed, str(report)
 
     @pytest.mark.emulated(schedules="immediate")
     def test_every_wait_of_a_scan_matters(self, mutate):
