@@ -1,6 +1,7 @@
-"""The two tables of the emulator's documents: speed on a CPU, and agreement with a GPU.
+"""The tables of the emulator's documents: speed on a CPU, what mutation tests notice, and agreement with a GPU.
 
-`tables.py` fills a region `<!-- bench:emulator:cpu -->` or `<!-- bench:emulator_agreement:h200 -->` from here.
+`tables.py` fills regions `<!-- bench:emulator:cpu -->`, `<!-- bench:mutants:cpu -->` and
+`<!-- bench:emulator_agreement:h200 -->` from here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.emulator import mutant_rows
 from benchmarks.harness import report
 
 
@@ -78,9 +80,19 @@ def agreement(result: dict[str, Any]) -> str:
     return f"{report.as_markdown((header, lines))}\n\n{origin}"
 
 
+def mutants(result: dict[str, Any]) -> str:
+    """The table of what mutation tests notice, by package and target."""
+    mutant_rows.validate(result)
+    p = result["provenance"]
+    versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items())
+    origin = f"{p['compiler']}, {versions}, {p['date'][:10]}, {_commit(p)}."
+    return f"{report.as_markdown(mutant_rows.table(result))}\n\n{origin}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "emulator": speed,
     "emulator_agreement": agreement,
+    mutant_rows.OP: mutants,
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.emulator import mutant_rows
 from benchmarks.emulator import tables as emulator_tables
 from benchmarks.harness import first_calls, registry, report, results
 from benchmarks.harness.provenance import gpu_slug
@@ -349,6 +350,15 @@ def _emulator(section: Section, content: Content, path: Path) -> None:
     section.tables, section.sentences = _of_markdown(emulator_tables.speed(content), "Speed")
 
 
+def _mutants(section: Section, content: Content, path: Path) -> None:
+    section.sentences = emulator_tables.mutants(content).split("\n\n")[1:]
+    section.tables = [
+        Table("Instructions skipped, by package and target", *mutant_rows.table(content)),
+        Table("What nobody notices", *mutant_rows.reason_table(content)),
+        Table("Kernel by kernel", *mutant_rows.kernel_table(content), folded=True),
+    ]
+
+
 def _agreement(section: Section, content: Content, path: Path) -> None:
     section.tables, sentences = _of_markdown(emulator_tables.agreement(content), "Cases by family")
     cases = f"The file holds all {len(content['rows'])} cases one by one."
@@ -463,6 +473,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     trajectory_rows.OP: _trajectory,
     "emulator": _emulator,
     "emulator_agreement": _agreement,
+    mutant_rows.OP: _mutants,
     kda_tables.OP: _prediction,
     kda_tables.PUBLISHED: _published,
     "kda_h200": _published_tables,
