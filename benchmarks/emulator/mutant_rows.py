@@ -16,7 +16,7 @@ HEADER = (
     "package",
     "target",
     "kernels",
-    "skipped",
+    "instructions",
     "noticed, races detected in every schedule",
     "in the first",
     "in none",
@@ -113,7 +113,7 @@ def reason_table(content: Mapping[str, Any]) -> tuple[Sequence[str], list[list[s
         for r in content["rows"]
         for u in r["unnoticed"]
     ]
-    return ("test", "package", "instruction", "skipped", "why nobody notices"), lines
+    return ("test", "package", "instruction", "how many", "why nobody notices"), lines
 
 
 def _unnoticed(row: Mapping[str, Any]) -> int:

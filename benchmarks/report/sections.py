@@ -353,7 +353,9 @@ def _emulator(section: Section, content: Content, path: Path) -> None:
 def _mutants(section: Section, content: Content, path: Path) -> None:
     section.sentences = emulator_tables.mutants(content).split("\n\n")[1:]
     section.tables = [
-        Table("Instructions skipped, by package and target", *mutant_rows.table(content)),
+        Table(
+            "Instructions of synchronisation, by package and target", *mutant_rows.table(content)
+        ),
         Table("What nobody notices", *mutant_rows.reason_table(content)),
         Table("Kernel by kernel", *mutant_rows.kernel_table(content), folded=True),
     ]
