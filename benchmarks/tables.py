@@ -6,8 +6,8 @@ A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, ea
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
 `table=NAME` chooses a table of `ops/lite/tables.py` or `ops/lightning/tables.py`. An op's name with `_sustained` behind
-it is the table of its times under a sustained load, beside those of bursts, and `first_call` that of first calls. Tables
-of their own have the emulator (`emulator:cpu`, `emulator_agreement:h200`), `lite_quality`, `lite_trajectory`
+it is the table of its times under a sustained load, beside those of bursts, and `first_call` that of first calls.
+Tables of their own have the emulator (`emulator:cpu`, `emulator_agreement:h200`), `lite_quality`, `lite_trajectory`
 (`ops/lite/trajectory_rows.py`), `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`), `kda_h200:published` and
 `lite_rtx4090:published` (`published.py` of the family), `kda_prefill_flashkda` (`ops/kda/flashkda_tables.py`) and
 `answers:h200` (`answers.py`).
