@@ -66,7 +66,7 @@ GROUPS["evidence"] = [*GROUPS["test"], *GROUPS["bench"]]
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["tests", "lint"]
+nox.options.sessions = ["tests", "lint", "docs"]
 
 
 @nox.session

@@ -320,6 +320,14 @@ def test_every_kernel_package_and_both_front_pages_have_an_example() -> None:
         assert any(fragment(document, example) is None for example in examples(document)), document
 
 
+def test_every_kernel_package_runs_the_examples_of_its_docstrings() -> None:
+    """`cula_testing.docstrings.Examples` does, and finds public names without one."""
+    for name in noxfile.PACKAGES:
+        test = (ROOT / noxfile._tests(name) / "test_docstrings.py").read_text()
+        suite = f"class TestExamples(docstrings.Examples):\n    package = {noxfile._import_name(name)}\n"
+        assert suite in test, name
+
+
 def test_explanations_in_documents_are_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with every kernel package and without flash-linear-attention."""
     monkeypatch.setattr(fla, "importable", lambda package: False)

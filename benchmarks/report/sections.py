@@ -327,7 +327,7 @@ def _quality(section: Section, content: Content, path: Path) -> None:
 
 def _trajectory(section: Section, content: Content, path: Path) -> None:
     trajectory_rows.validate(content)
-    section.measured = _measured(content, list({r["method"] for r in content["rows"]}))
+    section.measured = _measured(path, [r["method"] for r in content["rows"]])
     section.plots = plots.of_trajectory(content, section.anchor)
     header, lines = trajectory_rows.table(content)
     named = [[row["setting"], *line] for row, line in zip(content["rows"], lines, strict=True)]

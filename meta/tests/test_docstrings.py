@@ -1,4 +1,7 @@
-"""Every public function of cula has an example in its docstring, which runs on a CPU."""
+"""Every public function of cula has an example in its docstring, which runs on a CPU.
+
+The packages' tests share `cula_testing.docstrings`. These run where cula is installed alone, without development tools.
+"""
 
 from __future__ import annotations
 

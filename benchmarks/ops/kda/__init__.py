@@ -8,3 +8,6 @@ OPS = (
     "kda_prefill_parts",
     "kda_training",
 )
+
+# Names of the errors of the first head alone, in which nothing is as small as in the last one.
+FIRST = {kind: f"{kind} of the first head" for kind in ("output", "state")}

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness import report, results
 from benchmarks.harness.report import Table
-from benchmarks.ops.kda.problem import FIRST
+from benchmarks.ops.kda import FIRST
 
 OP, OURS, PEER = "kda_prefill_flashkda", "cula", "flash_kda"
 PATTERNS = {None: "*", "main": "*-H64", "long": "*-H[!6]*"}

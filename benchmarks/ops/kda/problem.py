@@ -31,6 +31,7 @@ from torch import Tensor
 from benchmarks.harness.registry import Setting
 from benchmarks.ops import checks
 from benchmarks.ops import sequences as seq
+from benchmarks.ops.kda import FIRST
 
 DIM = 128
 L2_EPS = 1e-6
@@ -45,8 +46,6 @@ FEATURES = ("gva", "fp16", "state", "pool", "fp32gate", "unbounded")
 # How many tokens the oracle computes at once.
 ORACLE_CHUNK = 64
 LIMIT = 3e-3
-# Names of the errors of the first head alone, in which nothing is as small as in the last one.
-FIRST = {kind: f"{kind} of the first head" for kind in ("output", "state")}
 
 Result = tuple[Tensor, Tensor]
 

@@ -127,9 +127,15 @@ def stages(result: Mapping[str, Any], method: str, pattern: str) -> Table:
 
 
 def sweep(result: Mapping[str, Any], method: str, pattern: str) -> Table:
-    """A line per shape, from its dense, full and list settings."""
+    """A line per shape, from its dense, full and list settings; short and narrow ones first."""
     shapes: dict[str, dict[str, Line]] = {}
-    for setting, line in _lines(result, method, pattern).items():
+
+    def size(line: Line) -> tuple[int, int]:
+        params = line["lite"]["params"]
+        return params["S"], params["D"]
+
+    lines = _lines(result, method, pattern)
+    for setting, line in sorted(lines.items(), key=lambda item: size(item[1])):
         kind = line["lite"]["params"]["kind"]
         shapes.setdefault(setting.partition("-")[2], {})[kind] = line
 

@@ -121,6 +121,18 @@ def linear_attention_decode(
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is older than compute capability 8.0.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_decode import linear_attention_decode
+        >>> q, k, v = torch.ones(3, 2, 1, 4, 64)  # each [B, T, H, D]: one new token for each of two rows
+        >>> pool, decay = torch.zeros(8, 4, 64, 64), torch.zeros(4)  # the pool is [pool, HV, K, V]
+        >>> rows = torch.tensor([6, -1], dtype=torch.int32)  # the second row is padding
+        >>> out = linear_attention_decode(q, k, v, pool, decay, state_indices=rows, scale=1.0)
+        >>> out.shape, out[:, 0, 0, 0].tolist()  # the sum over 64 channels, and zero
+        (torch.Size([2, 1, 4, 64]), [64.0, 0.0])
+        >>> pool[:, 0, 0, 0].tolist()
+        [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     """
     state, state_v_first = _as_stored(state, state_v_first)
     # fmt: off
@@ -170,6 +182,16 @@ def linear_attention_commit(
     The second half of speculative decoding: after `linear_attention_decode(..., commit=False)` on T draft tokens, keep
     the accepted ones. num_accepted: `[B]` int32 on the device, 0..T (larger values count as T, negative ones as 0).
     The other arguments, the errors and the formula are those of `linear_attention_decode`.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_decode import linear_attention_commit, linear_attention_decode
+        >>> q, k, v = torch.ones(3, 2, 4, 1, 64)  # four tokens proposed for each of two rows
+        >>> state, decay = torch.zeros(2, 1, 64, 64), torch.zeros(1)
+        >>> draft = linear_attention_decode(q, k, v, state, decay, commit=False)  # the states stay
+        >>> linear_attention_commit(k, v, state, decay, torch.tensor([3, 0], dtype=torch.int32))
+        >>> state[:, 0, 0, 0].tolist()  # three tokens of the first row were accepted, none of the second
+        [3.0, 0.0]
     """
     state, state_v_first = _as_stored(state, state_v_first)
     check_commit(k, v, state, decay, num_accepted, state_indices, state_v_first, rounding_seed)

@@ -144,6 +144,19 @@ def lightning_attn_fwd(
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is not of compute capability 9.0.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_sm90 import lightning_attn_fwd
+        >>> q, k, v = torch.ones(3, 1, 3, 2, 64)  # each [B, T, H, D]
+        >>> decay = torch.tensor([0.0, 2.0]).log1p()  # the first head keeps everything, the second a third per token
+        >>> o, state = lightning_attn_fwd(q, k, v, decay, scale=1 / 64, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 3, 2, 64]), torch.Size([1, 2, 64, 64]))
+        >>> o[0, :, :, 0]  # a row per token, a column per head
+        tensor([[1.0000, 1.0000],
+                [2.0000, 1.3333],
+                [3.0000, 1.4444]])
     """
     return _prefill(
         q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
@@ -201,6 +214,19 @@ def lightning_attn_fwd_varlen(
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is not of compute capability 9.0.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_sm90 import lightning_attn_fwd_varlen
+        >>> q, k, v = torch.ones(3, 1, 100, 2, 64)  # each [1, T, H, D]
+        >>> cu_seqlens = torch.tensor([0, 60, 90, 100])  # three sequences
+        >>> rows = torch.tensor([3, 0, -1], dtype=torch.int32)  # where their states are; the last one is padding
+        >>> pool, decay = torch.zeros(4, 2, 64, 64), torch.zeros(2)
+        >>> o, pool = lightning_attn_fwd_varlen(
+        ...     q, k, v, decay, cu_seqlens, state_pool=pool, initial_state_indices=rows
+        ... )
+        >>> pool[:, 0, 0, 0].tolist(), o[:, 90:].any().item()  # without decay a state counts the tokens
+        ([30.0, 0.0, 0.0, 60.0], False)
     """
     check_packed(cu_seqlens)
     return _prefill(
@@ -234,6 +260,16 @@ def chunk_lightning_attn(
     (Lightning Attention-2, arXiv 2401.04658.) layer_idx: 0 .. num_layers - 1. cu_seqlens: `[N + 1]` int32 or int64, as
     in `lightning_attn_fwd_varlen`, packs N sequences into B = 1, with states `[N, HV, ..]`; None: a dense batch, N = B.
     Other arguments, results and errors are those of `lightning_attn_fwd`.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_sm90 import chunk_lightning_attn
+        >>> q, k, v = torch.ones(3, 1, 3, 2, 64)  # each [B, T, H, D]
+        >>> o, state = chunk_lightning_attn(q, k, v, layer_idx=9, num_layers=12, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 3, 2, 64]), torch.Size([1, 2, 64, 64]))
+        >>> state[0, :, 0, 0]  # the decays of the heads are 0 and 1: 1 + 1 + 1, and 1 + 1/e + 1/e^2
+        tensor([3.0000, 1.5032])
     """
     check_layer(layer_idx, num_layers)
     decay = None
@@ -292,6 +328,17 @@ def chunk_simple_gla(
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is not of compute capability 9.0.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_sm90 import chunk_simple_gla
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 64)  # each [B, T, H, D]
+        >>> g = torch.nn.functional.logsigmoid(torch.randn(1, 100, 2))  # [B, T, HV], <= 0
+        >>> whole, _ = chunk_simple_gla(q, k, v, g)
+        >>> first, state = chunk_simple_gla(q[:, :64], k[:, :64], v[:, :64], g[:, :64], output_final_state=True)
+        >>> rest, _ = chunk_simple_gla(q[:, 64:], k[:, 64:], v[:, 64:], g[:, 64:], initial_state=state)
+        >>> state.shape, torch.allclose(torch.cat((first, rest), 1), whole, atol=1e-3)
+        (torch.Size([1, 2, 64, 64]), True)
     """
     return _prefill(
         q, k, v, g, g_gamma, "g_gamma", scale, initial_state, "initial_state", None, False,

@@ -33,7 +33,15 @@ _HIGH = {"max": 0.0, "length": 20.0}
 
 @dataclass(frozen=True)
 class LiteAttentionRunConfig:
-    """The threshold of a layer, or of one of its steps: log2 units of the mode, which must be that of the module."""
+    """The threshold of a layer, or of one of its steps: log2 units of the mode, which must be that of the module.
+
+    Example:
+        >>> from liteattention_sm89 import LiteAttention, LiteAttentionRunConfig
+        >>> LiteAttention(config=LiteAttentionRunConfig(-6.0)).threshold
+        -6.0
+        >>> LiteAttention(config=[LiteAttentionRunConfig(-12.0), LiteAttentionRunConfig(-6.0)])  # by step
+        LiteAttention(enable_skipping=True, threshold=-12.0, -6.0)
+    """
 
     threshold: float = DEFAULT_THRESHOLD
     threshold_mode: str = "max"
@@ -56,6 +64,18 @@ class LiteAttentionCalibConfig:
     "RMSE". low, high: the thresholds to choose from; high is 0 if it is None, 20 with threshold_mode="length".
     max_steps: the most that are tried. tolerance: how far from the target, as a share of it, an error may be to end the
     search. threshold_mode: that of the module.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import LiteAttention, LiteAttentionCalibConfig
+        >>> config = LiteAttentionCalibConfig(target_error=0.01)
+        >>> config.search(lambda threshold: 2.0**threshold)  # where the error is 2**threshold
+        -6.5625
+        >>> attention = LiteAttention(config=config)
+        >>> q, k, v = torch.ones(3, 1, 256, 2, 64)  # all alike: the first key tile alone has the same output
+        >>> out = attention(q, k, v)
+        >>> attention.found_thresholds  # one per step
+        [0.0]
     """
 
     target_error: float = 0.01
@@ -130,6 +150,14 @@ class LiteAttentionRegistry:
 
     modules: name -> `LiteAttention` that takes its thresholds from here. The parts of a `SeqParallelLiteAttention` are
     modules of their own: "NAME.lite_attention.0", ...
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import LiteAttention, LiteAttentionRegistry
+        >>> model = torch.nn.ModuleDict({"first": LiteAttention(), "second": LiteAttention()})
+        >>> registry = LiteAttentionRegistry.from_model(model, mode="const", threshold=-6.0)
+        >>> sorted(registry.modules), model["first"].threshold
+        (['first', 'second'], -6.0)
     """
 
     def __init__(

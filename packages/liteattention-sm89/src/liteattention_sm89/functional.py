@@ -79,6 +79,18 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: an argument does not fit, or asks for what there is not; nothing was changed.
         RuntimeError: the GPU is older than compute capability 8.0.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import flash_attn_func
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 64)  # each [B, S, H, D]
+        >>> out, lse = flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 100]))
+        >>> heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        >>> plain = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+        >>> torch.allclose(out, plain.transpose(1, 2), atol=1e-5)
+        True
     """
     return _attend(
         q, k, v, softmax_scale=softmax_scale, causal=causal, read_mask=read_mask, threshold=threshold,
@@ -132,6 +144,16 @@ def flash_attn_varlen_func(
         out `[Tq, Hq, D]`, or a tuple as of `flash_attn_func`, with lse `[Hq, Tq]` and mask `[N, Hq, Mt, W]`.
 
     Raises: as `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import flash_attn_func, flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 100, 2, 64)  # each [T, H, D]
+        >>> cu_seqlens = torch.tensor([0, 60, 60, 100])  # three sequences, one of them empty
+        >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 60, 60, causal=True)
+        >>> last = flash_attn_func(q[None, 60:], k[None, 60:], v[None, 60:], causal=True)
+        >>> out.shape, torch.allclose(out[60:], last[0], atol=1e-5)
+        (torch.Size([100, 2, 64]), True)
     """
     _check_dims("q", q, "[Tq, Hq, D]")
     for name, tensor in (("k", k), ("v", v)):
@@ -160,6 +182,14 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of `qkv` `[B, S, 3, H, D]`, read where it is. options: the keywords of `flash_attn_func`.
 
     Returns: as `flash_attn_func`. Raises: as `flash_attn_func`, ValueError for a `qkv` of another shape included.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import flash_attn_func, flash_attn_qkvpacked_func
+        >>> qkv = torch.randn(1, 100, 3, 2, 64)  # [B, S, 3, H, D]
+        >>> out = flash_attn_qkvpacked_func(qkv, causal=True)
+        >>> out.shape, torch.equal(out, flash_attn_func(*qkv.unbind(2), causal=True))
+        (torch.Size([1, 100, 2, 64]), True)
     """
     _check_dims("qkv", qkv, "[B, S, 3, H, D]")
     q, k, v = qkv.unbind(2)
@@ -173,6 +203,14 @@ def flash_attn_kvpacked_func(
 
     options: the keywords of `flash_attn_func`. Returns: as `flash_attn_func`. Raises: as `flash_attn_func`, ValueError
     for a `kv` of another shape included.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import flash_attn_func, flash_attn_kvpacked_func
+        >>> q, kv = torch.randn(1, 10, 4, 64), torch.randn(1, 100, 2, 2, 64)  # [B, Sq, Hq, D], [B, Sk, 2, Hkv, D]
+        >>> out = flash_attn_kvpacked_func(q, kv)
+        >>> out.shape, torch.equal(out, flash_attn_func(q, *kv.unbind(2)))
+        (torch.Size([1, 10, 4, 64]), True)
     """
     _check_dims("kv", kv, "[B, Sk, 2, Hkv, D]")
     k, v = kv.unbind(2)
@@ -192,6 +230,15 @@ def flash_attn_varlen_qkvpacked_func(
     cu_seqlens: `[N + 1]`. max_seqlen: the longest length. options: the keywords of `flash_attn_varlen_func`.
 
     Returns: as `flash_attn_varlen_func`. Raises: as that, ValueError for a `qkv` of another shape included.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
+        >>> qkv, cu_seqlens = torch.randn(100, 3, 2, 64), torch.tensor([0, 60, 100])  # [T, 3, H, D], two sequences
+        >>> out = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 60)
+        >>> same = flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, 60, 60)
+        >>> out.shape, torch.equal(out, same)
+        (torch.Size([100, 2, 64]), True)
     """
     _check_dims("qkv", qkv, "[T, 3, H, D]")
     arguments.tensor("cu_seqlens", cu_seqlens)

@@ -42,6 +42,11 @@ def words(tiles: int) -> int:
     """Number of 32-bit words that hold `tiles` bits, ceil(tiles / 32).
 
     Raises TypeError unless `tiles` is an int, ValueError if it is negative.
+
+    Example:
+        >>> from liteattention_sm89 import masks
+        >>> masks.words(32), masks.words(33)
+        (1, 2)
     """
     return -(-_size("tiles", tiles) // _BITS)
 
@@ -56,6 +61,12 @@ def full(
     """The mask that lists every tile: int32 [batch, heads, Mt, words(Nt)] on `device`, contiguous, zero from bit Nt on.
 
     Raises TypeError unless the sizes are ints, ValueError if one is negative.
+
+    Example:
+        >>> from liteattention_sm89 import masks
+        >>> mask = masks.full(batch=1, heads=2, Mt=3, Nt=5)
+        >>> mask.shape, mask.unique().tolist()  # five bits
+        (torch.Size([1, 2, 3, 1]), [31])
     """
     sizes = (_size("batch", batch), _size("heads", heads), _size("Mt", Mt))
     return _full_words(Nt, device).expand(*sizes, -1).contiguous()
@@ -65,6 +76,12 @@ def pack(bits: Tensor) -> Tensor:
     """bool [..., Nt] (True: listed) to a mask, int32 [..., words(Nt)], contiguous.
 
     Raises TypeError unless `bits` is a bool tensor, ValueError if it has no dimension.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> masks.pack(torch.tensor([[True, False, True], [False, False, True]])).tolist()
+        [[5], [4]]
     """
     _check_tensor("bits", bits, torch.bool)
     Nt = bits.shape[-1]
@@ -77,6 +94,12 @@ def unpack(mask: Tensor, Nt: int) -> Tensor:
     """A mask, int32 [..., words(Nt)], to bool [..., Nt] (True: listed), contiguous. Bits from Nt on are ignored.
 
     Raises TypeError unless `mask` is an int32 tensor and Nt an int, ValueError unless `mask` has words(Nt) words.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> masks.unpack(torch.tensor([5], dtype=torch.int32), 3).tolist()
+        [True, False, True]
     """
     _check_mask(mask, Nt)
     bits = (mask.unsqueeze(-1) & _weights(mask.device)) != 0
@@ -87,6 +110,12 @@ def count(mask: Tensor) -> Tensor:
     """Number of listed tiles per row: int32 [..., W] to int64 [...]. Every set bit counts, wherever Nt lies.
 
     Raises TypeError unless `mask` is an int32 tensor, ValueError if it has no dimension.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> masks.count(torch.tensor([[5], [4], [-1]], dtype=torch.int32)).tolist()
+        [2, 1, 32]
     """
     _check_tensor("mask", mask, torch.int32)
     # In 64 bits no step carries into the sign. Each line adds neighbours: bits, pairs, nibbles, bytes.
@@ -102,6 +131,12 @@ def density(mask: Tensor, Nt: int) -> Tensor:
 
     mask: int32 [..., words(Nt)]; bits from Nt on are ignored. A mask without rows or tiles has density 0.
     Raises TypeError unless `mask` is an int32 tensor and Nt an int, ValueError unless `mask` has words(Nt) words.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> masks.density(torch.tensor([[5], [4]], dtype=torch.int32), 4).item()  # three of eight tiles
+        0.375
     """
     _check_mask(mask, Nt)
     listed = count(mask & _full_words(Nt, mask.device))
@@ -115,6 +150,14 @@ def transpose(mask: Tensor, Mt: int, Nt: int) -> Tensor:
     Bit m of row n of the result is bit n of row m of `mask`; bits from Nt on are ignored.
     Raises TypeError unless `mask` is an int32 tensor and Mt, Nt are ints, ValueError unless its last dimensions are
     Mt and words(Nt).
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> listed = torch.tensor([[True, False, True], [False, False, True]])  # [Mt, Nt]
+        >>> turned = masks.transpose(masks.pack(listed), Mt=2, Nt=3)
+        >>> masks.unpack(turned, 2).tolist()
+        [[True, False], [False, False], [True, True]]
     """
     _check_mask(mask, Nt)
     if mask.dim() < 2 or mask.shape[-2] != _size("Mt", Mt):
@@ -138,6 +181,14 @@ def tiles_of_tokens(
     one (what must be computed).
     Raises TypeError unless the ranges and sizes are ints and `inward` a bool, ValueError for an odd number of entries,
     a range that is empty, reversed or not inside [0, Sk], and a block_n below 1.
+
+    Example:
+        >>> from liteattention_sm89 import masks
+        >>> ranges = [0, 100, 200, 256]  # the tokens 0 to 99 and 200 to 255
+        >>> touched = masks.tiles_of_tokens(ranges, Sk=256, block_n=64, inward=False)
+        >>> covered = masks.tiles_of_tokens(ranges, Sk=256, block_n=64, inward=True)
+        >>> masks.unpack(touched, 4).int().tolist(), masks.unpack(covered, 4).int().tolist()
+        ([1, 1, 0, 1], [1, 0, 0, 0])
     """
     if _size("block_n", block_n) == 0:
         arguments.value_error("block_n", "at least 1", block_n)
@@ -163,6 +214,15 @@ def to_ranges(mask: Tensor, Nt: int, descending: bool = False) -> Tensor:
     without entries. Bits from Nt on are ignored.
     Raises TypeError unless `mask` is an int32 tensor, Nt an int and `descending` a bool, ValueError unless `mask` has
     words(Nt) words, or for more than 32766 tiles, whose lists int16 cannot hold.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> mask = masks.pack(torch.tensor([True, True, False, True]))
+        >>> masks.to_ranges(mask, 4).tolist()  # four entries: tiles 0 and 1, then tile 3
+        [4, 0, 2, 3, 4, 0]
+        >>> masks.to_ranges(mask, 4, descending=True).tolist()
+        [4, 3, 2, 1, -1, 0]
     """
     _check_list_extent(Nt, descending)
     bits = unpack(mask, Nt)
@@ -185,6 +245,13 @@ def from_ranges(lists: Tensor, Nt: int, descending: bool = False) -> Tensor:
     Raises TypeError unless `lists` is an int16 tensor, Nt an int and `descending` a bool, ValueError unless it is
     Nt + 2 wide and every row has an even count up to Nt + 1 and ranges that are not empty, lie inside the Nt tiles, do
     not overlap and follow each other in that direction, or for more than 32766 tiles.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import masks
+        >>> lists = torch.tensor([4, 3, 2, 1, -1, 0], dtype=torch.int16)  # of a descending pass over four tiles
+        >>> masks.unpack(masks.from_ranges(lists, 4, descending=True), 4).tolist()
+        [True, True, False, True]
     """
     _check_list_extent(Nt, descending)
     _check_tensor("lists", lists, torch.int16)

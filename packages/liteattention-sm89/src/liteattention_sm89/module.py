@@ -63,6 +63,22 @@ class LiteAttention(nn.Module):
             a share of its largest probability: `threshold - log2(number of keys of the call)`, at most 0, serves, and
             thresholds may be any numbers. It holds for every threshold of the module, those that calibration finds
             included; a config of the other mode is refused.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import LiteAttention
+        >>> attention = LiteAttention(threshold=-10.0)
+        >>> q, k = torch.ones(2, 1, 256, 2, 64)  # each [B, S, H, D]: two query tiles, four key tiles
+        >>> v = torch.randn(1, 256, 2, 64)
+        >>> k[:, 64:] = 0.0  # the scores of all keys but the first 64 are lower by 8, in log2 units by 11.5
+        >>> out = attention(q, k, v)  # the first call visits every tile
+        >>> out.shape, attention.density().item()  # the next call visits a quarter of them
+        (torch.Size([1, 256, 2, 64]), 0.25)
+        >>> torch.allclose(attention(q, k, v), out, atol=0.01)
+        True
+        >>> attention.reset_skip_state()
+        >>> attention.density().item()
+        1.0
     """
 
     def __init__(
@@ -357,6 +373,19 @@ class SeqParallelLiteAttention(nn.Module):
     For sequence parallelism: keys and values travel between the nodes, and every part that arrives has its own history.
     The arguments are those of `LiteAttention`; the parts are its submodules `lite_attention.0`, `lite_attention.1`, ...
     With threshold_mode="length" every part counts its own keys, and 2**threshold limits what each of them drops.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import LiteAttention, SeqParallelLiteAttention, merge
+        >>> parts, whole = SeqParallelLiteAttention(num_nodes=2, threshold=-10.0), LiteAttention(threshold=-10.0)
+        >>> q, k, v = torch.randn(3, 1, 256, 2, 64)  # each [B, S, H, D]
+        >>> found = [
+        ...     parts(q, k[:, half], v[:, half], split_idx=i, return_softmax_lse=True)
+        ...     for i, half in enumerate((slice(128), slice(128, 256)))
+        ... ]
+        >>> out, lse = merge(*zip(*found))
+        >>> out.shape, torch.allclose(out, whole(q, k, v), atol=1e-5)
+        (torch.Size([1, 256, 2, 64]), True)
     """
 
     def __init__(
@@ -433,6 +462,15 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     (out, lse) in the dtypes of the first part; the arithmetic is in float32, float64 if anything is. A row that saw
     nothing in any part has out 0 and lse -inf. Differentiable. ValueError unless every part has a log-sum-exp of its
     shape.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import merge
+        >>> outs = torch.full((1, 4, 2, 8), 1.0), torch.full((1, 4, 2, 8), 5.0)  # each [B, S, H, D]
+        >>> lses = torch.tensor(3.0).log().expand(1, 2, 4), torch.zeros(1, 2, 4)  # weights of 3 and 1
+        >>> out, lse = merge(outs, lses)
+        >>> out.shape, out.unique(), lse.exp().unique()  # (3 * 1 + 1 * 5) / 4
+        (torch.Size([1, 4, 2, 8]), tensor([2.]), tensor([4.]))
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(

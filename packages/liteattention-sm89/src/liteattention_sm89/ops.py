@@ -118,6 +118,21 @@ def lite_attention(
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
         RuntimeError: the GPU is older than compute capability 8.0.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import lite_attention, masks
+        >>> q, k = torch.ones(2, 1, 256, 2, 64)  # each [B, S, H, D]: two query tiles, four key tiles
+        >>> v = torch.randn(1, 256, 2, 64)
+        >>> k[:, 64:] = 0.0  # the scores of all keys but the first 64 are lower by 8, in log2 units by 11.5
+        >>> out, lse, mask = lite_attention(q, k, v, threshold=-10.0)  # every tile, and the list for the next call
+        >>> out.shape, lse.shape, mask.shape
+        (torch.Size([1, 256, 2, 64]), torch.Size([1, 2, 256]), torch.Size([1, 2, 2, 1]))
+        >>> masks.unpack(mask, 4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 0, 0, 0]]
+        >>> fewer, _, _ = lite_attention(q, k, v, mask, threshold=-10.0, direction=-1)
+        >>> torch.allclose(fewer, out, atol=0.01)
+        True
     """
     extent = check_attention(
         q, k, v, read_mask, threshold, threshold_mode, direction, scale, causal, must_do, block_m, block_n,

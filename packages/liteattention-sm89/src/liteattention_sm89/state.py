@@ -127,6 +127,20 @@ class SkipState:
     resets: a CUDA graph of an even number of calls, captured after a reset and a warm-up, can be replayed again and
     again, and goes on from where the last replay or a reset left the masks. Nothing but `begin` with new token ranges
     waits for the device.
+
+    Example:
+        >>> import torch
+        >>> from liteattention_sm89 import LiteAttention, SkipState
+        >>> attention, prompt = LiteAttention(threshold=-10.0), SkipState()
+        >>> q, k, v = torch.ones(3, 1, 256, 2, 64)  # each [B, S, H, D]: two query tiles, four key tiles
+        >>> k[:, 64:] = 0.0  # the scores of all keys but the first 64 are lower by 8, in log2 units by 11.5
+        >>> out = attention(q, k, v, state=prompt)
+        >>> prompt.written.shape, prompt.direction, prompt.density().item()
+        (torch.Size([1, 2, 2, 1]), -1, 0.25)
+        >>> other = prompt.fork()  # for another branch of guidance
+        >>> other.reset()
+        >>> other.density().item(), prompt.density().item()
+        (1.0, 0.25)
     """
 
     def __init__(self, alternate: bool = True) -> None:

@@ -146,6 +146,19 @@ class Prefill:
             TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
             NotImplementedError: `return_intermediate_states` or `cp_context` is given.
             RuntimeError: the GPU is not one that this package has kernels for.
+
+        Example:
+            With `chunk_kda` of a package, such as `from cula_cp_sm90 import chunk_kda`:
+
+            >>> import torch
+            >>> q = k = torch.eye(128)[[3, 7, 3]].view(1, 3, 1, 128)  # [B, T, H, K]: first and last key are the same
+            >>> v = torch.tensor([1.0, 2.0, 5.0]).view(1, 3, 1, 1).repeat(1, 1, 1, 128)  # [B, T, HV, V]
+            >>> g, beta = torch.zeros(1, 3, 1, 128), torch.ones(1, 3, 1)  # nothing decays, and writes replace
+            >>> o, state = chunk_kda(q, k, v, g, beta, scale=1.0, output_final_state=True)
+            >>> o.shape, state.shape
+            (torch.Size([1, 3, 1, 128]), torch.Size([1, 1, 128, 128]))
+            >>> o[0, :, 0, 0].tolist(), state[0, 0, [3, 7], 0].tolist()  # the last value is in the place of the first
+            ([1.0, 2.0, 5.0], [5.0, 2.0])
         """
         plain = is_plain_cuda_call(q)
         if plain:
@@ -212,6 +225,18 @@ class Prefill:
         """Returns the bytes of a workspace that lets `chunk_kda` go in one piece.
 
         sequences: of packed input, where batch is 1; None for a dense batch.
+
+        Example:
+            With `kda_workspace_bytes` of a package, such as `from cula_cp_sm90 import kda_workspace_bytes`:
+
+            >>> chunk = kda_workspace_bytes(batch=1, tokens=64, value_heads=1)  # of one head
+            >>> chunk
+            59904
+            >>> kda_workspace_bytes(batch=2, tokens=4096, value_heads=32) == 2 * 64 * 32 * chunk
+            True
+            >>> packed = kda_workspace_bytes(batch=1, tokens=8192, value_heads=32, sequences=16)
+            >>> packed == (128 + 16) * 32 * chunk  # every sequence may end in a partial chunk
+            True
         """
         check_sizes(batch, tokens, value_heads, sequences)
         # No workspace is smaller than a chunk.
