@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 def work_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -16,4 +16,4 @@ def work_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def normalized(x: Tensor) -> Tensor:
     """Returns x / sqrt(sum(x^2) + 1e-6) over the last dimension."""
-    return x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt()
+    return x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt()
