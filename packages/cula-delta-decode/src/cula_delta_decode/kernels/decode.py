@@ -1,0 +1,187 @@
+"""The decode kernel of the gated delta rule and KDA: one pass over the state, up to 8 tokens a row."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..config import Config
+from .columns import Columns
+from .operands import Numbers, Row
+from .records import Rings
+from .rows import Rows
+from .states import Targets
+
+
+class DeltaDecode:
+    """S <- diag(a) S;  u = b (v - S^T k);  S <- S + k u^T;  out = scale S^T q, token after token, on a pool of states.
+
+    | what   | size                          | where                                                       |
+    |--------|-------------------------------|-------------------------------------------------------------|
+    | grid   | V / tile_v x HV / H, H, rows  | one CTA for tile_v columns of V of one state                |
+    | rState | rows x columns over the CTA   | registers, fp32; 16-byte loads and stores of global memory  |
+    | tokens | T x (2 K + tile_v + gates)    | shared memory, fp32; one token of [V, K] states is read as it is needed |
+
+    The state is read once, all tokens run on the registers, and it is written once, or after every token, or not.
+    """
+
+    def __init__(self, config: Config, overlap: bool = False):
+        """overlap: the launch may begin before the previous kernel has ended (sm_90 and newer)."""
+        problem = config.problem
+        self.config, self.overlap = config, overlap
+        self.begins, self.slots, self.packed = problem.begins, problem.slots, problem.packed
+        self.redirected, self.replay = problem.redirected, problem.replay
+        self.channels, self.tokens = problem.gate.channels, problem.tokens
+        self.tiles, self.tile_v = problem.head_dim_v // config.tile_v, config.tile_v
+        self.tile = Rows(config) if problem.state_v_first else Columns(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mG: cute.Tensor | None,
+        mBeta: cute.Tensor | None,
+        mRate: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mOut: cute.Tensor,
+        mState: cute.Tensor | None,
+        mNext: cute.Tensor | None,
+        mSlots: cute.Tensor | None,
+        mNextSlots: cute.Tensor | None,
+        mAccepted: cute.Tensor | None,
+        mTokenStates: cute.Tensor | None,
+        mTokenSlots: cute.Tensor | None,
+        mOffsets: cute.Tensor | None,
+        mRingK: cute.Tensor | None,
+        mRingU: cute.Tensor | None,
+        mRingDecay: cute.Tensor | None,
+        mCursor: cute.Tensor | None,
+        scale: cutlass.Float32,
+        bound: cutlass.Float32,
+        threshold: cutlass.Float32,
+        null_slot: Int32,
+        rows: Int32,
+        stream,
+    ):
+        """Launches the kernel with the arguments of `launch.fake_arguments`."""
+        aligned = Boolean(True)
+        for mX in (mQ, mK, mG if self.channels else None):
+            if cutlass.const_expr(self.config.direct and mX is not None):
+                bytes_of = mX.element_type.width // 8
+                strides = mX.stride[0] | mX.stride[1] | mX.stride[2]
+                aligned = aligned and ((mX.iterator.toint() | (strides * bytes_of)) & 15) == 0
+        self.kernel(
+            mQ, mK, mV, mG, mBeta, mRate, mBias, mOut, mState, mNext, mSlots, mNextSlots, mAccepted, mTokenStates,
+            mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, scale, bound, threshold, null_slot, aligned,
+        ).launch(
+            grid=[self.tiles * (mV.shape[2] // mK.shape[2]), mK.shape[2], rows],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=self.config.resident,
+            stream=stream,
+            use_pdl=self.overlap,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mG: cute.Tensor | None,
+        mBeta: cute.Tensor | None,
+        mRate: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mOut: cute.Tensor,
+        mState: cute.Tensor | None,
+        mNext: cute.Tensor | None,
+        mSlots: cute.Tensor | None,
+        mNextSlots: cute.Tensor | None,
+        mAccepted: cute.Tensor | None,
+        mTokenStates: cute.Tensor | None,
+        mTokenSlots: cute.Tensor | None,
+        mOffsets: cute.Tensor | None,
+        mRingK: cute.Tensor | None,
+        mRingU: cute.Tensor | None,
+        mRingDecay: cute.Tensor | None,
+        mCursor: cute.Tensor | None,
+        scale: cutlass.Float32,
+        bound: cutlass.Float32,
+        threshold: cutlass.Float32,
+        null_slot: Int32,
+        aligned: Boolean,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        x, head_k, number = cute.arch.block_idx()
+        # Tiles and grouped heads share x, so that finding the query head takes no division.
+        tile, member = x % self.tiles, x // self.tiles
+        head = head_k * (cute.arch.grid_dim()[0] // self.tiles) + member
+        if cutlass.const_expr(self.overlap):
+            # The next launch may start now. Nothing here reads memory before the previous one is done.
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+
+        batch, first, length = number, Int32(0), Int32(self.tokens)
+        if cutlass.const_expr(self.packed):
+            batch, first = Int32(0), mOffsets[number].to(Int32)
+            length = cutlass.min(mOffsets[number + 1].to(Int32) - first, length)
+        accepted = None
+        if cutlass.const_expr(mAccepted is not None):
+            accepted = mAccepted[number]
+        begin = number
+        if cutlass.const_expr(self.slots == 1):
+            begin = mSlots[number]
+        elif cutlass.const_expr(self.slots == 2):
+            last = cutlass.min(cutlass.max(accepted, Int32(1)), mSlots.shape[1])
+            begin = mSlots[number, last - 1]
+        begin = cutlass.select_(begin == null_slot, Int32(-1), begin)
+        end = begin
+        if cutlass.const_expr(self.redirected):
+            end = mNextSlots[number]
+            end = cutlass.select_(end == null_slot, Int32(-1), end)
+
+        own_v = (first, tile * self.tile_v)
+        rate = None
+        if cutlass.const_expr(mRate is not None):
+            rate = mRate[head]
+        row = Row(
+            gQ=self.from_token(mQ, batch, head_k, first),
+            gK=self.from_token(mK, batch, head_k, first),
+            gV=cute.domain_offset(own_v, mV[batch, None, head, None]),
+            gG=self.from_token(mG, batch, head, first),
+            gBeta=self.from_token(mBeta, batch, head, first),
+            gOut=cute.domain_offset(own_v, mOut[batch, None, head, None]),
+            rate=rate,
+            gBias=None if cutlass.const_expr(mBias is None) else mBias[head, None],
+            length=length,
+            number=number,
+            head=head,
+            head_k=head_k,
+            leads=member == 0,
+            tile=tile,
+            tidx=tidx,
+        )
+        numbers = Numbers(scale, bound, threshold, null_slot, aligned)
+        if begin >= 0:
+            gState = gNext = None
+            if cutlass.const_expr(mState is not None):
+                gState = mState[begin, head, None, None]
+            if cutlass.const_expr(mNext is not None):
+                gNext = mNext[cutlass.max(end, Int32(0)), head, None, None]
+            rings = Rings(mRingK, mRingU, mRingDecay, mCursor)
+            targets = Targets(gNext, end >= 0, mTokenStates, mTokenSlots)
+            self.tile.advance(row, numbers, gState, targets, rings, begin, accepted)
+        else:
+            for t in cutlass.range_constexpr(self.tokens):
+                if t < length:
+                    for i in range(tidx, self.tile_v, self.config.threads):
+                        row.gOut[t, i] = row.gOut.element_type(0.0)
+
+    @cute.jit
+    def from_token(self, mX, batch, head, first: Int32):
+        """Returns the tokens of a row for one head: [T, D], or [T] of numbers."""
+        if cutlass.const_expr(mX is None):
+            return None
+        if cutlass.const_expr(cute.rank(mX) == 3):
+            return cute.domain_offset((first,), mX[batch, None, head])
+        return cute.domain_offset((first, 0), mX[batch, None, head, None])

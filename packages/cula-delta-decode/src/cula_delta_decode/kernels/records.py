@@ -1,0 +1,94 @@
+"""The rings of records that the states of a pool do not hold yet."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..config import Config
+from .operands import Row, Staged
+
+# A cursor packs three numbers of 8 bits, as in `cula_core.reference.delta_decode`.
+BYTE = 8
+COLUMNS = 8
+
+
+class Rings(NamedTuple):
+    """mK [pool, L, H, K], mU [pool, L, HV, V], mDecay [pool, L, HV, K] or [pool, L, HV], mCursor [pool, HV, V / 8]."""
+
+    mK: cute.Tensor
+    mU: cute.Tensor
+    mDecay: cute.Tensor
+    mCursor: cute.Tensor
+
+
+class Ring(NamedTuple):
+    """The ring of one slot. first: where the records of this call go. full: the state has to be stored before."""
+
+    gK: cute.Tensor
+    gU: cute.Tensor
+    gDecay: cute.Tensor
+    begin: Int32
+    count: Int32
+    first: Int32
+    full: Boolean
+    last: Int32
+
+
+class Records:
+    """Every CTA keeps the cursor of its own columns of V, so that none depends on when another one runs."""
+
+    def __init__(self, config: Config):
+        self.cursors = config.tile_v // COLUMNS
+        self.tile_v, self.threads = config.tile_v, config.threads
+        self.dim_k, self.channels = config.problem.head_dim_k, config.problem.gate.channels
+
+    @cute.jit
+    def open(self, rings: Rings, slot, row: Row, accepted):
+        """Returns the ring of a slot, and moves its cursor past the records of this call; all threads of the CTA."""
+        own = cute.domain_offset((row.tile * self.cursors,), rings.mCursor[slot, row.head, None])
+        word = own[0]
+        length = rings.mU.shape[1]
+        mask = (1 << BYTE) - 1
+        begin, count, pending = word & mask, (word >> BYTE) & mask, word >> 2 * BYTE
+        if cutlass.const_expr(accepted is not None):
+            pending = cutlass.min(pending, cutlass.max(accepted, Int32(0)))
+        count = count + pending
+        first = (begin + count) & (length - 1)
+        full = count + row.length > length // 2
+        # Nobody may see the new cursor in place of the old one.
+        cute.arch.sync_threads()
+        if row.tidx < self.cursors:
+            kept = cutlass.select_(full, first, begin | (count << BYTE))
+            own[row.tidx] = kept | (row.length << 2 * BYTE)
+        gU = cute.domain_offset((0, row.tile * self.tile_v), rings.mU[slot, None, row.head, None])
+        gK = rings.mK[slot, None, row.head_k, None]
+        if cutlass.const_expr(self.channels):
+            gDecay = rings.mDecay[slot, None, row.head, None]
+        else:
+            gDecay = rings.mDecay[slot, None, row.head]
+        return Ring(gK, gU, gDecay, begin, count, first, full, length - 1)
+
+    @cute.jit
+    def keys(self, ring: Ring, row: Row, t: cutlass.Constexpr):
+        """Writes the key of a token, once for all value heads that share it."""
+        at = (ring.first + t) & ring.last
+        if row.tile == 0 and row.leads:
+            for i in cutlass.range_constexpr((self.dim_k + self.threads - 1) // self.threads):
+                e = i * self.threads + row.tidx
+                if e < self.dim_k:
+                    ring.gK[at, e] = row.gK[t, e]
+
+    @cute.jit
+    def factors(self, ring: Ring, row: Row, staged: Staged, t: cutlass.Constexpr):
+        """Writes the factors of a token, once for all tiles of a state."""
+        at = (ring.first + t) & ring.last
+        if row.tile == 0:
+            if cutlass.const_expr(self.channels):
+                for i in cutlass.range_constexpr((self.dim_k + self.threads - 1) // self.threads):
+                    e = i * self.threads + row.tidx
+                    if e < self.dim_k:
+                        ring.gDecay[at, e] = staged.sFactor[t, e]
+            elif row.tidx == 0:
+                ring.gDecay[at] = staged.sFactor[t, 0]

@@ -1,0 +1,244 @@
+"""The tokens of a row on [V, K] states: every thread has part of K of a few rows of V."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+from cula_core.cute.warp import all_sums
+
+from ..config import Config
+from .operands import (
+    NORM,
+    NORM_EPS,
+    QK,
+    STRENGTH,
+    Gates,
+    Numbers,
+    Row,
+    Staged,
+    Staging,
+    wide_fragment,
+)
+from .records import Records, Ring, Rings
+from .states import Place, States, Targets
+
+
+class Rows:
+    """`lanes` neighbouring threads share a row of V; what they sum up is exchanged by shuffles.
+
+    With S' = diag(a) S, a token needs x = S' k and y = S' q of the row before its update: u = b (v - x),
+    o = y + (q.k) u, S = S' + u k^T. One token is read by every thread directly, and the norms of q and k are summed in
+    the same exchange as x and y. Several tokens are staged in shared memory.
+    """
+
+    def __init__(self, config: Config):
+        problem = config.problem
+        self.config, self.tokens, self.packed = config, problem.tokens, problem.packed
+        self.replayed, self.l2norm = problem.replay, problem.l2norm
+        self.channels = problem.gate.channels
+        self.lanes, self.vector, self.vectors = config.lanes, config.vector, config.vectors_per_row
+        self.rows, self.tile_v = config.rows_per_thread, config.tile_v
+        self.states, self.gates = States(config), Gates(config)
+        self.staging, self.records = Staging(config), Records(config)
+
+    @cute.jit
+    def advance(self, row: Row, numbers: Numbers, gState, targets: Targets, rings: Rings, slot, accepted):
+        """Loads the tile, runs the tokens through it, and stores what is wanted."""
+        place = self.states.place(row)
+        rState = self.states.load(gState, place)
+        ring = None
+        if cutlass.const_expr(self.replayed):
+            ring = self.records.open(rings, slot, row, accepted)
+            self.replay(rState, ring, place)
+            if ring.full:
+                self.states.store(rState, gState, place)
+        if cutlass.const_expr(self.config.direct):
+            if row.length > 0:
+                self.one_token(rState, row, numbers, targets, ring, place)
+        else:
+            staged = self.staging.allocate()
+            self.staging.fill(staged, row, numbers)
+            cute.arch.sync_threads()
+            for t in cutlass.range_constexpr(self.tokens):
+                if t < row.length:
+                    self.token(rState, row, numbers, targets, ring, staged, t, place)
+        self.states.store_last(rState, targets, place)
+
+    # ---- one token ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def one_token(self, rState, row: Row, numbers: Numbers, targets: Targets, ring, place: Place):
+        """The only token of the row, as the thread itself reads it."""
+        rQ = self.along(row.gQ, place, numbers)
+        rK = self.along(row.gK, place, numbers)
+        factors = self.factors(row, numbers, place)
+        strength = self.gates.strength(row.gBeta, 0)
+        gV = cute.domain_offset((place.row,), row.gV[0, None])
+        sums = [Float32(0.0)] * (2 * self.rows)
+        for r in cutlass.range_constexpr(self.rows):
+            for j in cutlass.range_constexpr(self.vectors):
+                for i in cutlass.range_constexpr(self.vector):
+                    value = rState[i, j, r] * factors[j][i]
+                    rState[i, j, r] = value
+                    sums[r] = sums[r] + value * rK[j][i]
+                    sums[self.rows + r] = sums[self.rows + r] + value * rQ[j][i]
+        kk, qq, qk = Float32(0.0), Float32(0.0), Float32(0.0)
+        for j in cutlass.range_constexpr(self.vectors):
+            for i in cutlass.range_constexpr(self.vector):
+                kk, qq, qk = kk + rK[j][i] * rK[j][i], qq + rQ[j][i] * rQ[j][i], qk + rK[j][i] * rQ[j][i]
+        *sums, kk, qq, qk = all_sums([*sums, kk, qq, qk], self.lanes)
+        norm_k, norm_q = Float32(1.0), numbers.scale
+        if cutlass.const_expr(self.l2norm):
+            norm_k = cute.math.rsqrt(kk + NORM_EPS)
+            norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
+        steps, out = [], Float32(0.0)
+        for r in cutlass.range_constexpr(self.rows):
+            u = strength * (gV[r].to(Float32) - norm_k * sums[r])
+            steps.append(norm_k * u)
+            value = norm_q * (sums[self.rows + r] + qk * steps[r])
+            out = cutlass.select_(row.tidx % self.lanes == r, value, out)
+        self.update(rState, rK, steps)
+        self.states.store_token(rState, targets, row, numbers, 0, place)
+        if row.tidx % self.lanes < self.rows:
+            row.gOut[0, place.row + row.tidx % self.lanes] = out.to(row.gOut.element_type)
+        if cutlass.const_expr(self.replayed):
+            self.records.keys(ring, row, 0)
+            self.record_steps(ring, row, steps, 0, place)
+            if row.tile == 0 and row.tidx < self.lanes:
+                self.record_factors(ring, factors, place)
+
+    @cute.jit
+    def along(self, gX: cute.Tensor, place: Place, numbers: Numbers):
+        """Returns what the only token has in the thread's columns, by vectors."""
+        gOwn = gX[0, None]
+        return [
+            wide_fragment(
+                gOwn, place.column + j * self.lanes * self.vector, self.vector, numbers.aligned
+            )
+            for j in range(self.vectors)
+        ]
+
+    @cute.jit
+    def factors(self, row: Row, numbers: Numbers, place: Place):
+        """Returns the factors of the thread's columns at the only token, by vectors."""
+        speed = self.gates.speed(row.rate)
+        if cutlass.const_expr(not self.channels):
+            factor = self.staging.head_factor(row, numbers, speed, 0)
+            return [[factor] * self.vector for _ in range(self.vectors)]
+        factors = []
+        for j, rG in enumerate(self.along(row.gG, place, numbers)):
+            own = []
+            for i in cutlass.range_constexpr(self.vector):
+                bias = None
+                if cutlass.const_expr(row.gBias is not None):
+                    column = place.column + j * self.lanes * self.vector + i
+                    bias = row.gBias[column].to(Float32)
+                own.append(self.gates.factor(rG[i], bias, speed, numbers))
+            factors.append(own)
+        return factors
+
+    # ---- several tokens ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def token(
+        self,
+        rState,
+        row: Row,
+        numbers: Numbers,
+        targets: Targets,
+        ring,
+        staged: Staged,
+        t: cutlass.Constexpr,
+        place: Place,
+    ):
+        """One of several tokens, from shared memory."""
+        rK = [self.staged_vector(staged.sK, t, j, place) for j in range(self.vectors)]
+        sums = [Float32(0.0)] * (2 * self.rows)
+        for j in cutlass.range_constexpr(self.vectors):
+            rQ = self.staged_vector(staged.sQ, t, j, place)
+            if cutlass.const_expr(self.channels):
+                factors = self.staged_vector(staged.sFactor, t, j, place)
+            else:
+                factors = [staged.sFactor[t, 0]] * self.vector
+            for r in cutlass.range_constexpr(self.rows):
+                for i in cutlass.range_constexpr(self.vector):
+                    value = rState[i, j, r] * factors[i]
+                    rState[i, j, r] = value
+                    sums[r] = sums[r] + value * rK[j][i]
+                    sums[self.rows + r] = sums[self.rows + r] + value * rQ[i]
+        sums = all_sums(sums, self.lanes)
+        strength, qk = staged.sNumbers[t, STRENGTH], staged.sNumbers[t, QK]
+        steps, out = [], Float32(0.0)
+        for r in cutlass.range_constexpr(self.rows):
+            steps.append(strength * (staged.sV[t, place.row + r] - sums[r]))
+            value = sums[self.rows + r] + qk * steps[r]
+            out = cutlass.select_(row.tidx % self.lanes == r, value, out)
+        self.update(rState, rK, steps)
+        self.states.store_token(rState, targets, row, numbers, t, place)
+        if row.tidx % self.lanes < self.rows:
+            row.gOut[t, place.row + row.tidx % self.lanes] = out.to(row.gOut.element_type)
+        if cutlass.const_expr(self.replayed):
+            self.records.keys(ring, row, t)
+            self.records.factors(ring, row, staged, t)
+            norm = staged.sNumbers[t, NORM]
+            self.record_steps(ring, row, [norm * u for u in steps], t, place)
+
+    @cute.jit
+    def staged_vector(self, sX: cute.Tensor, t: cutlass.Constexpr, j: cutlass.Constexpr, place: Place):
+        """Returns what a token has in one vector of the thread's columns."""
+        rX = cute.make_rmem_tensor(self.vector, Float32)
+        first = cute.assume(place.column + j * self.lanes * self.vector, divby=self.vector)
+        cute.autovec_copy(
+            cute.make_tensor(sX[t, None].iterator + first, cute.make_layout(self.vector)), rX
+        )
+        return rX
+
+    # ---- states and records ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def update(self, rState: cute.Tensor, rK, steps):
+        """Adds the outer product of what each row adds and the key."""
+        for r in cutlass.range_constexpr(self.rows):
+            for j in cutlass.range_constexpr(self.vectors):
+                for i in cutlass.range_constexpr(self.vector):
+                    rState[i, j, r] = rState[i, j, r] + rK[j][i] * steps[r]
+
+    @cute.jit
+    def replay(self, rState: cute.Tensor, ring: Ring, place: Place):
+        """Applies the certain records to the tile."""
+        for number in range(ring.count):
+            at = (ring.begin + number) & ring.last
+            gK, gU = ring.gK[at, None], ring.gU[at, None]
+            rK, factors = [], []
+            for j in cutlass.range_constexpr(self.vectors):
+                first = place.column + j * self.lanes * self.vector
+                rK.append(wide_fragment(gK, first, self.vector, Boolean(True)))
+                if cutlass.const_expr(self.channels):
+                    gDecay = ring.gDecay[at, None]
+                    factors.append(wide_fragment(gDecay, first, self.vector, Boolean(True)))
+                else:
+                    factors.append([ring.gDecay[at]] * self.vector)
+            for r in cutlass.range_constexpr(self.rows):
+                u = gU[place.row + r]
+                for j in cutlass.range_constexpr(self.vectors):
+                    for i in cutlass.range_constexpr(self.vector):
+                        rState[i, j, r] = rState[i, j, r] * factors[j][i] + rK[j][i] * u
+
+    @cute.jit
+    def record_steps(self, ring: Ring, row: Row, steps, t: cutlass.Constexpr, place: Place):
+        """Writes what each row adds to the state, over the norm of the key."""
+        for r in cutlass.range_constexpr(self.rows):
+            if row.tidx % self.lanes == r:
+                ring.gU[(ring.first + t) & ring.last, place.row + r] = steps[r]
+
+    @cute.jit
+    def record_factors(self, ring: Ring, factors, place: Place):
+        """Writes the factors of the only token, which one thread of every column has."""
+        at = ring.first & ring.last
+        if cutlass.const_expr(self.channels):
+            for j in cutlass.range_constexpr(self.vectors):
+                for i in cutlass.range_constexpr(self.vector):
+                    column = place.column + j * self.lanes * self.vector + i
+                    ring.gDecay[at, column] = factors[j][i]
+        else:
+            ring.gDecay[at] = factors[0][0]
