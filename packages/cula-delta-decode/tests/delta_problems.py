@@ -149,7 +149,7 @@ def exact(case: Case, x: Inputs, **options) -> tuple[Tensor, Tensor]:
         given["max_tokens"] = case.tokens
     q, k, v, g, beta = (wide.pop(n) for n in ("q", "k", "v", "g", "beta"))
     out = reference.delta_rule_decode(
-        q, k, v, g, beta, state if case.begins else None, **wide, **given, **case.options() | options
+        q, k, v, g, beta, state if case.begins else None, **wide, **given | case.options() | options
     )  # fmt: skip
     return out, state
 

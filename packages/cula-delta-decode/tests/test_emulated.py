@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from delta_problems import SLOTS, Case, Inputs, exact, make_inputs, problem_of
+from delta_problems import SLOTS, Case, Inputs, exact, make_inputs, new_replay, problem_of
 from torch import Tensor
 
+from cula_core.reference import delta_decode as reference
 from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import launch
 from cula_delta_decode.config import DTYPES, Problem
@@ -135,3 +136,86 @@ def test_numbers(run, emulated, relative_rmse, case):
     assert_rounded_once(out, expected, relative_rmse)
     assert_rounded_once(x.state[slots], state[slots], relative_rmse)
     assert same(x.state[unused], before[unused])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_slots_of_tokens(run, emulated, relative_rmse, v_first):
+    """Speculative decoding with a slot per token: a row begins at that of its last accepted token."""
+    case = Case(gate=("safe", True), tokens=3, state_v_first=v_first, null_slot=0)
+    x = make_inputs(case, rows=3)
+    table = torch.tensor([[4, 1, 2], [3, 6, -1], [0, 0, 0]], dtype=torch.int32)
+    accepted = torch.tensor([3, 1, 1], dtype=torch.int32)
+    start = x.state.clone()
+    wide = x.state.double()
+    options = {"next_state": None, "token_states": wide, "token_state_indices": table, "null_slot": 0}
+    expected, _ = exact(case, x, state_indices=table, num_accepted=accepted, **options)
+    # The oracle reads the pool that it writes.
+    x.slots = table
+    out = run(case, x, accepted=accepted, token_states=x.state, token_slots=table)
+    assert_rounded_once(out[:2], expected[:2], relative_rmse)
+    assert not out[2].any()
+    written = [4, 1, 2, 3, 6]
+    assert_rounded_once(x.state[written], wide[written], relative_rmse)
+    assert same(x.state[[0, 5]], start[[0, 5]])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_another_slot_takes_the_result(run, relative_rmse, tokens, v_first):
+    case = Case(tokens=tokens, state_v_first=v_first)
+    x = make_inputs(case)
+    targets = torch.tensor([1, 2, -1, 6], dtype=torch.int32)
+    other = torch.full_like(x.state, math.nan)
+    before = x.state.clone()
+    wide = other.double()
+    expected, _ = exact(case, x, next_state=wide, output_state_indices=targets)
+    out = run(case, x, next_state=other, next_slots=targets)
+    live = live_rows(case)
+    assert_rounded_once(out[live], expected[live], relative_rmse)
+    assert same(x.state, before)
+    assert_rounded_once(other[[1, 6]], wide[[1, 6]], relative_rmse)
+    assert other[[0, 2, 3, 4, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("tokens, length", [(1, 8), (1, 2), (2, 4), (4, 8), (3, 16)])
+@pytest.mark.parametrize("gate", [("softplus", False), ("safe", True)])
+def test_replay_is_serial_decoding(run, emulated, relative_rmse, gate, tokens, length, v_first):
+    """Whatever is accepted, outputs and states are those of a pool that was committed after every call."""
+    case = Case(gate=gate, tokens=tokens, heads=(1, 2), state_v_first=v_first)
+    generator = torch.Generator().manual_seed(tokens)
+    replay = new_replay(case, length)
+    first = make_inputs(case)
+    pool, wide = first.state, first.state.double()
+    previous, live = None, live_rows(case)
+    for step in range(6):
+        x = make_inputs(case, seed=step)
+        x.A_log, x.dt_bias = first.A_log, first.dt_bias
+        accepted = torch.randint(-1, tokens + 2, (4,), generator=generator, dtype=torch.int32)
+        if previous is not None:
+            commit(case, previous, wide, accepted)
+        x.state = wide.to(torch.float32)
+        expected, _ = exact(case, x, next_state=None)
+        x.state = pool
+        out = run(case, x, replay=replay, accepted=accepted)
+        assert_rounded_once(out[live], expected[live], relative_rmse)
+        assert not out[1].any()
+        previous = x
+    begin, count, pending = (replay.cursor >> shift & 255 for shift in (0, 8, 16))
+    assert (count <= length // 2).all() and (begin < length).all()
+    assert (pending[[slot for slot in SLOTS if slot >= 0]] == tokens).all()
+    accepted = torch.full((4,), tokens, dtype=torch.int32)
+    commit(case, previous, wide, accepted)
+    reference.delta_rule_flush(pool, replay, accepted, state_indices=x.slots, state_v_first=v_first)
+    slots = [slot for slot in SLOTS if slot >= 0]
+    error = relative_rmse(pool[slots], wide[slots])
+    assert error <= 1e-6, error
+
+
+def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor) -> None:
+    """Advances states in fp64 by the accepted tokens."""
+    given = x.wide("k", "v", "g", "beta", "A_log", "dt_bias")
+    k, v, g, beta = (given.pop(n) for n in ("k", "v", "g", "beta"))
+    reference.delta_rule_commit(
+        k, v, g, beta, wide, accepted.clamp(min=0), state_indices=x.slots, **given, **case.options()
+    )
