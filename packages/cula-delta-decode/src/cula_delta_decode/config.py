@@ -107,7 +107,7 @@ class Config:
     @property
     def direct(self) -> bool:
         """Whether every thread reads its part of a token from global memory; otherwise the CTA stages all tokens."""
-        return self.problem.tokens == 1 and self.problem.state_v_first
+        return self.problem.tokens == 1
 
     @property
     def vectors_per_row(self) -> int:

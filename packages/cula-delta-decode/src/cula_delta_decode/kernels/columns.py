@@ -1,15 +1,41 @@
 """The tokens of a row on [K, V] states: every thread has a few columns of V and part of K."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, Int32
 
 from cula_core.cute.warp import reduce_scatter
 
 from ..config import Config
-from .operands import NORM, QK, STRENGTH, WARP, Numbers, Row, Staged, Staging
+from .operands import (
+    NORM,
+    NORM_EPS,
+    QK,
+    STRENGTH,
+    WARP,
+    Gates,
+    Numbers,
+    Row,
+    Staged,
+    Staging,
+    Token,
+    element,
+    neighbours,
+    widened,
+)
 from .records import Records, Ring, Rings
 from .states import Place, States, Targets
+
+
+class Shared(NamedTuple):
+    """sSums [warps, x or y, tile_v]: each warp's part. sSquares [warps, 3]: of k.k, q.q and q.k. sSteps [tile_v]: what a
+    token adds to each column."""
+
+    sSums: cute.Tensor
+    sSquares: cute.Tensor
+    sSteps: cute.Tensor
 
 
 class Columns:
@@ -22,14 +48,18 @@ class Columns:
     def __init__(self, config: Config):
         problem = config.problem
         self.tokens, self.replayed = problem.tokens, problem.replay
+        self.direct, self.l2norm = config.direct, problem.l2norm
+        self.gates = Gates(config)
         self.channels = problem.gate.channels
         self.lanes, self.vector, self.rows = config.lanes, config.vector, config.rows_per_thread
         self.tile_v, self.warps = config.tile_v, config.threads // WARP
         self.states, self.staging, self.records = States(config), Staging(config), Records(config)
 
     @cute.jit
-    def advance(self, row: Row, numbers: Numbers, gState, targets: Targets, rings: Rings, slot, accepted):
-        """Loads the tile, runs the tokens through it, and stores what is wanted."""
+    def advance(
+        self, row: Row, numbers: Numbers, token, gState, targets: Targets, rings: Rings, slot, accepted
+    ):
+        """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
         place = self.states.place(row)
         rState = self.states.load(gState, place)
         ring = None
@@ -38,64 +68,184 @@ class Columns:
             self.replay(rState, ring, place)
             if ring.full:
                 self.states.store(rState, gState, place)
-        staged = self.staging.allocate()
-        smem = cutlass.memory.SmemAllocator()
-        shape = (self.warps, 2, self.tile_v)
-        sSums = smem.allocate_tensor(Float32, cute.make_ordered_layout(shape, order=(2, 1, 0)), 16)
-        sSteps = smem.allocate_tensor(Float32, cute.make_layout(self.tile_v), 16)
-        self.staging.fill(staged, row, numbers)
-        cute.arch.sync_threads()
-        for t in cutlass.range_constexpr(self.tokens):
-            if t < row.length:
-                self.sum_up(rState, staged, sSums, t, place, row)
-                cute.arch.sync_threads()
-                self.finish(row, staged, sSums, sSteps, ring, t)
-                cute.arch.sync_threads()
-                self.update(rState, staged, sSteps, t, place)
-                self.states.store_token(rState, targets, row, numbers, t, place)
+        shared = self.allocate()
+        if cutlass.const_expr(self.direct):
+            if row.length > 0:
+                read = token if token is not None else self.fetch(row, numbers)
+                self.one_token(rState, row, numbers, read, targets, ring, shared, place)
+        else:
+            staged = self.staging.allocate()
+            self.staging.fill(staged, row, numbers)
+            cute.arch.sync_threads()
+            for t in cutlass.range_constexpr(self.tokens):
+                if t < row.length:
+                    self.token(rState, row, numbers, staged, targets, ring, shared, t, place)
         self.states.store_last(rState, targets, place)
 
+    def allocate(self):
+        """Returns the shared memory of sums and steps."""
+        smem = cutlass.memory.SmemAllocator()
+
+        def tensor(*shape):
+            order = tuple(reversed(range(len(shape))))
+            return smem.allocate_tensor(Float32, cute.make_ordered_layout(shape, order=order), 16)
+
+        return Shared(tensor(self.warps, 2, self.tile_v), tensor(self.warps, 3), tensor(self.tile_v))
+
+    # ---- one token ---------------------------------------------------------------------------------------------------
+
     @cute.jit
-    def sum_up(self, rState, staged: Staged, sSums, t: cutlass.Constexpr, place: Place, row: Row):
+    def fetch(self, row: Row, numbers: Numbers):
+        """Reads what the thread needs of the only token; it depends on no state, and nothing is computed of it yet."""
+        place = self.states.place(row)
+        column = cutlass.min(row.tidx, Int32(self.tile_v - 1))
+        if cutlass.const_expr(self.channels):
+            gates = self.along(row.gG[0, None], place, numbers.aligned)
+            biases = self.along(row.gBias, place, Boolean(True))
+        else:
+            gates, biases = element(row.gG, 0), element(row.gBias, 0)
+        return Token(
+            rQ=self.along(row.gQ[0, None], place, numbers.aligned),
+            rK=self.along(row.gK[0, None], place, numbers.aligned),
+            gates=gates,
+            biases=biases,
+            values=[row.gV[0, column]],
+            beta=element(row.gBeta, 0),
+            rate=row.rate,
+        )
+
+    @cute.jit
+    def along(self, gX, place: Place, aligned):
+        """Returns the thread's rows of a vector over K, None of None."""
+        if cutlass.const_expr(gX is None):
+            return None
+        return [neighbours(gX, place.row, self.rows, aligned)]
+
+    @cute.jit
+    def one_token(
+        self, rState, row: Row, numbers: Numbers, token: Token, targets: Targets, ring, shared: Shared, place: Place
+    ):
+        """The only token of the row, as the threads themselves read it."""
+        rQ, rK = widened(token.rQ[0]), widened(token.rK[0])
+        factors = self.gates.factors(token, numbers, 1, self.rows)[0]
+        strength = self.gates.strength(token.beta)
+        self.sum_up(rState, rQ, rK, factors, shared, place, row)
+        squares = [Float32(0.0)] * 3
+        for r in cutlass.range_constexpr(self.rows):
+            products = (rK[r] * rK[r], rQ[r] * rQ[r], rK[r] * rQ[r])
+            squares = [a + b for a, b in zip(squares, products)]
+        lane, warp = row.tidx % WARP, row.tidx // WARP
+        for i in cutlass.range_constexpr(3):
+            offset = WARP // 2
+            while cutlass.const_expr(offset >= self.lanes):
+                squares[i] = squares[i] + cute.arch.shuffle_sync_bfly(squares[i], offset=offset)
+                offset //= 2
+            if lane == i:
+                shared.sSquares[warp, i] = squares[i]
+        cute.arch.sync_threads()
+        if row.tidx < self.tile_v:
+            x, y = self.sums(shared, row.tidx)
+            kk, qq, qk = Float32(0.0), Float32(0.0), Float32(0.0)
+            for w in cutlass.range_constexpr(self.warps):
+                kk, qq = kk + shared.sSquares[w, 0], qq + shared.sSquares[w, 1]
+                qk = qk + shared.sSquares[w, 2]
+            norm_k, norm_q = Float32(1.0), numbers.scale
+            if cutlass.const_expr(self.l2norm):
+                norm_k = cute.math.rsqrt(kk + NORM_EPS)
+                norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
+            step = norm_k * strength * (token.values[0].to(Float32) - norm_k * x)
+            shared.sSteps[row.tidx] = step
+            row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
+            if cutlass.const_expr(self.replayed):
+                ring.gU[ring.first, row.tidx] = step
+        cute.arch.sync_threads()
+        self.update(rState, rK, shared, place)
+        self.states.store_token(rState, targets, row, numbers, 0, place)
+        if cutlass.const_expr(self.replayed):
+            self.records.keys(ring, row, 0)
+            if row.tile == 0 and row.tidx % self.lanes == 0:
+                self.record_factors(ring, factors, row, place)
+
+    @cute.jit
+    def record_factors(self, ring: Ring, factors, row: Row, place: Place):
+        """Writes the factors of the only token, which one thread of every row has."""
+        if cutlass.const_expr(self.channels):
+            for r in cutlass.range_constexpr(self.rows):
+                ring.gDecay[ring.first, place.row + r] = factors[r]
+        elif row.tidx == 0:
+            ring.gDecay[ring.first] = factors[0]
+
+    # ---- several tokens ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def token(
+        self,
+        rState,
+        row: Row,
+        numbers: Numbers,
+        staged: Staged,
+        targets: Targets,
+        ring,
+        shared: Shared,
+        t: cutlass.Constexpr,
+        place: Place,
+    ):
+        """One of several tokens, from shared memory."""
+        rQ, rK, factors = [], [], []
+        for r in cutlass.range_constexpr(self.rows):
+            rQ.append(staged.sQ[t, place.row + r])
+            rK.append(staged.sK[t, place.row + r])
+            factors.append(staged.sFactor[t, place.row + r if self.channels else 0])
+        self.sum_up(rState, rQ, rK, factors, shared, place, row)
+        cute.arch.sync_threads()
+        if row.tidx < self.tile_v:
+            x, y = self.sums(shared, row.tidx)
+            step = staged.sNumbers[t, STRENGTH] * (staged.sV[t, row.tidx] - x)
+            shared.sSteps[row.tidx] = step
+            row.gOut[t, row.tidx] = (y + staged.sNumbers[t, QK] * step).to(row.gOut.element_type)
+            if cutlass.const_expr(self.replayed):
+                at = (ring.first + t) & ring.last
+                ring.gU[at, row.tidx] = step * staged.sNumbers[t, NORM]
+        if cutlass.const_expr(self.replayed):
+            self.records.keys(ring, row, t)
+            self.records.factors(ring, row, staged, t)
+        cute.arch.sync_threads()
+        self.update(rState, rK, shared, place)
+        self.states.store_token(rState, targets, row, numbers, t, place)
+
+    # ---- states and records ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def sum_up(self, rState, rQ, rK, factors, shared: Shared, place: Place, row: Row):
         """Fades the tile, and writes each warp's part of x and y."""
         sums = [Float32(0.0)] * (2 * self.vector)
         for r in cutlass.range_constexpr(self.rows):
-            k, q = staged.sK[t, place.row + r], staged.sQ[t, place.row + r]
-            factor = staged.sFactor[t, place.row + r if self.channels else 0]
             for i in cutlass.range_constexpr(self.vector):
-                value = rState[i, 0, r] * factor
+                value = rState[i, 0, r] * factors[r]
                 rState[i, 0, r] = value
-                sums[i] = sums[i] + value * k
-                sums[self.vector + i] = sums[self.vector + i] + value * q
+                sums[i] = sums[i] + value * rK[r]
+                sums[self.vector + i] = sums[self.vector + i] + value * rQ[r]
         index, owner, sums = reduce_scatter(sums, WARP // self.lanes, self.lanes)
         if owner:
             for i in cutlass.range_constexpr(len(sums)):
                 which, column = (index + i) // self.vector, (index + i) % self.vector
-                sSums[row.tidx // WARP, which, place.column + column] = sums[i]
+                shared.sSums[row.tidx // WARP, which, place.column + column] = sums[i]
 
     @cute.jit
-    def finish(self, row: Row, staged: Staged, sSums, sSteps, ring, t: cutlass.Constexpr):
-        """Makes what a token adds to the state, and its output, from the sums."""
-        if row.tidx < self.tile_v:
-            column, x, y = row.tidx, Float32(0.0), Float32(0.0)
-            for w in cutlass.range_constexpr(self.warps):
-                x, y = x + sSums[w, 0, column], y + sSums[w, 1, column]
-            u = staged.sNumbers[t, STRENGTH] * (staged.sV[t, column] - x)
-            sSteps[column] = u
-            row.gOut[t, column] = (y + staged.sNumbers[t, QK] * u).to(row.gOut.element_type)
-            if cutlass.const_expr(self.replayed):
-                ring.gU[(ring.first + t) & ring.last, column] = u * staged.sNumbers[t, NORM]
-        if cutlass.const_expr(self.replayed):
-            self.records.keys(ring, row, t)
-            self.records.factors(ring, row, staged, t)
+    def sums(self, shared: Shared, column):
+        """Returns x and y of a column of V."""
+        x, y = Float32(0.0), Float32(0.0)
+        for w in cutlass.range_constexpr(self.warps):
+            x, y = x + shared.sSums[w, 0, column], y + shared.sSums[w, 1, column]
+        return x, y
 
     @cute.jit
-    def update(self, rState, staged: Staged, sSteps, t: cutlass.Constexpr, place: Place):
+    def update(self, rState, rK, shared: Shared, place: Place):
         """Adds the outer product of the key and what the columns add."""
-        for r in cutlass.range_constexpr(self.rows):
-            k = staged.sK[t, place.row + r]
-            for i in cutlass.range_constexpr(self.vector):
-                rState[i, 0, r] = rState[i, 0, r] + k * sSteps[place.column + i]
+        for i in cutlass.range_constexpr(self.vector):
+            step = shared.sSteps[place.column + i]
+            for r in cutlass.range_constexpr(self.rows):
+                rState[i, 0, r] = rState[i, 0, r] + rK[r] * step
 
     @cute.jit
     def replay(self, rState: cute.Tensor, ring: Ring, place: Place):

@@ -73,7 +73,8 @@ class DeltaDecode:
                 aligned = aligned and ((mX.iterator.toint() | (strides * bytes_of)) & 15) == 0
         self.kernel(
             mQ, mK, mV, mG, mBeta, mRate, mBias, mOut, mState, mNext, mSlots, mNextSlots, mAccepted, mTokenStates,
-            mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, scale, bound, threshold, null_slot, aligned,
+            mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, scale, bound, 1.0 / bound, threshold, null_slot,
+            aligned,
         ).launch(
             grid=[self.tiles * (mV.shape[2] // mK.shape[2]), mK.shape[2], rows],
             block=[self.config.threads, 1, 1],
@@ -107,6 +108,7 @@ class DeltaDecode:
         mCursor: cute.Tensor | None,
         scale: cutlass.Float32,
         bound: cutlass.Float32,
+        inverse_bound: cutlass.Float32,
         threshold: cutlass.Float32,
         null_slot: Int32,
         aligned: Boolean,
@@ -125,21 +127,6 @@ class DeltaDecode:
         if cutlass.const_expr(self.packed):
             batch, first = Int32(0), mOffsets[number].to(Int32)
             length = cutlass.min(mOffsets[number + 1].to(Int32) - first, length)
-        accepted = None
-        if cutlass.const_expr(mAccepted is not None):
-            accepted = mAccepted[number]
-        begin = number
-        if cutlass.const_expr(self.slots == 1):
-            begin = mSlots[number]
-        elif cutlass.const_expr(self.slots == 2):
-            last = cutlass.min(cutlass.max(accepted, Int32(1)), mSlots.shape[1])
-            begin = mSlots[number, last - 1]
-        begin = cutlass.select_(begin == null_slot, Int32(-1), begin)
-        end = begin
-        if cutlass.const_expr(self.redirected):
-            end = mNextSlots[number]
-            end = cutlass.select_(end == null_slot, Int32(-1), end)
-
         own_v = (first, tile * self.tile_v)
         rate = None
         if cutlass.const_expr(mRate is not None):
@@ -161,7 +148,25 @@ class DeltaDecode:
             tile=tile,
             tidx=tidx,
         )
-        numbers = Numbers(scale, bound, threshold, null_slot, aligned)
+        numbers = Numbers(scale, bound, inverse_bound, threshold, null_slot, aligned)
+        token = None
+        if cutlass.const_expr(self.config.direct and not self.packed):
+            # What does not need the slot is on its way while the slot is read.
+            token = self.tile.fetch(row, numbers)
+        accepted = None
+        if cutlass.const_expr(mAccepted is not None):
+            accepted = mAccepted[number]
+        begin = number
+        if cutlass.const_expr(self.slots == 1):
+            begin = mSlots[number]
+        elif cutlass.const_expr(self.slots == 2):
+            last = cutlass.min(cutlass.max(accepted, Int32(1)), mSlots.shape[1])
+            begin = mSlots[number, last - 1]
+        begin = cutlass.select_(begin == null_slot, Int32(-1), begin)
+        end = begin
+        if cutlass.const_expr(self.redirected):
+            end = mNextSlots[number]
+            end = cutlass.select_(end == null_slot, Int32(-1), end)
         if begin >= 0:
             gState = gNext = None
             if cutlass.const_expr(mState is not None):
@@ -170,7 +175,7 @@ class DeltaDecode:
                 gNext = mNext[cutlass.max(end, Int32(0)), head, None, None]
             rings = Rings(mRingK, mRingU, mRingDecay, mCursor)
             targets = Targets(gNext, end >= 0, mTokenStates, mTokenSlots)
-            self.tile.advance(row, numbers, gState, targets, rings, begin, accepted)
+            self.tile.advance(row, numbers, token, gState, targets, rings, begin, accepted)
         else:
             for t in cutlass.range_constexpr(self.tokens):
                 if t < length:

@@ -7,6 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from cula_core.cute.functions import exp2, sigmoid
+from cula_core.cute.types import LOG2_E
+
 from ..config import Config
 
 WARP = 32
@@ -18,6 +21,7 @@ class Numbers(NamedTuple):
 
     scale: Float32
     bound: Float32
+    inverse_bound: Float32
     threshold: Float32
     null_slot: Int32
     aligned: Boolean
@@ -48,6 +52,27 @@ class Row(NamedTuple):
     tidx: Int32
 
 
+class Token(NamedTuple):
+    """What a thread has read of the only token of a row, and nothing is computed of yet.
+
+    rQ, rK: its part of q and k by vectors. gates, biases: the same of g and dt_bias, or one number of each. values: v of
+    its columns of V. beta, rate: numbers. All but q, k and v may be None.
+    """
+
+    rQ: list
+    rK: list
+    gates: object
+    biases: object
+    values: list
+    beta: object
+    rate: object
+
+
+def element(gX, at):
+    """Returns one element of a vector, None of None."""
+    return None if gX is None else gX[at]
+
+
 class Gates:
     """Factors of the state and write strengths, from g and beta as they are given."""
 
@@ -59,47 +84,75 @@ class Gates:
         """Returns what a gate is multiplied by: exp(A_log), or 1."""
         speed = Float32(1.0)
         if cutlass.const_expr(rate is not None):
-            speed = cute.math.exp(rate)
+            speed = exp2(rate * LOG2_E)
         return speed
 
     @cute.jit
     def factor(self, x, bias, speed, numbers):
-        """Returns exp of the log decay that belongs to the gate x; bias: None or a number."""
+        """Returns exp of the log decay that belongs to the gate x. x and bias may be None."""
+        if cutlass.const_expr(x is None):
+            return Float32(1.0)
+        x = x.to(Float32)
         if cutlass.const_expr(bias is not None):
-            x = x + bias
+            x = x + bias.to(Float32)
         if cutlass.const_expr(self.gate.kind == "softplus"):
             y = x * numbers.bound
-            soft = cute.math.log(1.0 + cute.math.exp(y)) / numbers.bound
+            # The logarithm is not approximate: a rate multiplies its error.
+            soft = cute.math.log(1.0 + exp2(y * LOG2_E)) * numbers.inverse_bound
             x = -speed * cutlass.select_(y > numbers.threshold, x, soft)
         elif cutlass.const_expr(self.gate.kind == "safe"):
-            x = numbers.bound / (1.0 + cute.math.exp(-speed * x))
-        return cute.math.exp(x)
+            x = numbers.bound * sigmoid(speed * x)
+        return exp2(x * LOG2_E)
 
     @cute.jit
-    def strength(self, gBeta, t):
-        """Returns the write strength of token t."""
+    def factors(self, token: Token, numbers, vectors: cutlass.Constexpr, size: cutlass.Constexpr):
+        """Returns the factors of a thread's part of K at the only token, by vectors."""
+        speed = self.speed(token.rate)
+        if cutlass.const_expr(not self.gate.channels):
+            factor = self.factor(token.gates, token.biases, speed, numbers)
+            return [[factor] * size for _ in range(vectors)]
+        factors = []
+        for j in cutlass.range_constexpr(vectors):
+            own = []
+            for i in cutlass.range_constexpr(size):
+                bias = None
+                if cutlass.const_expr(token.biases is not None):
+                    bias = token.biases[j][i]
+                own.append(self.factor(token.gates[j][i], bias, speed, numbers))
+            factors.append(own)
+        return factors
+
+    @cute.jit
+    def strength(self, beta):
+        """Returns the write strength that belongs to beta, which may be None."""
         value = Float32(1.0)
-        if cutlass.const_expr(self.gate.strength != "one"):
-            value = gBeta[t].to(Float32)
+        if cutlass.const_expr(beta is not None):
+            value = beta.to(Float32)
         if cutlass.const_expr(self.gate.strength == "logits"):
-            value = (2.0 if self.gate.doubled else 1.0) / (1.0 + cute.math.exp(-value))
+            value = sigmoid(value) * (2.0 if self.gate.doubled else 1.0)
         return value
 
 
 @cute.jit
-def wide_fragment(gX, first, count: cutlass.Constexpr, aligned):
-    """Returns `count` neighbours from `first` on as fp32, by one access where the pointers allow it."""
+def neighbours(gX, first, count: cutlass.Constexpr, aligned):
+    """Returns `count` elements from `first` on, by one access where the pointers allow it."""
     rX = cute.make_rmem_tensor(count, gX.element_type)
     source = gX.iterator + cute.assume(first, divby=count)
-    size = count * gX.element_type.width // 8
     if aligned:
+        size = min(count * gX.element_type.width // 8, 16)
         space = cute.AddressSpace.gmem
-        wide = cute.make_ptr(gX.element_type, source.toint(), space, assumed_align=min(size, 16))
+        wide = cute.make_ptr(gX.element_type, source.toint(), space, assumed_align=size)
         cute.autovec_copy(cute.make_tensor(wide, cute.make_layout(count)), rX)
     else:
         for i in cutlass.range_constexpr(count):
             rX[i] = source[i]
-    rWide = cute.make_rmem_tensor(count, Float32)
+    return rX
+
+
+@cute.jit
+def widened(rX):
+    """Returns the elements as fp32."""
+    rWide = cute.make_rmem_tensor(rX.shape, Float32)
     rWide.store(rX.load().to(Float32))
     return rWide
 
@@ -178,24 +231,14 @@ class Staging:
             staged.sK[t, i * WARP + lane] = rK[i] * norm_k
             if cutlass.const_expr(self.channels):
                 column = i * WARP + lane
-                bias = None
-                if cutlass.const_expr(row.gBias is not None):
-                    bias = row.gBias[column].to(Float32)
-                x = row.gG[t, column].to(Float32)
-                staged.sFactor[t, column] = self.gates.factor(x, bias, speed, numbers)
+                staged.sFactor[t, column] = self.gates.factor(
+                    row.gG[t, column], element(row.gBias, column), speed, numbers
+                )
         if lane == 0:
-            staged.sNumbers[t, STRENGTH] = self.gates.strength(row.gBeta, t)
+            staged.sNumbers[t, STRENGTH] = self.gates.strength(element(row.gBeta, t))
             staged.sNumbers[t, QK] = qk * norm_q * norm_k
             staged.sNumbers[t, NORM] = norm_k
             if cutlass.const_expr(not self.channels):
-                staged.sFactor[t, 0] = self.head_factor(row, numbers, speed, t)
-
-    @cute.jit
-    def head_factor(self, row: Row, numbers: Numbers, speed, t):
-        factor = Float32(1.0)
-        if cutlass.const_expr(row.gG is not None):
-            bias = None
-            if cutlass.const_expr(row.gBias is not None):
-                bias = row.gBias[0].to(Float32)
-            factor = self.gates.factor(row.gG[t].to(Float32), bias, speed, numbers)
-        return factor
+                staged.sFactor[t, 0] = self.gates.factor(
+                    element(row.gG, t), element(row.gBias, 0), speed, numbers
+                )

@@ -17,7 +17,10 @@ from .operands import (
     Row,
     Staged,
     Staging,
-    wide_fragment,
+    Token,
+    element,
+    neighbours,
+    widened,
 )
 from .records import Records, Ring, Rings
 from .states import Place, States, Targets
@@ -42,8 +45,10 @@ class Rows:
         self.staging, self.records = Staging(config), Records(config)
 
     @cute.jit
-    def advance(self, row: Row, numbers: Numbers, gState, targets: Targets, rings: Rings, slot, accepted):
-        """Loads the tile, runs the tokens through it, and stores what is wanted."""
+    def advance(
+        self, row: Row, numbers: Numbers, token, gState, targets: Targets, rings: Rings, slot, accepted
+    ):
+        """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
         place = self.states.place(row)
         rState = self.states.load(gState, place)
         ring = None
@@ -54,7 +59,8 @@ class Rows:
                 self.states.store(rState, gState, place)
         if cutlass.const_expr(self.config.direct):
             if row.length > 0:
-                self.one_token(rState, row, numbers, targets, ring, place)
+                read = token if token is not None else self.fetch(row, numbers)
+                self.one_token(rState, row, numbers, read, targets, ring, place)
         else:
             staged = self.staging.allocate()
             self.staging.fill(staged, row, numbers)
@@ -67,13 +73,47 @@ class Rows:
     # ---- one token ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def one_token(self, rState, row: Row, numbers: Numbers, targets: Targets, ring, place: Place):
+    def fetch(self, row: Row, numbers: Numbers):
+        """Reads what the thread needs of the only token; it depends on no state, and nothing is computed of it yet."""
+        place = self.states.place(row)
+        gV = row.gV[0, None]
+        values = []
+        for r in cutlass.range_constexpr(self.rows):
+            values.append(gV[place.row + r])
+        if cutlass.const_expr(self.channels):
+            gates = self.along(row.gG[0, None], place, numbers.aligned)
+            biases = self.along(row.gBias, place, Boolean(True))
+        else:
+            gates, biases = element(row.gG, 0), element(row.gBias, 0)
+        return Token(
+            rQ=self.along(row.gQ[0, None], place, numbers.aligned),
+            rK=self.along(row.gK[0, None], place, numbers.aligned),
+            gates=gates,
+            biases=biases,
+            values=values,
+            beta=element(row.gBeta, 0),
+            rate=row.rate,
+        )
+
+    @cute.jit
+    def along(self, gX, place: Place, aligned):
+        """Returns the thread's columns of a vector, None of None."""
+        if cutlass.const_expr(gX is None):
+            return None
+        step = self.lanes * self.vector
+        return [
+            neighbours(gX, place.column + j * step, self.vector, aligned)
+            for j in range(self.vectors)
+        ]
+
+    @cute.jit
+    def one_token(
+        self, rState, row: Row, numbers: Numbers, token: Token, targets: Targets, ring, place: Place
+    ):
         """The only token of the row, as the thread itself reads it."""
-        rQ = self.along(row.gQ, place, numbers)
-        rK = self.along(row.gK, place, numbers)
-        factors = self.factors(row, numbers, place)
-        strength = self.gates.strength(row.gBeta, 0)
-        gV = cute.domain_offset((place.row,), row.gV[0, None])
+        rQ, rK = [widened(x) for x in token.rQ], [widened(x) for x in token.rK]
+        factors = self.gates.factors(token, numbers, self.vectors, self.vector)
+        strength = self.gates.strength(token.beta)
         sums = [Float32(0.0)] * (2 * self.rows)
         for r in cutlass.range_constexpr(self.rows):
             for j in cutlass.range_constexpr(self.vectors):
@@ -93,7 +133,7 @@ class Rows:
             norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
         steps, out = [], Float32(0.0)
         for r in cutlass.range_constexpr(self.rows):
-            u = strength * (gV[r].to(Float32) - norm_k * sums[r])
+            u = strength * (token.values[r].to(Float32) - norm_k * sums[r])
             steps.append(norm_k * u)
             value = norm_q * (sums[self.rows + r] + qk * steps[r])
             out = cutlass.select_(row.tidx % self.lanes == r, value, out)
@@ -106,36 +146,6 @@ class Rows:
             self.record_steps(ring, row, steps, 0, place)
             if row.tile == 0 and row.tidx < self.lanes:
                 self.record_factors(ring, factors, place)
-
-    @cute.jit
-    def along(self, gX: cute.Tensor, place: Place, numbers: Numbers):
-        """Returns what the only token has in the thread's columns, by vectors."""
-        gOwn = gX[0, None]
-        return [
-            wide_fragment(
-                gOwn, place.column + j * self.lanes * self.vector, self.vector, numbers.aligned
-            )
-            for j in range(self.vectors)
-        ]
-
-    @cute.jit
-    def factors(self, row: Row, numbers: Numbers, place: Place):
-        """Returns the factors of the thread's columns at the only token, by vectors."""
-        speed = self.gates.speed(row.rate)
-        if cutlass.const_expr(not self.channels):
-            factor = self.staging.head_factor(row, numbers, speed, 0)
-            return [[factor] * self.vector for _ in range(self.vectors)]
-        factors = []
-        for j, rG in enumerate(self.along(row.gG, place, numbers)):
-            own = []
-            for i in cutlass.range_constexpr(self.vector):
-                bias = None
-                if cutlass.const_expr(row.gBias is not None):
-                    column = place.column + j * self.lanes * self.vector + i
-                    bias = row.gBias[column].to(Float32)
-                own.append(self.gates.factor(rG[i], bias, speed, numbers))
-            factors.append(own)
-        return factors
 
     # ---- several tokens ----------------------------------------------------------------------------------------------
 
@@ -212,10 +222,10 @@ class Rows:
             rK, factors = [], []
             for j in cutlass.range_constexpr(self.vectors):
                 first = place.column + j * self.lanes * self.vector
-                rK.append(wide_fragment(gK, first, self.vector, Boolean(True)))
+                rK.append(widened(neighbours(gK, first, self.vector, Boolean(True))))
                 if cutlass.const_expr(self.channels):
                     gDecay = ring.gDecay[at, None]
-                    factors.append(wide_fragment(gDecay, first, self.vector, Boolean(True)))
+                    factors.append(neighbours(gDecay, first, self.vector, Boolean(True)))
                 else:
                     factors.append([ring.gDecay[at]] * self.vector)
             for r in cutlass.range_constexpr(self.rows):
