@@ -1,3 +1,8 @@
 """Decode of the gated delta rule and KDA on a pool of states: one read and one write of the state for 1 to 8 tokens."""
 
+from cula_core.reference.delta_decode import Replay
+
+from .ops import delta_rule_commit, delta_rule_decode, delta_rule_flush, new_replay
+
 __version__ = "0.1.0"
+__all__ = ["Replay", "delta_rule_commit", "delta_rule_decode", "delta_rule_flush", "new_replay"]

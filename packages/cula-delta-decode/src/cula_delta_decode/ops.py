@@ -1,0 +1,447 @@
+"""The torch operators: schema, CPU and CUDA implementations, fake. The kernel is imported when a CUDA tensor comes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from cula_core.reference import delta_decode as reference
+from cula_core.reference.delta_decode import CURSOR_COLUMNS, Gates, Replay
+from cula_core.tensors import as_stored, is_plain_cuda_call
+
+from .check import check_commit, check_decode, check_flush, check_new_replay
+from .config import MAX_TOKENS
+
+_GATES = (
+    "float? lower_bound, float softplus_beta, float softplus_threshold, bool use_gate_in_kernel, "
+    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool use_qk_l2norm_in_kernel, bool state_v_first"
+)
+# Without token_states, token_state_indices are slots of `state`.
+torch.library.define(
+    "cula_delta_decode::decode",
+    "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) state, "
+    "Tensor? state_indices, Tensor? output_state_indices, Tensor? num_accepted, Tensor(b!)? token_states, "
+    "Tensor? token_state_indices, Tensor? cu_seqlens, Tensor(c!)? ring_k, Tensor(d!)? ring_u, Tensor(e!)? ring_decay, "
+    f"Tensor(f!)? cursor, float scale, {_GATES}, bool commit, int max_tokens, int? null_slot, Tensor(g!) out) -> ()",
+)
+torch.library.define(
+    "cula_delta_decode::commit",
+    "(Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) state, "
+    f"Tensor num_accepted, Tensor? state_indices, Tensor? cu_seqlens, {_GATES}, int max_tokens, int? null_slot) -> ()",
+)
+torch.library.define(
+    "cula_delta_decode::flush",
+    "(Tensor(a!) state, Tensor ring_k, Tensor ring_u, Tensor ring_decay, Tensor(b!) cursor, Tensor? num_accepted, "
+    "Tensor? state_indices, bool state_v_first, int? null_slot) -> ()",
+)
+
+
+def _options(
+    lower_bound: float | None,
+    softplus_beta: float,
+    softplus_threshold: float,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
+) -> dict[str, object]:
+    """What the reference calls the flags of an operator."""
+    gates = Gates(
+        use_gate_in_kernel,
+        lower_bound,
+        softplus_beta,
+        softplus_threshold,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
+    return {"gates": gates, "l2norm": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
+
+
+def _decode_cpu(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None,
+    dt_bias: Tensor | None, state: Tensor, state_indices: Tensor | None, output_state_indices: Tensor | None,
+    num_accepted: Tensor | None, token_states: Tensor | None, token_state_indices: Tensor | None,
+    cu_seqlens: Tensor | None, ring_k: Tensor | None, ring_u: Tensor | None, ring_decay: Tensor | None,
+    cursor: Tensor | None, scale: float, *rest: object,
+) -> None:  # fmt: skip
+    *flags, commit, max_tokens, null_slot, out = rest
+    replay = None
+    if ring_k is not None and ring_u is not None and ring_decay is not None and cursor is not None:
+        replay = Replay(ring_k, ring_u, ring_decay, cursor)
+    if token_state_indices is not None and token_states is None:
+        token_states = state
+    reference.delta_rule_decode(
+        q, k, v, g, beta, state, next_state=state if commit and replay is None else None,
+        state_indices=state_indices, output_state_indices=output_state_indices, scale=scale, A_log=A_log,
+        dt_bias=dt_bias, replay=replay, num_accepted=num_accepted, token_states=token_states,
+        token_state_indices=token_state_indices, cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot,
+        out=out, **_options(*flags),
+    )  # fmt: skip
+
+
+def _decode_cuda(*arguments: object) -> None:
+    _launch().decode(*arguments)
+
+
+def _commit_cpu(
+    k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor, num_accepted: Tensor, state_indices: Tensor | None, cu_seqlens: Tensor | None, *rest: object,
+) -> None:  # fmt: skip
+    *flags, max_tokens, null_slot = rest
+    reference.delta_rule_commit(
+        k, v, g, beta, state, num_accepted, state_indices=state_indices, A_log=A_log, dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot, **_options(*flags),
+    )  # fmt: skip
+
+
+def _commit_cuda(*arguments: object) -> None:
+    _launch().commit(*arguments)
+
+
+def _flush_cpu(
+    state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_decay: Tensor, cursor: Tensor, num_accepted: Tensor | None,
+    state_indices: Tensor | None, state_v_first: bool, null_slot: int | None,
+) -> None:  # fmt: skip
+    replay = Replay(ring_k, ring_u, ring_decay, cursor)
+    reference.delta_rule_flush(
+        state, replay, num_accepted, state_indices=state_indices, state_v_first=state_v_first, null_slot=null_slot
+    )  # fmt: skip
+
+
+def _flush_cuda(*arguments: object) -> None:
+    _launch().flush(*arguments)
+
+
+for _name, _cpu, _cuda in (
+    ("decode", _decode_cpu, _decode_cuda),
+    ("commit", _commit_cpu, _commit_cuda),
+    ("flush", _flush_cpu, _flush_cuda),
+):
+    torch.library.impl(f"cula_delta_decode::{_name}", "CPU", _cpu)
+    torch.library.impl(f"cula_delta_decode::{_name}", "CUDA", _cuda)
+    torch.library.register_fake(f"cula_delta_decode::{_name}", lambda *_: None)
+
+
+def delta_rule_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    state_v_first: bool = True,
+    commit: bool = True,
+    replay: Replay | None = None,
+    num_accepted: Tensor | None = None,
+    token_states: Tensor | None = None,
+    token_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_tokens: int | None = None,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gated delta rule, or KDA, for 1 to 8 new tokens per row, on a pool of states that is updated in place.
+
+    For every row n, value head h and token t in turn, with S [K, V] the state of the row:
+    `S' = diag(exp(d)) S`, `u = b (v - S'^T k)`, `S = S' + k u^T`, then `out = scale * S^T q`; d is one log decay per head
+    (GDN) or one per channel of K (KDA). The state is read and written once, however many tokens there are.
+    Sources: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692.
+
+    Args:
+        q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128}, bfloat16 or float16. Any strides whose last one is 1, so slices of
+            a fused projection are taken without a copy. On the CPU K and V are free, and float32 and float64 are taken.
+        v: `[B, T, HV, V]`, V in {64, 128}, the dtype of q; HV is a multiple of H, and value head h reads head
+            h // (HV // H) of q and k.
+        g: `[B, T, HV]` (GDN), or `[B, T, HV, K]` or `[B, T, HV * K]` (KDA); float32, bfloat16 or float16: a raw gate, or
+            with `use_gate_in_kernel=False` the log decay itself (natural log, <= 0). None: no decay.
+        beta: `[B, T, HV]`, the dtypes of g: logits of the write strength, or with `use_beta_sigmoid_in_kernel=False` the
+            strength itself. None: 1.
+        state: `[pool, HV, V, K]`, or `[pool, HV, K, V]` with `state_v_first=False`; float32, bfloat16 or float16, the
+            arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A transposed view of
+            the other layout is used without a copy. Without `state_v_first`, B >= 64 takes 1 to 2 % longer.
+        state_indices: `[B]` int32, any stride, the slot of every row. Negative, or equal to `null_slot`: padding, the
+            output is zero and no state changes. None: row n uses slot n. Or `[B, slots]` with `num_accepted`: a row
+            begins at slot number `num_accepted[n] - 1` of its own.
+        output_state_indices: `[B]` int32, where the states go, if not where they came from.
+        scale: factor of the output; None: K ** -0.5.
+        A_log: `[HV]`, the logarithm of the gate's rate; None: 0. dt_bias: `[HV]`, or `[HV * K]` or `[HV, K]` for KDA.
+        lower_bound: None: the gate is `-exp(A_log) * softplus(g + dt_bias)`. Else, below 0:
+            `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+        softplus_beta, softplus_threshold: as of `torch.nn.functional.softplus`.
+        allow_neg_eigval: twice the sigmoid of beta, with `use_beta_sigmoid_in_kernel`.
+        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)`.
+        commit: False stores no state at the end (speculative verification). `delta_rule_commit` then advances every
+            row by the tokens that were accepted, or `token_states` have kept all of them.
+        replay: what `new_replay` made. The pool then stays behind: the call first applies those tokens of earlier calls
+            that were accepted (`num_accepted`), and keeps what its own tokens add until a later call. The state is
+            stored only when the rings are more than half full. Needs a slot per row, and no other way to store states.
+        num_accepted: `[B]` int32: with `replay` how many tokens of the row's last call are certain (None: all), with
+            `[B, slots]` state_indices which slot a row begins at.
+        token_states: `[rows, HV, V, K]` in the dtype and layout of state, where the state after every token goes, at
+            `token_state_indices` `[B, T]` int32 (negative or `null_slot`: nowhere). None with indices: state itself.
+        cu_seqlens: `[N + 1]` int32 on the device: B is 1, and T holds N rows of 0 to 8 tokens; "B" of the vectors above
+            is N then. Tokens of no row have output zero on the CPU, and are not written on a GPU.
+        max_tokens: with cu_seqlens, the most tokens of a row, 1..8 (a longer row is cut off); None: 8.
+        null_slot: a slot that means padding, as negative ones do.
+        out: `[B, T, HV, V]` to write to; None: allocated.
+
+    Returns:
+        `[B, T, HV, V]`, the dtype of v.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was changed.
+        RuntimeError: the GPU is older than compute capability 8.0.
+
+    Example:
+        >>> import torch
+        >>> from cula_delta_decode import delta_rule_decode
+        >>> q, k = torch.randn(2, 2, 1, 4, 16)  # each [B, T, H, K]
+        >>> v, a, b = torch.randn(2, 1, 8, 16), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+        >>> state = torch.zeros(5, 8, 16, 16)  # [pool, HV, V, K]
+        >>> slots = torch.tensor([3, -1], dtype=torch.int32)
+        >>> out = delta_rule_decode(q, k, v, a, b, state, state_indices=slots)
+        >>> out.shape, out[1].any().item(), state[3].any().item(), state[0].any().item()
+        (torch.Size([2, 1, 8, 16]), False, True, False)
+    """
+    state, v_first, token_states = _stored(state, state_v_first, token_states)
+    if type(state_v_first) is bool:
+        state_v_first = v_first
+    if token_states is state and token_state_indices is not None:
+        token_states = None
+    # fmt: off
+    given = (
+        q, k, v, g, beta, state, state_indices, output_state_indices, scale, A_log, dt_bias, lower_bound, softplus_beta,
+        softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
+        state_v_first, commit, replay, num_accepted, token_states, token_state_indices, cu_seqlens, max_tokens, null_slot,
+        out,
+    )
+    # fmt: on
+    # The compiled host code verifies the tensors of a plain call before it launches, far quicker than Python could.
+    plain = is_plain_cuda_call(k)
+    if not plain or _is_unusual(given):
+        check_decode(*given)
+    try:
+        if out is None:
+            out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        tokens = _tokens(k, cu_seqlens, max_tokens)
+        rings = (None,) * 4 if replay is None else replay
+        run = _decode_cuda if plain else torch.ops.cula_delta_decode.decode.default
+        run(
+            q, k, v, g, beta, A_log, dt_bias, state, state_indices, output_state_indices, num_accepted, token_states,
+            token_state_indices, cu_seqlens, *rings, k.shape[3] ** -0.5 if scale is None else float(scale), lower_bound,
+            softplus_beta, softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+            use_qk_l2norm_in_kernel, state_v_first, commit, tokens, null_slot, out,
+        )  # fmt: skip
+    except Exception:
+        check_decode(*given)
+        raise
+    return out
+
+
+def delta_rule_commit(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    num_accepted: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    state_v_first: bool = True,
+    cu_seqlens: Tensor | None = None,
+    max_tokens: int | None = None,
+    null_slot: int | None = None,
+) -> None:
+    """Advances the state of row n by its first `num_accepted[n]` tokens, in place.
+
+    The second half of speculative decoding: after `delta_rule_decode(..., commit=False)` on T draft tokens, keep the
+    accepted ones. num_accepted: `[B]` int32 on the device, 0..T (larger values count as T, negative ones as 0).
+    state_indices: `[B]`. The other arguments, the errors and the formula are those of `delta_rule_decode`.
+
+    Example:
+        >>> import torch
+        >>> from cula_delta_decode import delta_rule_commit
+        >>> k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 8, 16)  # two rows of three draft tokens
+        >>> a, b = torch.randn(2, 2, 3, 8)
+        >>> state, accepted = torch.zeros(2, 8, 16, 16), torch.tensor([2, 0], dtype=torch.int32)
+        >>> delta_rule_commit(k, v, a, b, state, accepted)
+        >>> state[0].any().item(), state[1].any().item()
+        (True, False)
+    """
+    state, v_first, _ = _stored(state, state_v_first, None)
+    if type(state_v_first) is bool:
+        state_v_first = v_first
+    check_commit(
+        k, v, g, beta, state, num_accepted, state_indices, A_log, dt_bias, lower_bound, softplus_beta,
+        softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
+        state_v_first, cu_seqlens, max_tokens, null_slot,
+    )  # fmt: skip
+    torch.ops.cula_delta_decode.commit.default(
+        k, v, g, beta, A_log, dt_bias, state, num_accepted, state_indices, cu_seqlens, lower_bound, softplus_beta,
+        softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
+        state_v_first, _tokens(k, cu_seqlens, max_tokens), null_slot,
+    )  # fmt: skip
+
+
+def new_replay(
+    state: Tensor,
+    heads: int,
+    *,
+    max_tokens: int = 1,
+    channels: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    records: int | None = None,
+    state_v_first: bool = True,
+) -> Replay:
+    """Returns empty rings of records for a pool of states, for `delta_rule_decode(..., replay=)`.
+
+    Args:
+        state: the pool.
+        heads: H, heads of q and k. dtype: that of q and k. channels: whether g has a gate per channel (KDA).
+        max_tokens: the most tokens that a call will have, 1..8.
+        records: how many a ring holds, a power of two from 2 * max_tokens to 64. None: the smallest; the state is then
+            stored by every call that accepts a token. With more, for max_tokens=1, states are stored every
+            `records / 2` tokens, which for large batches saves most of the writes.
+
+    Example:
+        >>> import torch
+        >>> from cula_delta_decode import delta_rule_decode, new_replay
+        >>> state = torch.zeros(2, 8, 16, 16)
+        >>> replay = new_replay(state, 4, max_tokens=3, dtype=torch.float32)
+        >>> q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4, 16), torch.randn(2, 3, 8, 16)
+        >>> a, b = torch.randn(2, 2, 3, 8)
+        >>> drafts = delta_rule_decode(q, k, v, a, b, state, replay=replay)
+        >>> state.any().item(), replay.k.shape
+        (False, torch.Size([2, 8, 4, 16]))
+    """
+    check_new_replay(state, heads, max_tokens, channels, dtype, records, state_v_first)
+    pool, heads_v, rows, columns = state.shape
+    dim_v, dim_k = (rows, columns) if state_v_first else (columns, rows)
+    if records is None:
+        records = 1 << (2 * max_tokens - 1).bit_length()
+    device = state.device
+    factors = (heads_v, dim_k) if channels else (heads_v,)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return Replay(
+        torch.zeros(pool, records, heads, dim_k, dtype=dtype, device=device),
+        torch.zeros(pool, records, heads_v, dim_v, dtype=wide, device=device),
+        torch.zeros(pool, records, *factors, dtype=wide, device=device),
+        torch.zeros(pool, heads_v, -(-dim_v // CURSOR_COLUMNS), dtype=torch.int32, device=device),
+    )
+
+
+def delta_rule_flush(
+    state: Tensor,
+    replay: Replay,
+    num_accepted: Tensor | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    state_v_first: bool = True,
+    null_slot: int | None = None,
+) -> None:
+    """Applies the certain records of a replay to the states, in place, and forgets the others.
+
+    Before somebody else reads the pool: a prefix cache, a prefill that continues, a call without `replay`.
+    num_accepted: `[B]` int32, how many tokens of the row's last call are certain; None: all. state_indices: `[B]` int32,
+    the slots; None: the whole pool.
+
+    Example:
+        >>> import torch
+        >>> from cula_delta_decode import delta_rule_decode, delta_rule_flush, new_replay
+        >>> state = torch.zeros(2, 8, 16, 16)
+        >>> replay = new_replay(state, 4, dtype=torch.float32)
+        >>> q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 8, 16)
+        >>> out = delta_rule_decode(q, k, v, None, None, state, replay=replay)
+        >>> delta_rule_flush(state, replay)
+        >>> state.any().item()
+        True
+    """
+    state, v_first, _ = _stored(state, state_v_first, None)
+    if type(state_v_first) is bool:
+        state_v_first = v_first
+    check_flush(state, replay, num_accepted, state_indices, state_v_first, null_slot)
+    torch.ops.cula_delta_decode.flush.default(
+        state, *replay, num_accepted, state_indices, state_v_first, null_slot
+    )
+
+
+def _stored(
+    state: Tensor, state_v_first: bool, token_states: Tensor | None
+) -> tuple[Tensor, bool, Tensor | None]:
+    """States in the order of their memory, and which layout that is; those of tokens in the same one."""
+    if not isinstance(state, Tensor) or state.dim() != 4:
+        return state, state_v_first, token_states
+    found, swapped = as_stored(state)
+    if not swapped:
+        return state, state_v_first, token_states
+    if token_states is state:
+        token_states = found
+    elif isinstance(token_states, Tensor) and token_states.dim() == 4:
+        token_states = token_states.transpose(2, 3)
+    return found, not state_v_first, token_states
+
+
+def _tokens(k: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> int:
+    """The most tokens of a row."""
+    if cu_seqlens is None:
+        return k.shape[1]
+    return MAX_TOKENS if max_tokens is None else max_tokens
+
+
+def _is_unusual(given: tuple) -> bool:
+    """Whether a plain call holds what the compiled host code cannot see; the full check looks at it."""
+    q, k, v, g, beta, state, *_ = given
+    scale, lower_bound, softplus_beta, threshold = given[8], *given[11:14]
+    flags, numbers = given[14:20], (scale, lower_bound, softplus_beta, threshold)
+    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot = given[20:27]
+    return (
+        any(type(flag) is not bool for flag in flags)
+        or any(x is not None and (type(x) is not float or not math.isfinite(x)) for x in numbers)
+        or (lower_bound is not None and lower_bound >= 0)
+        or softplus_beta <= 0
+        or (given[16] and not given[15])  # allow_neg_eigval, use_beta_sigmoid_in_kernel
+        or replay is not None
+        or num_accepted is not None
+        or token_states is not None
+        or token_indices is not None
+        or given[7] is not None  # output_state_indices
+        or cu_seqlens is not None
+        or max_tokens is not None
+        or not (null_slot is None or type(null_slot) is int)
+        or any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state))
+        or k.shape[0] == 0
+    )
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    from . import launch
+
+    return launch
