@@ -71,8 +71,9 @@ def run(emulated) -> Callable[..., Tensor]:
         token_states: Tensor | None = None,
         token_slots: Tensor | None = None,
         replay: Replay | None = None,
+        commits: bool = False,
         **changes,
-    ) -> Tensor:
+    ) -> Tensor | None:
         problem = problem_of(
             case,
             slots=0 if x.slots is None else x.slots.dim(),
@@ -80,19 +81,30 @@ def run(emulated) -> Callable[..., Tensor]:
             redirected=next_slots is not None,
             every_token=token_states is not None,
             replay=replay is not None,
+            counted=accepted is not None,
+            commits=commits,
         )
-        out = emulated.empty_like(x.v)
-        scale = case.dims[0] ** -0.5 if scale is None else scale
-        bound = -5.0 if case.gate[0] == "safe" else 1.0
-        state = x.state if case.begins else None
-        rows = len(x.lengths)
-        kernel = compiled(problem, arch)
-        kernel(
-            x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, out, state, next_state, x.slots, next_slots, accepted,
-            token_states, token_slots, x.cu_seqlens, *(replay or (None,) * 4), scale, bound, 20.0, case.null_slot,
-            rows, **changes,
+        rings = replay or (None,) * 4
+        out = None if commits else emulated.empty_like(x.v)
+        arguments = launch.Arguments(
+            q=None if commits else x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, out=out,
+            state=x.state if case.begins else None, next_state=next_state, slots=x.slots, next_slots=next_slots,
+            accepted=accepted, token_states=token_states, token_slots=token_slots, offsets=x.cu_seqlens,
+            ring_k=rings[0], ring_u=rings[1], ring_decay=rings[2], cursor=rings[3],
+            scale=case.dims[0] ** -0.5 if scale is None else scale, bound=-5.0 if case.gate[0] == "safe" else 1.0,
+            threshold=20.0, null_slot=case.null_slot, rows=len(x.lengths),
         )  # fmt: skip
+        compiled(problem, arch)(*arguments, **changes)
         return out
+
+    def flush(case: Case, x: Inputs, replay: Replay, accepted: Tensor | None, arch: str = "sm_90a"):
+        problem = problem_of(
+            case, slots=int(x.slots is not None), replay=True, counted=accepted is not None, flushes=True
+        )
+        rows = len(x.state) if x.slots is None else len(x.slots)
+        compiled(problem, arch)(x.state, *replay, x.slots, accepted, case.null_slot, rows)
+
+    run.flush = flush
 
     def compiled(problem: Problem, arch: str):
         assert problem.illegal() is None
@@ -206,16 +218,33 @@ def test_replay_is_serial_decoding(run, emulated, relative_rmse, gate, tokens, l
     assert (pending[[slot for slot in SLOTS if slot >= 0]] == tokens).all()
     accepted = torch.full((4,), tokens, dtype=torch.int32)
     commit(case, previous, wide, accepted)
-    reference.delta_rule_flush(pool, replay, accepted, state_indices=x.slots, state_v_first=v_first)
+    x.state = pool
+    run.flush(case, x, replay, accepted)
+    assert ((replay.cursor >> 8) == 0).all()
     slots = [slot for slot in SLOTS if slot >= 0]
     error = relative_rmse(pool[slots], wide[slots])
     assert error <= 1e-6, error
 
 
-def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor) -> None:
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_commit_keeps_the_accepted_tokens(run, relative_rmse, tokens, packed, v_first):
+    case = Case(gate=("safe", True), tokens=tokens, state_v_first=v_first, packed=packed)
+    x = make_inputs(case)
+    accepted = torch.tensor([tokens + 4, 1, -2, min(tokens, 2)], dtype=torch.int32)
+    wide, before = x.state.double(), x.state.clone()
+    given = {"cu_seqlens": x.cu_seqlens, "max_tokens": tokens} if packed else {}
+    commit(case, x, wide, accepted, **given)
+    assert run(case, x, next_state=x.state, accepted=accepted, commits=True) is None
+    assert_rounded_once(x.state[[5, 3]], wide[[5, 3]], relative_rmse)
+    assert same(x.state[[0, 1, 2, 4, 6]], before[[0, 1, 2, 4, 6]])
+
+
+def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor, **options) -> None:
     """Advances states in fp64 by the accepted tokens."""
     given = x.wide("k", "v", "g", "beta", "A_log", "dt_bias")
     k, v, g, beta = (given.pop(n) for n in ("k", "v", "g", "beta"))
     reference.delta_rule_commit(
-        k, v, g, beta, wide, accepted.clamp(min=0), state_indices=x.slots, **given, **case.options()
-    )
+        k, v, g, beta, wide, accepted.clamp(min=0), state_indices=x.slots, **given, **case.options(), **options
+    )  # fmt: skip

@@ -41,6 +41,8 @@ class Problem:
     tokens: the most that a row has. begins: a row begins with the state of a slot, else at zero. slots: dimensions of
     state_indices, 0 without. ends: the state after the last token is stored. redirected: in slots of their own.
     every_token: the state after each token is stored. packed: rows of different length. replay: the pool lacks records.
+    counted: how many tokens were accepted is given. commits: no output, and a row has as many tokens as were accepted.
+    flushes: no tokens at all, only records to apply.
     """
 
     dtype: str
@@ -58,6 +60,9 @@ class Problem:
     every_token: bool = False
     packed: bool = False
     replay: bool = False
+    counted: bool = False
+    commits: bool = False
+    flushes: bool = False
 
     @property
     def vector(self) -> int:
@@ -138,4 +143,8 @@ class Config:
             return f"{self.threads} threads do not cover {self.rows} rows evenly"
         if rows * self.vectors_per_row * self.vector > 64:
             return "more than 64 state elements per thread do not fit the registers"
+        if self.problem.state_v_first and rows > self.lanes:
+            return f"{self.lanes} threads that share {rows} rows cannot write an output each"
+        if not self.problem.state_v_first and self.threads < self.tile_v:
+            return f"{self.threads} threads are fewer than {self.tile_v} columns"
         return None

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass.cute.runtime import make_fake_tensor
+from torch import Tensor
 
+from cula_core import tensors
 from cula_core.cute.artifacts import Unit
 from cula_core.cute.compile import compile as compile_kernel
 from cula_core.cute.fake import vector
 from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
-from .config import Config, Problem
+from .config import Config, Gate, Problem
+from .config import DTYPES as NAMES
 from .kernels.decode import DeltaDecode
-from .plan import supports_overlap
+from .kernels.flush import Flush
+from .plan import select, supports_overlap
 
 
 def _strided(dtype: type, *shape: object, align: int | None = None, dense: int = 1):
@@ -30,39 +39,66 @@ def _strided(dtype: type, *shape: object, align: int | None = None, dense: int =
     return make_fake_tensor(dtype, shape, stride=tuple(reversed(strides)), **extra)
 
 
-def fake_arguments(problem: Problem) -> tuple:
-    """Returns the arguments of `DeltaDecode` without the stream; fixed are dtypes, head dims and tokens only."""
+class Arguments(NamedTuple):
+    """What `DeltaDecode` is called with, the stream apart. next_state: where the last states go; null_slot: -1 is none;
+    bound: the lower bound of the safe gate, or beta of softplus."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    A_log: Any
+    dt_bias: Any
+    out: Any
+    state: Any
+    next_state: Any
+    slots: Any
+    next_slots: Any
+    accepted: Any
+    token_states: Any
+    token_slots: Any
+    offsets: Any
+    ring_k: Any
+    ring_u: Any
+    ring_decay: Any
+    cursor: Any
+    scale: Any
+    bound: Any
+    threshold: Any
+    null_slot: Any
+    rows: Any
+
+
+def fake_arguments(problem: Problem) -> Arguments:
+    """Returns arguments of which dtypes, head dims and tokens are fixed, and nothing else."""
     gate, dim_k, dim_v = problem.gate, problem.head_dim_k, problem.head_dim_v
-    dtype, state_dtype = DTYPES[problem.dtype], DTYPES[problem.state_dtype]
-    heads, heads_v, rows = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    dtype = DTYPES[problem.dtype]
+    heads, heads_v, rows, pool = (cute.sym_int() for _ in range(4))
     batch, tokens = (1, cute.sym_int()) if problem.packed else (rows, problem.tokens)
 
     def activation(heads, dim):
         return _strided(dtype, batch, tokens, heads, dim)
 
-    def per_head(dtype, dense=0):
-        return _strided(DTYPES[dtype], batch, tokens, heads_v, dense=dense)
+    def per_head(dtype):
+        return _strided(DTYPES[dtype], batch, tokens, heads_v, dense=0)
 
-    def states():
+    def states(rows):
         matrix = (dim_v, dim_k) if problem.state_v_first else (dim_k, dim_v)
-        return _strided(state_dtype, cute.sym_int(), heads_v, *matrix, align=16, dense=2)
+        return _strided(DTYPES[problem.state_dtype], rows, heads_v, *matrix, align=16, dense=2)
 
-    g = bias = None
+    width = dim_k if gate.channels else 1
+    g = None
     if gate.kind != "none":
-        if gate.channels:
-            g = _strided(DTYPES[gate.dtype], batch, tokens, heads_v, dim_k)
-        else:
-            g = per_head(gate.dtype)
-    if gate.bias:
-        width = dim_k if gate.channels else 1
-        bias = make_fake_tensor(DTYPES[gate.bias], (heads_v, width), stride=(width, 1))
+        channels = _strided(DTYPES[gate.dtype], batch, tokens, heads_v, dim_k)
+        g = channels if gate.channels else per_head(gate.dtype)
     slots = None
     if problem.slots:
         shape = (rows,) if problem.slots == 1 else (rows, cute.sym_int())
         slots = _strided(I32, *shape, dense=0)
     rings: tuple = (None,) * 4
     if problem.replay:
-        pool, length = cute.sym_int(), cute.sym_int()
+        length = cute.sym_int()
         factors = (heads_v, dim_k) if gate.channels else (heads_v,)
         rings = (
             _contiguous(dtype, pool, length, heads, dim_k),
@@ -70,29 +106,42 @@ def fake_arguments(problem: Problem) -> tuple:
             _contiguous(F32, pool, length, *factors),
             _contiguous(I32, pool, heads_v, dim_v // 8),
         )
-    counted = problem.slots == 2 or problem.replay
-    return (
-        activation(heads, dim_k),
-        activation(heads, dim_k),
-        activation(heads_v, dim_v),
-        g,
-        per_head(gate.strength_dtype) if gate.strength != "one" else None,
-        vector(F32, heads_v) if gate.rate else None,
-        bias,
-        activation(heads_v, dim_v),
-        states() if problem.begins else None,
-        states() if problem.ends else None,
-        slots,
-        _strided(I32, rows, dense=0) if problem.redirected else None,
-        vector(I32, rows) if counted else None,
-        states() if problem.every_token else None,
-        _strided(I32, rows, cute.sym_int(), dense=0) if problem.every_token else None,
-        vector(I32) if problem.packed else None,
-        *rings,
-        *(cutlass.Float32(1.0) for _ in range(3)),
-        cutlass.Int32(-1),
-        cutlass.Int32(1),
+    bias = None
+    if gate.bias:
+        bias = make_fake_tensor(DTYPES[gate.bias], (heads_v, width), stride=(width, 1))
+    return Arguments(
+        q=None if problem.commits else activation(heads, dim_k),
+        k=activation(heads, dim_k),
+        v=activation(heads_v, dim_v),
+        g=g,
+        beta=None if gate.strength == "one" else per_head(gate.strength_dtype),
+        A_log=vector(F32, heads_v) if gate.rate else None,
+        dt_bias=bias,
+        out=None if problem.commits else activation(heads_v, dim_v),
+        state=states(pool) if problem.begins else None,
+        next_state=states(cute.sym_int()) if problem.ends else None,
+        slots=slots,
+        next_slots=_strided(I32, rows, dense=0) if problem.redirected else None,
+        accepted=vector(I32, rows) if problem.counted else None,
+        token_states=states(cute.sym_int()) if problem.every_token else None,
+        token_slots=_strided(I32, rows, cute.sym_int(), dense=0) if problem.every_token else None,
+        offsets=vector(I32) if problem.packed else None,
+        ring_k=rings[0],
+        ring_u=rings[1],
+        ring_decay=rings[2],
+        cursor=rings[3],
+        scale=cutlass.Float32(1.0),
+        bound=cutlass.Float32(1.0),
+        threshold=cutlass.Float32(1.0),
+        null_slot=cutlass.Int32(-1),
+        rows=cutlass.Int32(1),
     )
+
+
+def flush_arguments(x: Arguments) -> tuple:
+    """Returns those of the arguments that `Flush` is called with."""
+    rings = (x.ring_k, x.ring_u, x.ring_decay, x.cursor)
+    return x.state, *rings, x.slots, x.accepted, x.null_slot, x.rows
 
 
 def _contiguous(dtype: type, *shape: object):
@@ -105,7 +154,10 @@ def _contiguous(dtype: type, *shape: object):
 
 def kernel(config: Config, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
-    return DeltaDecode(config, overlap=supports_overlap(arch)), *fake_arguments(config.problem)
+    arguments = fake_arguments(config.problem)
+    if config.problem.flushes:
+        return Flush(config), *flush_arguments(arguments)
+    return DeltaDecode(config, overlap=supports_overlap(arch)), *arguments
 
 
 def unit(config: Config, arch: str) -> Unit:
@@ -120,3 +172,195 @@ def compile(config: Config, arch: str, *options: object):
     options: further ones of `cute.compile`.
     """
     return compile_kernel(*kernel(config, arch), arch=arch, options=options)
+
+
+@once
+def kernel_for(problem: Problem, device: torch.device):
+    """Returns the compiled kernel of a problem; compiles on first use (about a second).
+
+    Raises ValueError for a problem that no kernel serves, RuntimeError for a GPU that is too old.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise RuntimeError(
+            f"cula-delta-decode needs compute capability 8.0 or newer; {device} has {major}.{minor}"
+        )
+    if problem.illegal():
+        raise ValueError(problem.illegal())
+    arch = f"sm_{major}{minor}" + "a" * (major >= 9)
+    return compile(select(problem, arch, tensors.multiprocessors(device)), arch)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None,
+    dt_bias: Tensor | None, state: Tensor, state_indices: Tensor | None, output_state_indices: Tensor | None,
+    num_accepted: Tensor | None, token_states: Tensor | None, token_state_indices: Tensor | None,
+    cu_seqlens: Tensor | None, ring_k: Tensor | None, ring_u: Tensor | None, ring_decay: Tensor | None,
+    cursor: Tensor | None, scale: float, lower_bound: float | None, softplus_beta: float, softplus_threshold: float,
+    use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, l2norm: bool, state_v_first: bool, commit: bool,
+    max_tokens: int, null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Launches one call of `delta_rule_decode` on torch's current stream.
+
+    The compiled host code verifies dtypes, shapes, strides, alignment and devices in C++ before it launches; what it
+    cannot see is verified by the caller.
+    """
+    stores = commit and ring_k is None
+    if token_state_indices is not None and token_states is None:
+        token_states = state
+    g, A_log, dt_bias = gates_as_read(g, A_log, dt_bias, v)
+    gate = gate_of(g, beta, A_log, dt_bias, lower_bound, use_gate, beta_sigmoid, neg_eigval)
+    problem = _problem(
+        k.dtype, state.dtype, k.shape[3], v.shape[3], max_tokens, state_v_first, gate, l2norm,
+        0 if state_indices is None else state_indices.dim(), stores, output_state_indices is not None,
+        token_states is not None, cu_seqlens is not None, ring_k is not None, num_accepted is not None,
+    )  # fmt: skip
+    _launch(
+        problem,
+        Arguments(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=out, state=state,
+            next_state=state if stores else None, slots=state_indices, next_slots=output_state_indices,
+            accepted=num_accepted, token_states=token_states, token_slots=token_state_indices, offsets=cu_seqlens,
+            ring_k=ring_k, ring_u=ring_u, ring_decay=ring_decay, cursor=cursor, scale=scale,
+            bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold,
+            null_slot=-1 if null_slot is None else null_slot, rows=_rows(k, cu_seqlens),
+        ),
+    )  # fmt: skip
+
+
+def commit(
+    k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor, num_accepted: Tensor, state_indices: Tensor | None, cu_seqlens: Tensor | None,
+    lower_bound: float | None, softplus_beta: float, softplus_threshold: float, use_gate: bool, beta_sigmoid: bool,
+    neg_eigval: bool, l2norm: bool, state_v_first: bool, max_tokens: int, null_slot: int | None,
+) -> None:  # fmt: skip
+    """Launches one call of `delta_rule_commit` on torch's current stream."""
+    g, A_log, dt_bias = gates_as_read(g, A_log, dt_bias, v)
+    gate = gate_of(g, beta, A_log, dt_bias, lower_bound, use_gate, beta_sigmoid, neg_eigval)
+    problem = Problem(
+        dtype_name(k.dtype), dtype_name(state.dtype), k.shape[3], v.shape[3], max_tokens, state_v_first, gate,
+        l2norm=l2norm, slots=int(state_indices is not None), packed=cu_seqlens is not None, counted=True, commits=True,
+    )  # fmt: skip
+    _launch(
+        problem,
+        Arguments(
+            q=None, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=None, state=state, next_state=state,
+            slots=state_indices, next_slots=None, accepted=num_accepted, token_states=None, token_slots=None,
+            offsets=cu_seqlens, ring_k=None, ring_u=None, ring_decay=None, cursor=None, scale=1.0,
+            bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold,
+            null_slot=-1 if null_slot is None else null_slot, rows=_rows(k, cu_seqlens),
+        ),
+    )  # fmt: skip
+
+
+def flush(
+    state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_decay: Tensor, cursor: Tensor, num_accepted: Tensor | None,
+    state_indices: Tensor | None, state_v_first: bool, null_slot: int | None,
+) -> None:  # fmt: skip
+    """Launches one call of `delta_rule_flush` on torch's current stream."""
+    problem = Problem(
+        dtype_name(ring_k.dtype), dtype_name(state.dtype), ring_k.shape[3], ring_u.shape[3], 1, state_v_first,
+        Gate("log", channels=ring_decay.dim() == 4), slots=int(state_indices is not None), replay=True,
+        counted=num_accepted is not None, flushes=True,
+    )  # fmt: skip
+    nothing = dict.fromkeys(Arguments._fields)
+    _launch(
+        problem,
+        Arguments(**nothing)._replace(
+            k=ring_k, state=state, slots=state_indices, accepted=num_accepted, ring_k=ring_k, ring_u=ring_u,
+            ring_decay=ring_decay, cursor=cursor, null_slot=-1 if null_slot is None else null_slot,
+            rows=len(state) if state_indices is None else len(state_indices),
+        ),
+    )  # fmt: skip
+
+
+def gates_as_read(
+    g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, v: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns g [B, T, HV] or [B, T, HV, K], A_log [HV] fp32 and dt_bias [HV, 1] or [HV, K] of a dtype that is read."""
+    heads = v.shape[2]
+    if g is not None and g.dim() == 3 and g.shape[2] != heads:
+        g = g.unflatten(2, (heads, -1))
+    if A_log is not None and A_log.dtype != torch.float32:
+        A_log = A_log.float()
+    if dt_bias is not None:
+        if dtype_name(dt_bias.dtype) not in NAMES:
+            dt_bias = dt_bias.float()
+        if dt_bias.dim() == 1:
+            dt_bias = dt_bias.view(heads, -1)
+    return g, A_log, dt_bias
+
+
+def gate_of(
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    use_gate: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+) -> Gate:
+    """Returns the static facts of a call's gates."""
+    kind = "none"
+    if g is not None:
+        raw = "softplus" if lower_bound is None else "safe"
+        kind = raw if use_gate else "log"
+    return _gate(
+        kind,
+        g is not None and g.dim() == 4,
+        None if g is None else g.dtype,
+        A_log is not None,
+        None if dt_bias is None else dt_bias.dtype,
+        None if beta is None else beta.dtype,
+        beta_sigmoid,
+        neg_eigval,
+    )
+
+
+@functools.cache
+def _gate(kind, channels, dtype, rate, bias, strength, beta_sigmoid, doubled) -> Gate:
+    what = "one" if strength is None else "logits" if beta_sigmoid else "given"
+    return Gate(
+        kind,
+        channels,
+        "float32" if dtype is None else dtype_name(dtype),
+        rate,
+        None if bias is None else dtype_name(bias),
+        what,
+        "float32" if strength is None else dtype_name(strength),
+        doubled and what == "logits",
+    )
+
+
+@functools.cache
+def _problem(
+    dtype, state_dtype, dim_k, dim_v, tokens, state_v_first, gate, l2norm, slots, ends, redirected, every_token,
+    packed, replay, counted,
+) -> Problem:  # fmt: skip
+    return Problem(
+        dtype_name(dtype), dtype_name(state_dtype), dim_k, dim_v, tokens, state_v_first, gate, l2norm, slots=slots,
+        ends=ends, redirected=redirected, every_token=every_token, packed=packed, replay=replay, counted=counted,
+    )  # fmt: skip
+
+
+def _rows(k: Tensor, cu_seqlens: Tensor | None) -> int:
+    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _launch(problem: Problem, x: Arguments) -> None:
+    if x.slots is None and x.rows > len(x.state) or x.v is not None and x.v.shape[2] % x.k.shape[2]:
+        raise ValueError("heads or pool size do not fit")
+    if x.rows == 0:
+        return
+    device = x.k.device
+    run = kernel_for(problem, device)
+    arguments = flush_arguments(x) if problem.flushes else x
+    if device.index == torch.cuda.current_device():
+        run(*arguments)
+    else:
+        with torch.cuda.device(device):
+            run(*arguments)

@@ -22,6 +22,7 @@ from .operands import (
     Staging,
     Token,
     element,
+    first_token,
     neighbours,
     widened,
 )
@@ -105,7 +106,7 @@ class Columns:
         else:
             gates, biases = element(row.gG, 0), element(row.gBias, 0)
         return Token(
-            rQ=self.along(row.gQ[0, None], place, numbers.aligned),
+            rQ=self.along(first_token(row.gQ), place, numbers.aligned),
             rK=self.along(row.gK[0, None], place, numbers.aligned),
             gates=gates,
             biases=biases,
@@ -126,7 +127,9 @@ class Columns:
         self, rState, row: Row, numbers: Numbers, token: Token, targets: Targets, ring, shared: Shared, place: Place
     ):
         """The only token of the row, as the threads themselves read it."""
-        rQ, rK = widened(token.rQ[0]), widened(token.rK[0])
+        rK = widened(token.rK[0])
+        # A commit has no q, and then no output.
+        rQ = rK if token.rQ is None else widened(token.rQ[0])
         factors = self.gates.factors(token, numbers, 1, self.rows)[0]
         strength = self.gates.strength(token.beta)
         self.sum_up(rState, rQ, rK, factors, shared, place, row)
@@ -155,7 +158,8 @@ class Columns:
                 norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
             step = norm_k * strength * (token.values[0].to(Float32) - norm_k * x)
             shared.sSteps[row.tidx] = step
-            row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
+            if cutlass.const_expr(row.gOut is not None):
+                row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
             if cutlass.const_expr(self.replayed):
                 ring.gU[ring.first, row.tidx] = step
         cute.arch.sync_threads()
@@ -193,8 +197,8 @@ class Columns:
         """One of several tokens, from shared memory."""
         rQ, rK, factors = [], [], []
         for r in cutlass.range_constexpr(self.rows):
-            rQ.append(staged.sQ[t, place.row + r])
             rK.append(staged.sK[t, place.row + r])
+            rQ.append(staged.sQ[t, place.row + r] if row.gOut is not None else rK[r])
             factors.append(staged.sFactor[t, place.row + r if self.channels else 0])
         self.sum_up(rState, rQ, rK, factors, shared, place, row)
         cute.arch.sync_threads()
@@ -202,7 +206,9 @@ class Columns:
             x, y = self.sums(shared, row.tidx)
             step = staged.sNumbers[t, STRENGTH] * (staged.sV[t, row.tidx] - x)
             shared.sSteps[row.tidx] = step
-            row.gOut[t, row.tidx] = (y + staged.sNumbers[t, QK] * step).to(row.gOut.element_type)
+            if cutlass.const_expr(row.gOut is not None):
+                out = y + staged.sNumbers[t, QK] * step
+                row.gOut[t, row.tidx] = out.to(row.gOut.element_type)
             if cutlass.const_expr(self.replayed):
                 at = (ring.first + t) & ring.last
                 ring.gU[at, row.tidx] = step * staged.sNumbers[t, NORM]
@@ -246,6 +252,16 @@ class Columns:
             step = shared.sSteps[place.column + i]
             for r in cutlass.range_constexpr(self.rows):
                 rState[i, 0, r] = rState[i, 0, r] + rK[r] * step
+
+    @cute.jit
+    def flush(self, row: Row, gState: cute.Tensor, rings: Rings, slot, accepted):
+        """Applies the certain records to the tile, and forgets the others."""
+        place = self.states.place(row)
+        rState = self.states.load(gState, place)
+        ring = self.records.open(rings, slot, row, accepted, empties=True)
+        if ring.count > 0:
+            self.replay(rState, ring, place)
+            self.states.store(rState, gState, place)
 
     @cute.jit
     def replay(self, rState: cute.Tensor, ring: Ring, place: Place):

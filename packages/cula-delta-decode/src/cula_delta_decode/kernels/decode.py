@@ -30,6 +30,7 @@ class DeltaDecode:
         self.config, self.overlap = config, overlap
         self.begins, self.slots, self.packed = problem.begins, problem.slots, problem.packed
         self.redirected, self.replay = problem.redirected, problem.replay
+        self.commits = problem.commits
         self.channels, self.tokens = problem.gate.channels, problem.tokens
         self.tiles, self.tile_v = problem.head_dim_v // config.tile_v, config.tile_v
         self.tile = Rows(config) if problem.state_v_first else Columns(config)
@@ -37,14 +38,14 @@ class DeltaDecode:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
+        mQ: cute.Tensor | None,
         mK: cute.Tensor,
         mV: cute.Tensor,
         mG: cute.Tensor | None,
         mBeta: cute.Tensor | None,
         mRate: cute.Tensor | None,
         mBias: cute.Tensor | None,
-        mOut: cute.Tensor,
+        mOut: cute.Tensor | None,
         mState: cute.Tensor | None,
         mNext: cute.Tensor | None,
         mSlots: cute.Tensor | None,
@@ -86,14 +87,14 @@ class DeltaDecode:
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,
+        mQ: cute.Tensor | None,
         mK: cute.Tensor,
         mV: cute.Tensor,
         mG: cute.Tensor | None,
         mBeta: cute.Tensor | None,
         mRate: cute.Tensor | None,
         mBias: cute.Tensor | None,
-        mOut: cute.Tensor,
+        mOut: cute.Tensor | None,
         mState: cute.Tensor | None,
         mNext: cute.Tensor | None,
         mSlots: cute.Tensor | None,
@@ -127,7 +128,12 @@ class DeltaDecode:
         if cutlass.const_expr(self.packed):
             batch, first = Int32(0), mOffsets[number].to(Int32)
             length = cutlass.min(mOffsets[number + 1].to(Int32) - first, length)
+        if cutlass.const_expr(self.commits):
+            length = cutlass.min(length, cutlass.max(mAccepted[number], Int32(0)))
         own_v = (first, tile * self.tile_v)
+        gOut = None
+        if cutlass.const_expr(mOut is not None):
+            gOut = cute.domain_offset(own_v, mOut[batch, None, head, None])
         rate = None
         if cutlass.const_expr(mRate is not None):
             rate = mRate[head]
@@ -137,7 +143,7 @@ class DeltaDecode:
             gV=cute.domain_offset(own_v, mV[batch, None, head, None]),
             gG=self.from_token(mG, batch, head, first),
             gBeta=self.from_token(mBeta, batch, head, first),
-            gOut=cute.domain_offset(own_v, mOut[batch, None, head, None]),
+            gOut=gOut,
             rate=rate,
             gBias=None if cutlass.const_expr(mBias is None) else mBias[head, None],
             length=length,
@@ -176,7 +182,7 @@ class DeltaDecode:
             rings = Rings(mRingK, mRingU, mRingDecay, mCursor)
             targets = Targets(gNext, end >= 0, mTokenStates, mTokenSlots)
             self.tile.advance(row, numbers, token, gState, targets, rings, begin, accepted)
-        else:
+        elif cutlass.const_expr(mOut is not None):
             for t in cutlass.range_constexpr(self.tokens):
                 if t < length:
                     for i in range(tidx, self.tile_v, self.config.threads):

@@ -56,7 +56,7 @@ class Token(NamedTuple):
     """What a thread has read of the only token of a row, and nothing is computed of yet.
 
     rQ, rK: its part of q and k by vectors. gates, biases: the same of g and dt_bias, or one number of each. values: v of
-    its columns of V. beta, rate: numbers. All but q, k and v may be None.
+    its columns of V. beta, rate: numbers. All but k and v may be None.
     """
 
     rQ: list
@@ -71,6 +71,11 @@ class Token(NamedTuple):
 def element(gX, at):
     """Returns one element of a vector, None of None."""
     return None if gX is None else gX[at]
+
+
+def first_token(gX):
+    """Returns the vector of the first token, None of None."""
+    return None if gX is None else gX[0, None]
 
 
 class Gates:
@@ -218,17 +223,22 @@ class Staging:
         rQ, rK = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
         qq, kk, qk = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(count):
-            rQ[i] = row.gQ[t, i * WARP + lane].to(Float32)
             rK[i] = row.gK[t, i * WARP + lane].to(Float32)
-            qq, kk, qk = qq + rQ[i] * rQ[i], kk + rK[i] * rK[i], qk + rQ[i] * rK[i]
-        qq, kk, qk = (cute.arch.warp_reduction(x, operator.add) for x in (qq, kk, qk))
+            kk = kk + rK[i] * rK[i]
+            if cutlass.const_expr(row.gQ is not None):
+                rQ[i] = row.gQ[t, i * WARP + lane].to(Float32)
+                qq, qk = qq + rQ[i] * rQ[i], qk + rQ[i] * rK[i]
+        kk = cute.arch.warp_reduction(kk, operator.add)
         norm_q, norm_k = numbers.scale, Float32(1.0)
+        if cutlass.const_expr(row.gQ is not None):
+            qq, qk = (cute.arch.warp_reduction(x, operator.add) for x in (qq, qk))
         if cutlass.const_expr(self.l2norm):
             norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
             norm_k = cute.math.rsqrt(kk + NORM_EPS)
         for i in cutlass.range_constexpr(count):
-            staged.sQ[t, i * WARP + lane] = rQ[i] * norm_q
             staged.sK[t, i * WARP + lane] = rK[i] * norm_k
+            if cutlass.const_expr(row.gQ is not None):
+                staged.sQ[t, i * WARP + lane] = rQ[i] * norm_q
             if cutlass.const_expr(self.channels):
                 column = i * WARP + lane
                 staged.sFactor[t, column] = self.gates.factor(

@@ -45,8 +45,11 @@ class Records:
         self.dim_k, self.channels = config.problem.head_dim_k, config.problem.gate.channels
 
     @cute.jit
-    def open(self, rings: Rings, slot, row: Row, accepted):
-        """Returns the ring of a slot, and moves its cursor past the records of this call; all threads of the CTA."""
+    def open(self, rings: Rings, slot, row: Row, accepted, empties: cutlass.Constexpr = False):
+        """Returns the ring of a slot, and moves its cursor past the records of this call; all threads of the CTA.
+
+        empties: the state is going to be stored, whatever there is.
+        """
         own = cute.domain_offset((row.tile * self.cursors,), rings.mCursor[slot, row.head, None])
         word = own[0]
         length = rings.mU.shape[1]
@@ -56,7 +59,7 @@ class Records:
             pending = cutlass.min(pending, cutlass.max(accepted, Int32(0)))
         count = count + pending
         first = (begin + count) & (length - 1)
-        full = count + row.length > length // 2
+        full = Boolean(True) if empties else count + row.length > length // 2
         # Nobody may see the new cursor in place of the old one.
         cute.arch.sync_threads()
         if row.tidx < self.cursors:

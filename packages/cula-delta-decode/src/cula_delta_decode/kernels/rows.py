@@ -19,6 +19,7 @@ from .operands import (
     Staging,
     Token,
     element,
+    first_token,
     neighbours,
     widened,
 )
@@ -86,7 +87,7 @@ class Rows:
         else:
             gates, biases = element(row.gG, 0), element(row.gBias, 0)
         return Token(
-            rQ=self.along(row.gQ[0, None], place, numbers.aligned),
+            rQ=self.along(first_token(row.gQ), place, numbers.aligned),
             rK=self.along(row.gK[0, None], place, numbers.aligned),
             gates=gates,
             biases=biases,
@@ -111,7 +112,9 @@ class Rows:
         self, rState, row: Row, numbers: Numbers, token: Token, targets: Targets, ring, place: Place
     ):
         """The only token of the row, as the thread itself reads it."""
-        rQ, rK = [widened(x) for x in token.rQ], [widened(x) for x in token.rK]
+        rK = [widened(x) for x in token.rK]
+        # A commit has no q, and then no output.
+        rQ = None if token.rQ is None else [widened(x) for x in token.rQ]
         factors = self.gates.factors(token, numbers, self.vectors, self.vector)
         strength = self.gates.strength(token.beta)
         sums = [Float32(0.0)] * (2 * self.rows)
@@ -121,12 +124,19 @@ class Rows:
                     value = rState[i, j, r] * factors[j][i]
                     rState[i, j, r] = value
                     sums[r] = sums[r] + value * rK[j][i]
-                    sums[self.rows + r] = sums[self.rows + r] + value * rQ[j][i]
+                    if cutlass.const_expr(rQ is not None):
+                        sums[self.rows + r] = sums[self.rows + r] + value * rQ[j][i]
         kk, qq, qk = Float32(0.0), Float32(0.0), Float32(0.0)
         for j in cutlass.range_constexpr(self.vectors):
             for i in cutlass.range_constexpr(self.vector):
-                kk, qq, qk = kk + rK[j][i] * rK[j][i], qq + rQ[j][i] * rQ[j][i], qk + rK[j][i] * rQ[j][i]
-        *sums, kk, qq, qk = all_sums([*sums, kk, qq, qk], self.lanes)
+                kk = kk + rK[j][i] * rK[j][i]
+                if cutlass.const_expr(rQ is not None):
+                    qq, qk = qq + rQ[j][i] * rQ[j][i], qk + rK[j][i] * rQ[j][i]
+        if cutlass.const_expr(rQ is not None):
+            *sums, kk, qq, qk = all_sums([*sums, kk, qq, qk], self.lanes)
+        else:
+            *sums, kk = all_sums([*sums[: self.rows], kk], self.lanes)
+            sums = sums * 2
         norm_k, norm_q = Float32(1.0), numbers.scale
         if cutlass.const_expr(self.l2norm):
             norm_k = cute.math.rsqrt(kk + NORM_EPS)
@@ -139,8 +149,7 @@ class Rows:
             out = cutlass.select_(row.tidx % self.lanes == r, value, out)
         self.update(rState, rK, steps)
         self.states.store_token(rState, targets, row, numbers, 0, place)
-        if row.tidx % self.lanes < self.rows:
-            row.gOut[0, place.row + row.tidx % self.lanes] = out.to(row.gOut.element_type)
+        self.write(row, out, 0, place)
         if cutlass.const_expr(self.replayed):
             self.records.keys(ring, row, 0)
             self.record_steps(ring, row, steps, 0, place)
@@ -163,9 +172,11 @@ class Rows:
     ):
         """One of several tokens, from shared memory."""
         rK = [self.staged_vector(staged.sK, t, j, place) for j in range(self.vectors)]
-        sums = [Float32(0.0)] * (2 * self.rows)
+        outputs = row.gOut is not None
+        sums = [Float32(0.0)] * ((1 + outputs) * self.rows)
         for j in cutlass.range_constexpr(self.vectors):
-            rQ = self.staged_vector(staged.sQ, t, j, place)
+            if cutlass.const_expr(outputs):
+                rQ = self.staged_vector(staged.sQ, t, j, place)
             if cutlass.const_expr(self.channels):
                 factors = self.staged_vector(staged.sFactor, t, j, place)
             else:
@@ -175,18 +186,19 @@ class Rows:
                     value = rState[i, j, r] * factors[i]
                     rState[i, j, r] = value
                     sums[r] = sums[r] + value * rK[j][i]
-                    sums[self.rows + r] = sums[self.rows + r] + value * rQ[i]
+                    if cutlass.const_expr(outputs):
+                        sums[self.rows + r] = sums[self.rows + r] + value * rQ[i]
         sums = all_sums(sums, self.lanes)
         strength, qk = staged.sNumbers[t, STRENGTH], staged.sNumbers[t, QK]
         steps, out = [], Float32(0.0)
         for r in cutlass.range_constexpr(self.rows):
             steps.append(strength * (staged.sV[t, place.row + r] - sums[r]))
-            value = sums[self.rows + r] + qk * steps[r]
-            out = cutlass.select_(row.tidx % self.lanes == r, value, out)
+            if cutlass.const_expr(outputs):
+                value = sums[self.rows + r] + qk * steps[r]
+                out = cutlass.select_(row.tidx % self.lanes == r, value, out)
         self.update(rState, rK, steps)
         self.states.store_token(rState, targets, row, numbers, t, place)
-        if row.tidx % self.lanes < self.rows:
-            row.gOut[t, place.row + row.tidx % self.lanes] = out.to(row.gOut.element_type)
+        self.write(row, out, t, place)
         if cutlass.const_expr(self.replayed):
             self.records.keys(ring, row, t)
             self.records.factors(ring, row, staged, t)
@@ -203,7 +215,14 @@ class Rows:
         )
         return rX
 
-    # ---- states and records ------------------------------------------------------------------------------------------
+    # ---- results, states and records ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def write(self, row: Row, out, t: cutlass.Constexpr, place: Place):
+        """Writes the outputs of a token, of which each thread has that of one row at most."""
+        if cutlass.const_expr(row.gOut is not None):
+            if row.tidx % self.lanes < self.rows:
+                row.gOut[t, place.row + row.tidx % self.lanes] = out.to(row.gOut.element_type)
 
     @cute.jit
     def update(self, rState: cute.Tensor, rK, steps):
@@ -212,6 +231,16 @@ class Rows:
             for j in cutlass.range_constexpr(self.vectors):
                 for i in cutlass.range_constexpr(self.vector):
                     rState[i, j, r] = rState[i, j, r] + rK[j][i] * steps[r]
+
+    @cute.jit
+    def flush(self, row: Row, gState: cute.Tensor, rings: Rings, slot, accepted):
+        """Applies the certain records to the tile, and forgets the others."""
+        place = self.states.place(row)
+        rState = self.states.load(gState, place)
+        ring = self.records.open(rings, slot, row, accepted, empties=True)
+        if ring.count > 0:
+            self.replay(rState, ring, place)
+            self.states.store(rState, gState, place)
 
     @cute.jit
     def replay(self, rState: cute.Tensor, ring: Ring, place: Place):

@@ -1,0 +1,148 @@
+"""Every kernel family cross-compiles without a GPU, and the machine code is what it is meant to be."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from cula_core.cute.artifacts import artifacts
+from cula_delta_decode import launch
+from cula_delta_decode.config import DTYPES, Config, Gate, Problem
+from cula_delta_decode.plan import candidates, select
+from cula_emulator import resources
+from cula_emulator.covering import covering_cases
+from cula_testing.compiled import assert_closed, report
+
+GDN = Gate("softplus", False, "bfloat16", True, "float32", "logits", "bfloat16")
+KDA = Gate("safe", True, "bfloat16", True, "float32", "logits", "bfloat16")
+GATES = {
+    "gdn": GDN,
+    "kda": KDA,
+    "given": Gate("log", False, "float32", strength="given"),
+    "none": Gate("none"),
+}
+# What a kernel does beside or instead of storing the last state in the slot where it was.
+MODES: dict[str, dict] = {
+    "decode": {},
+    "verify": {"ends": False},
+    "redirected": {"redirected": True},
+    "every_token": {"ends": False, "every_token": True, "slots": 2, "counted": True},
+    "replay": {"ends": False, "replay": True, "counted": True},
+    "commit": {"commits": True, "counted": True},
+    "flush": {"replay": True, "flushes": True},
+}
+FACTORS = {
+    "mode": tuple(MODES),
+    "gate": tuple(GATES),
+    "tokens": (1, 4, 8),
+    "dims": ((128, 128), (64, 64), (64, 128), (128, 64)),
+    "arch": ("sm_80", "sm_89", "sm_90a", "sm_100a"),
+    "state_dtype": DTYPES,
+    "state_v_first": (False, True),
+    "packed": (False, True),
+    "dtype": ("bfloat16", "float16"),
+}
+CASES = covering_cases(FACTORS, lambda case: True)
+
+
+def problem_of(case: dict) -> Problem:
+    facts = {"packed": case["packed"]} | MODES[case["mode"]]
+    return Problem(
+        case["dtype"], case["state_dtype"], *case["dims"], case["tokens"], case["state_v_first"],
+        GATES[case["gate"]], **facts,
+    )  # fmt: skip
+
+
+def label(case: dict) -> str:
+    order = "VK" if case["state_v_first"] else "KV"
+    dims = "x".join(map(str, case["dims"]))
+    kind = f"{case['mode']}-{case['gate']}-{case['dtype']}-{case['state_dtype']}-{dims}-{order}"
+    return f"{case['arch']}-{kind}-T{case['tokens']}{'-packed' * case['packed']}"
+
+
+def stores(config: Config) -> int:
+    """How often the program text writes the state of a thread: behind a token, or behind the records."""
+    problem = config.problem
+    tokens = problem.tokens if problem.every_token else 0
+    return tokens + (problem.ends and not problem.flushes) + problem.replay
+
+
+def shared_bytes(config: Config) -> int:
+    """Staged tokens, and of [K, V] states the sums of the warps and what each column adds."""
+    problem = config.problem
+    if problem.flushes:
+        return 0
+    staged = 0
+    if not config.direct:
+        factors = problem.head_dim_k if problem.gate.channels else 1
+        rows = (2 * problem.head_dim_k, config.tile_v, factors, 3)
+        staged = sum(-(-4 * problem.tokens * row // 16) * 16 for row in (*rows[1:], *[rows[0] // 2] * 2))
+    sums = 0
+    if not problem.state_v_first:
+        warps = config.threads // 32
+        sums = sum(-(-4 * x // 16) * 16 for x in (warps * 2 * config.tile_v, warps * 3, config.tile_v))
+    return staged + sums
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_machine_code(case):
+    problem, arch = problem_of(case), case["arch"]
+    assert problem.illegal() is None
+    config = select(problem, arch)
+    unit = launch.unit(config, arch)
+    kernel, ptx = report(unit).kernel, artifacts(unit).ptx
+    assert re.findall(r"\.target (\w+)", ptx) == [arch]
+    assert kernel.threads == (config.threads, 1, 1)
+    resources.check(kernel)
+    assert kernel.spill_stores == kernel.spill_loads == 0
+    assert kernel.count("LDL") == kernel.count("STL") == 0
+    assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
+    assert abs(kernel.dynamic_shared_bytes - shared_bytes(config)) < 128
+    accesses = config.rows_per_thread * config.vectors_per_row
+    assert kernel.count("LDG.128") >= accesses
+    assert kernel.count("STG.128") == stores(config) * accesses
+    chained = arch in ("sm_90a", "sm_100a") and not problem.flushes
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == chained
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_every_candidate_compiles(v_first, tokens):
+    """The tiles of one head size, for tuning; a spill or too much shared memory would make their figures worthless."""
+    found = candidates(Problem("bfloat16", "float32", 128, 128, tokens, v_first, KDA))
+    assert len(found) >= 9
+    for config in found[:: 4 if tokens > 1 else 3]:
+        kernel = report(launch.unit(config, "sm_90a")).kernel
+        resources.check(kernel)
+        assert kernel.threads == (config.threads, 1, 1)
+
+
+def test_sizes_and_strides_are_left_open():
+    problem = Problem("bfloat16", "float16", 64, 128, 3, True, KDA, replay=True, counted=True)
+    x = launch.fake_arguments(problem)
+    for tensor, dim in ((x.q, 64), (x.k, 64), (x.v, 128), (x.g, 64), (x.out, 128)):
+        assert (tensor.shape[1], tensor.shape[3], tensor.stride[3]) == (3, dim, 1)
+        assert not any(isinstance(s, int) for s in (*tensor.stride[:3], tensor.shape[0], tensor.shape[2]))
+    assert x.state.shape[2:] == (128, 64) and x.state.stride[2:] == (64, 1)
+    assert x.k.shape[0] is x.v.shape[0] is x.slots.shape[0] is x.accepted.shape[0]
+    assert x.v.shape[2] is x.state.shape[1] is x.A_log.shape[0] is x.ring_u.shape[2]
+    assert x.q.shape[2] is x.k.shape[2] is x.ring_k.shape[2]
+    assert x.state.shape[0] is x.ring_k.shape[0] and not isinstance(x.slots.stride[0], int)
+    strides = [s for t in (x.q, x.k, x.v, x.g, x.out) for s in t.stride[:3]]
+    assert len({id(s) for s in strides}) == len(strides)
+
+
+def test_the_cases_cover_every_pair():
+    covered = {pair for case in CASES for pair in itertools.combinations(case.items(), 2)}
+    for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
+        for pair in itertools.product([(name, v) for v in values], [(other, v) for v in others]):
+            assert pair in covered
+
+
+def test_the_key_of_a_kernel_holds_every_source_that_makes_it():
+    problem = Problem("bfloat16", "bfloat16", 64, 64, 1, True, GDN)
+    assert_closed(launch.unit(select(problem, "sm_80"), "sm_80"))
+    flushing = Problem("bfloat16", "float32", 64, 64, 1, False, GDN, replay=True, flushes=True)
+    assert_closed(launch.unit(select(flushing, "sm_90a"), "sm_90a"))
