@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import launch
 from cula_delta_decode.config import DTYPES, Problem
 from cula_delta_decode.plan import select
+from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
 from cula_testing.comparing import same
 from cula_testing.compiled import emulated_kernel
@@ -248,3 +251,113 @@ def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor, **options) -> 
     reference.delta_rule_commit(
         k, v, g, beta, wide, accepted.clamp(min=0), state_indices=x.slots, **given, **case.options(), **options
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_several_tokens_are_several_calls(run, relative_rmse, v_first):
+    """To the order of sums: one token is normalized behind its sums, several before them."""
+    case = Case(gate=("safe", True), tokens=4, state_v_first=v_first)
+    x = make_inputs(case)
+    start = x.state.clone()
+    together = run(case, x, next_state=x.state)
+    after, x.state = x.state, start
+    for t in range(4):
+        names = ("q", "k", "v", "g", "beta")
+        one = replace(x, **{n: getattr(x, n)[:, t : t + 1] for n in names})
+        out = run(replace(case, tokens=1), one, next_state=one.state)
+        live = live_rows(case)
+        assert relative_rmse(out[live, 0], together[live, t]) <= 2e-3  # a rounding to bf16 that falls differently
+    assert relative_rmse(x.state, after) <= 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_overlap_changes_no_bit(run, emulated, tokens, v_first):
+    """With and without programmatic dependent launch."""
+    case = Case(tokens=tokens, state_v_first=v_first)
+    results = []
+    for arch in ("sm_89", "sm_90a"):
+        x = make_inputs(case)
+        results.append((run(case, x, arch, next_state=x.state), x.state))
+    assert all(same(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_views_of_a_fused_projection(run, emulated, relative_rmse, v_first):
+    """q, k and v as slices of one tensor that starts at an odd element, states with gaps, a column of a table of slots."""
+    case = Case(gate=("safe", True), state_v_first=v_first, dims=(64, 128))
+    x = make_inputs(case)
+    expected, state = exact(case, x)
+    widths = [t[0, 0].numel() for t in (x.q, x.k, x.v)]
+    whole = torch.full((4, 1, sum(widths) + 3), math.nan, dtype=torch.bfloat16)
+    first = 1
+    for name, width in zip(("q", "k", "v"), widths):
+        own = getattr(x, name)
+        view = whole[..., first : first + width].unflatten(2, own.shape[2:]).copy_(own)
+        setattr(x, name, view)
+        first += width
+    rows, columns = x.state.shape[2:]
+    gaps = emulated.empty(
+        x.state.shape, stride=(5 * x.state[0].numel(), 2 * rows * columns, columns, 1)
+    )
+    x.state = gaps.copy_(x.state)
+    x.slots = torch.stack((torch.full((4,), 6), x.slots), 1).int()[:, 1]
+    out = run(case, x, next_state=x.state, concurrent_ctas=3)
+    live = live_rows(case)
+    assert_rounded_once(out[live], expected[live], relative_rmse)
+    slots = [slot for slot in SLOTS if slot >= 0]
+    assert_rounded_once(x.state[slots], state[slots], relative_rmse)
+
+
+# (tokens, state_v_first, replay) -> barriers of the kernel
+BARRIERS = {
+    (1, True, False): 0,
+    (2, True, False): 1,
+    (1, False, False): 2,
+    (2, False, False): 5,
+    (1, True, True): 1,
+    (2, False, True): 5,  # the state after the last token is not computed
+}
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("tokens, v_first, replayed", BARRIERS)
+def test_every_barrier_matters(run, relative_rmse, tokens, v_first, replayed):
+    """Every schedule notices a barrier that is missing, with the race detector."""
+    case = Case(gate=("safe", True), tokens=tokens, state_v_first=v_first, heads=(1, 1))
+
+    def check(options) -> None:
+        replay = new_replay(case, 8) if replayed else None
+        x = make_inputs(case)
+        start = x.state.clone()
+        for step in range(2 if replayed else 1):
+            given = {} if replayed else {"next_state": x.state}
+            out = run(case, x, replay=replay, **given, **vars(options))
+        assert torch.isfinite(out).all(), "not finite"
+        if not replayed:
+            before = replace(x, state=start)
+            expected, state = exact(case, before)
+            assert_rounded_once(out[[0, 2, 3]], expected[[0, 2, 3]], relative_rmse)
+            assert_rounded_once(x.state[[5, 0, 3]], state[[5, 0, 3]], relative_rmse)
+
+    problem = problem_of(case, ends=not replayed, replay=replayed)
+    kernel = run.compiled(problem, "sm_90a")
+    schedules = [replace(o, detect_races=True) for o in mutation.SCHEDULES]
+    report = mutation.run(check, kernel, schedules=schedules, exhaustive=True)
+    assert [m.text for m in report.noticed] == ["bar.sync 0"] * BARRIERS[tokens, v_first, replayed], str(report)
+    # One kernel runs at a time in the emulator, so nothing can show that it waits for another.
+    assert [m.text for m in report.not_modelled] == ["griddepcontrol.wait"]
+    assert not report.unnoticed and not report.not_reached
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_no_memory_is_touched_before_the_previous_kernel_is_done(run, tokens, v_first):
+    """What skipping `griddepcontrol.wait` cannot show: it comes before every access but those to the parameters."""
+    ptx = run.compiled(problem_of(Case(tokens=tokens, state_v_first=v_first)), "sm_90a").kernel.ptx
+    body = ptx[ptx.index("{") :]
+    before, wait, after = body.partition("griddepcontrol.wait")
+    access = re.compile(r"\b(?:ld|st|atom|red|cp)\.(?!param)\S+")
+    assert wait and access.search(after) and not access.search(before)
+    assert not re.search(r"^\S+:", before, re.MULTILINE)  # no label: the wait is on every path

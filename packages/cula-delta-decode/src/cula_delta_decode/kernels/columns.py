@@ -50,6 +50,7 @@ class Columns:
         problem = config.problem
         self.tokens, self.replayed = problem.tokens, problem.replay
         self.direct, self.l2norm = config.direct, problem.l2norm
+        self.stores = problem.ends or problem.every_token
         self.gates = Gates(config)
         self.channels = problem.gate.channels
         self.lanes, self.vector, self.rows = config.lanes, config.vector, config.rows_per_thread
@@ -162,9 +163,10 @@ class Columns:
                 row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
             if cutlass.const_expr(self.replayed):
                 ring.gU[ring.first, row.tidx] = step
-        cute.arch.sync_threads()
-        self.update(rState, rK, shared, place)
-        self.states.store_token(rState, targets, row, numbers, 0, place)
+        if cutlass.const_expr(self.stores):
+            cute.arch.sync_threads()
+            self.update(rState, rK, shared, place)
+            self.states.store_token(rState, targets, row, numbers, 0, place)
         if cutlass.const_expr(self.replayed):
             self.records.keys(ring, row, 0)
             if row.tile == 0 and row.tidx % self.lanes == 0:
@@ -215,9 +217,11 @@ class Columns:
         if cutlass.const_expr(self.replayed):
             self.records.keys(ring, row, t)
             self.records.factors(ring, row, staged, t)
-        cute.arch.sync_threads()
-        self.update(rState, rK, shared, place)
-        self.states.store_token(rState, targets, row, numbers, t, place)
+        # Nobody reads the state after the last token unless it is stored.
+        if cutlass.const_expr(self.stores or t < self.tokens - 1):
+            cute.arch.sync_threads()
+            self.update(rState, rK, shared, place)
+            self.states.store_token(rState, targets, row, numbers, t, place)
 
     # ---- states and records ------------------------------------------------------------------------------------------
 

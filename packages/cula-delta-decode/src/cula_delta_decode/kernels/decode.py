@@ -12,6 +12,10 @@ from .rows import Rows
 from .states import Targets
 
 
+# Percent of the memory of a multiprocessor that is shared by threads; three CTAs take about 30 KB.
+CARVEOUT = 25
+
+
 class DeltaDecode:
     """S <- diag(a) S;  u = b (v - S^T k);  S <- S + k u^T;  out = scale S^T q, token after token, on a pool of states.
 
@@ -80,6 +84,8 @@ class DeltaDecode:
             grid=[self.tiles * (mV.shape[2] // mK.shape[2]), mK.shape[2], rows],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=self.config.resident,
+            # Said, because the compiler would ask the card at hand otherwise.
+            preferred_smem_carveout=CARVEOUT if self.config.resident else None,
             stream=stream,
             use_pdl=self.overlap,
         )  # fmt: skip
