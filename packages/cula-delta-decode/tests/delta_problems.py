@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cula_core.dtypes import dtype_name
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.delta_decode import Gates, Replay
 from cula_delta_decode.config import Gate, Problem
@@ -82,6 +81,11 @@ class Inputs:
     cu_seqlens: Tensor | None = None
     lengths: list[int] = field(default_factory=list)
 
+    def to(self, device: torch.device | str) -> Inputs:
+        """The same on a device."""
+        moved = {n: x.to(device) for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
+
     def wide(self, *names: str) -> dict[str, Tensor | None]:
         """Copies in fp64 by name."""
         return {n: None if getattr(self, n) is None else getattr(self, n).double() for n in names}
@@ -154,6 +158,27 @@ def exact(case: Case, x: Inputs, **options) -> tuple[Tensor, Tensor]:
     return out, state
 
 
+def public(case: Case, x: Inputs) -> dict:
+    """The arguments of `delta_rule_decode` but q, k and v, which it is called with by position."""
+    kind, _ = case.gate
+    return {
+        "g": x.g,
+        "beta": x.beta,
+        "state": x.state,
+        "state_indices": x.slots,
+        "A_log": x.A_log,
+        "dt_bias": None if x.dt_bias is None else x.dt_bias.flatten(),
+        "lower_bound": -5.0 if kind == "safe" else None,
+        "use_gate_in_kernel": kind in ("softplus", "safe"),
+        "use_beta_sigmoid_in_kernel": case.strength == "logits",
+        "allow_neg_eigval": case.doubled and case.strength == "logits",
+        "use_qk_l2norm_in_kernel": case.l2norm,
+        "state_v_first": case.state_v_first,
+        "cu_seqlens": x.cu_seqlens,
+        "max_tokens": case.tokens if case.packed else None,
+    }
+
+
 def new_replay(case: Case, length: int) -> Replay:
     """Empty rings for the pool, with NaN where nothing has been recorded."""
     (heads, heads_v), (dim_k, dim_v) = case.heads, case.dims
@@ -165,6 +190,3 @@ def new_replay(case: Case, length: int) -> Replay:
         torch.full((POOL, length, *factors), nan),
         torch.zeros(POOL, heads_v, dim_v // 8, dtype=torch.int32),
     )
-
-
-__all__ = ["Case", "Inputs", "dtype_name", "exact", "make_inputs", "new_replay", "problem_of"]

@@ -19,8 +19,8 @@ from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
-from .config import Config, Gate, Problem
 from .config import DTYPES as NAMES
+from .config import Config, Gate, Problem
 from .kernels.decode import DeltaDecode
 from .kernels.flush import Flush
 from .plan import select, supports_overlap
@@ -148,7 +148,9 @@ def _contiguous(dtype: type, *shape: object):
     """A contiguous tensor whose rows begin at multiples of 16 bytes, where they are that long."""
     strides: list = [1]
     for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size if isinstance(size, int) else cute.sym_int64(divisibility=1))
+        strides.append(
+            strides[-1] * size if isinstance(size, int) else cute.sym_int64(divisibility=1)
+        )
     return make_fake_tensor(dtype, shape, stride=tuple(reversed(strides)), assumed_align=16)
 
 

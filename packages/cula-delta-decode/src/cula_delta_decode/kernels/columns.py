@@ -59,7 +59,15 @@ class Columns:
 
     @cute.jit
     def advance(
-        self, row: Row, numbers: Numbers, token, gState, targets: Targets, rings: Rings, slot, accepted
+        self,
+        row: Row,
+        numbers: Numbers,
+        token,
+        gState,
+        targets: Targets,
+        rings: Rings,
+        slot,
+        accepted,
     ):
         """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
         place = self.states.place(row)
@@ -92,7 +100,9 @@ class Columns:
             order = tuple(reversed(range(len(shape))))
             return smem.allocate_tensor(Float32, cute.make_ordered_layout(shape, order=order), 16)
 
-        return Shared(tensor(self.warps, 2, self.tile_v), tensor(self.warps, 3), tensor(self.tile_v))
+        return Shared(
+            tensor(self.warps, 2, self.tile_v), tensor(self.warps, 3), tensor(self.tile_v)
+        )
 
     # ---- one token ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +135,15 @@ class Columns:
 
     @cute.jit
     def one_token(
-        self, rState, row: Row, numbers: Numbers, token: Token, targets: Targets, ring, shared: Shared, place: Place
+        self,
+        rState,
+        row: Row,
+        numbers: Numbers,
+        token: Token,
+        targets: Targets,
+        ring,
+        shared: Shared,
+        place: Place,
     ):
         """The only token of the row, as the threads themselves read it."""
         rK = widened(token.rK[0])

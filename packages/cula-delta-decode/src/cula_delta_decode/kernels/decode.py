@@ -11,7 +11,6 @@ from .records import Rings
 from .rows import Rows
 from .states import Targets
 
-
 # Percent of the memory of a multiprocessor that is shared by threads; three CTAs take about 30 KB.
 CARVEOUT = 25
 

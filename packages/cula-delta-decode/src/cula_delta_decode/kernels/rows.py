@@ -47,7 +47,15 @@ class Rows:
 
     @cute.jit
     def advance(
-        self, row: Row, numbers: Numbers, token, gState, targets: Targets, rings: Rings, slot, accepted
+        self,
+        row: Row,
+        numbers: Numbers,
+        token,
+        gState,
+        targets: Targets,
+        rings: Rings,
+        slot,
+        accepted,
     ):
         """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
         place = self.states.place(row)
@@ -206,7 +214,9 @@ class Rows:
             self.record_steps(ring, row, [norm * u for u in steps], t, place)
 
     @cute.jit
-    def staged_vector(self, sX: cute.Tensor, t: cutlass.Constexpr, j: cutlass.Constexpr, place: Place):
+    def staged_vector(
+        self, sX: cute.Tensor, t: cutlass.Constexpr, j: cutlass.Constexpr, place: Place
+    ):
         """Returns what a token has in one vector of the thread's columns."""
         rX = cute.make_rmem_tensor(self.vector, Float32)
         first = cute.assume(place.column + j * self.lanes * self.vector, divby=self.vector)

@@ -81,9 +81,7 @@ class States:
         cute.copy(self.wide(), rStored, gPart)
 
     def wide(self):
-        return cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128
-        )
+        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
 
     @cute.jit
     def store_token(self, rState, targets: Targets, row: Row, numbers: Numbers, t, place: Place):
