@@ -161,19 +161,19 @@ def delta_rule_decode(
     """The gated delta rule, or KDA, for 1 to 8 new tokens per row, on a pool of states that is updated in place.
 
     For every row n, value head h and token t in turn, with S [K, V] the state of the row:
-    `S' = diag(exp(d)) S`, `u = b (v - S'^T k)`, `S = S' + k u^T`, then `out = scale * S^T q`; d is one log decay per head
-    (GDN) or one per channel of K (KDA). The state is read and written once, however many tokens there are.
+    `S' = diag(exp(d)) S`, `u = b (v - S'^T k)`, `S = S' + k u^T`, then `out = scale * S^T q`; d is one log decay per
+    head (GDN) or one per channel of K (KDA). The state is read and written once, however many tokens there are.
     Sources: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692.
 
     Args:
-        q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128}, bfloat16 or float16. Any strides whose last one is 1, so slices of
-            a fused projection are taken without a copy. On the CPU K and V are free, and float32 and float64 are taken.
+        q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128}, bfloat16 or float16. Any strides whose last one is 1, so slices
+            of a fused projection are taken without a copy. On the CPU K and V are free, and float32 and float64 are taken.
         v: `[B, T, HV, V]`, V in {64, 128}, the dtype of q; HV is a multiple of H, and value head h reads head
             h // (HV // H) of q and k.
-        g: `[B, T, HV]` (GDN), or `[B, T, HV, K]` or `[B, T, HV * K]` (KDA); float32, bfloat16 or float16: a raw gate, or
-            with `use_gate_in_kernel=False` the log decay itself (natural log, <= 0). None: no decay.
-        beta: `[B, T, HV]`, the dtypes of g: logits of the write strength, or with `use_beta_sigmoid_in_kernel=False` the
-            strength itself. None: 1.
+        g: `[B, T, HV]` (GDN), or `[B, T, HV, K]` or `[B, T, HV * K]` (KDA); float32, bfloat16 or float16: a raw gate,
+            or with `use_gate_in_kernel=False` the log decay itself (natural log, <= 0). None: no decay.
+        beta: `[B, T, HV]`, the dtypes of g: logits of the write strength, or with `use_beta_sigmoid_in_kernel=False`
+            the strength itself. None: 1.
         state: `[pool, HV, V, K]`, or `[pool, HV, K, V]` with `state_v_first=False`; float32, bfloat16 or float16, the
             arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A transposed view of
             the other layout is used without a copy. Without `state_v_first`, B >= 64 takes 1 to 2 % longer.
@@ -199,7 +199,8 @@ def delta_rule_decode(
             `token_state_indices` `[B, T]` int32 (negative or `null_slot`: nowhere). None with indices: state itself.
         cu_seqlens: `[N + 1]` int32 on the device: B is 1, and T holds N rows of 0 to 8 tokens; "B" of the vectors above
             is N then. Tokens of no row have output zero on the CPU, and are not written on a GPU.
-        max_tokens: with cu_seqlens, the most tokens of a row, 1..8 (a longer row is cut off); None: 8.
+        max_tokens: with cu_seqlens, the most tokens of a row, 1..8; None: 8. A longer row is refused on the CPU and
+            cut off on a GPU, where looking would need a synchronisation.
         null_slot: a slot that means padding, as negative ones do.
         out: `[B, T, HV, V]` to write to; None: allocated.
 
@@ -230,15 +231,17 @@ def delta_rule_decode(
     given = (
         q, k, v, g, beta, state, state_indices, output_state_indices, scale, A_log, dt_bias, lower_bound, softplus_beta,
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-        state_v_first, commit, replay, num_accepted, token_states, token_state_indices, cu_seqlens, max_tokens, null_slot,
-        out,
+        state_v_first, commit, replay, num_accepted, token_states, token_state_indices, cu_seqlens, max_tokens,
+        null_slot, out,
     )
     # fmt: on
     # The compiled host code verifies the tensors of a plain call before it launches, far quicker than Python could.
     plain = is_plain_cuda_call(k)
-    if not plain or _is_unusual(given):
+    if not plain:
         check_decode(*given)
     try:
+        if plain and _is_unusual(given):
+            check_decode(*given)
         if out is None:
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
         tokens = _tokens(k, cu_seqlens, max_tokens)
@@ -369,8 +372,8 @@ def delta_rule_flush(
     """Applies the certain records of a replay to the states, in place, and forgets the others.
 
     Before somebody else reads the pool: a prefix cache, a prefill that continues, a call without `replay`.
-    num_accepted: `[B]` int32, how many tokens of the row's last call are certain; None: all. state_indices: `[B]` int32,
-    the slots; None: the whole pool.
+    num_accepted: `[B]` int32, how many tokens of the row's last call are certain; None: all. state_indices: `[B]`
+    int32, the slots; None: the whole pool.
 
     Example:
         >>> import torch
@@ -417,27 +420,32 @@ def _tokens(k: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> int
 
 def _is_unusual(given: tuple) -> bool:
     """Whether a plain call holds what the compiled host code cannot see; the full check looks at it."""
-    q, k, v, g, beta, state, *_ = given
-    scale, lower_bound, softplus_beta, threshold = given[8], *given[11:14]
-    flags, numbers = given[14:20], (scale, lower_bound, softplus_beta, threshold)
-    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot = given[20:27]
+    q, k, v, g, beta, state, _, output_indices, scale, A_log, dt_bias, lower_bound, *given = given
+    softplus_beta, threshold, use_gate, beta_sigmoid, neg_eigval, *given = given
+    l2norm, v_first, commit, replay, num_accepted, token_states, token_indices, *given = given
+    cu_seqlens, max_tokens, null_slot, out = given
+    # fmt: off
     return (
-        any(type(flag) is not bool for flag in flags)
-        or any(x is not None and (type(x) is not float or not math.isfinite(x)) for x in numbers)
-        or (lower_bound is not None and lower_bound >= 0)
+        any(type(flag) is not bool for flag in (use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit))
+        or any(type(x) is not float or not math.isfinite(x) for x in (softplus_beta, threshold))
+        or any(x is not None and (type(x) is not float or not math.isfinite(x)) for x in (scale, lower_bound))
+        or (lower_bound is not None and (lower_bound >= 0 or not use_gate))
         or softplus_beta <= 0
-        or (given[16] and not given[15])  # allow_neg_eigval, use_beta_sigmoid_in_kernel
+        or (neg_eigval and (beta is None or not beta_sigmoid))
+        or ((A_log is not None or dt_bias is not None) and (g is None or not use_gate))
         or replay is not None
         or num_accepted is not None
         or token_states is not None
         or token_indices is not None
-        or given[7] is not None  # output_state_indices
+        or output_indices is not None
         or cu_seqlens is not None
         or max_tokens is not None
-        or not (null_slot is None or type(null_slot) is int)
-        or any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state))
+        or not (null_slot is None or type(null_slot) is int and -(1 << 31) <= null_slot < 1 << 31)
         or k.shape[0] == 0
+        or torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state, A_log, dt_bias, out))
     )
+    # fmt: on
 
 
 @functools.cache

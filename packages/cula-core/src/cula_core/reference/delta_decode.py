@@ -53,6 +53,14 @@ class Replay(NamedTuple):
     k [pool, L, H, K] as it was given, u [pool, L, HV, V] fp32 over the norm of k, decay [pool, L, HV] or
     [pool, L, HV, K] fp32 (the factor exp(d), not its logarithm), cursor [pool, HV, ceil(V / 8)] int32. L is a power of
     two and at least twice the tokens of a call.
+
+    Example:
+        >>> import torch
+        >>> from cula_core.reference.delta_decode import Replay
+        >>> k, u = torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 2, 16)  # four records for each of two slots
+        >>> rings = Replay(k, u, torch.zeros(2, 4, 2), torch.zeros(2, 2, 2, dtype=torch.int32))
+        >>> rings.u.shape
+        torch.Size([2, 4, 2, 16])
     """
 
     k: Tensor
@@ -175,15 +183,16 @@ def delta_rule_commit(
     max_tokens: int | None = None,
     null_slot: int | None = None,
 ) -> None:
-    """Advances the state of row n by its first `num_accepted[n]` tokens (int32 [N], 0..T), in place.
+    """Advances the state of row n by its first `num_accepted[n]` tokens (int32 [N]), in place.
 
-    The other arguments are those of `delta_rule_decode`.
+    More than a row has are all that it has, and negative numbers none. The other arguments are those of `delta_rule_decode`.
     """
-    index, _ = _tokens(v, cu_seqlens, max_tokens)
+    index, present = _tokens(v, cu_seqlens, max_tokens)
     rows, tokens = index.shape
     slots, live = _slots(state_indices, null_slot, rows, state)
     # Of every row the state after one token is kept, that after the last accepted one.
-    kept = torch.arange(tokens, device=v.device) == num_accepted.clamp(max=tokens)[:, None] - 1
+    accepted = torch.minimum(num_accepted, present.sum(1))
+    kept = torch.arange(tokens, device=v.device) == accepted[:, None] - 1
     delta_rule_decode(
         k, k, v, g, beta, state, state_indices=state_indices, A_log=A_log, dt_bias=dt_bias, gates=gates,
         l2norm=l2norm, state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_tokens=max_tokens,
@@ -233,10 +242,10 @@ def _tokens(
         index = torch.arange(batch * tokens, device=v.device).view(batch, tokens)
         return index, torch.ones_like(index, dtype=torch.bool)
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    longest = min(MAX_TOKENS, tokens) if max_tokens is None else max_tokens
+    longest = min(MAX_TOKENS if max_tokens is None else max_tokens, tokens)
     index = start[:, None] + torch.arange(longest, device=v.device)
     live = index < end[:, None]
-    return index.clamp(max=max(tokens - 1, 0)), live
+    return index.clamp(max=tokens - 1), live
 
 
 def _chosen(state_indices: Tensor | None, num_accepted: Tensor | None) -> Tensor | None:
