@@ -167,7 +167,8 @@ def delta_rule_decode(
 
     Args:
         q, k: `[B, T, H, K]`, T = 1..8, K in {64, 128}, bfloat16 or float16. Any strides whose last one is 1, so slices
-            of a fused projection are taken without a copy. On the CPU K and V are free, and float32 and float64 are taken.
+            of a fused projection are taken without a copy. On the CPU K and V are free, and float32 and float64 are
+            taken.
         v: `[B, T, HV, V]`, V in {64, 128}, the dtype of q; HV is a multiple of H, and value head h reads head
             h // (HV // H) of q and k.
         g: `[B, T, HV]` (GDN), or `[B, T, HV, K]` or `[B, T, HV * K]` (KDA); float32, bfloat16 or float16: a raw gate,

@@ -47,6 +47,9 @@ class Gates(NamedTuple):
     neg_eigval: bool = False
 
 
+_RAW = Gates()
+
+
 class Replay(NamedTuple):
     """Records of tokens that the states of a pool do not hold yet: rings of L records per slot.
 
@@ -83,7 +86,7 @@ def delta_rule_decode(
     scale: float | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    gates: Gates = Gates(),
+    gates: Gates = _RAW,
     l2norm: bool = True,
     state_v_first: bool = True,
     replay: Replay | None = None,
@@ -176,7 +179,7 @@ def delta_rule_commit(
     state_indices: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    gates: Gates = Gates(),
+    gates: Gates = _RAW,
     l2norm: bool = True,
     state_v_first: bool = True,
     cu_seqlens: Tensor | None = None,
@@ -185,7 +188,8 @@ def delta_rule_commit(
 ) -> None:
     """Advances the state of row n by its first `num_accepted[n]` tokens (int32 [N]), in place.
 
-    More than a row has are all that it has, and negative numbers none. The other arguments are those of `delta_rule_decode`.
+    More than a row has are all that it has, and negative numbers none. The other arguments are those of
+    `delta_rule_decode`.
     """
     index, present = _tokens(v, cu_seqlens, max_tokens)
     rows, tokens = index.shape
