@@ -91,7 +91,7 @@ def decay(a: dict[str, Any], n: int, t: int, h: int) -> Tensor:
 def literal(
     a: dict[str, Any], starts: list[Tensor | None], lengths: list[int], scale: float = DIM_K**-0.5
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """Outputs [N, T, HV, V], and of every row its states [HV, K, V] after 0, 1, ... tokens. A start of None: padding."""
+    """Outputs [N, T, HV, V], and each row's states [HV, K, V] after 0, 1, ... tokens. A start of None: padding."""
     outputs = torch.zeros_like(a["v"])
     histories: list[list[Tensor]] = []
     for n, start in enumerate(starts):

@@ -235,15 +235,13 @@ def _written_once(
     name: str, slots: list[list[int]], readers: dict[int, int], taken: set[int]
 ) -> None:
     """Refuses a slot that two would write (`taken`: already are), or that one row writes where another begins."""
-    for row, own in enumerate(slots):
-        for slot in own:
-            if slot < 0:
-                continue
-            if slot in taken:
-                arguments.value_error(
-                    name, "slots that differ because they are written", f"{slot} twice"
-                )
-            if readers.get(slot, row) != row:
-                got = f"{slot} in row {row}"
-                arguments.value_error(name, "slots at which no other row begins", got)
-            taken.add(slot)
+    written = [(row, slot) for row, own in enumerate(slots) for slot in own if slot >= 0]
+    for _, slot in written:
+        if slot in taken:
+            expected = "slots that differ because they are written"
+            arguments.value_error(name, expected, f"{slot} twice")
+        taken.add(slot)
+    for row, slot in written:
+        if readers.get(slot, row) != row:
+            expected = "slots at which no other row begins"
+            arguments.value_error(name, expected, f"{slot} in row {row}")

@@ -286,6 +286,8 @@ def _read(
 def _store(
     pool: Tensor, current: Tensor, slots: Tensor, live: Tensor, state_v_first: bool
 ) -> None:
+    """Stores the states [N, HV, K, V] of the live rows; the slots of the others may be anything."""
+    slots = torch.where(live, slots, 0)
     store_live(pool, current.transpose(2, 3) if state_v_first else current, slots, live)
 
 
