@@ -181,9 +181,15 @@ def test_activations_may_be_any_view(cuda, tokens, v_first, offset):
     assert same(decode(case, x), expected) and same(x.state, twin.state)
 
 
-@pytest.mark.parametrize("tokens, v_first, state_dtype", [(1, True, "float32"), (4, True, "bfloat16"), (1, False, "float32")])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, v_first, state_dtype",
+    [(1, True, "float32"), (4, True, "bfloat16"), (1, False, "float32")],
+)
 def test_ten_thousand_runs_are_bit_identical(cuda, tokens, v_first, state_dtype):
-    case = Case(gate=("safe", True), tokens=tokens, dims=(128, 128), heads=(2, 4), state_v_first=v_first, state_dtype=state_dtype)  # fmt: skip
+    case = Case(
+        gate=("safe", True), tokens=tokens, dims=(128, 128), heads=(2, 4), state_v_first=v_first,
+        state_dtype=state_dtype,
+    )  # fmt: skip
     x = make_inputs(case).to(cuda)
     start = x.state.clone()
     expected = decode(case, x)

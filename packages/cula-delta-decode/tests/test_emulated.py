@@ -75,6 +75,7 @@ def run(emulated) -> Callable[..., Tensor]:
         token_slots: Tensor | None = None,
         replay: Replay | None = None,
         commits: bool = False,
+        long: bool = False,
         **changes,
     ) -> Tensor | None:
         problem = problem_of(
@@ -86,6 +87,7 @@ def run(emulated) -> Callable[..., Tensor]:
             replay=replay is not None,
             counted=accepted is not None,
             commits=commits,
+            long=long,
         )
         rings = replay or (None,) * 4
         out = None if commits else emulated.empty_like(x.v)
@@ -304,7 +306,7 @@ def test_overlap_changes_no_bit(run, emulated, tokens, v_first):
 
 @pytest.mark.parametrize("v_first", [False, True])
 def test_views_of_a_fused_projection(run, emulated, relative_rmse, v_first):
-    """q, k and v as slices of one tensor that starts at an odd element, states with gaps, a column of a table of slots."""
+    """q, k and v as slices of one tensor that starts at an odd element, states with gaps, a column of a table."""
     case = Case(gate=("safe", True), state_v_first=v_first, dims=(64, 128))
     x = make_inputs(case)
     expected, state = exact(case, x)
@@ -350,7 +352,7 @@ def test_every_barrier_matters(run, relative_rmse, tokens, v_first, replayed):
         replay = new_replay(case, 8) if replayed else None
         x = make_inputs(case)
         start = x.state.clone()
-        for step in range(2 if replayed else 1):
+        for _ in range(2 if replayed else 1):
             given = {} if replayed else {"next_state": x.state}
             out = run(case, x, replay=replay, **given, **vars(options))
         assert torch.isfinite(out).all(), "not finite"
@@ -383,3 +385,24 @@ def test_no_memory_is_touched_before_the_previous_kernel_is_done(run, tokens, v_
     access = re.compile(r"\b(?:ld|st|atom|red|cp)\.(?!param)\S+")
     assert wait and access.search(after) and not access.search(before)
     assert not re.search(r"^\S+:", before, re.MULTILINE)  # no label: the wait is on every path
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_rows_of_any_length(run, relative_rmse, packed, begins, v_first):
+    """Eight tokens at a time, from states of another tensor, or from zero."""
+    lengths = [19, 0, 8, 1] if packed else [11] * 4
+    case = Case(gate=("safe", True), tokens=max(lengths), state_v_first=v_first, begins=begins, indexed=False)
+    x = make_inputs(replace(case, tokens=sum(lengths) if packed else 11), rows=1 if packed else 4)
+    x.lengths, case = lengths, replace(case, packed=packed)
+    if packed:
+        x.cu_seqlens = torch.tensor([0, 19, 19, 27, 28], dtype=torch.int32)
+    start, final = x.state[:4].clone(), torch.full_like(x.state[:4], math.nan)
+    x.state = x.state[:4]
+    wide = final.double()
+    expected, _ = exact(case, x, next_state=wide)
+    out = run(replace(case, tokens=8), x, next_state=final, long=True)
+    assert_rounded_once(out, expected, relative_rmse)
+    assert_rounded_once(final, wide, relative_rmse)
+    assert same(x.state, start)

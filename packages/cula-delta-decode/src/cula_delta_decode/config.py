@@ -42,7 +42,7 @@ class Problem:
     state_indices, 0 without. ends: the state after the last token is stored. redirected: in slots of their own.
     every_token: the state after each token is stored. packed: rows of different length. replay: the pool lacks records.
     counted: how many tokens were accepted is given. commits: no output, and a row has as many tokens as were accepted.
-    flushes: no tokens at all, only records to apply.
+    flushes: no tokens at all, only records to apply. long: rows of any length, `tokens` at a time.
     """
 
     dtype: str
@@ -63,6 +63,7 @@ class Problem:
     counted: bool = False
     commits: bool = False
     flushes: bool = False
+    long: bool = False
 
     @property
     def vector(self) -> int:

@@ -30,7 +30,7 @@ def _strided(dtype: type, *shape: object, align: int | None = None, dense: int =
     """A tensor with free strides but those of the last `dense` dimensions."""
     units = 1 if align is None else align * 8 // dtype.width
     strides: list = []
-    for number, size in reversed(list(enumerate(shape))):
+    for number in reversed(range(len(shape))):
         if number >= len(shape) - dense:
             strides.append(1 if not strides else strides[-1] * shape[number + 1])
         else:
@@ -75,7 +75,8 @@ def fake_arguments(problem: Problem) -> Arguments:
     gate, dim_k, dim_v = problem.gate, problem.head_dim_k, problem.head_dim_v
     dtype = DTYPES[problem.dtype]
     heads, heads_v, rows, pool = (cute.sym_int() for _ in range(4))
-    batch, tokens = (1, cute.sym_int()) if problem.packed else (rows, problem.tokens)
+    batch = 1 if problem.packed else rows
+    tokens = cute.sym_int() if problem.packed or problem.long else problem.tokens
 
     def activation(heads, dim):
         return _strided(dtype, batch, tokens, heads, dim)

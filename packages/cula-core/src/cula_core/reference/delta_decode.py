@@ -237,9 +237,7 @@ def delta_rule_flush(
 # ---- rows and slots --------------------------------------------------------------------------------------------------
 
 
-def _tokens(
-    v: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None
-) -> tuple[Tensor, Tensor]:
+def _tokens(v: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> tuple[Tensor, Tensor]:
     """Where the tokens of every row lie among all tokens, [N, T], and which of them there are."""
     batch, tokens = v.shape[:2]
     if cu_seqlens is None:
@@ -283,9 +281,7 @@ def _read(
     return current.transpose(2, 3) if state_v_first else current
 
 
-def _store(
-    pool: Tensor, current: Tensor, slots: Tensor, live: Tensor, state_v_first: bool
-) -> None:
+def _store(pool: Tensor, current: Tensor, slots: Tensor, live: Tensor, state_v_first: bool) -> None:
     """Stores the states [N, HV, K, V] of the live rows; the slots of the others may be anything."""
     slots = torch.where(live, slots, 0)
     store_live(pool, current.transpose(2, 3) if state_v_first else current, slots, live)
@@ -346,7 +342,9 @@ def _cursor(replay: Replay, slots: Tensor, num_accepted: Tensor | None) -> _Curs
         return _Cursor(none, none, none)
     word = replay.cursor[slots, 0, 0].long()
     begin, count, pending = (word >> shift & (1 << _BYTE) - 1 for shift in (0, _BYTE, 2 * _BYTE))
-    accepted = pending if num_accepted is None else torch.minimum(num_accepted.clamp(min=0), pending)
+    accepted = (
+        pending if num_accepted is None else torch.minimum(num_accepted.clamp(min=0), pending)
+    )
     return _Cursor(begin, count + accepted, torch.zeros_like(count))
 
 
@@ -356,9 +354,7 @@ def _set_cursor(replay: Replay, slots: Tensor, live: Tensor, cursor: _Cursor) ->
     store_live(replay.cursor, word[:, None, None].expand(-1, *replay.cursor.shape[1:]), slots, live)
 
 
-def _apply(
-    replay: Replay, slots: Tensor, cursor: _Cursor, current: Tensor, group: int
-) -> Tensor:
+def _apply(replay: Replay, slots: Tensor, cursor: _Cursor, current: Tensor, group: int) -> Tensor:
     """Adds the certain records to states [N, HV, K, V]."""
     length = replay.u.shape[1]
     if len(replay.u) == 0:

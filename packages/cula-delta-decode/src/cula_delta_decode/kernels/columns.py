@@ -31,8 +31,8 @@ from .states import Place, States, Targets
 
 
 class Shared(NamedTuple):
-    """sSums [warps, x or y, tile_v]: each warp's part. sSquares [warps, 3]: of k.k, q.q and q.k. sSteps [tile_v]: what a
-    token adds to each column."""
+    """sSums [warps, x or y, tile_v]: each warp's part. sSquares [warps, 3]: of k.k, q.q and q.k. sSteps [tile_v]: what
+    a token adds to each column."""
 
     sSums: cute.Tensor
     sSquares: cute.Tensor
@@ -50,7 +50,9 @@ class Columns:
         problem = config.problem
         self.tokens, self.replayed = problem.tokens, problem.replay
         self.direct, self.l2norm = config.direct, problem.l2norm
-        self.stores = problem.ends or problem.every_token
+        self.long = problem.long
+        # Whether the state after the last of these tokens is of use.
+        self.stores = problem.ends or problem.every_token or problem.long
         self.gates = Gates(config)
         self.channels = problem.gate.channels
         self.lanes, self.vector, self.rows = config.lanes, config.vector, config.rows_per_thread
@@ -85,11 +87,16 @@ class Columns:
                 self.one_token(rState, row, numbers, read, targets, ring, shared, place)
         else:
             staged = self.staging.allocate()
-            self.staging.fill(staged, row, numbers)
-            cute.arch.sync_threads()
-            for t in cutlass.range_constexpr(self.tokens):
-                if t < row.length:
-                    self.token(rState, row, numbers, staged, targets, ring, shared, t, place)
+            if cutlass.const_expr(self.long):
+                for first in range(0, row.length, self.tokens):
+                    part = row.part(first, self.tokens)
+                    self.several_tokens(
+                        rState, part, numbers, targets, ring, staged, shared, place
+                    )
+                    # The next tokens take the place of these.
+                    cute.arch.sync_threads()
+            else:
+                self.several_tokens(rState, row, numbers, targets, ring, staged, shared, place)
         self.states.store_last(rState, targets, place)
 
     def allocate(self):
@@ -200,6 +207,25 @@ class Columns:
             ring.gDecay[ring.first] = factors[0]
 
     # ---- several tokens ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def several_tokens(
+        self,
+        rState,
+        row: Row,
+        numbers: Numbers,
+        targets: Targets,
+        ring,
+        staged: Staged,
+        shared: Shared,
+        place: Place,
+    ):
+        """All tokens of a row, or as many as shared memory holds."""
+        self.staging.fill(staged, row, numbers)
+        cute.arch.sync_threads()
+        for t in cutlass.range_constexpr(self.tokens):
+            if t < row.length:
+                self.token(rState, row, numbers, staged, targets, ring, shared, t, place)
 
     @cute.jit
     def token(

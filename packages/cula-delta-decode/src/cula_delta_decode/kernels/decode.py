@@ -33,7 +33,7 @@ class DeltaDecode:
         self.config, self.overlap = config, overlap
         self.begins, self.slots, self.packed = problem.begins, problem.slots, problem.packed
         self.redirected, self.replay = problem.redirected, problem.replay
-        self.commits = problem.commits
+        self.commits, self.long = problem.commits, problem.long
         self.channels, self.tokens = problem.gate.channels, problem.tokens
         self.tiles, self.tile_v = problem.head_dim_v // config.tile_v, config.tile_v
         self.tile = Rows(config) if problem.state_v_first else Columns(config)
@@ -132,7 +132,10 @@ class DeltaDecode:
         batch, first, length = number, Int32(0), Int32(self.tokens)
         if cutlass.const_expr(self.packed):
             batch, first = Int32(0), mOffsets[number].to(Int32)
-            length = cutlass.min(mOffsets[number + 1].to(Int32) - first, length)
+            whole = mOffsets[number + 1].to(Int32) - first
+            length = whole if self.long else cutlass.min(whole, length)
+        elif cutlass.const_expr(self.long):
+            length = mK.shape[1]
         if cutlass.const_expr(self.commits):
             length = cutlass.min(length, cutlass.max(mAccepted[number], Int32(0)))
         own_v = (first, tile * self.tile_v)
@@ -188,10 +191,9 @@ class DeltaDecode:
             targets = Targets(gNext, end >= 0, mTokenStates, mTokenSlots)
             self.tile.advance(row, numbers, token, gState, targets, rings, begin, accepted)
         elif cutlass.const_expr(mOut is not None):
-            for t in cutlass.range_constexpr(self.tokens):
-                if t < length:
-                    for i in range(tidx, self.tile_v, self.config.threads):
-                        row.gOut[t, i] = row.gOut.element_type(0.0)
+            for t in range(length):
+                for i in range(tidx, self.tile_v, self.config.threads):
+                    row.gOut[t, i] = row.gOut.element_type(0.0)
 
     @cute.jit
     def from_token(self, mX, batch, head, first: Int32):

@@ -51,12 +51,18 @@ class Row(NamedTuple):
     tile: Int32
     tidx: Int32
 
+    def part(self, first, tokens):
+        """Returns up to `tokens` tokens of the row, from `first` on."""
+        names = ("gQ", "gK", "gV", "gG", "gBeta", "gOut")
+        shifted = {name: later(getattr(self, name), first) for name in names}
+        return self._replace(**shifted, length=cutlass.min(self.length - first, Int32(tokens)))
+
 
 class Token(NamedTuple):
     """What a thread has read of the only token of a row, and nothing is computed of yet.
 
-    rQ, rK: its part of q and k by vectors. gates, biases: the same of g and dt_bias, or one number of each. values: v of
-    its columns of V. beta, rate: numbers. All but k and v may be None.
+    rQ, rK: its part of q and k by vectors. gates, biases: the same of g and dt_bias, or one number of each. values: v
+    of its columns of V. beta, rate: numbers. All but k and v may be None.
     """
 
     rQ: list
@@ -71,6 +77,13 @@ class Token(NamedTuple):
 def element(gX, at):
     """Returns one element of a vector, None of None."""
     return None if gX is None else gX[at]
+
+
+def later(gX, first):
+    """Returns the tokens from `first` on of a row's [T, D] or [T], None of None."""
+    if gX is None:
+        return None
+    return cute.domain_offset((first, 0) if cute.rank(gX) == 2 else (first,), gX)
 
 
 def first_token(gX):

@@ -38,7 +38,7 @@ class Rows:
     def __init__(self, config: Config):
         problem = config.problem
         self.config, self.tokens, self.packed = config, problem.tokens, problem.packed
-        self.replayed, self.l2norm = problem.replay, problem.l2norm
+        self.replayed, self.l2norm, self.long = problem.replay, problem.l2norm, problem.long
         self.channels = problem.gate.channels
         self.lanes, self.vector, self.vectors = config.lanes, config.vector, config.vectors_per_row
         self.rows, self.tile_v = config.rows_per_thread, config.tile_v
@@ -72,11 +72,14 @@ class Rows:
                 self.one_token(rState, row, numbers, read, targets, ring, place)
         else:
             staged = self.staging.allocate()
-            self.staging.fill(staged, row, numbers)
-            cute.arch.sync_threads()
-            for t in cutlass.range_constexpr(self.tokens):
-                if t < row.length:
-                    self.token(rState, row, numbers, targets, ring, staged, t, place)
+            if cutlass.const_expr(self.long):
+                for first in range(0, row.length, self.tokens):
+                    part = row.part(first, self.tokens)
+                    self.several_tokens(rState, part, numbers, targets, ring, staged, place)
+                    # The next tokens take the place of these.
+                    cute.arch.sync_threads()
+            else:
+                self.several_tokens(rState, row, numbers, targets, ring, staged, place)
         self.states.store_last(rState, targets, place)
 
     # ---- one token ---------------------------------------------------------------------------------------------------
@@ -165,6 +168,17 @@ class Rows:
                 self.record_factors(ring, factors, place)
 
     # ---- several tokens ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def several_tokens(
+        self, rState, row: Row, numbers: Numbers, targets: Targets, ring, staged: Staged, place: Place
+    ):
+        """All tokens of a row, or as many as shared memory holds."""
+        self.staging.fill(staged, row, numbers)
+        cute.arch.sync_threads()
+        for t in cutlass.range_constexpr(self.tokens):
+            if t < row.length:
+                self.token(rState, row, numbers, targets, ring, staged, t, place)
 
     @cute.jit
     def token(
