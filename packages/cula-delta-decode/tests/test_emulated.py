@@ -393,7 +393,13 @@ def test_no_memory_is_touched_before_the_previous_kernel_is_done(run, tokens, v_
 def test_rows_of_any_length(run, relative_rmse, packed, begins, v_first):
     """Eight tokens at a time, from states of another tensor, or from zero."""
     lengths = [19, 0, 8, 1] if packed else [11] * 4
-    case = Case(gate=("safe", True), tokens=max(lengths), state_v_first=v_first, begins=begins, indexed=False)
+    case = Case(
+        gate=("safe", True),
+        tokens=max(lengths),
+        state_v_first=v_first,
+        begins=begins,
+        indexed=False,
+    )
     x = make_inputs(replace(case, tokens=sum(lengths) if packed else 11), rows=1 if packed else 4)
     x.lengths, case = lengths, replace(case, packed=packed)
     if packed:

@@ -3,6 +3,15 @@
 from cula_core.reference.delta_decode import Replay
 
 from .ops import delta_rule_commit, delta_rule_decode, delta_rule_flush, new_replay
+from .recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 
 __version__ = "0.1.0"
-__all__ = ["Replay", "delta_rule_commit", "delta_rule_decode", "delta_rule_flush", "new_replay"]
+__all__ = [
+    "Replay",
+    "delta_rule_commit",
+    "delta_rule_decode",
+    "delta_rule_flush",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+    "new_replay",
+]

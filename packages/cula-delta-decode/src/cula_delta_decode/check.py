@@ -12,7 +12,7 @@ from cula_core.dtypes import dtype_name
 from cula_core.reference.delta_decode import CURSOR_COLUMNS, Replay
 from cula_core.tensors import as_stored
 
-from .config import MAX_TOKENS
+from .config import HEAD_DIMS, MAX_TOKENS
 from .slots import (
     STATES,
     Sizes,
@@ -165,6 +165,56 @@ def check_commit(
         },
     )
     check_slots_once(state, state_indices, null_slot)
+
+
+def check_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    lower_bound: float | None,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    out: Tensor | None,
+) -> int:
+    """Raises unless the arguments of the recurrence fit together; returns the number of sequences."""
+    arguments.attention(q, k, v, out, HEAD_DIMS)
+    batch, tokens, heads, dim_k = q.shape
+    sequences = batch if cu_seqlens is None else arguments.offsets("cu_seqlens", cu_seqlens, q)
+    heads_v, dim_v = v.shape[2:]
+    sizes = Sizes(
+        q.device.type, sequences, tokens, heads, heads_v, dim_k, dim_v, None, q, "q"
+    )  # fmt: skip
+    if sequences > _MAX_GRID or heads > _MAX_GRID:
+        got = f"{sequences} sequences of {heads} heads"
+        arguments.value_error("q", f"at most {_MAX_GRID} sequences and heads", got)
+    arguments.number("scale", scale)
+    _gates(
+        sizes, g, beta, A_log, dt_bias, lower_bound, 1.0, 20.0, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    arguments.booleans(state_v_first=state_v_first, output_final_state=output_final_state)
+    if initial_state is not None:
+        check_states("initial_state", initial_state, v, sizes, state_v_first)
+        if initial_state.shape[0] != sequences:
+            expected = f"one state for each of {sequences} sequences"
+            arguments.value_error("initial_state", expected, initial_state.shape[0])
+    arguments.no_gradients(
+        _NO_BACKWARD,
+        **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias},
+        **{"initial_state": initial_state, "out": out},
+    )
+    return sequences
 
 
 def check_flush(

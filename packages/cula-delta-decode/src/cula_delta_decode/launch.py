@@ -20,7 +20,7 @@ from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
 from .config import DTYPES as NAMES
-from .config import Config, Gate, Problem
+from .config import MAX_TOKENS, Config, Gate, Problem
 from .kernels.decode import DeltaDecode
 from .kernels.flush import Flush
 from .plan import select, supports_overlap
@@ -280,6 +280,35 @@ def flush(
     )  # fmt: skip
 
 
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None,
+    dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    lower_bound: float | None, softplus_beta: float, softplus_threshold: float, use_gate: bool, beta_sigmoid: bool,
+    neg_eigval: bool, l2norm: bool, state_v_first: bool, out: Tensor, final_state: Tensor | None,
+) -> None:  # fmt: skip
+    """Launches one call of the recurrence over rows of any length on torch's current stream."""
+    g, A_log, dt_bias = gates_as_read(g, A_log, dt_bias, v)
+    gate = gate_of(g, beta, A_log, dt_bias, lower_bound, use_gate, beta_sigmoid, neg_eigval)
+    tokens = q.shape[1]
+    long = cu_seqlens is not None or not 1 <= tokens <= MAX_TOKENS
+    states = final_state if initial_state is None else initial_state
+    problem = Problem(
+        dtype_name(q.dtype), "float32" if states is None else dtype_name(states.dtype), q.shape[3], v.shape[3],
+        MAX_TOKENS if long else tokens, state_v_first, gate, l2norm, begins=initial_state is not None, slots=0,
+        ends=final_state is not None, packed=cu_seqlens is not None, long=long,
+    )  # fmt: skip
+    nothing = dict.fromkeys(Arguments._fields)
+    _launch(
+        problem,
+        Arguments(**nothing)._replace(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=out, state=initial_state,
+            next_state=final_state, offsets=None if cu_seqlens is None else cu_seqlens.int(), scale=scale,
+            bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold, null_slot=-1,
+            rows=_rows(q, cu_seqlens),
+        ),
+    )  # fmt: skip
+
+
 def gates_as_read(
     g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, v: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -355,8 +384,10 @@ def _rows(k: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _launch(problem: Problem, x: Arguments) -> None:
-    if x.slots is None and x.rows > len(x.state) or x.v is not None and x.v.shape[2] % x.k.shape[2]:
-        raise ValueError("heads or pool size do not fit")
+    if x.state is not None and x.slots is None and x.rows > len(x.state):
+        raise ValueError("the pool is too small")
+    if x.v is not None and x.v.shape[2] % x.k.shape[2]:
+        raise ValueError("heads do not fit")
     if x.rows == 0:
         return
     device = x.k.device

@@ -16,7 +16,7 @@ from cula_core.tensors import as_stored, is_plain_cuda_call
 from .check import check_commit, check_decode, check_flush, check_new_replay
 from .config import MAX_TOKENS
 
-_GATES = (
+GATES = (
     "float? lower_bound, float softplus_beta, float softplus_threshold, bool use_gate_in_kernel, "
     "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool use_qk_l2norm_in_kernel, bool state_v_first"
 )
@@ -26,12 +26,12 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) state, "
     "Tensor? state_indices, Tensor? output_state_indices, Tensor? num_accepted, Tensor(b!)? token_states, "
     "Tensor? token_state_indices, Tensor? cu_seqlens, Tensor(c!)? ring_k, Tensor(d!)? ring_u, Tensor(e!)? ring_decay, "
-    f"Tensor(f!)? cursor, float scale, {_GATES}, bool commit, int max_tokens, int? null_slot, Tensor(g!) out) -> ()",
+    f"Tensor(f!)? cursor, float scale, {GATES}, bool commit, int max_tokens, int? null_slot, Tensor(g!) out) -> ()",
 )
 torch.library.define(
     "cula_delta_decode::commit",
     "(Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) state, "
-    f"Tensor num_accepted, Tensor? state_indices, Tensor? cu_seqlens, {_GATES}, int max_tokens, int? null_slot) -> ()",
+    f"Tensor num_accepted, Tensor? state_indices, Tensor? cu_seqlens, {GATES}, int max_tokens, int? null_slot) -> ()",
 )
 torch.library.define(
     "cula_delta_decode::flush",
@@ -40,7 +40,7 @@ torch.library.define(
 )
 
 
-def _options(
+def reference_options(
     lower_bound: float | None,
     softplus_beta: float,
     softplus_threshold: float,
@@ -80,7 +80,7 @@ def _decode_cpu(
         state_indices=state_indices, output_state_indices=output_state_indices, scale=scale, A_log=A_log,
         dt_bias=dt_bias, replay=replay, num_accepted=num_accepted, token_states=token_states,
         token_state_indices=token_state_indices, cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot,
-        out=out, **_options(*flags),
+        out=out, **reference_options(*flags),
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _commit_cpu(
     *flags, max_tokens, null_slot = rest
     reference.delta_rule_commit(
         k, v, g, beta, state, num_accepted, state_indices=state_indices, A_log=A_log, dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot, **_options(*flags),
+        cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot, **reference_options(*flags),
     )  # fmt: skip
 
 

@@ -90,9 +90,7 @@ class Columns:
             if cutlass.const_expr(self.long):
                 for first in range(0, row.length, self.tokens):
                     part = row.part(first, self.tokens)
-                    self.several_tokens(
-                        rState, part, numbers, targets, ring, staged, shared, place
-                    )
+                    self.several_tokens(rState, part, numbers, targets, ring, staged, shared, place)
                     # The next tokens take the place of these.
                     cute.arch.sync_threads()
             else:

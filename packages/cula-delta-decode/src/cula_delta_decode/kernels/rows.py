@@ -171,7 +171,14 @@ class Rows:
 
     @cute.jit
     def several_tokens(
-        self, rState, row: Row, numbers: Numbers, targets: Targets, ring, staged: Staged, place: Place
+        self,
+        rState,
+        row: Row,
+        numbers: Numbers,
+        targets: Targets,
+        ring,
+        staged: Staged,
+        place: Place,
     ):
         """All tokens of a row, or as many as shared memory holds."""
         self.staging.fill(staged, row, numbers)
