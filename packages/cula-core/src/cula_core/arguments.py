@@ -161,7 +161,7 @@ def number(name: str, x: object) -> None:
         return
     if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
         type_error(name, "a float or None", type(x).__name__)
-    if isinstance(x, (int, float)) and not math.isfinite(x):
+    if isinstance(x, (int, float)) and not -math.inf < x < math.inf:
         value_error(name, "a finite number", x)
 
 

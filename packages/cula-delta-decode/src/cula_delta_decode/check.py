@@ -359,9 +359,9 @@ def _gates(
     )
     batch, tokens = sizes.lead.shape[:2]
     heads_v, dim_k = sizes.heads_v, sizes.dim_k
-    per_head = [batch, tokens, heads_v]
+    per_head = (batch, tokens, heads_v)
     if g is not None:
-        every = (per_head, [*per_head, dim_k], [batch, tokens, heads_v * dim_k])
+        every = (per_head, (*per_head, dim_k), (batch, tokens, heads_v * dim_k))
         _gate("g", g, "[B, T, HV], [B, T, HV, K] or [B, T, HV * K]", every, sizes)
         if _channels(g, sizes):
             arguments.last_dim("g", g)
@@ -397,11 +397,13 @@ def _gates(
         arguments.value_error("allow_neg_eigval", expected, f"True with {got}")
 
 
-def _gate(name: str, x: Tensor, letters: str, shapes: Sequence[list[int]], sizes: Sizes) -> None:
+def _gate(
+    name: str, x: Tensor, letters: str, shapes: Sequence[tuple[int, ...]], sizes: Sizes
+) -> None:
     """Checks g or beta."""
     arguments.tensor(name, x)
-    if list(x.shape) not in shapes:
-        expected = f"{letters} = {' or '.join(map(str, shapes))}"
+    if all(x.shape != shape for shape in shapes):
+        expected = f"{letters} = {' or '.join(str(list(shape)) for shape in shapes)}"
         arguments.value_error(name, expected, list(x.shape))
     check_dtype(name, x, STATES[sizes.kind])
     arguments.device(name, x, sizes.lead, sizes.lead_name)
@@ -426,7 +428,7 @@ def _gate_parameters(
     if dt_bias is not None and not channels:
         arguments.vector("dt_bias", dt_bias, "HV", heads_v)
     elif dt_bias is not None:
-        if list(dt_bias.shape) not in ([heads_v * dim_k], [heads_v, dim_k]):
+        if dt_bias.shape != (heads_v * dim_k,) and dt_bias.shape != (heads_v, dim_k):
             expected = f"[HV * K] = [{heads_v * dim_k}] or [HV, K] = [{heads_v}, {dim_k}]"
             arguments.value_error("dt_bias", expected, list(dt_bias.shape))
         check_contiguous("dt_bias", dt_bias)
