@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from cula_core.cute.warp import reduce_scatter
+
 from ..config import Config
 
 _WARP = 32
@@ -242,7 +244,7 @@ class LightningDecode:
             for j in cutlass.range_constexpr(self.vectors):
                 for i in cutlass.range_constexpr(self.vector):
                     sums[r] = sums[r] + rState[i, j, r] * rQ[j][i]
-        index, owner, sums = self.reduce_scatter(sums, self.lanes, 1)
+        index, owner, sums = reduce_scatter(sums, self.lanes, 1)
         if owner:
             for i in cutlass.range_constexpr(len(sums)):
                 gOut[t, row0 + index + i] = (sums[i] * scale).to(gOut.element_type)
@@ -258,7 +260,7 @@ class LightningDecode:
             for r in cutlass.range_constexpr(self.rows_per_thread):
                 for i in cutlass.range_constexpr(self.vector):
                     sums[i] = sums[i] + rState[i, j, r] * rQ[r]
-            index, owner, sums = self.reduce_scatter(sums, _WARP // self.lanes, self.lanes)
+            index, owner, sums = reduce_scatter(sums, _WARP // self.lanes, self.lanes)
             column = column0 + j * self.lanes * self.vector + index
             if owner:
                 for i in cutlass.range_constexpr(len(sums)):
@@ -277,33 +279,6 @@ class LightningDecode:
                 for w in cutlass.range_constexpr(self.warps):
                     value = value + sPartial[t, w, column]
                 gOut[t, column] = (value * scale).to(gOut.element_type)
-
-    @cute.jit
-    def reduce_scatter(self, values, count: cutlass.Constexpr, step: cutlass.Constexpr):
-        """Sums lists over `count` threads that lie `step` lanes apart.
-
-        While there are values to halve, each exchange keeps half of them, so that a thread ends with a few finished
-        sums: returns the number of the first one, whether this thread is the one to write them, and the sums.
-        """
-        lane = cute.arch.lane_idx()
-        index, owner = Int32(0), Boolean(True)
-        offset = count * step // 2
-        while cutlass.const_expr(offset >= step):
-            upper = (lane & offset) != 0
-            half = len(values) // 2
-            if cutlass.const_expr(half > 0):
-                kept = []
-                for i in cutlass.range_constexpr(half):
-                    mine = cutlass.select_(upper, values[half + i], values[i])
-                    other = cutlass.select_(upper, values[i], values[half + i])
-                    kept.append(mine + cute.arch.shuffle_sync_bfly(other, offset=offset))
-                index = index + cutlass.select_(upper, Int32(half), Int32(0))
-                values = kept
-            else:
-                values = [values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=offset)]
-                owner = owner and not upper
-            offset //= 2
-        return index, owner, values
 
     @cute.jit
     def head_seed(self, seed, number):
