@@ -422,6 +422,38 @@ def test_flush_leaves_padding_alone():
     assert same(replay.cursor[[0, 1, 3, 4, 5]], cursor[[0, 1, 3, 4, 5]])
 
 
+def test_the_null_slot_of_rows_in_order_is_padding():
+    a = make(FORMS[3], 3, 2)
+    b = a | {"state": a["state"].clone()}
+    out = run(a, next_state=a["state"], null_slot=1)
+    assert same(out, run(b, next_state=b["state"], state_indices=int32(0, -1, 2)))
+    assert same(a["state"], b["state"]) and not out[1].any()
+
+
+@pytest.mark.parametrize("accepted", [[0, 3], [-5, 9]])
+def test_counts_beyond_a_table_are_its_ends(accepted):
+    a = make(FORMS[3], 2, 2)
+    table = torch.tensor([[4, 1, 3], [2, 5, 0]], dtype=torch.int32)
+    out = run(a, state_indices=table, num_accepted=int32(*accepted))
+    assert same(out, run(a, state_indices=int32(4, 0)))
+
+
+def test_longer_rows_are_cut_off():
+    a = make(FORMS[3], 1, 7)
+    b = a | {"state": a["state"].clone()}
+    out = run(a, next_state=a["state"], cu_seqlens=int32(0, 4, 7), max_tokens=2)
+    assert out[:, [0, 1, 4, 5]].any((0, 2, 3)).all() and not out[:, [2, 3, 6]].any()
+    for n, tokens in enumerate((slice(0, 2), slice(4, 6))):
+        run(part(b, slice(None), tokens), next_state=b["state"], state_indices=int32(n))
+    assert close(a["state"], b["state"])
+
+
+def test_packed_rows_have_eight_tokens_at_most():
+    a = make(FORMS[3], 1, 10)
+    out = run(a, cu_seqlens=int32(0, 10))
+    assert out[:, :8].any((0, 2, 3)).all() and not out[:, 8:].any()
+
+
 @pytest.mark.parametrize("null_slot", [None, 0, 4])
 @pytest.mark.parametrize("mode", ["decode", "commit", "replay", "tokens"])
 def test_padding_changes_nothing_and_is_not_seen(mode, null_slot):
