@@ -170,6 +170,14 @@ def test_scale_and_rows_that_begin_at_zero(scale):
     assert close(run(a | {"state": None}, scale=scale), expected)
 
 
+@pytest.mark.parametrize("missing", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")], ids=str)
+@pytest.mark.parametrize("form", FORMS[3:], ids=str)
+def test_parameters_that_are_missing_are_zero(form, missing):
+    a = make(form, 2, 2) | dict.fromkeys(missing)
+    expected, _ = literal(a, list(kv(a, a["state"][:2])), [2, 2])
+    assert close(run(a), expected)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_gate_per_channel_may_be_flat(form):
     a = make(form, 2, 3)
