@@ -139,6 +139,8 @@ UNSEEN = [
           ValueError, "allow_neg_eigval", "False unless", "use_beta_sigmoid_in_kernel=False"),
     entry("allow_neg_eigval without beta", lambda a: {"allow_neg_eigval": True, "beta": None},
           ValueError, "allow_neg_eigval", "False unless", "no beta"),
+    change("A_log of int32", "A_log", Tensor.int, TypeError, "float32 or", "int32"),
+    change("dt_bias of int32", "dt_bias", Tensor.int, TypeError, "float32 or", "int32"),
     value("null_slot", True, TypeError, "an int or None", "bool"),
     value("null_slot", 1.0, TypeError, "an int or None", "float"),
     value("null_slot", 1 << 31, ValueError, "a 32-bit integer", str(1 << 31)),
@@ -183,6 +185,7 @@ WRONG = [
     change("q of fewer tokens", "q", lambda q: q[:, :2], ValueError, "the shape of k", "2, 2, 64]", DECODES),
     change("q of fewer heads", "q", lambda q: q[:, :, :1], ValueError, "the shape of k", "1, 64]", DECODES),
     several("q of another K", {"q": resized("q", (3, 128))}, ValueError, "q", "the shape of k", "128]", DECODES),
+    change("v without V", "v", lambda v: v[..., 0], ValueError, "[B, T, HV, V]", ", 4]", STEPS),
     change("v of another batch", "v", lambda v: v[:1], ValueError, "B, T = 2, 3 as in k", "[1, 3, 4, 128]"),
     change("v of fewer tokens", "v", lambda v: v[:, :2], ValueError, "as in k", "2, 4, 128]", STEPS),
     several("no tokens", tokens_are(0), ValueError, "k", "1 to 8 tokens", "0", BOTH + REPLAY),
@@ -233,11 +236,9 @@ WRONG = [
     change("beta of 4 dimensions", "beta", lambda b: b[..., None], ValueError, "[B, T, HV] =", "4, 1]", STEPS),
     change("beta of int32", "beta", Tensor.int, TypeError, FLOATS, "int32", STEPS),
     change("beta of float64", "beta", Tensor.double, TypeError, FLOATS, "float64", devices=CUDA),
-    change("A_log of int32", "A_log", Tensor.int, TypeError, "float32 or", "int32", STEPS),
     change("A_log per query head", "A_log", lambda x: x[:2], ValueError, "[HV] = [4]", "[2]", STEPS),
     change("A_log of 4 dimensions", "A_log", lambda x: x[None, None, :, None], ValueError, "[HV] =", "[1, 1, 4, 1]"),
     change("A_log with gaps", "A_log", every_other, ValueError, "contiguous elements", "(2,)", STEPS),
-    change("dt_bias of int32", "dt_bias", Tensor.int, TypeError, "float32 or", "int32", STEPS),
     change("dt_bias per head beside gates per channel", "dt_bias", lambda x: x[:, 0].clone(), ValueError,
            "[HV * K] = [256] or [HV, K] = [4, 64]", "[4]", STEPS),
     entry("dt_bias per channel beside a gate per head", lambda a: {"g": a["g"][..., 0]}, ValueError, "dt_bias",
@@ -539,6 +540,16 @@ def test_what_the_host_code_cannot_see_does_not_reach_it(host_code, wrong, mode)
 )
 def test_calls_of_few_users_are_checked_before_the_host_code(host_code, wrong, mode):
     assert_refused(partial(call, mode), wrong, good_arguments(mode, "cpu"))
+
+
+def test_numbers_reach_the_host_code_as_floats(monkeypatch):
+    seen: list[tuple] = []
+    monkeypatch.setattr(ops, "is_plain_cuda_call", lambda k: type(k) is Tensor)
+    monkeypatch.setattr(ops, "_decode_cuda", lambda *given: seen.append(given))
+    numbers = {"scale": 2, "lower_bound": -5, "softplus_beta": 3, "softplus_threshold": 7}
+    call("decode", **good_arguments("decode", "cpu") | numbers)
+    found = [x for x in seen[0] if type(x) is float]
+    assert found == [2.0, -5.0, 3.0, 7.0]
 
 
 def test_an_error_that_no_argument_explains_is_passed_on(host_code):

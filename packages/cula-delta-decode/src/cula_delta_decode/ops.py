@@ -250,9 +250,10 @@ def delta_rule_decode(
         run = _decode_cuda if plain else torch.ops.cula_delta_decode.decode.default
         run(
             q, k, v, g, beta, A_log, dt_bias, state, state_indices, output_state_indices, num_accepted, token_states,
-            token_state_indices, cu_seqlens, *rings, k.shape[3] ** -0.5 if scale is None else float(scale), lower_bound,
-            softplus_beta, softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-            use_qk_l2norm_in_kernel, state_v_first, commit, tokens, null_slot, out,
+            token_state_indices, cu_seqlens, *rings, k.shape[3] ** -0.5 if scale is None else float(scale),
+            None if lower_bound is None else float(lower_bound), float(softplus_beta), float(softplus_threshold),
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
+            commit, tokens, null_slot, out,
         )  # fmt: skip
     except Exception:
         check_decode(*given)
@@ -433,7 +434,9 @@ def _is_unusual(given: tuple) -> bool:
         or (lower_bound is not None and (lower_bound >= 0 or not use_gate))
         or softplus_beta <= 0
         or (neg_eigval and (beta is None or not beta_sigmoid))
-        or ((A_log is not None or dt_bias is not None) and (g is None or not use_gate))
+        or any(
+            x is not None and (g is None or not use_gate or not x.is_floating_point()) for x in (A_log, dt_bias)
+        )
         or replay is not None
         or num_accepted is not None
         or token_states is not None
