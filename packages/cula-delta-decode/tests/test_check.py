@@ -322,6 +322,9 @@ WRONG = [
         )
     ),
 
+    entry("an output slot at which two rows begin",
+          lambda a: {"state_indices": int32(1, 1), "output_state_indices": int32(2, 1)},
+          ValueError, "output_state_indices", "slots at which no other row begins", "1 in row 1", DECODE, CPU),
     change("token_states of another dtype", "token_states", Tensor.half, TypeError, "float32", "float16", TOKEN),
     change("token_states in the other layout", "token_states", lambda s: s.mT.contiguous(), ValueError, "4, 128, 64]",
            "[7, 4, 64, 128]", TOKEN),
@@ -419,6 +422,8 @@ WRONG = [
     *(value("records", n, ValueError, "from 6 to 64 records", str(n), NEW) for n in (4, 12, 128, 0, -8)),
     value("records", 8.0, TypeError, "an int", "float", NEW),
     value("null_slot", "0", TypeError, "an int or None", "str", FLUSH),
+    entry("a flushed [K, V] pool of 3 dimensions", lambda a: {"state": a["state"][0], "state_v_first": False},
+          ValueError, "state", "[pool, HV, K, V]", "[4, 128, 64]", NEW + FLUSH),
     change("a flushed pool of no heads", "state", lambda s: s[:, :0], ValueError, "heads HV of at least 1", "0",
            NEW + FLUSH),
     change("a flushed pool without K", "state", lambda s: s[..., :0], ValueError, "dimension K of at least 1", "0",
@@ -636,6 +641,8 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
         "state_indices": int32(1, 1), "output_state_indices": int32(2, 3)}),
     "a state back where it came from": (DECODE, lambda a: {"output_state_indices": a["state_indices"]}),
     "results that nobody wants": (DECODE, lambda a: {"output_state_indices": int32(-1, -1)}),
+    "a result of padding where another goes": (DECODE, lambda a: {
+        "state_indices": int32(1, -1), "output_state_indices": int32(2, 2)}),
     "a state that is only read": (DECODE, lambda a: {"state_indices": int32(1, 1), "commit": False}),
     "slots behind the pool that are not chosen": (TOKEN, lambda a: {
         "state_indices": int32(3, 77, 78, 79, 80, 2).view(2, 3)}),
@@ -673,6 +680,26 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
 def test_unusual_arguments_are_accepted(label, mode):
     good = good_arguments(mode, "cpu")
     call(mode, **good | ALLOWED[label][1](good))
+
+
+@pytest.mark.parametrize("rows", [65535, 65536])
+def test_rows_that_a_grid_holds(rows):
+    """Nothing is computed: the tensors have no values."""
+    with FakeTensorMode():
+        k, v = torch.empty(rows, 1, 1, 64), torch.empty(rows, 1, 1, 64)
+        arguments = {
+            "q": k,
+            "k": k,
+            "v": v,
+            "g": None,
+            "beta": None,
+            "state": torch.empty(rows, 1, 64, 64),
+        }
+        if rows == 65535:
+            assert call("decode", **arguments).shape == v.shape
+        else:
+            with pytest.raises(ValueError, match="^k: expected at most 65535 rows"):
+                call("decode", **arguments)
 
 
 @pytest.mark.parametrize("dims", [(80, 128), (128, 80), (96, 32)])
