@@ -151,6 +151,7 @@ def cases() -> list[Case]:
     add(DECODE, name, {name: SLOTS + 2}, ValueError, "below the 5 rows of state")
     add(DECODE, name, {name: SLOTS * 0}, ValueError, "a row of state once")
     add(DECODE, name, {name: SLOTS, "commit": False}, ValueError, "None with commit=False")
+    add(DECODE, name, {name: SLOTS.flip(0)}, ValueError, "slots at which no other row begins")
     add(DECODE, name, {name: SLOTS, "replay": ring()}, ValueError, "None beside a replay")
 
     add(DECODE, "scale", {"scale": "half"}, TypeError, "a float or None, got str")
@@ -214,6 +215,7 @@ def cases() -> list[Case]:
     add(DECODE, name, {name: TABLE[:, :2]}, ValueError, "[B, T] = [2, 3], got [2, 2]")
     add(DECODE, name, {name: TABLE.long()}, TypeError, "int32, got int64")
     add(DECODE, name, {name: TABLE.abs() * 0 + 1}, ValueError, "a row of state once")
+    add(DECODE, name, {name: TABLE.flip(0)}, ValueError, "slots at which no other row begins")
     small = {"token_states": torch.zeros(4, HV, V, K), name: TABLE}
     add(DECODE, name, small, ValueError, "below the 4 rows of token_states, got 4")
 

@@ -127,7 +127,7 @@ def delta_rule_decode(
         expected = "[B], beside a replay"
         arguments.value_error("state_indices", expected, list(state_indices.shape))
     if num_accepted is not None:
-        _indices("num_accepted", num_accepted, {"[B]": (call.rows,)}, v)
+        arguments.int32_vector("num_accepted", num_accepted, "B", call.rows, v, "v")
         if replay is None and not table:
             expected = "None without a replay or [B, slots] state_indices"
             arguments.value_error("num_accepted", expected, "a tensor")
@@ -135,14 +135,15 @@ def delta_rule_decode(
         arguments.value_error("num_accepted", "[B] beside [B, slots] state_indices", None)
 
     in_place = commit and output_state_indices is None
-    _slots(state_indices, state, call, null_slot, updated=in_place, table=table)
+    chosen = num_accepted if table else None
+    begins = _slots(state_indices, state, call, null_slot, updated=in_place, chosen=chosen)
     if output_state_indices is not None:
         name = "output_state_indices"
         if not commit:
             arguments.value_error(name, "None with commit=False", "a tensor")
         _indices(name, output_state_indices, {"[B]": (call.rows,)}, v)
-        _rows_of_pool(name, output_state_indices, "state", state, null_slot)
-    _token_states(token_states, token_state_indices, state, call, null_slot)
+        _stored(name, output_state_indices, begins, "state", state, null_slot)
+    _token_states(token_states, token_state_indices, state, call, begins, null_slot)
     arguments.no_gradients(_IN_PLACE, q=q, k=k, v=v, g=g, beta=beta, state=state)
 
 
@@ -161,7 +162,7 @@ def delta_rule_commit(
     """The contract of `delta_rule_commit`; `shared` as in `_call`."""
     activations(k=k, v=v)
     call = _call(k, v, g, beta, state, null_slot=null_slot, **shared)
-    _indices("num_accepted", num_accepted, {"[B]": (call.rows,)}, v)
+    arguments.int32_vector("num_accepted", num_accepted, "B", call.rows, v, "v")
     _slots(state_indices, state, call, null_slot, updated=True)
     arguments.no_gradients(_IN_PLACE, k=k, v=v, g=g, beta=beta, state=state)
 
@@ -189,7 +190,7 @@ def delta_rule_flush(
     _pool("state", state, call)
     _replay(replay, state, call, channels=replay.decay.dim() == 4, dtype=replay.k.dtype)
     if num_accepted is not None:
-        _indices("num_accepted", num_accepted, {"[B]": (rows,)}, replay.u)
+        arguments.int32_vector("num_accepted", num_accepted, "B", rows, state, "state")
     _slots(state_indices, state, call, null_slot, updated=True)
     arguments.no_gradients(_IN_PLACE, state=state)
 
@@ -391,35 +392,64 @@ def _slots(
     null_slot: int | None,
     *,
     updated: bool,
-    table: bool = False,
-) -> None:
-    """Where rows begin. updated: their states are stored there. table: [B, slots], of which a row begins at one."""
+    chosen: Tensor | None = None,
+) -> Tensor | None:
+    """Checks where rows begin; returns the slots, -1 for padding, where they can be read.
+
+    updated: states are stored there. chosen: indices are [B, slots], and a row begins at number chosen - 1 of its own.
+    """
     name = "state_indices"
     if indices is None:
         if len(state) < call.rows:
             expected = f"a pool of at least B = {call.rows} states when there are no {name}"
             arguments.value_error("state", expected, len(state))
-        return
+        if not arguments.is_readable(call.values):
+            return None
+        indices = torch.arange(call.rows, dtype=torch.int32)
     arguments.tensor(name, indices)
     shapes: dict[str, tuple[int, ...]] = {"[B]": (call.rows,)}
-    if table:
+    if chosen is not None:
         shapes = {"[B, slots] with slots >= 1": (call.rows, max(indices.shape[1], 1))}
     _indices(name, indices, shapes, call.values)
-    _rows_of_pool(name, indices, "state", state, null_slot, updated and not table)
+    if not all(x is None or arguments.is_readable(x) for x in (indices, chosen)):
+        return None
+    if chosen is not None:
+        last = (chosen.long() - 1).clamp(0, indices.shape[1] - 1)
+        indices = indices.gather(1, last[:, None])[:, 0]
+    begins = _live(indices, null_slot)
+    arguments.pool_rows(name, begins, "state", len(state), updated)
+    return begins
 
 
-def _rows_of_pool(
+def _live(indices: Tensor, null_slot: int | None) -> Tensor:
+    """The slots, -1 for padding."""
+    return indices.clamp(min=-1) if null_slot is None else indices.where(indices != null_slot, -1)
+
+
+def _stored(
     name: str,
     indices: Tensor,
+    begins: Tensor | None,
     pool_name: str,
     pool: Tensor,
     null_slot: int | None,
-    updated: bool = True,
 ) -> None:
-    """Refuses slots beyond a pool, and one twice where it is updated; `null_slot` is none."""
-    if arguments.is_readable(indices) and null_slot is not None:
-        indices = torch.where(indices == null_slot, -1, indices)
-    arguments.pool_rows(name, indices, pool_name, len(pool), updated)
+    """Refuses slots beyond a pool, and one that two store, or one row stores and another of `begins` begins at."""
+    if begins is None or not arguments.is_readable(indices):
+        return
+    own = _live(indices.reshape(len(begins), -1), null_slot)
+    own = torch.where(begins[:, None] < 0, -1, own)
+    arguments.pool_rows(name, own, pool_name, len(pool))
+    if pool_name != "state":
+        return
+    readers: dict[int, int] = {}
+    for row, slot in enumerate(begins.tolist()):
+        readers[slot] = -1 if slot in readers else row
+    for row, slots in enumerate(own.tolist()):
+        for slot in slots:
+            if slot >= 0 and readers.get(slot, row) != row:
+                got = f"{slot} in row {row}"
+                arguments.value_error(name, "slots at which no other row begins", got)
 
 
 def _token_states(
@@ -427,6 +457,7 @@ def _token_states(
     indices: Tensor | None,
     state: Tensor,
     call: _Call,
+    begins: Tensor | None,
     null_slot: int | None,
 ) -> None:
     """Where the state after every token goes: nowhere, to slots of the pool, or to a pool of their own."""
@@ -445,7 +476,7 @@ def _token_states(
     if call.offsets is not None and all(map(arguments.is_readable, (indices, call.offsets))):
         there = torch.arange(call.tokens) < call.offsets.diff()[:, None]
         indices = torch.where(there, indices, -1)
-    _rows_of_pool(name, indices, pool_name, pool, null_slot)
+    _stored(name, indices, begins, pool_name, pool, null_slot)
 
 
 def _replay(
