@@ -72,9 +72,10 @@ def delta_rule_decode(
         q, k: `[B, T, H, K]`, T = 1..8; on a CUDA device bfloat16 or float16, elsewhere float32 and float64 too. Strides
             are free but for the last one, which is 1.
         v: `[B, T, HV, V]`; HV is a multiple of H, and value head h reads head `h // (HV // H)` of q and k.
-        g: `[B, T, HV]` (gated delta rule), or `[B, T, HV, K]` or `[B, T, HV * K]` (KDA), any floating dtype: the raw
-            gate, or with `use_gate_in_kernel=False` the log decay itself (natural log, <= 0). None: no decay.
-        beta: `[B, T, HV]`, any floating dtype: logits of the write strength, or with
+        g: `[B, T, HV]` (gated delta rule), or `[B, T, HV, K]` or `[B, T, HV * K]` (KDA); float32, bfloat16 or float16
+            (on the CPU also float64): the raw gate, or with `use_gate_in_kernel=False` the log decay itself (natural
+            log, <= 0). None: no decay.
+        beta: `[B, T, HV]`, the dtypes of g: logits of the write strength, or with
             `use_beta_sigmoid_in_kernel=False` the strength itself. None: 1.
         state: the pool; float32, bfloat16 or float16 (on the CPU also float64); arithmetic is fp32 or better.
         state_indices: `[B]` int32, the slot of every row; None: row n uses slot n. Or `[B, slots]` with `num_accepted`:
