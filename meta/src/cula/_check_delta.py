@@ -123,7 +123,7 @@ def delta_rule_decode(
             if x is not None:
                 arguments.value_error(name, "None beside a replay", type(x).__name__)
     table = isinstance(state_indices, Tensor) and state_indices.dim() == 2
-    if table and replay is not None:
+    if replay is not None and state_indices is not None and table:
         expected = "[B], beside a replay"
         arguments.value_error("state_indices", expected, list(state_indices.shape))
     if num_accepted is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ def reference_options(
     allow_neg_eigval: bool,
     use_qk_l2norm_in_kernel: bool,
     state_v_first: bool,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """What the reference calls the flags of an operator."""
     gates = Gates(
         use_gate_in_kernel,
@@ -67,7 +69,7 @@ def _decode_cpu(
     dt_bias: Tensor | None, state: Tensor, state_indices: Tensor | None, output_state_indices: Tensor | None,
     num_accepted: Tensor | None, token_states: Tensor | None, token_state_indices: Tensor | None,
     cu_seqlens: Tensor | None, ring_k: Tensor | None, ring_u: Tensor | None, ring_decay: Tensor | None,
-    cursor: Tensor | None, scale: float, *rest: object,
+    cursor: Tensor | None, scale: float, *rest: Any,
 ) -> None:  # fmt: skip
     *flags, commit, max_tokens, null_slot, out = rest
     replay = None
@@ -90,7 +92,7 @@ def _decode_cuda(*arguments: object) -> None:
 
 def _commit_cpu(
     k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
-    state: Tensor, num_accepted: Tensor, state_indices: Tensor | None, cu_seqlens: Tensor | None, *rest: object,
+    state: Tensor, num_accepted: Tensor, state_indices: Tensor | None, cu_seqlens: Tensor | None, *rest: Any,
 ) -> None:  # fmt: skip
     *flags, max_tokens, null_slot = rest
     reference.delta_rule_commit(
@@ -394,7 +396,7 @@ def _stored(
     if not isinstance(state, Tensor) or state.dim() != 4:
         return state, state_v_first, token_states
     found, swapped = as_stored(state)
-    if not swapped:
+    if found is None or not swapped:
         return state, state_v_first, token_states
     if token_states is state:
         token_states = found
@@ -410,7 +412,7 @@ def _tokens(k: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> int
     return MAX_TOKENS if max_tokens is None else max_tokens
 
 
-def _is_unusual(given: tuple) -> bool:
+def _is_unusual(given: Sequence[Any]) -> bool:
     """Whether a plain call holds what the compiled host code cannot see; the full check looks at it."""
     q, k, v, g, beta, state, _, output_indices, scale, A_log, dt_bias, lower_bound, *given = given
     softplus_beta, threshold, use_gate, beta_sigmoid, neg_eigval, *given = given

@@ -156,14 +156,14 @@ def delta_rule_decode(
     live = live & begins[:, None]
     current = _read(state, slots, state_v_first, (rows, heads_v, dim_k, dim_v), work)
     first = slots
-    if replay is not None:
+    if replay is not None and state is not None:
         cursor = _cursor(replay, slots, num_accepted)
         current = _apply(replay, slots, cursor, current, group)
         added = live.sum(1)
-        full = cursor.count + added > replay.u.shape[1] // 2
-        _store(state, current, slots, begins & full & (cursor.count > 0), state_v_first)
-        first = cursor.begin + cursor.count
-        begin, count = torch.where(full, first, cursor.begin), torch.where(full, 0, cursor.count)
+        full = cursor.certain + added > replay.u.shape[1] // 2
+        _store(state, current, slots, begins & full & (cursor.certain > 0), state_v_first)
+        first = cursor.begin + cursor.certain
+        begin, count = torch.where(full, first, cursor.begin), torch.where(full, 0, cursor.certain)
         _set_cursor(replay, slots, begins, _Cursor(begin, count, added))
 
     v_all = v.to(work).flatten(0, 1)
@@ -184,7 +184,7 @@ def delta_rule_decode(
         u = strengths[at][..., None] * (v_all[at] - (k_t * faded).sum(2))
         current = torch.where(now[:, None, None, None], faded + k_t * u[:, :, None], current)
         outputs[torch.where(now, at, len(v_all))] = scale * (q_t * current).sum(2)
-        if token_states is not None:
+        if token_states is not None and token_state_indices is not None:
             targets, kept = _slots(token_state_indices[:, t], null_slot, rows, token_states)
             _store(token_states, current, targets, kept & now, state_v_first)
         if replay is not None:
@@ -259,9 +259,9 @@ def delta_rule_flush(
     shape = (rows, heads_v, dim_k, dim_v)
     work = work_dtype(state)
     current = _apply(replay, slots, cursor, _read(state, slots, state_v_first, shape, work), group)
-    _store(state, current, slots, live & (cursor.count > 0), state_v_first)
-    empty = torch.zeros_like(cursor.count)
-    _set_cursor(replay, slots, live, _Cursor(cursor.begin + cursor.count, empty, empty))
+    _store(state, current, slots, live & (cursor.certain > 0), state_v_first)
+    empty = torch.zeros_like(cursor.certain)
+    _set_cursor(replay, slots, live, _Cursor(cursor.begin + cursor.certain, empty, empty))
 
 
 # ---- rows and slots --------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _tokens(v: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> tup
 
 def _chosen(state_indices: Tensor | None, num_accepted: Tensor | None) -> Tensor | None:
     """The slot where each row begins: of several the one of the last accepted token."""
-    if state_indices is None or state_indices.dim() == 1:
+    if state_indices is None or state_indices.dim() == 1 or num_accepted is None:
         return state_indices
     last = (num_accepted.long() - 1).clamp(0, state_indices.shape[1] - 1)
     return state_indices.gather(1, last[:, None])[:, 0]
@@ -361,7 +361,7 @@ class _Cursor(NamedTuple):
     """Of every row [N]: the first record of the ring, how many are certain, how many in question."""
 
     begin: Tensor
-    count: Tensor
+    certain: Tensor
     pending: Tensor
 
 
@@ -380,7 +380,7 @@ def _cursor(replay: Replay, slots: Tensor, num_accepted: Tensor | None) -> _Curs
 
 def _set_cursor(replay: Replay, slots: Tensor, live: Tensor, cursor: _Cursor) -> None:
     begin = cursor.begin % replay.u.shape[1]
-    word = begin | cursor.count << _BYTE | cursor.pending << 2 * _BYTE
+    word = begin | cursor.certain << _BYTE | cursor.pending << 2 * _BYTE
     store_live(replay.cursor, word[:, None, None].expand(-1, *replay.cursor.shape[1:]), slots, live)
 
 
@@ -395,7 +395,7 @@ def _apply(replay: Replay, slots: Tensor, cursor: _Cursor, current: Tensor, grou
         k = k.repeat_interleave(group, 1)
         decay = decay[..., None] if decay.dim() == 3 else decay[..., None, None]
         advanced = decay * current + k[..., None] * u[:, :, None]
-        current = torch.where((j < cursor.count)[:, None, None, None], advanced, current)
+        current = torch.where((j < cursor.certain)[:, None, None, None], advanced, current)
     return current
 
 
