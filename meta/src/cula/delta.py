@@ -185,12 +185,15 @@ def delta_rule_commit(
     """Advances the state of row n by its first `num_accepted[n]` tokens, in place: the other half of `commit=False`.
 
     Args:
+        k, v, g, beta, state: as in `delta_rule_decode`, and so are the other arguments.
         num_accepted: `[B]` int32; less than 0 counts as 0, more than T as T.
         state_indices: `[B]` int32, the slot of every row; None: row n uses slot n.
+        A_log, dt_bias, lower_bound, softplus_beta, softplus_threshold: of the gate.
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel: what is raw.
+        state_v_first: layout of the pool.
+        cu_seqlens, max_tokens: rows of different length in a batch of one.
+        null_slot: a slot that means padding, as negative ones do.
         impl: "auto" or the name of an implementation.
-        k, v, g, beta, state, A_log, dt_bias, lower_bound, softplus_beta, softplus_threshold, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
-            max_tokens, null_slot: as in `delta_rule_decode`.
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
