@@ -28,6 +28,7 @@ from tools.layout import BASE, DEVELOPMENT_TOOLS, is_host, sources  # noqa: E402
 # needs them.
 PACKAGES = {
     "cula-lightning-decode": ("sm89", "sm90", "sm100"),
+    "cula-delta-decode": ("sm89", "sm90", "sm100"),
     "cula-lightning-sm90": ("sm90",),
     "cula-cp-sm90": ("sm90",),
     "cula-kda-sm100": ("sm100",),
@@ -50,6 +51,7 @@ TESTED = (*BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
 BUDGETS = {
     "packages/cula-core/tests": (95, 40),
     "packages/cula-lightning-decode/tests": (75, 20),
+    "packages/cula-delta-decode/tests": (90, 30),
     "packages/cula-lightning-sm90/tests": (130, 40),
     "packages/cula-cp-sm90/tests": (60, 20),
     "packages/cula-kda-sm100/tests": (60, 20),

@@ -133,6 +133,7 @@ def test_every_fact_of_a_kernel_takes_several_values(package):
     """A flag that a kernel gets later is compared too; named here is what is the same for every config."""
     same = {
         DECODE: {"package", "kernel"},
+        "cula-delta-decode": {"package", "kernel"},
         "cula-lightning-sm90": {"package", "arch"},
         "cula-cp-sm90": {"package", "arch"},
         "cula-kda-sm100": {"package", "tiles"},

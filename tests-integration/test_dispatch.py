@@ -152,6 +152,114 @@ def test_decode_of_the_package_refuses_what_cula_refuses(
             run(**good | changes)
 
 
+DELTA = SPECS["cula-delta-decode"]
+TABLE = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
+
+
+def delta_arguments(function: str) -> dict[str, Any]:
+    """Everything that a function of `cula.delta` can be asked for at once; the same at every call."""
+    generator = torch.Generator().manual_seed(5)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    state = randn(6, 4, 64, 64)
+    replay = cula.delta.new_replay(state, 2, max_tokens=2, dtype=torch.bfloat16)
+    accepted = torch.tensor([2, 1], dtype=torch.int32)
+    slots = torch.tensor([4, 0], dtype=torch.int32)
+    if function == "delta_rule_flush":
+        for ring in replay[:3]:
+            ring.copy_(randn(*ring.shape))
+        # From record 1 on one certain record, and two in question.
+        replay.cursor.fill_(1 | 1 << 8 | 2 << 16)
+        return {"state": state, "replay": replay, "num_accepted": accepted, "state_indices": slots}
+    found = {
+        "q": randn(2, 2, 2, 64).bfloat16(), "k": randn(2, 2, 2, 64).bfloat16(), "v": randn(2, 2, 4, 64).bfloat16(),
+        "g": randn(2, 2, 4, 64), "beta": randn(2, 2, 4), "A_log": randn(4), "dt_bias": randn(4, 64), "scale": 0.5,
+        "state": state, "state_indices": TABLE, "num_accepted": accepted, "token_state_indices": TABLE, "commit": False,
+        "lower_bound": -5.0, "allow_neg_eigval": True, "null_slot": 3,
+    }  # fmt: skip
+    if function == "delta_rule_commit":
+        for name in ("q", "scale", "token_state_indices", "commit"):
+            del found[name]
+        found["state_indices"] = slots
+    return found
+
+
+@pytest.mark.parametrize("function", OPS["delta.decode"])
+def test_delta_rule_of_the_package_and_of_cula_agree_to_the_bit_on_a_cpu(function: str) -> None:
+    ours, theirs, before = (delta_arguments(function) for _ in range(3))
+    found = getattr(cula.delta, function)(**ours)
+    expected = DELTA.load(function)(**theirs)
+    assert (found is None and expected is None) or torch.equal(found, expected)
+    assert torch.equal(ours["state"], theirs["state"])
+    assert not torch.equal(ours["state"], before["state"])
+    for x, y in zip(ours.get("replay", ()), theirs.get("replay", ()), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_rings_of_the_package_and_of_cula_are_the_same() -> None:
+    from cula_delta_decode import new_replay
+
+    state, options = torch.zeros(3, 4, 8, 16), {"max_tokens": 3, "channels": True}
+    for v_first in (False, True):
+        ours = cula.delta.new_replay(state, 2, state_v_first=v_first, **options)
+        theirs = new_replay(state, 2, state_v_first=v_first, **options)
+        for x, y in zip(ours, theirs, strict=True):
+            assert torch.equal(x, y) and x.dtype == y.dtype
+
+
+@pytest.mark.parametrize(
+    ("function", "blamed", "changes"),
+    [
+        ("delta_rule_decode", "q", {"q": torch.zeros(2, 2, 64)}),
+        ("delta_rule_decode", "q", {"q": torch.zeros(2, 1, 2, 64).bfloat16()}),
+        ("delta_rule_decode", "v", {"v": torch.zeros(2, 2, 3, 64).bfloat16()}),
+        ("delta_rule_decode", "g", {"g": torch.zeros(2, 2, 4, 63)}),
+        ("delta_rule_decode", "g", {"g": torch.ones(2, 2, 4), "use_gate_in_kernel": False, "A_log": None,
+                                    "dt_bias": None, "lower_bound": None}),
+        ("delta_rule_decode", "beta", {"beta": torch.zeros(2, 2, 3)}),
+        ("delta_rule_decode", "A_log", {"g": None, "dt_bias": None}),
+        ("delta_rule_decode", "dt_bias", {"dt_bias": torch.zeros(4)}),
+        ("delta_rule_decode", "lower_bound", {"lower_bound": 0.5}),
+        ("delta_rule_decode", "softplus_beta", {"softplus_beta": 0.0}),
+        ("delta_rule_decode", "allow_neg_eigval", {"beta": None}),
+        ("delta_rule_decode", "commit", {"commit": 0}),
+        ("delta_rule_decode", "scale", {"scale": float("nan")}),
+        ("delta_rule_decode", "state", {"state": torch.zeros(6, 4, 64, 32)}),
+        ("delta_rule_decode", "state_indices", {"state_indices": TABLE.long()}),
+        ("delta_rule_decode", "state_indices", {"state_indices": TABLE + 5}),
+        ("delta_rule_decode", "num_accepted", {"num_accepted": None}),
+        ("delta_rule_decode", "token_state_indices", {"token_state_indices": TABLE[:, :1]}),
+        ("delta_rule_decode", "token_state_indices", {"token_state_indices": TABLE * 0 + 5}),
+        ("delta_rule_decode", "token_state_indices", {"token_state_indices": TABLE.flip(1).flip(0)}),
+        ("delta_rule_decode", "output_state_indices", {"output_state_indices": TABLE[:, 0]}),
+        ("delta_rule_decode", "max_tokens", {"max_tokens": 2}),
+        ("delta_rule_decode", "null_slot", {"null_slot": 1 << 31}),
+        ("delta_rule_decode", "out", {"out": torch.zeros(2, 2, 4, 64)}),
+        ("delta_rule_commit", "k", {"k": torch.zeros(2, 9, 2, 64), "v": torch.zeros(2, 9, 4, 64)}),
+        ("delta_rule_commit", "num_accepted", {"num_accepted": TABLE}),
+        ("delta_rule_commit", "state_indices", {"state_indices": TABLE[:, 0] * 0 + 1}),
+        ("delta_rule_commit", "cu_seqlens", {"cu_seqlens": TABLE[0]}),
+        ("delta_rule_flush", "replay", {"replay": None}),
+        ("delta_rule_flush", "state_v_first", {"state_v_first": 1}),
+        ("delta_rule_flush", "state_indices", {"state_indices": TABLE[:, 0] + 3}),
+        ("delta_rule_flush", "num_accepted", {"num_accepted": TABLE}),
+    ],
+)  # fmt: skip
+def test_delta_rule_of_the_package_refuses_what_cula_refuses(
+    function: str, blamed: str, changes: dict[str, Any]
+) -> None:
+    raised = []
+    for run in (getattr(cula.delta, function), DELTA.load(function)):
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"^{blamed}(\.\w+)?: expected "
+        ) as caught:
+            run(**delta_arguments(function) | changes)
+        raised.append(caught.type)
+    assert raised[0] is raised[1]
+
+
 def test_the_registry_knows_what_packages_of_this_repository_serve() -> None:
     """So that it can advise one that is not installed."""
     told = {first.name: (first.module, first.ops, first.archs) for first in FIRST_PARTY}

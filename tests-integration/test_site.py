@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import noxfile
-from cula import kda, lightning, lite, reference, varlen
+from cula import delta, kda, lightning, lite, reference, varlen
 from cula._facts import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +21,7 @@ PAGES = sorted(path.name for path in ROOT.glob("docs/*.md"))
 CODE = ("noxfile.py", "tools/*.py", "meta/src/**/*.py", "packages/*/src/**/*", "benchmarks/**/*.py")
 VARIABLE = re.compile(r"\bCULA_[A-Z]+(?:_[A-Z]+)*\b")
 DEBUGGING = "debugging.md"
-MODULES = {module.__name__: module for module in (kda, lightning, lite, varlen)}
+MODULES = {module.__name__: module for module in (delta, kda, lightning, lite, varlen)}
 
 
 def navigation() -> list[str]:

@@ -99,13 +99,14 @@ class Card:
 
 HOPPER_PACKAGES = (
     "cula-lightning-decode",
+    "cula-delta-decode",
     "cula-lightning-sm90",
     "cula-cp-sm90",
     "liteattention-sm89",
 )
 HOPPER = ((9, 0),)
 HOPPER_OPS = (*DECODE, *PREFILL, *KDA, *LITE)
-ANY_PACKAGES = ("cula-lightning-decode", "liteattention-sm89")
+ANY_PACKAGES = ("cula-lightning-decode", "cula-delta-decode", "liteattention-sm89")
 CARDS = {
     "h20": Card(
         "an H20",
@@ -135,7 +136,7 @@ CARDS = {
     "sm100": Card(
         "a GPU of sm100",
         ((10, 0), (10, 3)),
-        ("cula-lightning-decode", "cula-kda-sm100", "liteattention-sm89"),
+        ("cula-lightning-decode", "cula-delta-decode", "cula-kda-sm100", "liteattention-sm89"),
         (*DECODE, *KDA, *LITE),
     ),
     "sm120": Card("a GPU of sm120", ((12, 0), (12, 1)), ANY_PACKAGES, (*DECODE, *LITE)),

@@ -103,6 +103,62 @@ def decode_compile(package: str, spec: Spec, options: tuple) -> Any:
     return find(package, "compile")(config, spec["arch"], *options)
 
 
+# What a kernel of delta decode does beside or instead of storing the last state in the slot where it was.
+DELTA_MODES = {
+    "decode": {},
+    "nowhere": {"slots": 0},
+    "verify": {"ends": False},
+    "redirected": {"redirected": True},
+    "every_token": {"ends": False, "every_token": True, "slots": 2, "counted": True},
+    "replay": {"ends": False, "replay": True, "counted": True},
+    "commit": {"commits": True, "counted": True},
+    "flush": {"replay": True, "flushes": True},
+    "long": {"slots": 0, "long": True},
+    "long_from_zero": {"begins": False, "slots": 0, "long": True},
+}
+
+
+def delta_specs(package: str) -> Iterator[Spec]:
+    problem_of, gate_of = find(package, "Problem"), find(package, "Gate")
+    select, candidates = find(package, "select"), find(package, "candidates")
+    gates = (
+        gate_of("softplus", False, "bfloat16", True, "float32", "logits", "bfloat16"),
+        gate_of("safe", True, "bfloat16", True, "bfloat16", "logits", "bfloat16", True),
+        gate_of("log", True, "float16", strength="given"),
+        gate_of("none"),
+    )
+    factors = {
+        "mode": tuple(DELTA_MODES), "gate": gates, "dims": ((64, 64), (128, 128), (64, 128), (128, 64)),
+        "arch": ("sm_80", "sm_89", "sm_90a", "sm_100a"), "state_dtype": FLOATS, "tokens": (1, 3, 4, 8),
+        "dtype": DTYPES, "state_v_first": BOTH, "l2norm": BOTH, "packed": BOTH,
+    }  # fmt: skip
+
+    def problem(case: dict) -> Any:
+        dims = dict(zip(("head_dim_k", "head_dim_v"), case["dims"]))
+        facts = {k: v for k, v in case.items() if k not in ("mode", "dims", "arch")}
+        return problem_of(**dims, **facts, **DELTA_MODES[case["mode"]])
+
+    # Rows of any length are cut into pieces of as many tokens as a call has at most.
+    cases = cover(factors, lambda case: case["tokens"] == 8 or "long" not in case["mode"])
+    found = [(select(problem(case), case["arch"]), case["arch"]) for case in cases]
+    for v_first in BOTH:
+        for gate in gates[:2]:
+            for tokens in (1, 4):
+                tuned = problem_of("bfloat16", "float32", 128, 128, tokens, v_first, gate)
+                found.append((select(tuned, "sm_90a"), "sm_90a"))
+                found += [(config, "sm_90a") for config in candidates(tuned)[::4]]
+    for config, arch in found:
+        facts = flat(config)
+        gate = {f"gate_{name}": value for name, value in flat(facts.pop("gate")).items()}
+        yield {"arch": arch, "kernel": "DeltaDecode", **facts, **gate}
+
+
+def delta_compile(package: str, spec: Spec, options: tuple) -> Any:
+    gate = {k.removeprefix("gate_"): v for k, v in spec.items() if k.startswith("gate_")}
+    spec = spec | {"gate": find(package, "Gate")(**gate)}
+    return decode_compile(package, spec, options)
+
+
 def lightning_specs(package: str) -> Iterator[Spec]:
     config_of, problem_of = find(package, "Config"), find(package, "Problem")
     candidates = find(package, "candidates")
@@ -254,6 +310,7 @@ def lite_compile(package: str, spec: Spec, options: tuple) -> Any:
 
 PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec, tuple], Any]]] = {
     "cula-lightning-decode": (decode_specs, decode_compile),
+    "cula-delta-decode": (delta_specs, delta_compile),
     "cula-lightning-sm90": (lightning_specs, lightning_compile),
     "cula-cp-sm90": (kda_specs, kda_compile),
     "cula-kda-sm100": (kda_specs, kda_compile),

@@ -21,6 +21,7 @@ COPIES: dict[str, tuple[str, ...]] = {
         "meta/LICENSE",
         "packages/cula-core/LICENSE",
         "packages/cula-cp-sm90/LICENSE",
+        "packages/cula-delta-decode/LICENSE",
         "packages/cula-emulator/LICENSE",
         "packages/cula-kda-sm100/LICENSE",
         "packages/cula-lightning-decode/LICENSE",

@@ -28,6 +28,7 @@ DISTRIBUTIONS = {
     "cula": "cula",
     "cula-core": "cula_core",
     "cula-lightning-decode": "cula_lightning_decode",
+    "cula-delta-decode": "cula_delta_decode",
     "cula-lightning-sm90": "cula_lightning_sm90",
     "cula-cp-sm90": "cula_cp_sm90",
     "cula-kda-sm100": "cula_kda_sm100",

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import cula.reference
-from cula import _discovery, _env, _implementations, _registry, kda, lightning, lite
+from cula import _discovery, _env, _implementations, _registry, delta, kda, lightning, lite
 from cula._facts import FACTS, OPS
 from cula._implementations import Implementation
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULES = (delta, kda, lightning, lite)
 H, HV, K, V = 2, 4, 8, 6
 LENGTHS = (5, 0, 1, 70)
 T = sum(LENGTHS)
@@ -398,12 +399,12 @@ def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 
 @pytest.mark.parametrize("function", FACTS)
 def test_reference_has_the_public_signature(function: str) -> None:
-    public = next(getattr(m, function) for m in (kda, lightning, lite) if hasattr(m, function))
+    public = next(getattr(m, function) for m in MODULES if hasattr(m, function))
     assert shape_of(getattr(cula.reference, function)) == shape_of(public)
 
 
 def test_every_public_function_documents_every_argument() -> None:
-    for module in (kda, lightning, lite):
+    for module in MODULES:
         for name in module.__all__:
             function = getattr(module, name)
             text = inspect.getdoc(function) or ""
@@ -533,6 +534,27 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         "state_v_first": False, "stochastic_rounding": False,
     }  # fmt: skip
 
+    op = "delta.decode"
+    kernel(op, lambda *a, **o: "o", supports=supports)
+    call = (*tokens, None, None, state.half())
+    asked = {"op": op, **common, "state_dtype": torch.float16, "state_v_first": True}
+    accepted = torch.ones(1, dtype=torch.int32)
+    decode = {**asked, "function": "delta_rule_decode", "commit": True}
+    delta.delta_rule_decode(*call)
+    assert seen.pop() == {**decode, "tokens": 3, "varlen": False, "replay": False}
+    delta.delta_rule_decode(*call, cu_seqlens=CU, commit=False)
+    assert seen.pop() == {**decode, "tokens": 8, "varlen": True, "commit": False, "replay": False}
+    replay = delta.new_replay(state, H, dtype=tokens[1].dtype, state_v_first=False)
+    packed = {"cu_seqlens": CU, "max_tokens": 5}
+    delta.delta_rule_decode(*call, replay=replay, **packed)
+    assert seen.pop() == {**decode, "tokens": 5, "varlen": True, "replay": True}
+    delta.delta_rule_commit(*call[1:], accepted, state_v_first=False)
+    assert seen.pop() == {
+        **asked, "function": "delta_rule_commit", "tokens": 3, "varlen": False, "state_v_first": False,
+    }  # fmt: skip
+    delta.delta_rule_flush(state.half(), replay, accepted)
+    assert seen.pop() == {**asked, "function": "delta_rule_flush"}
+
     op = "lite.attention"
     kernel(op, lambda *a, **o: "o", supports=supports)
     lite.lite_attention(*(x["v"],) * 3, must_do=torch.ones(1, dtype=torch.bool), block_n=32)
@@ -548,7 +570,7 @@ def test_kernel_is_called_with_the_public_arguments(
     kernel: Callable[..., None], function: str
 ) -> None:
     """Whatever serves is handed every argument of the public signature but `impl`, as it came."""
-    public = next(getattr(m, function) for m in (kda, lightning, lite) if hasattr(m, function))
+    public = next(getattr(m, function) for m in MODULES if hasattr(m, function))
     taken: list[inspect.BoundArguments] = []
 
     def run(*args: Any, **options: Any) -> Any:
@@ -565,12 +587,15 @@ def test_kernel_is_called_with_the_public_arguments(
     }
     if function == "lite_attention":
         x["q"] = x["k"] = x["v"]
-    if function in OPS["lightning.decode"]:
+    if function in (*OPS["lightning.decode"], *OPS["delta.decode"]):
         x |= {name: x[name][:, :2] for name in ("q", "k", "v")}
+    replay = delta.new_replay(x["state"], H, dtype=torch.float32, state_v_first=False)
+    x["replay"] = replay  # type: ignore[assignment]
     parameters = inspect.signature(public).parameters
     required = {n: x[n] for n, p in parameters.items() if p.default is p.empty}
     found = public(**required, impl="made-up")
-    assert found == (None if function == "linear_attention_commit" else "result")
+    silent = ("linear_attention_commit", "delta_rule_commit", "delta_rule_flush")
+    assert found == (None if function in silent else "result")
     (bound,) = taken
     expected = {n: required.get(n, p.default) for n, p in parameters.items() if n != "impl"}
     assert set(bound.arguments) == set(expected)
@@ -644,6 +669,21 @@ def test_skip_list_kernels_check_their_own_arguments(kernel: Callable[..., None]
         lite.lite_attention(q, q, q, direction=7, impl="reference")
     with pytest.raises(ValueError, match="^q: expected 4 dimensions"):
         lite.lite_attention(q[0], q, q)
+
+
+def test_delta_rule_kernels_check_their_own_arguments(kernel: Callable[..., None]) -> None:
+    kernel("delta.decode", lambda *a, **o: o["scale"])
+    q, state = torch.randn(2, 1, 2, 8), torch.zeros(2, 2, 8, 8)
+    assert delta.delta_rule_decode(q, q, q, None, None, state, scale="wide") == "wide"
+    with pytest.raises(TypeError, match="^scale: expected a float or None, got str$"):
+        delta.delta_rule_decode(q, q, q, None, None, state, scale="wide", impl="reference")
+    # Who serves depends on these, so that they are checked before.
+    with pytest.raises(ValueError, match="^state: expected 4 dimensions"):
+        delta.delta_rule_decode(q, q, q, None, None, state[0])
+    with pytest.raises(ValueError, match="^max_tokens: expected 1 to 8, got 9"):
+        delta.delta_rule_commit(q, q, None, None, state, q, cu_seqlens=q, max_tokens=9)
+    with pytest.raises(TypeError, match="^replay: expected what new_replay made, got list"):
+        delta.delta_rule_flush(state, [])
 
 
 def test_kernel_without_backward_leaves_training_to_the_reference(

@@ -51,7 +51,8 @@ def test_it_comes_before_the_reference_and_after_kernels() -> None:
     for op in OPS:
         rows = _registry.explain(op, arch="sm90", dtype=torch.bfloat16).rows
         able = [row.name for row in rows if row.reason is None]
-        peers = ["reference"] if op == "lite.attention" else ["fla", "reference"]
+        alone = op in ("lite.attention", "delta.decode")
+        peers = ["reference"] if alone else ["fla", "reference"]
         assert able[-len(peers) :] == peers
         kernels = {found.name for found in _registry.implementations(op) if found.kernel}
         assert kernels.issuperset(able[: -len(peers)])
@@ -374,6 +375,8 @@ def test_it_offers_what_it_claims() -> None:
         for op in i.ops
         for f in OPS[op]
     }
+    # It has these, but not on a pool of states with gates and normalisation of their own.
+    offered -= set(OPS["delta.decode"])
     for function in offered:
         assert callable(fla.load(function))
     assert set(fla._FUNCTIONS) == offered

@@ -7,11 +7,13 @@ from torch import Tensor
 
 import cula
 import cula_cp_sm90
+import cula_delta_decode
 import cula_emulator
 import cula_kda_sm100
 import cula_lightning_decode
 import cula_lightning_sm90
 import liteattention_sm89
+from cula.delta import delta_rule_decode, delta_rule_flush, new_replay
 from cula.kda import chunk_kda
 from cula.lightning import linear_attention_decode
 from cula_core.dtypes import dtype_name
@@ -35,6 +37,13 @@ def lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor) -> 
     out = linear_attention_decode(q, k, v, state, decay, state_indices=rows, impl="reference")
     out += cula_lightning_decode.linear_attention_decode(q, k, v, state, decay, scale=None)
     return out + cula_lightning_sm90.lightning_attn_fwd(q, k, v, decay, scale=1.0)[0]
+
+
+def delta(q: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> Tensor:
+    replay = new_replay(state, 4, max_tokens=2)
+    out = delta_rule_decode(q, q, v, a, b, state, replay=replay, impl="reference")
+    delta_rule_flush(state, replay)
+    return out + cula_delta_decode.delta_rule_decode(q, q, v, a, b, state, scale=None)
 
 
 class Layer(torch.nn.Module):

@@ -6,11 +6,13 @@ from torch import Tensor
 
 import cula
 import cula_cp_sm90
+import cula_delta_decode
 import cula_emulator
 import cula_kda_sm100
 import cula_lightning_decode
 import cula_lightning_sm90
 import liteattention_sm89
+from cula.delta import delta_rule_decode
 from cula.kda import chunk_kda
 from cula.lightning import linear_attention_decode
 from cula_core.dtypes import dtype_name
@@ -21,9 +23,11 @@ def wrong(x: Tensor) -> None:
     chunk_kda("q", x, x, x, x)  # E: arg-type
     chunk_kda(x, x, x, x, x, scale="half")  # E: arg-type
     linear_attention_decode(x, x, x, x, x, rows=x)  # E: call-arg
+    delta_rule_decode(x, x, x, x, x, x, rows=x)  # E: call-arg
     number: int = chunk_kda(x, x, x, x, x)[0]  # E: assignment
     cula.explain(number)  # E: arg-type
     cula_cp_sm90.chunk_kda("q", x, x, x, x)  # E: arg-type
+    cula_delta_decode.delta_rule_decode(x, x, x, 0.5, x, x)  # E: arg-type
     cula_kda_sm100.chunk_kda(x, x, x, x)  # E: call-arg
     cula_lightning_decode.linear_attention_decode(x, x, x, x, 0.5)  # E: arg-type
     cula_lightning_sm90.lightning_attn_fwd(x, x, x, [0.5])  # E: arg-type

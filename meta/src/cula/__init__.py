@@ -2,6 +2,7 @@
 
     cula.lightning    Lightning attention, simple GLA and the gated delta rule: prefill and decode
     cula.kda          Kimi Delta Attention: prefill and decode
+    cula.delta        gated delta rule and KDA: decode on a pool of states, replay
     cula.lite         skip-list softmax attention
     cula.varlen       packed sequences: lengths, masks, cu_seqlens, packing, chunk schedules
     cula.reference    the same operations in plain torch, and token-by-token oracles
@@ -16,11 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cula import integrations, kda, lightning, lite, reference, varlen
+    from cula import delta, integrations, kda, lightning, lite, reference, varlen
     from cula._registry import explain
 
 __version__ = "0.1.0"
-__all__ = ["explain", "integrations", "kda", "lightning", "lite", "reference", "varlen"]
+__all__ = ["delta", "explain", "integrations", "kda", "lightning", "lite", "reference", "varlen"]
 
 
 def __getattr__(name: str) -> Any:

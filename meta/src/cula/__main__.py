@@ -116,13 +116,15 @@ def collect(arch: str | None = None) -> dict[str, Any]:
 
 def _functions(ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every public function with the implementation that serves it, or None and the architectures it needs."""
-    from cula import _facts, kda, lightning, lite
+    from cula import _facts, delta, kda, lightning, lite
 
     told = {op["function"]: op for op in ops}
     found = []
-    for module in (lightning, kda, lite):
+    for module in (lightning, kda, delta, lite):
         for name in module.__all__:
             function, archs = _facts.SERVED_AS.get(name, (name, None))
+            if function not in told:  # nobody's: it is the same for all implementations
+                continue
             arch, rows = told[function]["arch"], told[function]["implementations"]
             served = next((row["name"] for row in rows if row["verdict"] == "chosen"), None)
             needs = None if archs is None or arch in archs else ", ".join(archs)

@@ -45,6 +45,7 @@ GROUP = "cula.kernels"
 SM80_AND_NEWER = tuple(f"sm{n}" for n in (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121))
 FIRST_PARTY = (
     FirstParty("cula_lightning_decode", ("lightning.decode",), SM80_AND_NEWER),
+    FirstParty("cula_delta_decode", ("delta.decode",), SM80_AND_NEWER),
     FirstParty("cula_lightning_sm90", ("lightning.prefill",), ("sm90",)),
     FirstParty("cula_cp_sm90", ("kda.prefill",), ("sm90",)),
     FirstParty("cula_kda_sm100", ("kda.prefill",), ("sm100", "sm103")),

@@ -8,6 +8,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "lightning.gated_delta_rule": ("chunk_gated_delta_rule",),
     "kda.prefill": ("chunk_kda",),
     "kda.decode": ("fused_recurrent_kda",),
+    "delta.decode": ("delta_rule_decode", "delta_rule_commit", "delta_rule_flush"),
     "lite.attention": ("lite_attention",),
 }
 # What a decision depends on beside the device: facts about every call, then the flags of each function by name.
@@ -71,6 +72,9 @@ FACTS: dict[str, tuple[str, ...]] = {
         "use_intracard_cp",
     ),
     "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
+    "delta_rule_decode": ("tokens", "varlen", "state_v_first", "commit", "replay"),
+    "delta_rule_commit": ("tokens", "varlen", "state_v_first"),
+    "delta_rule_flush": ("state_v_first",),
     "lite_attention": ("block_m", "block_n", "must_do"),
 }
 # Public functions that another one serves; where architectures are named, by a kernel on one of them or not at all.

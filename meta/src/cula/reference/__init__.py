@@ -3,6 +3,11 @@
 They run on any device, compute in fp32 (fp64 for fp64 input), and take arguments that were already checked.
 """
 
+from cula.reference.delta_decode import (
+    delta_rule_commit,
+    delta_rule_decode,
+    delta_rule_flush,
+)
 from cula.reference.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -19,6 +24,9 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_simple_gla",
+    "delta_rule_commit",
+    "delta_rule_decode",
+    "delta_rule_flush",
     "fused_recurrent_kda",
     "lightning_attn_fwd",
     "lightning_attn_fwd_varlen",

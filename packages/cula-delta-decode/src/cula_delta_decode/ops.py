@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cula_core.reference import delta_decode as reference
-from cula_core.reference.delta_decode import CURSOR_COLUMNS, Gates, Replay
+from cula_core.reference.delta_decode import Gates, Replay
 from cula_core.tensors import as_stored, is_plain_cuda_call
 
 from .check import check_commit, check_decode, check_flush, check_new_replay
@@ -348,19 +349,10 @@ def new_replay(
         (False, torch.Size([2, 8, 4, 16]))
     """
     check_new_replay(state, heads, max_tokens, channels, dtype, records, state_v_first)
-    pool, heads_v, rows, columns = state.shape
-    dim_v, dim_k = (rows, columns) if state_v_first else (columns, rows)
-    if records is None:
-        records = 1 << (2 * max_tokens - 1).bit_length()
-    device = state.device
-    factors = (heads_v, dim_k) if channels else (heads_v,)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return Replay(
-        torch.zeros(pool, records, heads, dim_k, dtype=dtype, device=device),
-        torch.zeros(pool, records, heads_v, dim_v, dtype=wide, device=device),
-        torch.zeros(pool, records, *factors, dtype=wide, device=device),
-        torch.zeros(pool, heads_v, -(-dim_v // CURSOR_COLUMNS), dtype=torch.int32, device=device),
-    )
+    return reference.empty_replay(
+        state, heads, max_tokens=max_tokens, channels=channels, dtype=dtype, records=records,
+        state_v_first=state_v_first,
+    )  # fmt: skip
 
 
 def delta_rule_flush(
@@ -424,8 +416,12 @@ def _tokens(k: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> int
 def _is_unusual(given: tuple[Any, ...]) -> bool:
     """Whether a plain call holds what the compiled host code cannot see; the full check looks at it."""
     q, k, v, g, beta, state, _, output_indices, scale, A_log, dt_bias, lower_bound = given[:12]
-    softplus_beta, threshold, use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit = given[12:20]
-    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot, out = given[20:]
+    softplus_beta, threshold, use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit = given[
+        12:20
+    ]
+    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot, out = (
+        given[20:]
+    )
     # fmt: off
     return (
         any(type(flag) is not bool for flag in (use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ torch.library.define(
 
 def _recurrent_cpu(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, *rest: object,
+    dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, *rest: Any,
 ) -> None:  # fmt: skip
     *flags, out, final_state = rest
     longest = None if cu_seqlens is None else longest_sequence(cu_seqlens)

@@ -72,6 +72,36 @@ class Replay(NamedTuple):
     cursor: Tensor
 
 
+def empty_replay(
+    state: Tensor,
+    heads: int,
+    *,
+    max_tokens: int = 1,
+    channels: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    records: int | None = None,
+    state_v_first: bool = True,
+) -> Replay:
+    """Returns rings without records for a pool of states.
+
+    heads, dtype: of q and k. max_tokens: the most tokens of a call. channels: whether g has a gate per channel of K.
+    records: L, None: the smallest that calls of `max_tokens` tokens can use.
+    """
+    pool, heads_v, rows, columns = state.shape
+    dim_v, dim_k = (rows, columns) if state_v_first else (columns, rows)
+    if records is None:
+        records = 1 << (2 * max_tokens - 1).bit_length()
+    device = state.device
+    factors = (heads_v, dim_k) if channels else (heads_v,)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return Replay(
+        torch.zeros(pool, records, heads, dim_k, dtype=dtype, device=device),
+        torch.zeros(pool, records, heads_v, dim_v, dtype=wide, device=device),
+        torch.zeros(pool, records, *factors, dtype=wide, device=device),
+        torch.zeros(pool, heads_v, -(-dim_v // CURSOR_COLUMNS), dtype=torch.int32, device=device),
+    )
+
+
 def delta_rule_decode(
     q: Tensor,
     k: Tensor,
