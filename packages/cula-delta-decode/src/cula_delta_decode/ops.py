@@ -178,7 +178,7 @@ def delta_rule_decode(
             the strength itself. None: 1.
         state: `[pool, HV, V, K]`, or `[pool, HV, K, V]` with `state_v_first=False`; float32, bfloat16 or float16, the
             arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A transposed view of
-            the other layout is used without a copy. Without `state_v_first`, B >= 64 takes 1 to 2 % longer.
+            the other layout is used without a copy.
         state_indices: `[B]` int32, any stride, the slot of every row. Negative, or equal to `null_slot`: padding, the
             output is zero and no state changes. None: row n uses slot n. Or `[B, slots]` with `num_accepted`: a row
             begins at slot number `num_accepted[n] - 1` of its own.
