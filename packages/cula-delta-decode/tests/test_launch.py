@@ -62,7 +62,8 @@ def test_decode(problems, case):
 
 
 def test_gates_are_read_as_they_come(problems):
-    """The gates of all heads side by side, A_log in another dtype, transposed states, a slot that means padding."""
+    """The gates of all heads side by side, A_log in another dtype, dt_bias at an odd address, transposed states, a slot
+    that means padding."""
     case = Case(gate=("safe", True), state_v_first=False)
     x = make_inputs(case)
     x.A_log = x.A_log.bfloat16().float()
@@ -71,6 +72,8 @@ def test_gates_are_read_as_they_come(problems):
     given = public(case, x) | {"A_log": x.A_log.bfloat16(), "g": x.g.flatten(2), "null_slot": 2}
     stored = x.state.transpose(2, 3).contiguous()
     given |= {"state": stored.transpose(2, 3)}
+    shifted = torch.empty(x.dt_bias.numel() + 1)[1:]
+    given |= {"dt_bias": shifted.copy_(x.dt_bias.flatten())}
     close(delta_rule_decode(x.q, x.k, x.v, **given), expected)
     close(stored.transpose(2, 3), state)
     assert problems[0].state_v_first

@@ -321,6 +321,8 @@ def gates_as_read(
     if dt_bias is not None:
         if dtype_name(dt_bias.dtype) not in NAMES:
             dt_bias = dt_bias.float()
+        if dt_bias.data_ptr() % 16:  # as a slice may be; the kernel reads 16 bytes at a time
+            dt_bias = dt_bias.clone()
         if dt_bias.dim() == 1:
             dt_bias = dt_bias.view(heads, -1)
     return g, A_log, dt_bias

@@ -31,8 +31,7 @@ class DeltaDecode:
         """overlap: the launch may begin before the previous kernel has ended (sm_90 and newer)."""
         problem = config.problem
         self.config, self.overlap = config, overlap
-        self.begins, self.slots, self.packed = problem.begins, problem.slots, problem.packed
-        self.redirected, self.replay = problem.redirected, problem.replay
+        self.slots, self.packed, self.redirected = problem.slots, problem.packed, problem.redirected
         self.commits, self.long = problem.commits, problem.long
         self.channels, self.tokens = problem.gate.channels, problem.tokens
         self.tiles, self.tile_v = problem.head_dim_v // config.tile_v, config.tile_v

@@ -37,11 +37,11 @@ class Rows:
 
     def __init__(self, config: Config):
         problem = config.problem
-        self.config, self.tokens, self.packed = config, problem.tokens, problem.packed
+        self.config, self.tokens = config, problem.tokens
         self.replayed, self.l2norm, self.long = problem.replay, problem.l2norm, problem.long
         self.channels = problem.gate.channels
         self.lanes, self.vector, self.vectors = config.lanes, config.vector, config.vectors_per_row
-        self.rows, self.tile_v = config.rows_per_thread, config.tile_v
+        self.rows = config.rows_per_thread
         self.states, self.gates = States(config), Gates(config)
         self.staging, self.records = Staging(config), Records(config)
 
