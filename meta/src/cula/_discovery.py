@@ -18,6 +18,7 @@ from cula import _implementations
 from cula._facts import OPS
 from cula._implementations import FLA_PRIORITY, Implementation
 from cula._installed import importable
+from cula_core.spec import SM80_AND_NEWER
 
 
 class FirstParty(NamedTuple):
@@ -42,7 +43,6 @@ class Broken:
 
 
 GROUP = "cula.kernels"
-SM80_AND_NEWER = tuple(f"sm{n}" for n in (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121))
 FIRST_PARTY = (
     FirstParty("cula_lightning_decode", ("lightning.decode",), SM80_AND_NEWER),
     FirstParty("cula_delta_decode", ("delta.decode",), SM80_AND_NEWER),

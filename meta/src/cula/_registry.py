@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from cula import _discovery, _implementations
-from cula._discovery import SM80_AND_NEWER, Broken, FirstParty
+from cula._discovery import Broken, FirstParty
 from cula._env import configure_logging, env
 from cula._facts import COMMON_FACTS, FACTS, OPS
 from cula._implementations import Implementation
 from cula._installed import how_to_install, importable
+from cula_core.spec import SM80_AND_NEWER
 
 # Architectures that `explain` may be asked about wherever it runs.
 _ARCHITECTURES = ("cpu", "sm70", "sm72", "sm75", *SM80_AND_NEWER)

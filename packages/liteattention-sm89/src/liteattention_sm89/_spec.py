@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from cula_core.dtypes import dtype_name
-from cula_core.spec import loader, missing_language
+from cula_core.spec import SM80_AND_NEWER, loader, missing_language
 
 from .config import BLOCK_M, BLOCK_N, DTYPES, HEAD_DIMS
 
 NAME = "liteattention-sm89"
 OP = "lite.attention"
-ARCHS = (
-    "sm80",
-    "sm86",
-    "sm87",
-    "sm89",
-    "sm90",
-    "sm100",
-    "sm101",
-    "sm103",
-    "sm110",
-    "sm120",
-    "sm121",
-)
+ARCHS = SM80_AND_NEWER
 PRIORITY = 10
 
 
