@@ -43,31 +43,31 @@ class Arguments(NamedTuple):
     """What `DeltaDecode` is called with, the stream apart. next_state: where the last states go; null_slot: -1 is none;
     bound: the lower bound of the safe gate, or beta of softplus."""
 
-    q: Any
-    k: Any
-    v: Any
-    g: Any
-    beta: Any
-    A_log: Any
-    dt_bias: Any
-    out: Any
-    state: Any
-    next_state: Any
-    slots: Any
-    next_slots: Any
-    accepted: Any
-    token_states: Any
-    token_slots: Any
-    offsets: Any
-    ring_k: Any
-    ring_u: Any
-    ring_decay: Any
-    cursor: Any
-    scale: Any
-    bound: Any
-    threshold: Any
-    null_slot: Any
-    rows: Any
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    g: Any = None
+    beta: Any = None
+    A_log: Any = None
+    dt_bias: Any = None
+    out: Any = None
+    state: Any = None
+    next_state: Any = None
+    slots: Any = None
+    next_slots: Any = None
+    accepted: Any = None
+    token_states: Any = None
+    token_slots: Any = None
+    offsets: Any = None
+    ring_k: Any = None
+    ring_u: Any = None
+    ring_decay: Any = None
+    cursor: Any = None
+    scale: Any = None
+    bound: Any = None
+    threshold: Any = None
+    null_slot: Any = None
+    rows: Any = None
 
 
 def fake_arguments(problem: Problem) -> Arguments:
@@ -250,9 +250,8 @@ def commit(
     _launch(
         problem,
         Arguments(
-            q=None, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=None, state=state, next_state=state,
-            slots=state_indices, next_slots=None, accepted=num_accepted, token_states=None, token_slots=None,
-            offsets=cu_seqlens, ring_k=None, ring_u=None, ring_decay=None, cursor=None, scale=1.0,
+            k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, state=state, next_state=state,
+            slots=state_indices, accepted=num_accepted, offsets=cu_seqlens, scale=1.0,
             bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold,
             null_slot=-1 if null_slot is None else null_slot, rows=_rows(k, cu_seqlens),
         ),
@@ -269,10 +268,9 @@ def flush(
         Gate("log", channels=ring_decay.dim() == 4), slots=int(state_indices is not None), replay=True,
         counted=num_accepted is not None, flushes=True,
     )  # fmt: skip
-    nothing = dict.fromkeys(Arguments._fields)
     _launch(
         problem,
-        Arguments(**nothing)._replace(
+        Arguments(
             k=ring_k, state=state, slots=state_indices, accepted=num_accepted, ring_k=ring_k, ring_u=ring_u,
             ring_decay=ring_decay, cursor=cursor, null_slot=-1 if null_slot is None else null_slot,
             rows=len(state) if state_indices is None else len(state_indices),
@@ -297,10 +295,9 @@ def recurrent(
         MAX_TOKENS if long else tokens, state_v_first, gate, l2norm, begins=initial_state is not None, slots=0,
         ends=final_state is not None, packed=cu_seqlens is not None, long=long,
     )  # fmt: skip
-    nothing = dict.fromkeys(Arguments._fields)
     _launch(
         problem,
-        Arguments(**nothing)._replace(
+        Arguments(
             q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=out, state=initial_state,
             next_state=final_state, offsets=None if cu_seqlens is None else cu_seqlens.int(), scale=scale,
             bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold, null_slot=-1,

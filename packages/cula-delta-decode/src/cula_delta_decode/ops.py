@@ -224,9 +224,7 @@ def delta_rule_decode(
         >>> out.shape, out[1].any().item(), state[3].any().item(), state[0].any().item()
         (torch.Size([2, 1, 8, 16]), False, True, False)
     """
-    state, v_first, token_states = _stored(state, state_v_first, token_states)
-    if type(state_v_first) is bool:
-        state_v_first = v_first
+    state, state_v_first, token_states = _stored(state, state_v_first, token_states)
     if token_states is state and token_state_indices is not None:
         token_states = None
     # fmt: off
@@ -301,9 +299,7 @@ def delta_rule_commit(
         >>> state[0].any().item(), state[1].any().item()
         (True, False)
     """
-    state, v_first, _ = _stored(state, state_v_first, None)
-    if type(state_v_first) is bool:
-        state_v_first = v_first
+    state, state_v_first, _ = _stored(state, state_v_first, None)
     check_commit(
         k, v, g, beta, state, num_accepted, state_indices, A_log, dt_bias, lower_bound, softplus_beta,
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
@@ -380,9 +376,7 @@ def delta_rule_flush(
         >>> state.any().item()
         True
     """
-    state, v_first, _ = _stored(state, state_v_first, None)
-    if type(state_v_first) is bool:
-        state_v_first = v_first
+    state, state_v_first, _ = _stored(state, state_v_first, None)
     check_flush(state, replay, num_accepted, state_indices, state_v_first, null_slot)
     torch.ops.cula_delta_decode.flush.default(
         state, *replay, num_accepted, state_indices, state_v_first, null_slot
@@ -393,7 +387,7 @@ def _stored(
     state: Tensor, state_v_first: bool, token_states: Tensor | None
 ) -> tuple[Tensor, bool, Tensor | None]:
     """States in the order of their memory, and which layout that is; those of tokens in the same one."""
-    if not isinstance(state, Tensor) or state.dim() != 4:
+    if not isinstance(state, Tensor) or state.dim() != 4 or type(state_v_first) is not bool:
         return state, state_v_first, token_states
     found, swapped = as_stored(state)
     if found is None or not swapped:

@@ -79,4 +79,14 @@ class Flush:
         )
         if slot >= 0:
             rings = Rings(mRingK, mRingU, mRingDecay, mCursor)
-            self.tile.flush(row, mState[slot, head, None, None], rings, slot, accepted)
+            self.flush(row, mState[slot, head, None, None], rings, slot, accepted)
+
+    @cute.jit
+    def flush(self, row: Row, gState: cute.Tensor, rings: Rings, slot, accepted):
+        """Applies the certain records to the tile, and forgets the others."""
+        place = self.tile.states.place(row)
+        rState = self.tile.states.load(gState, place)
+        ring = self.tile.records.open(rings, slot, row, accepted, empties=True)
+        if ring.count > 0:
+            self.tile.replay(rState, ring, place)
+            self.tile.states.store(rState, gState, place)

@@ -264,16 +264,6 @@ class Rows:
                     rState[i, j, r] = rState[i, j, r] + rK[j][i] * steps[r]
 
     @cute.jit
-    def flush(self, row: Row, gState: cute.Tensor, rings: Rings, slot, accepted):
-        """Applies the certain records to the tile, and forgets the others."""
-        place = self.states.place(row)
-        rState = self.states.load(gState, place)
-        ring = self.records.open(rings, slot, row, accepted, empties=True)
-        if ring.count > 0:
-            self.replay(rState, ring, place)
-            self.states.store(rState, gState, place)
-
-    @cute.jit
     def replay(self, rState: cute.Tensor, ring: Ring, place: Place):
         """Applies the certain records to the tile."""
         for number in range(ring.count):
