@@ -13,6 +13,7 @@ from torch import Tensor
 from cula_core.reference import lightning_decode as reference
 from cula_lightning_decode import launch, linear_attention_commit, linear_attention_decode
 from cula_testing.comparing import bits, same
+from cula_testing.tensors import unsynchronised
 
 pytestmark = pytest.mark.gpu
 
@@ -504,11 +505,8 @@ def test_calls_neither_synchronise_nor_allocate(cuda, make_inputs):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynchronised():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() == before
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -66,3 +68,16 @@ def misplaced(tensor: Tensor) -> Tensor:
     flat = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype, device=tensor.device)
     skip = next(n for n in range(8) if flat[n:].data_ptr() % 16)
     return flat[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@contextlib.contextmanager
+def unsynchronised() -> Iterator[None]:
+    """In this context an operation that waits for the GPU raises RuntimeError."""
+    with warnings.catch_warnings():
+        # PyTorch says at the first use that it does not know every operation that waits.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
