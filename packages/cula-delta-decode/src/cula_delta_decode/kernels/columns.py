@@ -115,21 +115,17 @@ class Columns:
     def fetch(self, row: Row, numbers: Numbers):
         """Reads what the thread needs of the only token; it depends on no state, and nothing is computed of it yet."""
         place = self.states.place(row)
-        column = cutlass.min(row.tidx, Int32(self.tile_v - 1))
+        # Single numbers come first: what is read last the compiler moves to its use, behind the state.
+        beta = element(row.gBeta, 0)
+        values = [row.gV[0, cutlass.min(row.tidx, Int32(self.tile_v - 1))]]
         if cutlass.const_expr(self.channels):
             gates = self.along(row.gG[0, None], place, numbers.aligned)
             biases = self.along(row.gBias, place, Boolean(True))
         else:
             gates, biases = element(row.gG, 0), element(row.gBias, 0)
-        return Token(
-            rQ=self.along(first_token(row.gQ), place, numbers.aligned),
-            rK=self.along(row.gK[0, None], place, numbers.aligned),
-            gates=gates,
-            biases=biases,
-            values=[row.gV[0, column]],
-            beta=element(row.gBeta, 0),
-            rate=row.rate,
-        )
+        rQ = self.along(first_token(row.gQ), place, numbers.aligned)
+        rK = self.along(row.gK[0, None], place, numbers.aligned)
+        return Token(rQ, rK, gates, biases, values, beta, row.rate)
 
     @cute.jit
     def along(self, gX, place: Place, aligned):

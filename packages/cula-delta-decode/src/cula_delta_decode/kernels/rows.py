@@ -88,6 +88,8 @@ class Rows:
     def fetch(self, row: Row, numbers: Numbers):
         """Reads what the thread needs of the only token; it depends on no state, and nothing is computed of it yet."""
         place = self.states.place(row)
+        # Single numbers come first: what is read last the compiler moves to its use, behind the state.
+        beta = element(row.gBeta, 0)
         gV = row.gV[0, None]
         values = []
         for r in cutlass.range_constexpr(self.rows):
@@ -97,15 +99,9 @@ class Rows:
             biases = self.along(row.gBias, place, Boolean(True))
         else:
             gates, biases = element(row.gG, 0), element(row.gBias, 0)
-        return Token(
-            rQ=self.along(first_token(row.gQ), place, numbers.aligned),
-            rK=self.along(row.gK[0, None], place, numbers.aligned),
-            gates=gates,
-            biases=biases,
-            values=values,
-            beta=element(row.gBeta, 0),
-            rate=row.rate,
-        )
+        rQ = self.along(first_token(row.gQ), place, numbers.aligned)
+        rK = self.along(row.gK[0, None], place, numbers.aligned)
+        return Token(rQ, rK, gates, biases, values, beta, row.rate)
 
     @cute.jit
     def along(self, gX, place: Place, aligned):
