@@ -7,6 +7,8 @@ from pathlib import Path
 
 from cula_testing.loading import pytest_addoption
 
-__all__ = ["pytest_addoption"]
-
 sys.path.insert(0, str(Path(__file__).parent))
+
+from emulated_runs import run
+
+__all__ = ["pytest_addoption", "run"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_TOKENS = 8
+CONVOLUTION_WIDTH = 4
 HEAD_DIMS = (64, 128)
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 DTYPES = ("float32", "bfloat16", "float16")
 GATES = ("none", "log", "softplus", "safe")
 STRENGTHS = ("one", "given", "logits")
+NORM_ACTIVATIONS = ("silu", "sigmoid")
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _VECTOR_BYTES = 16
@@ -35,6 +37,21 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """What a call does besides. convolution: dtype of the weights of a short convolution of q, k and v, None without.
+    bias: it has one. norm: activation of the gate of an RMSNorm of the output, None without. weight: dtype of its
+    weight."""
+
+    convolution: str | None = None
+    bias: bool = False
+    norm: str | None = None
+    weight: str = "float32"
+
+    def __bool__(self) -> bool:
+        return self.convolution is not None or self.norm is not None
+
+
+@dataclass(frozen=True)
 class Problem:
     """The static facts of a call: rows, pool size, head counts, strides and numbers are not among them.
 
@@ -42,7 +59,8 @@ class Problem:
     state_indices, 0 without. ends: the state after the last token is stored. redirected: in slots of their own.
     every_token: the state after each token is stored. packed: rows of different length. replay: the pool lacks records.
     counted: how many tokens were accepted is given. commits: no output, and a row has as many tokens as were accepted.
-    flushes: no tokens at all, only records to apply. long: rows of any length, `tokens` at a time.
+    flushes: no tokens at all, only records to apply. long: rows of any length, `tokens` at a time. fused: what is done
+    before and behind.
     """
 
     dtype: str
@@ -64,6 +82,7 @@ class Problem:
     commits: bool = False
     flushes: bool = False
     long: bool = False
+    fused: Fused = Fused()
 
     @property
     def vector(self) -> int:
@@ -81,6 +100,8 @@ class Problem:
             return f"1 to {MAX_TOKENS} tokens, not {self.tokens}"
         if self.gate.kind not in GATES or self.gate.strength not in STRENGTHS:
             return f"unknown gate in {self.gate}"
+        if self.fused.norm not in (None, *NORM_ACTIVATIONS):
+            return f"unknown activation in {self.fused}"
         return None
 
 
@@ -113,7 +134,7 @@ class Config:
     @property
     def direct(self) -> bool:
         """Whether every thread reads its part of a token from global memory; otherwise the CTA stages all tokens."""
-        return self.problem.tokens == 1
+        return self.problem.tokens == 1 and not self.problem.fused
 
     @property
     def vectors_per_row(self) -> int:
@@ -133,6 +154,10 @@ class Config:
         """Why the kernel cannot be built with this tile, or None."""
         if self.problem.head_dim_v % self.tile_v or self.tile_v % 8:
             return f"tile_v={self.tile_v} does not divide V={self.problem.head_dim_v} into eights"
+        if self.problem.fused.norm and self.tile_v != self.problem.head_dim_v:
+            return (
+                f"a norm over V={self.problem.head_dim_v} needs all of it, not tile_v={self.tile_v}"
+            )
         if self.threads % _WARP or not 32 <= self.threads <= 1024:
             return f"threads={self.threads} is not a multiple of 32 up to 1024"
         if self.lanes not in (2, 4, 8, 16, 32) or self.columns % (self.vector * self.lanes):

@@ -18,12 +18,15 @@ from cula_core.cute.fake import vector
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
+from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 
+from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
 from .config import DTYPES as NAMES
-from .config import MAX_TOKENS, Config, Gate, Problem
 from .kernels.decode import DeltaDecode
 from .kernels.flush import Flush
 from .plan import select, supports_overlap
+
+_NOTHING_FUSED = Fused()
 
 
 def _strided(dtype: type, *shape: object, align: int | None = None, dense: int = 1):
@@ -41,7 +44,8 @@ def _strided(dtype: type, *shape: object, align: int | None = None, dense: int =
 
 class Arguments(NamedTuple):
     """What `DeltaDecode` is called with, the stream apart. next_state: where the last states go; null_slot: -1 is none;
-    bound: the lower bound of the safe gate, or beta of softplus."""
+    bound: the lower bound of the safe gate, or beta of softplus; inputs, positions, taps, tap_bias: of the convolution;
+    gate, norm_weight, eps: of the norm."""
 
     q: Any = None
     k: Any = None
@@ -63,9 +67,16 @@ class Arguments(NamedTuple):
     ring_u: Any = None
     ring_decay: Any = None
     cursor: Any = None
+    inputs: Any = None
+    positions: Any = None
+    taps: Any = None
+    tap_bias: Any = None
+    gate: Any = None
+    norm_weight: Any = None
     scale: Any = None
     bound: Any = None
     threshold: Any = None
+    eps: Any = 0.0
     null_slot: Any = None
     rows: Any = None
 
@@ -107,6 +118,13 @@ def fake_arguments(problem: Problem) -> Arguments:
             _contiguous(F32, pool, length, *factors),
             _contiguous(I32, pool, heads_v, dim_v // 8),
         )
+    fused = problem.fused
+    inputs = taps = tap_bias = None
+    if fused.convolution:
+        channels = cute.sym_int()
+        inputs = _contiguous(dtype, pool, cute.sym_int(), channels)
+        taps = _contiguous(DTYPES[fused.convolution], channels, CONVOLUTION_WIDTH)
+        tap_bias = vector(DTYPES[fused.convolution], channels) if fused.bias else None
     bias = None
     if gate.bias:
         bias = make_fake_tensor(DTYPES[gate.bias], (heads_v, width), stride=(width, 1))
@@ -131,9 +149,16 @@ def fake_arguments(problem: Problem) -> Arguments:
         ring_u=rings[1],
         ring_decay=rings[2],
         cursor=rings[3],
+        inputs=inputs,
+        positions=vector(I32, rows) if fused.convolution else None,
+        taps=taps,
+        tap_bias=tap_bias,
+        gate=activation(heads_v, dim_v) if fused.norm else None,
+        norm_weight=vector(DTYPES[fused.weight], dim_v) if fused.norm else None,
         scale=cutlass.Float32(1.0),
         bound=cutlass.Float32(1.0),
         threshold=cutlass.Float32(1.0),
+        eps=cutlass.Float32(0.0),
         null_slot=cutlass.Int32(-1),
         rows=cutlass.Int32(1),
     )
@@ -350,6 +375,28 @@ def gate_of(
         beta_sigmoid,
         neg_eigval,
     )
+
+
+def fused_of(convolution: ShortConvolution | None, norm: GatedNorm | None) -> Fused:
+    """Returns the static facts of what a call does before and behind."""
+    if convolution is None and norm is None:
+        return _NOTHING_FUSED
+    return Fused(
+        None if convolution is None else dtype_name(convolution.weight.dtype),
+        convolution is not None and convolution.bias is not None,
+        None if norm is None else norm.activation,
+        "float32" if norm is None else dtype_name(norm.weight.dtype),
+    )
+
+
+def fused_arguments(convolution: ShortConvolution | None, norm: GatedNorm | None) -> dict[str, Any]:
+    """Returns those arguments of the kernel that belong to it, by name."""
+    found: dict[str, Any] = {}
+    if convolution is not None:
+        found |= zip(("inputs", "positions", "taps", "tap_bias"), convolution)
+    if norm is not None:
+        found |= {"gate": norm.gate, "norm_weight": norm.weight, "eps": norm.eps}
+    return found
 
 
 @functools.cache

@@ -145,14 +145,14 @@ def delta_rule_decode(
     all. The state is stored, without this call's tokens, when these records and those of this call are more than half
     of the ring.
     """
-    index, live = _tokens(v, cu_seqlens, max_tokens)
+    index, live = row_tokens(v, cu_seqlens, max_tokens)
     (rows, tokens), (heads_v, dim_v), dim_k = live.shape, v.shape[2:], q.shape[3]
     group = heads_v // q.shape[2]
     scale = dim_k**-0.5 if scale is None else scale
     work = work_dtype(q, v, state)
 
     chosen = _chosen(state_indices, num_accepted if replay is None else None)
-    slots, begins = _slots(chosen, null_slot, rows, v if state is None else state)
+    slots, begins = row_slots(chosen, null_slot, rows, v if state is None else state)
     live = live & begins[:, None]
     current = _read(state, slots, state_v_first, (rows, heads_v, dim_k, dim_v), work)
     first = slots
@@ -185,14 +185,14 @@ def delta_rule_decode(
         current = torch.where(now[:, None, None, None], faded + k_t * u[:, :, None], current)
         outputs[torch.where(now, at, len(v_all))] = scale * (q_t * current).sum(2)
         if token_states is not None and token_state_indices is not None:
-            targets, kept = _slots(token_state_indices[:, t], null_slot, rows, token_states)
+            targets, kept = row_slots(token_state_indices[:, t], null_slot, rows, token_states)
             _store(token_states, current, targets, kept & now, state_v_first)
         if replay is not None:
             u = u / norms[at].repeat_interleave(group, 1)
             _record(replay, slots, first + t, now, (k_given[at], u, decays[at]))
     if next_state is not None:
         wanted = chosen if output_state_indices is None else output_state_indices
-        targets, kept = _slots(wanted, null_slot, rows, next_state)
+        targets, kept = row_slots(wanted, null_slot, rows, next_state)
         _store(next_state, current, targets, kept & begins, state_v_first)
     result = outputs[:-1].view(v.shape)
     return result.to(v.dtype) if out is None else out.copy_(result)
@@ -221,9 +221,9 @@ def delta_rule_commit(
     More than a row has are all that it has, and negative numbers none. The other arguments are those of
     `delta_rule_decode`.
     """
-    index, present = _tokens(v, cu_seqlens, max_tokens)
+    index, present = row_tokens(v, cu_seqlens, max_tokens)
     rows, tokens = index.shape
-    slots, live = _slots(state_indices, null_slot, rows, state)
+    slots, live = row_slots(state_indices, null_slot, rows, state)
     # Of every row the state after one token is kept, that after the last accepted one.
     accepted = torch.minimum(num_accepted, present.sum(1))
     kept = torch.arange(tokens, device=v.device) == accepted[:, None] - 1
@@ -254,7 +254,7 @@ def delta_rule_flush(
         rows = len(state) if state_indices is None else len(state_indices)
     heads_v, group = state.shape[1], state.shape[1] // replay.k.shape[2]
     dim_k, dim_v = replay.k.shape[3], replay.u.shape[3]
-    slots, live = _slots(state_indices, null_slot, rows, state)
+    slots, live = row_slots(state_indices, null_slot, rows, state)
     cursor = _cursor(replay, slots, num_accepted)
     shape = (rows, heads_v, dim_k, dim_v)
     work = work_dtype(state)
@@ -267,7 +267,9 @@ def delta_rule_flush(
 # ---- rows and slots --------------------------------------------------------------------------------------------------
 
 
-def _tokens(v: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> tuple[Tensor, Tensor]:
+def row_tokens(
+    v: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None
+) -> tuple[Tensor, Tensor]:
     """Where the tokens of every row lie among all tokens, [N, T], and which of them there are."""
     batch, tokens = v.shape[:2]
     if cu_seqlens is None:
@@ -288,7 +290,7 @@ def _chosen(state_indices: Tensor | None, num_accepted: Tensor | None) -> Tensor
     return state_indices.gather(1, last[:, None])[:, 0]
 
 
-def _slots(
+def row_slots(
     indices: Tensor | None, null_slot: int | None, rows: int, pool: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The slot of each row, 0 for padding, and which rows are none."""

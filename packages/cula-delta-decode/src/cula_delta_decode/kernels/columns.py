@@ -217,9 +217,11 @@ class Columns:
         """All tokens of a row, or as many as shared memory holds."""
         self.staging.fill(staged, row, numbers)
         cute.arch.sync_threads()
+        seen = self.staging.outputs(staged, row)
         for t in cutlass.range_constexpr(self.tokens):
             if t < row.length:
-                self.token(rState, row, numbers, staged, targets, ring, shared, t, place)
+                self.token(rState, seen, numbers, staged, targets, ring, shared, t, place)
+        self.staging.finish(staged, row, numbers, waits=not self.stores)
 
     @cute.jit
     def token(
@@ -253,7 +255,7 @@ class Columns:
                 at = (ring.first + t) & ring.last
                 ring.gU[at, row.tidx] = step * staged.sNumbers[t, NORM]
         if cutlass.const_expr(self.replayed):
-            self.records.keys(ring, row, t)
+            self.records.keys(ring, row, t, staged)
             self.records.factors(ring, row, staged, t)
         # Nobody reads the state after the last token unless it is stored.
         if cutlass.const_expr(self.stores or t < self.tokens - 1):

@@ -60,9 +60,16 @@ class DeltaDecode:
         mRingU: cute.Tensor | None,
         mRingDecay: cute.Tensor | None,
         mCursor: cute.Tensor | None,
+        mInputs: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
+        mTaps: cute.Tensor | None,
+        mTapBias: cute.Tensor | None,
+        mGate: cute.Tensor | None,
+        mNormWeight: cute.Tensor | None,
         scale: cutlass.Float32,
         bound: cutlass.Float32,
         threshold: cutlass.Float32,
+        eps: cutlass.Float32,
         null_slot: Int32,
         rows: Int32,
         stream,
@@ -76,8 +83,8 @@ class DeltaDecode:
                 aligned = aligned and ((mX.iterator.toint() | (strides * bytes_of)) & 15) == 0
         self.kernel(
             mQ, mK, mV, mG, mBeta, mRate, mBias, mOut, mState, mNext, mSlots, mNextSlots, mAccepted, mTokenStates,
-            mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, scale, bound, 1.0 / bound, threshold, null_slot,
-            aligned,
+            mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, mInputs, mPositions, mTaps, mTapBias, mGate,
+            mNormWeight, scale, bound, 1.0 / bound, threshold, eps, null_slot, aligned,
         ).launch(
             grid=[self.tiles * (mV.shape[2] // mK.shape[2]), mK.shape[2], rows],
             block=[self.config.threads, 1, 1],
@@ -111,10 +118,17 @@ class DeltaDecode:
         mRingU: cute.Tensor | None,
         mRingDecay: cute.Tensor | None,
         mCursor: cute.Tensor | None,
+        mInputs: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
+        mTaps: cute.Tensor | None,
+        mTapBias: cute.Tensor | None,
+        mGate: cute.Tensor | None,
+        mNormWeight: cute.Tensor | None,
         scale: cutlass.Float32,
         bound: cutlass.Float32,
         inverse_bound: cutlass.Float32,
         threshold: cutlass.Float32,
+        eps: cutlass.Float32,
         null_slot: Int32,
         aligned: Boolean,
     ):
@@ -160,8 +174,10 @@ class DeltaDecode:
             leads=member == 0,
             tile=tile,
             tidx=tidx,
+            gGate=self.from_token(mGate, batch, head, first),
+            gNormWeight=mNormWeight,
         )
-        numbers = Numbers(scale, bound, inverse_bound, threshold, null_slot, aligned)
+        numbers = Numbers(scale, bound, inverse_bound, threshold, null_slot, eps, aligned)
         token = None
         if cutlass.const_expr(self.config.direct and not self.packed):
             # What does not need the slot is on its way while the slot is read.
@@ -186,9 +202,16 @@ class DeltaDecode:
                 gState = mState[begin, head, None, None]
             if cutlass.const_expr(mNext is not None):
                 gNext = mNext[cutlass.max(end, Int32(0)), head, None, None]
+            seen = row
+            if cutlass.const_expr(mInputs is not None):
+                heads = mK.shape[2]
+                pasts = self.tile.staging.convolution.open(
+                    mInputs, mPositions, mTaps, mTapBias, begin, number, heads, head, head_k, tile
+                )
+                seen = row._replace(pasts=pasts)
             rings = Rings(mRingK, mRingU, mRingDecay, mCursor)
             targets = Targets(gNext, end >= 0, mTokenStates, mTokenSlots)
-            self.tile.advance(row, numbers, token, gState, targets, rings, begin, accepted)
+            self.tile.advance(seen, numbers, token, gState, targets, rings, begin, accepted)
         elif cutlass.const_expr(mOut is not None):
             for t in range(length):
                 for i in range(tidx, self.tile_v, self.config.threads):

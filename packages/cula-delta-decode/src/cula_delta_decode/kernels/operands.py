@@ -11,19 +11,22 @@ from cula_core.cute.functions import exp2, sigmoid
 from cula_core.cute.types import LOG2_E
 
 from ..config import Config
+from .fused import Convolution, Norm, Pasts
 
 WARP = 32
 NORM_EPS = 1e-6
 
 
 class Numbers(NamedTuple):
-    """Arguments that are no tensors. bound: lower bound of the safe gate, or beta of softplus, with its threshold."""
+    """Arguments that are no tensors. bound: lower bound of the safe gate, or beta of softplus, with its threshold.
+    eps: of the norm of the output."""
 
     scale: Float32
     bound: Float32
     inverse_bound: Float32
     threshold: Float32
     null_slot: Int32
+    eps: Float32
     aligned: Boolean
 
 
@@ -32,7 +35,8 @@ class Row(NamedTuple):
 
     gQ, gK [T, K], gV, gOut [T, tile_v], gG [T, K] or [T], gBeta [T]: from the first token of the row on. rate: number
     A_log of the head. gBias [K] or [1]. length: tokens. number, head, head_k, tile: of the row, the value head, the
-    query head, the tile. leads: the head is the first of those that share a query head.
+    query head, the tile. leads: the head is the first of those that share a query head. pasts: of the convolution, or
+    None. gGate [T, V], gNormWeight [V]: of the norm, or None.
     """
 
     gQ: cute.Tensor
@@ -50,6 +54,9 @@ class Row(NamedTuple):
     leads: Boolean
     tile: Int32
     tidx: Int32
+    pasts: Pasts = None
+    gGate: cute.Tensor = None
+    gNormWeight: cute.Tensor = None
 
     def part(self, first, tokens):
         """Returns up to `tokens` tokens of the row, from `first` on."""
@@ -179,7 +186,8 @@ class Staged(NamedTuple):
     """Shared memory that holds all tokens of a row, fp32.
 
     sQ: [T, K], normalized and scaled. sK: [T, K], normalized. sV: [T, tile_v]. sFactor: [T, K] or [T, 1]. sNumbers:
-    [T, 3], the write strength, q.k, and what k was multiplied by to normalize it.
+    [T, 3], the write strength, q.k, and what k was multiplied by to normalize it. With a norm of the output: sOut
+    [T, V], before it, and sGate [T, V], what it is multiplied by behind it.
     """
 
     sQ: cute.Tensor
@@ -187,6 +195,8 @@ class Staged(NamedTuple):
     sV: cute.Tensor
     sFactor: cute.Tensor
     sNumbers: cute.Tensor
+    sOut: cute.Tensor
+    sGate: cute.Tensor
 
 
 STRENGTH, QK, NORM = range(3)
@@ -201,6 +211,9 @@ class Staging:
         self.tokens, self.dim_k, self.tile_v = problem.tokens, problem.head_dim_k, config.tile_v
         self.channels, self.l2norm = problem.gate.channels, problem.l2norm
         self.threads, self.warps = config.threads, config.threads // WARP
+        fused = problem.fused
+        self.convolution = Convolution(config) if fused.convolution else None
+        self.norm = Norm(config) if fused.norm else None
 
     def allocate(self):
         """Returns the shared memory of the tokens."""
@@ -212,7 +225,10 @@ class Staging:
 
         factors = matrix(self.dim_k if self.channels else 1)
         k, q, v = matrix(self.dim_k), matrix(self.dim_k), matrix(self.tile_v)
-        return Staged(q, k, v, factors, matrix(3))
+        numbers, out, gate = matrix(3), None, None
+        if self.norm is not None:
+            out, gate = matrix(self.tile_v), matrix(self.tile_v)
+        return Staged(q, k, v, factors, numbers, out, gate)
 
     @cute.jit
     def fill(self, staged: Staged, row: Row, numbers: Numbers):
@@ -228,7 +244,34 @@ class Staging:
             e = i * self.threads + row.tidx
             t = e // self.tile_v
             if e < total and t < row.length:
-                staged.sV[t, e % self.tile_v] = row.gV[t, e % self.tile_v].to(Float32)
+                column = e % self.tile_v
+                staged.sV[t, column] = self.value(row, "v", t, column)
+                if cutlass.const_expr(self.norm is not None):
+                    staged.sGate[t, column] = self.norm.factor(row, t, column)
+        if cutlass.const_expr(self.convolution is not None):
+            self.convolution.remember(row, row.pasts)
+
+    @cute.jit
+    def value(self, row: Row, name: cutlass.Constexpr, t, channel):
+        """Returns one element of q, k or v of a token, behind the convolution."""
+        gX = {"q": row.gQ, "k": row.gK, "v": row.gV}[name]
+        if cutlass.const_expr(self.convolution is None):
+            return gX[t, channel].to(Float32)
+        return self.convolution.value(gX, getattr(row.pasts, name), row.pasts, t, channel)
+
+    @cute.jit
+    def outputs(self, staged: Staged, row: Row):
+        """Returns the row as the tokens shall see it: its outputs go where `finish` finds them."""
+        return row if self.norm is None else row._replace(gOut=staged.sOut)
+
+    @cute.jit
+    def finish(self, staged: Staged, row: Row, numbers: Numbers, waits: cutlass.Constexpr = True):
+        """Normalizes the outputs of the row's tokens and writes them, if there is a norm. waits: no barrier has come
+        behind the last output yet."""
+        if cutlass.const_expr(self.norm is not None):
+            if cutlass.const_expr(waits):
+                cute.arch.sync_threads()
+            self.norm.finish(row, staged.sOut, staged.sGate, numbers.eps)
 
     @cute.jit
     def token(self, staged: Staged, row: Row, numbers: Numbers, speed, t, lane):
@@ -236,10 +279,10 @@ class Staging:
         rQ, rK = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
         qq, kk, qk = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(count):
-            rK[i] = row.gK[t, i * WARP + lane].to(Float32)
+            rK[i] = self.value(row, "k", t, i * WARP + lane)
             kk = kk + rK[i] * rK[i]
             if cutlass.const_expr(row.gQ is not None):
-                rQ[i] = row.gQ[t, i * WARP + lane].to(Float32)
+                rQ[i] = self.value(row, "q", t, i * WARP + lane)
                 qq, qk = qq + rQ[i] * rQ[i], qk + rQ[i] * rK[i]
         kk = cute.arch.warp_reduction(kk, operator.add)
         norm_q, norm_k = numbers.scale, Float32(1.0)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..config import Config
-from .operands import Row, Staged
+from .operands import NORM, Row, Staged
 
 # A cursor packs three numbers of 8 bits, as in `cula_core.reference.delta_decode`.
 BYTE = 8
@@ -43,6 +43,7 @@ class Records:
         self.cursors = config.tile_v // COLUMNS
         self.tile_v, self.threads = config.tile_v, config.threads
         self.dim_k, self.channels = config.problem.head_dim_k, config.problem.gate.channels
+        self.convolved = config.problem.fused.convolution is not None
 
     @cute.jit
     def open(self, rings: Rings, slot, row: Row, accepted, empties: cutlass.Constexpr = False):
@@ -74,14 +75,19 @@ class Records:
         return Ring(gK, gU, gDecay, begin, count, first, full, length - 1)
 
     @cute.jit
-    def keys(self, ring: Ring, row: Row, t: cutlass.Constexpr):
-        """Writes the key of a token, once for all value heads that share it."""
+    def keys(self, ring: Ring, row: Row, t: cutlass.Constexpr, staged=None):
+        """Writes the key of a token, once for all value heads that share it. Behind a convolution that is the staged
+        one before it was normalized: a number of its dtype, so rounding finds it again."""
         at = (ring.first + t) & ring.last
         if row.tile == 0 and row.leads:
             for i in cutlass.range_constexpr((self.dim_k + self.threads - 1) // self.threads):
                 e = i * self.threads + row.tidx
                 if e < self.dim_k:
-                    ring.gK[at, e] = row.gK[t, e]
+                    if cutlass.const_expr(self.convolved):
+                        key = staged.sK[t, e] * (1.0 / staged.sNumbers[t, NORM])
+                        ring.gK[at, e] = key.to(ring.gK.element_type)
+                    else:
+                        ring.gK[at, e] = row.gK[t, e]
 
     @cute.jit
     def factors(self, ring: Ring, row: Row, staged: Staged, t: cutlass.Constexpr):

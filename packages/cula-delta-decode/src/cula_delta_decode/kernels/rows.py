@@ -179,9 +179,11 @@ class Rows:
         """All tokens of a row, or as many as shared memory holds."""
         self.staging.fill(staged, row, numbers)
         cute.arch.sync_threads()
+        seen = self.staging.outputs(staged, row)
         for t in cutlass.range_constexpr(self.tokens):
             if t < row.length:
-                self.token(rState, row, numbers, targets, ring, staged, t, place)
+                self.token(rState, seen, numbers, targets, ring, staged, t, place)
+        self.staging.finish(staged, row, numbers)
 
     @cute.jit
     def token(
@@ -225,7 +227,7 @@ class Rows:
         self.states.store_token(rState, targets, row, numbers, t, place)
         self.write(row, out, t, place)
         if cutlass.const_expr(self.replayed):
-            self.records.keys(ring, row, t)
+            self.records.keys(ring, row, t, staged)
             self.records.factors(ring, row, staged, t)
             norm = staged.sNumbers[t, NORM]
             self.record_steps(ring, row, [norm * u for u in steps], t, place)
