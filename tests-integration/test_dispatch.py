@@ -16,15 +16,18 @@ import cula
 import noxfile
 from cula import _discovery, _registry
 from cula._discovery import FIRST_PARTY
-from cula._facts import FACTS, OPS
+from cula._facts import COMMON_FACTS, FACTS, OPS
 from cula_core import spec as core_spec
 
 SPECS = {name: import_module(f"{noxfile._import_name(name)}._spec") for name in noxfile.PACKAGES}
-FUNCTIONS = [(name, function) for name, spec in SPECS.items() for function in OPS[spec.OP]]
+SERVED = {name: (spec.OP,) if isinstance(spec.OP, str) else spec.OP for name, spec in SPECS.items()}
+PAIRS = [(name, op) for name, ops in SERVED.items() for op in ops]
+FUNCTIONS = [(name, function) for name, op in PAIRS for function in OPS[op]]
 
 
-def public(op: str, function: str) -> inspect.Signature:
+def public(function: str) -> inspect.Signature:
     """The signature of the public function without `impl`."""
+    op = next(op for op, functions in OPS.items() if function in functions)
     signature = inspect.signature(getattr(import_module(f"cula.{op.partition('.')[0]}"), function))
     kept = [p for p in signature.parameters.values() if p.name != "impl"]
     return signature.replace(parameters=kept)
@@ -34,7 +37,7 @@ def public(op: str, function: str) -> inspect.Signature:
 def test_package_function_has_the_public_signature(name: str, function: str) -> None:
     """A package may take more behind it, by keyword and with a default."""
     theirs = [*inspect.signature(SPECS[name].load(function)).parameters.values()]
-    ours = [*public(SPECS[name].OP, function).parameters.values()]
+    ours = [*public(function).parameters.values()]
     more = theirs[len(ours) :]
     assert [(p.name, p.kind, p.default) for p in theirs[: len(ours)]] == [
         (p.name, p.kind, p.default) for p in ours
@@ -42,9 +45,9 @@ def test_package_function_has_the_public_signature(name: str, function: str) -> 
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in more)
 
 
-@pytest.mark.parametrize("name", noxfile.PACKAGES)
-def test_explain_says_why_a_kernel_does_not_serve_a_cpu(name: str) -> None:
-    told = cula.explain(SPECS[name].OP, arch="cpu")
+@pytest.mark.parametrize(("name", "op"), PAIRS)
+def test_explain_says_why_a_kernel_does_not_serve_a_cpu(name: str, op: str) -> None:
+    told = cula.explain(op, arch="cpu")
     assert told.chosen == "reference"
     (row,) = [row for row in told.rows if row.name == name]
     assert row.reason and "CUDA" in row.reason
@@ -58,7 +61,7 @@ def test_a_missing_package_and_a_missing_kernel_language_are_told_apart(
 
     def row() -> _registry.Row:
         _registry.refresh()
-        told = cula.explain(spec.OP, arch=spec.ARCHS[0], dtype=torch.bfloat16)
+        told = cula.explain(SERVED[name][0], arch=spec.ARCHS[0], dtype=torch.bfloat16)
         return next(row for row in told.rows if row.name == name)
 
     with monkeypatch.context() as patch:
@@ -85,9 +88,9 @@ def test_a_missing_package_and_a_missing_kernel_language_are_told_apart(
 
 @pytest.mark.parametrize("arch", noxfile.ARCHITECTURES)
 def test_auto_picks_a_package_on_every_architecture_of_its_extra(arch: str) -> None:
-    for name, archs in noxfile.PACKAGES.items():
-        if arch in archs:
-            assert cula.explain(SPECS[name].OP, arch=arch).chosen == name
+    for name, op in PAIRS:
+        if arch in noxfile.PACKAGES[name]:
+            assert cula.explain(op, arch=arch).chosen == name
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -260,11 +263,114 @@ def test_delta_rule_of_the_package_refuses_what_cula_refuses(
     assert raised[0] is raised[1]
 
 
+RECURRENT = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
+PUBLIC_RECURRENT = {
+    "fused_recurrent_kda": cula.kda.fused_recurrent_kda,
+    "fused_recurrent_gated_delta_rule": cula.lightning.fused_recurrent_gated_delta_rule,
+}
+
+
+def recurrent_arguments(function: str, **changes: Any) -> dict[str, Any]:
+    """Everything that a recurrence can be asked for at once, in fp64; the same at every call."""
+    generator = torch.Generator().manual_seed(11)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    kda = function == "fused_recurrent_kda"
+    width = (16,) * kda
+    found: dict[str, Any] = {
+        "q": randn(1, 30, 2, 16), "k": randn(1, 30, 2, 16), "v": randn(1, 30, 4, 8), "g": randn(1, 30, 4, *width),
+        "beta": randn(1, 30, 4), "scale": 0.5, "initial_state": randn(4, 4, 8, 16), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": True, "state_v_first": True, "cu_seqlens": torch.tensor([0, 17, 17, 18, 30]),
+        "A_log": randn(4).float(), "dt_bias": randn(4, *width).float(),
+    }  # fmt: skip
+    return found | ({"lower_bound": -5.0} if kda else {}) | changes
+
+
+LOG = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None}
+PLAIN = LOG | {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
+
+
+RULE = "fused_recurrent_gated_delta_rule"
+OF_KDA = {"g": -torch.rand(1, 30, 4, 16), "lower_bound": None}
+
+
+@pytest.mark.parametrize(
+    ("function", "changes"),
+    [
+        *((function, {}) for function in RECURRENT),
+        *((function, {"initial_state": None, "output_final_state": False}) for function in RECURRENT),
+        (RULE, PLAIN | {"g": None, "gk": -torch.rand(1, 30, 4, 16), "beta": None, "scale": None}),
+        (RULE, PLAIN | {"initial_state": torch.ones(4, 4, 8, 16), "g": -torch.rand(1, 30, 4)}),
+        ("fused_recurrent_kda", PLAIN | OF_KDA | {"initial_state": torch.ones(4, 4, 8, 16), "scale": None}),
+    ],
+)  # fmt: skip
+def test_recurrence_of_the_package_and_of_cula_agree_on_a_cpu(
+    function: str, changes: dict[str, Any]
+) -> None:
+    arguments = recurrent_arguments(function, **changes)
+    ours = PUBLIC_RECURRENT[function](**arguments, impl="reference")
+    theirs = DELTA.load(function)(**arguments)
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x is None and y is None) or x.dtype == y.dtype
+        torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "blamed", "changes"),
+    [
+        *(
+            (function, blamed, changes)
+            for function in RECURRENT
+            for blamed, changes in (
+                ("q", {"q": torch.zeros(1, 30, 2, 16).int()}),
+                ("k", {"k": torch.zeros(1, 30, 1, 16, dtype=torch.float64)}),
+                ("v", {"v": torch.zeros(1, 30, 3, 8, dtype=torch.float64)}),
+                ("g", {"g": torch.zeros(1, 30, 2)}),
+                ("beta", {"beta": torch.zeros(1, 30, 2)}),
+                ("scale", {"scale": float("nan")}),
+                ("initial_state", {"initial_state": torch.zeros(3, 4, 8, 16)}),
+                ("initial_state", {"initial_state": torch.zeros(4, 4, 8, 16).int()}),
+                ("allow_neg_eigval", {"use_beta_sigmoid_in_kernel": False}),
+                ("dt_bias", {"dt_bias": torch.zeros(5)}),
+                ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 17, 29])}),
+                ("state_v_first", {"state_v_first": 1}),
+                ("out", {"out": torch.zeros(1, 30, 4, 8)}),
+            )
+        ),
+        ("fused_recurrent_kda", "g", LOG | OF_KDA | {"g": torch.ones(1, 30, 4, 16)}),
+        ("fused_recurrent_kda", "A_log", {"A_log": None, "lower_bound": None}),
+        ("fused_recurrent_kda", "A_log", LOG | OF_KDA | {"A_log": torch.zeros(4)}),
+        ("fused_recurrent_kda", "lower_bound", {"lower_bound": 1.0}),
+        ("fused_recurrent_kda", "lower_bound", LOG | OF_KDA | {"lower_bound": -1.0}),
+        ("fused_recurrent_kda", "beta", {"beta": None}),
+        (RULE, "g", LOG | {"g": torch.ones(1, 30, 4)}),
+        (RULE, "A_log", {"A_log": None}),
+        (RULE, "A_log", LOG | {"A_log": torch.zeros(4), "g": -torch.ones(1, 30, 4)}),
+        (RULE, "gk", {"gk": torch.ones(1, 30, 4, 16)}),
+        (RULE, "gv", {"gv": torch.zeros(1, 30, 4, 16)}),
+        (RULE, "use_gate_in_kernel", {"g": None}),
+        (RULE, "use_beta_sigmoid_in_kernel", {"beta": None}),
+    ],
+)
+def test_recurrence_of_the_package_refuses_what_cula_refuses(
+    function: str, blamed: str, changes: dict[str, Any]
+) -> None:
+    raised = []
+    for run in (PUBLIC_RECURRENT[function], DELTA.load(function)):
+        with pytest.raises((TypeError, ValueError), match=f"^{blamed}: expected ") as caught:
+            run(**recurrent_arguments(function, **changes))
+        raised.append((caught.type, str(caught.value)))
+    assert raised[0] == raised[1]
+
+
 def test_the_registry_knows_what_packages_of_this_repository_serve() -> None:
     """So that it can advise one that is not installed."""
     told = {first.name: (first.module, first.ops, first.archs) for first in FIRST_PARTY}
     assert told == {
-        name: (spec.__name__.removesuffix("._spec"), (spec.OP,), tuple(spec.ARCHS))
+        name: (spec.__name__.removesuffix("._spec"), SERVED[name], tuple(spec.ARCHS))
         for name, spec in SPECS.items()
     }
     assert all(spec.NAME == name for name, spec in SPECS.items())
@@ -382,7 +488,7 @@ def refused_alike(function: str, blamed: str, changes: dict[str, Any]) -> None:
     assert raised[0] == raised[1]
 
 
-KDA = [name for name, spec in SPECS.items() if spec.OP == "kda.prefill"]
+KDA = [name for name, op in PAIRS if op == "kda.prefill"]
 
 
 @pytest.fixture
@@ -425,6 +531,75 @@ def test_kda_goes_to_the_package_for_the_gpu(
         "chunk_kda"
     )
     assert SPECS[package].supports(requires_grad=True) == "no backward"
+
+
+@pytest.mark.parametrize(
+    ("function", "facts", "chosen", "reason"),
+    [
+        ("fused_recurrent_kda", {}, True, None),
+        ("fused_recurrent_kda", {"state_dtype": torch.bfloat16, "varlen": True}, True, None),
+        (RULE, {"gate_dtype": torch.float32}, True, None),
+        (RULE, {"key_gate_dtype": torch.bfloat16}, True, None),
+        ("fused_recurrent_kda", {"requires_grad": True}, False, "no backward"),
+        (RULE, {"requires_grad": True}, False, "no backward"),
+        (RULE, {"value_gate_dtype": torch.float32}, False, "takes no gates over V (gv)"),
+        (
+            RULE,
+            {"gate_dtype": torch.float32, "key_gate_dtype": torch.float32},
+            False,
+            "takes g or gk, not both",
+        ),
+        (
+            "fused_recurrent_kda",
+            {"gate_dtype": torch.float64},
+            False,
+            "g must be float32, bfloat16, float16, not torch.float64",
+        ),
+        (
+            RULE,
+            {"beta_dtype": torch.float64},
+            False,
+            "beta must be float32, bfloat16, float16, not torch.float64",
+        ),
+        (
+            "fused_recurrent_kda",
+            {"dtype": torch.float32},
+            False,
+            "activations must be bfloat16 or float16, not torch.float32",
+        ),
+        (RULE, {"head_dim_k": 96}, False, "K must be one of (64, 128), not 96"),
+        (
+            RULE,
+            {"state_dtype": torch.float64},
+            False,
+            "the state must be float32, bfloat16, float16, not torch.float64",
+        ),
+    ],
+)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_recurrences_go_to_the_package_that_can_serve_them(
+    card: Callable[[int, int], Tensor],
+    capability: tuple[int, int],
+    function: str,
+    facts: dict[str, Any],
+    chosen: bool,
+    reason: str | None,
+) -> None:
+    device = card(*capability).device
+    given = {"dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 64} | facts
+    told = cula.explain(function, **given)
+    (row,) = [row for row in told.rows if row.name == "cula-delta-decode"]
+    assert (row.chosen, row.reason) == (chosen, reason)
+    names = (*COMMON_FACTS, *FACTS[function])
+    key = tuple(given.get(name, False if name == "requires_grad" else None) for name in names)
+    found = _registry.resolve(function, "auto", device, *key)
+    assert (found is DELTA.load(function)) == chosen
+    if not chosen:
+        with pytest.raises(RuntimeError, match="^impl='cula-delta-decode' cannot serve ") as caught:
+            _registry.resolve(function, "cula-delta-decode", device, *key)
+        assert str(caught.value).endswith(str(reason))
+    if given.get("requires_grad"):
+        assert found is getattr(cula.reference, function)
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((10, 0), "sm100"), ((10, 3), "sm103")])

@@ -44,7 +44,9 @@ META_PART_MAY = {
 KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
 # What of `cula_core` imports the DSL, and what stands above kernels.
 NEEDS_DSL = frozenset({"launch", *DEVICE_FOLDERS})
-CORE_CALLERS = frozenset({"call", "contract", "launch", "prefill", "reference", "tensors"})
+CORE_CALLERS = frozenset(
+    {"call", "contract", "delta_decode", "launch", "prefill", "reference", "tensors"}
+)
 EMULATOR = "cula_emulator"
 EMULATOR_MAY = frozenset({"torch", CORE})
 # Outside tests: measurements of the emulator itself, and the covering arrays of the comparison of PTX.

@@ -66,12 +66,16 @@ def served(found: list[ModuleType]) -> str:
     columns: dict[tuple[str, ...], list[str]] = {}
     for arch in dict.fromkeys(sorted((a for s in found for a in s.ARCHS), key=_number)):
         names = tuple(
-            next((f"`{s.NAME}`" for s in found if op == s.OP and arch in s.ARCHS), _NO_PACKAGE)
+            next((f"`{s.NAME}`" for s in found if op in _ops(s) and arch in s.ARCHS), _NO_PACKAGE)
             for op in ops
         )
         columns.setdefault(names, []).append(arch)
     head = ["operation", *(", ".join(archs) for archs in columns.values())]
     return _table(head, ([f"`{op}`", *row] for op, row in zip(ops, zip(*columns))))
+
+
+def _ops(spec: ModuleType) -> tuple[str, ...]:
+    return (spec.OP,) if isinstance(spec.OP, str) else spec.OP
 
 
 def accepted(found: list[ModuleType]) -> str:

@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         lightning.chunk_lightning_attn,
         lightning.chunk_simple_gla,
         lightning.chunk_gated_delta_rule,
+        lightning.fused_recurrent_gated_delta_rule,
         lightning.linear_attention_decode,
         lightning.linear_attention_commit,
         lite.lite_attention,
@@ -37,7 +38,7 @@ def good(function: str) -> dict[str, Any]:
     match function:
         case "chunk_kda" | "fused_recurrent_kda":
             return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV, K), **gates}
-        case "chunk_gated_delta_rule":
+        case "chunk_gated_delta_rule" | "fused_recurrent_gated_delta_rule":
             return {"q": q, "k": k, "v": v, "g": -torch.rand(batch, T, HV), **gates}
         case "lightning_attn_fwd":
             return {"q": q, "k": k, "v": v, "decay": decay}
@@ -75,7 +76,8 @@ def good(function: str) -> dict[str, Any]:
 # message says was expected. `q` and the like stand for the good tensors.
 Case = tuple[str, str, dict[str, Any], type[Exception], str]
 PREFILL = ("chunk_kda", "fused_recurrent_kda", "lightning_attn_fwd", "lightning_attn_fwd_varlen",
-           "chunk_lightning_attn", "chunk_simple_gla", "chunk_gated_delta_rule")  # fmt: skip
+           "chunk_lightning_attn", "chunk_simple_gla", "chunk_gated_delta_rule",
+           "fused_recurrent_gated_delta_rule")  # fmt: skip
 PACKED = (
     "chunk_kda",
     "fused_recurrent_kda",
@@ -83,10 +85,13 @@ PACKED = (
     "chunk_lightning_attn",
     "chunk_simple_gla",
     "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
 )
 DENSE = tuple(name for name in PREFILL if name != "lightning_attn_fwd_varlen")
 KDA = ("chunk_kda", "fused_recurrent_kda")
-DELTA = (*KDA, "chunk_gated_delta_rule")
+CHUNKED = ("chunk_kda", "chunk_gated_delta_rule")
+RECURRENT = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
+DELTA = (*CHUNKED, *RECURRENT)
 DECODE = ("linear_attention_decode", "linear_attention_commit")
 META = torch.device("meta")
 # The arguments that Lightning prefill functions alone have; test_check_prefill.py is about those.
@@ -255,13 +260,12 @@ def cases() -> list[Case]:
 
     state = {"initial_state": lambda args: torch.zeros(B, HV, K, V)}
     tensor(DENSE, "initial_state", state["initial_state"])
-    add(
-        DENSE,
-        "initial_state",
-        {"initial_state": lambda args: torch.zeros(B, HV, K, V).half()},
-        TypeError,
-        "float32, got float16",
-    )
+    for functions, dtype, expected in (
+        (tuple(f for f in DENSE if f not in RECURRENT), torch.float16, "float32, got float16"),
+        (RECURRENT, torch.int32, "float32 or bfloat16 or float16 or float64, got int32"),
+    ):
+        wrong = {"initial_state": lambda args, dtype=dtype: torch.zeros(B, HV, K, V, dtype=dtype)}
+        add(functions, "initial_state", wrong, TypeError, expected)
     add(
         DENSE,
         "initial_state",
@@ -334,14 +338,14 @@ def cases() -> list[Case]:
         "the shape of cu_seqlens, [3], got [2]",
     )
     add(
-        (*three, "fused_recurrent_kda"),
+        (*three, *RECURRENT),
         "cu_seqlens",
         {"cu_seqlens": torch.tensor([0, 1, T])},
         ValueError,
         "None unless B = 1, got a tensor with B = 2",
     )
     add(
-        (*three, "fused_recurrent_kda"),
+        (*three, *RECURRENT),
         "initial_state",
         {**with_cu, "initial_state": torch.zeros(1, HV, K, V)},
         ValueError,
@@ -401,29 +405,19 @@ def cases() -> list[Case]:
         "allow_neg_eigval",
     ):
         add(DELTA, name, {name: 1}, TypeError, "a bool, got int")
-    add(
-        DELTA,
-        "allow_neg_eigval",
-        {"allow_neg_eigval": True},
-        ValueError,
-        "use_beta_sigmoid_in_kernel=True with it",
-    )
-    chunked = ("chunk_kda", "chunk_gated_delta_rule")
-    add(chunked, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
-    add(
-        DELTA,
-        "A_log",
-        {"A_log": torch.zeros(HV)},
-        ValueError,
-        "None unless use_gate_in_kernel is True, got Tensor",
-    )
-    add(
-        DELTA,
-        "dt_bias",
-        {"dt_bias": torch.zeros(HV)},
-        ValueError,
-        "None unless use_gate_in_kernel is True, got Tensor",
-    )
+    doubled = {"allow_neg_eigval": True}
+    for functions, expected in (
+        (CHUNKED, "use_beta_sigmoid_in_kernel=True with it"),
+        (RECURRENT, "False unless there are beta and use_beta_sigmoid_in_kernel"),
+    ):
+        add(functions, "allow_neg_eigval", doubled, ValueError, expected)
+    add(CHUNKED, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
+    for functions, expected in (
+        (CHUNKED, "None unless use_gate_in_kernel is True, got Tensor"),
+        (RECURRENT, "None unless there are g and use_gate_in_kernel, got a tensor"),
+    ):
+        for name in ("A_log", "dt_bias"):
+            add(functions, name, {name: torch.zeros(HV)}, ValueError, expected)
     add(
         DELTA,
         "A_log",
@@ -463,6 +457,22 @@ def cases() -> list[Case]:
         ValueError,
         "a tensor on cpu, as q, got meta",
     )
+
+    rule = "fused_recurrent_gated_delta_rule"
+    for name, dim, letter in (("gk", K, "K"), ("gv", V, "V")):
+        decays = torch.zeros(B, T, HV, dim)
+        tensor(rule, name, lambda args, decays=decays: decays)
+        shape = f"[B, T, HV, {letter}] = [2, 3, 4, {dim}], got [2, 3, 4]"
+        for bad, error, expected in (
+            (decays.long(), TypeError, "float32 or bfloat16 or float16 or float64, got int64"),
+            (decays[..., 0], ValueError, shape),
+            (strided(decays), ValueError, "a contiguous last dimension"),
+            (decays + 0.25, ValueError, "values <= 0, got 0.25"),
+        ):
+            add(rule, name, {name: bad}, error, expected)
+    add(rule, "use_gate_in_kernel", {**gate, "g": None}, ValueError, "False without g, got True")
+    logits = {"beta": None, "use_beta_sigmoid_in_kernel": True}
+    add(rule, "use_beta_sigmoid_in_kernel", logits, ValueError, "False without beta, got True")
 
     for name in ("safe_gate", "disable_recompute", "return_intermediate_states"):
         add("chunk_kda", name, {name: "yes"}, TypeError, "a bool, got str")

@@ -83,7 +83,21 @@ def fused_recurrent_kda(
     arguments = dict(locals())
     SEEN.append("fused_recurrent_kda")
     with torch.no_grad():
-        return reference.recurrent_kda(**arguments)
+        o, final = reference.recurrent_kda(**arguments)
+    return o, None if final is None else final.float()
+
+
+def fused_recurrent_gated_delta_rule(
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
+):  # fmt: skip
+    arguments = dict(locals())
+    SEEN.append("fused_recurrent_gated_delta_rule")
+    assert beta.shape == v.shape[:3], "without beta FLA makes one of the heads of q"
+    with torch.no_grad():
+        o, final = reference.fused_recurrent_gated_delta_rule(**arguments)
+    return o, None if final is None else final.float()
 
 
 RCP_LN2 = 1.4426950216
@@ -240,7 +254,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "fla": {},
         "fla.ops": {},
         "fla.ops.kda": {"chunk_kda": chunk_kda, "fused_recurrent_kda": fused_recurrent_kda},
-        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+        "fla.ops.gated_delta_rule": {
+            "chunk_gated_delta_rule": chunk_gated_delta_rule,
+            "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+        },
         "fla.ops.simple_gla": {
             "chunk_simple_gla": chunk_simple_gla,
             "fused_recurrent_simple_gla": fused_recurrent_simple_gla,

@@ -104,12 +104,12 @@ def cases() -> list[Case]:
     add(DECODE, "q", of("q", lambda x: x[0]), ValueError, "4 dimensions [B, T, H, K]")
     add(DECODE, "q", of("q", lambda x: x[:, :1]), ValueError, "the shape of k, [2, 3, 2, 8]")
     add(DECODE, "q", of("q", lambda x: x.clone().requires_grad_()), ValueError, "no gradient")
-    add(DECODE, "k", of("k", torch.Tensor.double), TypeError, "the dtype of q, float32")
+    add(DECODE, "q", of("q", torch.Tensor.double), TypeError, "the dtype of k, float32")
     add(DECODE, "k", of("k", gaps), ValueError, "a contiguous last dimension")
     add(BOTH, "k", of("k", lambda x: x[:, :0]), ValueError, "1 to 8 tokens")
     add(BOTH, "v", of("v", lambda x: x[:1]), ValueError, "[B, T, HV, V] with B, T = 2, 3 as in k")
     add(BOTH, "v", of("v", lambda x: x[:, :, :3]), ValueError, "a number of heads HV that is a")
-    add(BOTH, "g", of("g", lambda x: x[..., :3]), ValueError, "[B, T, HV * K] = [2, 3, 32]")
+    add(BOTH, "g", of("g", lambda x: x[..., :3]), ValueError, "or [2, 3, 4, 8] or [2, 3, 32]")
     add(BOTH, "g", of("g", torch.Tensor.int), TypeError, "float32 or bfloat16")
     channels = {"g": gaps(torch.randn(B, T, HV, K)), "dt_bias": None}
     add(BOTH, "g", channels, ValueError, "a contiguous last dimension")
@@ -120,39 +120,49 @@ def cases() -> list[Case]:
     add(BOTH, "dt_bias", of("dt_bias", lambda x: x[:3]), ValueError, "[HV] = [4]")
     for name in ("A_log", "dt_bias"):
         only = {n: None for n in ("A_log", "dt_bias") if n != name}
-        add(BOTH, name, {"g": None, **only}, ValueError, "None unless there is a g")
+        add(BOTH, name, {"g": None, **only}, ValueError, "None unless there are g")
         add(BOTH, name, {"use_gate_in_kernel": False, "g": None, **only}, ValueError, "None unless")
     add(BOTH, "state", of("state", lambda x: x[:, :3]), ValueError, "[pool, HV, V, K] = [pool, 4")
-    add(ALL, "state", of("state", lambda x: x[0]), ValueError, "4 dimensions [pool, HV, V, K]")
+    add(ALL, "state", of("state", lambda x: x[0]), ValueError, "[pool, HV, V, K], got [4, 6, 8]")
     add(ALL, "state", of("state", torch.Tensor.int), TypeError, "float32 or bfloat16 or float16")
     add(ALL, "state", of("state", gaps), ValueError, "dense matrices")
     few = {"state_indices": None, "state": torch.zeros(1, HV, V, K)}
-    add(BOTH, "state", few, ValueError, "a pool of at least B = 2 states")
+    add(BOTH, "state", few, ValueError, "a pool of at least N = 2 states")
     add(FLUSH, "state", of("state", lambda x: x.requires_grad_()), ValueError, "no gradient")
     add(BOTH, "state_indices", {"state_indices": SLOTS.long()}, TypeError, "int32, got int64")
-    add(BOTH, "state_indices", {"state_indices": SLOTS[:1]}, ValueError, "[B] = [2]")
+    add(BOTH, "state_indices", {"state_indices": SLOTS[:1]}, ValueError, "[N] = [2]")
     add(
-        BOTH, "state_indices", {"state_indices": SLOTS + 2}, ValueError, "below the 5 rows of state"
+        BOTH,
+        "state_indices",
+        {"state_indices": SLOTS + 2},
+        ValueError,
+        "below the 5 states of state",
     )
-    add(BOTH, "state_indices", {"state_indices": SLOTS * 0}, ValueError, "a row of state once")
-    add(COMMIT, "state_indices", {"state_indices": TABLE}, ValueError, "[B] = [2]")
-    add(FLUSH, "state_indices", {"state_indices": TABLE}, ValueError, "[B], got [2, 3]")
+    add(
+        BOTH,
+        "state_indices",
+        {"state_indices": SLOTS * 0},
+        ValueError,
+        "slots that differ because they are written",
+    )
+    add(COMMIT, "state_indices", {"state_indices": TABLE}, ValueError, "[N] = [2]")
+    add(FLUSH, "state_indices", {"state_indices": TABLE}, ValueError, "[N] = [2], got [2, 3]")
     twice = {"state_indices": torch.zeros(5, dtype=torch.int32)}
-    add(FLUSH, "state_indices", twice, ValueError, "a row of state once")
+    add(FLUSH, "state_indices", twice, ValueError, "slots that differ because they are written")
     add(FLUSH, "state_indices", {"state_indices": [0]}, TypeError, "a torch.Tensor, got list")
     replayed = {"state_indices": TABLE, "replay": ring()}
-    add(DECODE, "state_indices", replayed, ValueError, "[B], beside a replay, got [2, 3]")
+    add(DECODE, "state_indices", replayed, ValueError, "[N] with replay, got [2, 3]")
 
     name = "output_state_indices"
     for blamed, changes, error, message in elsewhere(name, SLOTS):
         add(DECODE, blamed, changes, error, message)
     add(DECODE, name, {name: SLOTS.long()}, TypeError, "int32, got int64")
-    add(DECODE, name, {name: SLOTS[:1]}, ValueError, "[B] = [2], got [1]")
-    add(DECODE, name, {name: SLOTS + 2}, ValueError, "below the 5 rows of state")
-    add(DECODE, name, {name: SLOTS * 0}, ValueError, "a row of state once")
-    add(DECODE, name, {name: SLOTS, "commit": False}, ValueError, "None with commit=False")
+    add(DECODE, name, {name: SLOTS[:1]}, ValueError, "[N] = [2], got [1]")
+    add(DECODE, name, {name: SLOTS + 2}, ValueError, "below the 5 states of state")
+    add(DECODE, name, {name: SLOTS * 0}, ValueError, "slots that differ because they are written")
+    add(DECODE, name, {name: SLOTS, "commit": False}, ValueError, "None unless commit is True")
     add(DECODE, name, {name: SLOTS.flip(0)}, ValueError, "slots at which no other row begins")
-    add(DECODE, name, {name: SLOTS, "replay": ring()}, ValueError, "None beside a replay")
+    add(DECODE, name, {name: SLOTS, "replay": ring()}, ValueError, "None with replay")
 
     add(DECODE, "scale", {"scale": "half"}, TypeError, "a float or None, got str")
     add(DECODE, "scale", {"scale": float("nan")}, ValueError, "a finite number")
@@ -170,54 +180,87 @@ def cases() -> list[Case]:
     add(FLUSH, "state_v_first", {"state_v_first": 1}, TypeError, "a bool, got int")
     doubled = {"allow_neg_eigval": True}
     for other in ({"use_beta_sigmoid_in_kernel": False}, {"beta": None}):
-        add(BOTH, "allow_neg_eigval", doubled | other, ValueError, "False unless there is a beta")
+        add(BOTH, "allow_neg_eigval", doubled | other, ValueError, "False unless there are beta")
     add(DECODE, "commit", {"commit": 1}, TypeError, "a bool, got int")
-    add(DECODE, "commit", {"commit": False, "replay": ring()}, ValueError, "True beside a replay")
+    add(DECODE, "commit", {"commit": False, "replay": ring()}, ValueError, "True with replay")
 
     for bad in ([], (1, 2, 3, 4)):
-        add((DECODE, FLUSH), "replay", {"replay": bad}, TypeError, "what new_replay made, got")
-    add(FLUSH, "replay", {"replay": None}, TypeError, "what new_replay made, got NoneType")
+        add(
+            (DECODE, FLUSH),
+            "replay",
+            {"replay": bad},
+            TypeError,
+            "a Replay, which new_replay returns, got",
+        )
+    add(
+        FLUSH,
+        "replay",
+        {"replay": None},
+        TypeError,
+        "a Replay, which new_replay returns, got NoneType",
+    )
     short = {"replay": ring(k=lambda x: x[:, :4])}
-    add(DECODE, "replay", short, ValueError, "rings of a power of two from 6 to 64 records, got 4")
+    records = "a power of two from 6 to 64 records, got 4"
+    add(DECODE, "replay.k", short, ValueError, records)
     for name, changed, error, message in (
         ("k", lambda x: x.tolist(), TypeError, "a torch.Tensor"),
-        ("k", lambda x: x[0], ValueError, "4 dimensions [pool, L, H, K]"),
-        ("k", lambda x: x[1:], ValueError, "the shape [5, 8, 2, 8]"),
-        ("u", lambda x: x[0], ValueError, "4 dimensions [pool, L, HV, V]"),
+        ("k", lambda x: x[0], ValueError, "[pool, L, H, K]"),
+        ("k", lambda x: x[1:], ValueError, "[pool, L, H, K] = [5, 8, 2, 8]"),
+        ("u", lambda x: x[0], ValueError, "[pool, L, HV, V], got [8, 4, 6]"),
         ("u", torch.Tensor.half, TypeError, "float32, got float16"),
-        ("decay", gaps, ValueError, "a contiguous tensor"),
+        ("decay", gaps, ValueError, "contiguous elements"),
         ("cursor", lambda x: x.to(META), ValueError, "a tensor on cpu"),
         ("cursor", torch.Tensor.long, TypeError, "int32, got int64"),
     ):
         both = (DECODE, FLUSH)
         add(both, f"replay.{name}", {"replay": ring(**{name: changed})}, error, message)
     wide = {"g": torch.zeros(B, T, HV, K), "dt_bias": None, "replay": ring()}
-    add(DECODE, "replay.decay", wide, ValueError, "the shape [5, 8, 4, 8]")
+    add(DECODE, "replay.decay", wide, ValueError, "[pool, L, HV, K] = [5, 8, 4, 8]")
 
     name = "num_accepted"
     for blamed, changes, error, message in elsewhere(name):
         add((COMMIT, FLUSH), blamed, changes, error, message)
     add((COMMIT, FLUSH), name, of(name, torch.Tensor.long), TypeError, "int32, got int64")
     add((COMMIT, FLUSH), name, of(name, lambda x: x[:1]), ValueError, "got [1]")
-    add(DECODE, name, {name: SLOTS}, ValueError, "None without a replay or [B, slots]")
-    add(DECODE, name, {"state_indices": TABLE}, ValueError, "[B] beside [B, slots] state_indices")
+    add(DECODE, name, {name: SLOTS}, ValueError, "None without replay or [N, slots]")
+    add(
+        DECODE, name, {"state_indices": TABLE}, ValueError, "a tensor with [N, slots] state_indices"
+    )
 
     name = "token_states"
     table = {"token_state_indices": TABLE, "commit": False}
-    add(DECODE, name, {name: torch.zeros(5, HV, V, K).half(), **table}, TypeError, "the dtype of")
+    add(DECODE, name, {name: torch.zeros(5, HV, V, K).half(), **table}, TypeError, "float32, got")
     add(DECODE, name, {name: torch.zeros(5, HV, K, V), **table}, ValueError, "= [")
     add(DECODE, name, {name: [1.0], **table}, TypeError, "a torch.Tensor, got list")
     beside = {name: torch.zeros(5, HV, V, K), "replay": ring()}
-    add(DECODE, name, beside, ValueError, "None beside a replay")
+    add(DECODE, name, beside, ValueError, "None with replay")
     name = "token_state_indices"
-    add(DECODE, name, {name: TABLE, "replay": ring()}, ValueError, "None beside a replay")
-    add(DECODE, name, {"token_states": torch.zeros(5, HV, V, K)}, ValueError, "a tensor beside")
-    add(DECODE, name, {name: TABLE[:, :2]}, ValueError, "[B, T] = [2, 3], got [2, 2]")
+    add(DECODE, name, {name: TABLE, "replay": ring()}, ValueError, "None with replay")
+    add(
+        DECODE,
+        name,
+        {"token_states": torch.zeros(5, HV, V, K)},
+        ValueError,
+        "a tensor with token_states",
+    )
+    add(DECODE, name, {name: TABLE[:, :2]}, ValueError, "[N, T] = [2, 3], got [2, 2]")
     add(DECODE, name, {name: TABLE.long()}, TypeError, "int32, got int64")
-    add(DECODE, name, {name: TABLE.abs() * 0 + 1}, ValueError, "a row of state once")
-    add(DECODE, name, {name: TABLE.flip(0)}, ValueError, "slots at which no other row begins")
+    add(
+        DECODE,
+        name,
+        {name: TABLE.abs() * 0 + 1},
+        ValueError,
+        "slots that differ because they are written",
+    )
+    add(
+        DECODE,
+        name,
+        {name: TABLE.flip(0), "commit": False},
+        ValueError,
+        "slots at which no other row begins",
+    )
     small = {"token_states": torch.zeros(4, HV, V, K), name: TABLE}
-    add(DECODE, name, small, ValueError, "below the 4 rows of token_states, got 4")
+    add(DECODE, name, small, ValueError, "below the 4 states of token_states, got 4")
 
     name = "cu_seqlens"
     for bad, error, message in (
@@ -236,7 +279,7 @@ def cases() -> list[Case]:
     add(BOTH, "max_tokens", {"max_tokens": 3}, ValueError, "None without cu_seqlens")
     add(BOTH, "max_tokens", {"max_tokens": "3", name: OFFSETS}, TypeError, "an int, got str")
     add(BOTH, "max_tokens", {"max_tokens": 9, name: OFFSETS}, ValueError, "1 to 8, got 9")
-    add(ALL, "null_slot", {"null_slot": 0.0}, TypeError, "an int, got float")
+    add(ALL, "null_slot", {"null_slot": 0.0}, TypeError, "an int or None, got float")
     add(ALL, "null_slot", {"null_slot": 1 << 31}, ValueError, "a 32-bit integer")
 
     place = torch.zeros(B, T, HV, V)
@@ -246,7 +289,7 @@ def cases() -> list[Case]:
         (place.to(META), ValueError, "a tensor on cpu"),
         (place[:, 1:], ValueError, "the shape of v"),
         (gaps(place), ValueError, "a contiguous last dimension"),
-        (place.clone().requires_grad_(), ValueError, "None when gradients are required"),
+        (place.clone().requires_grad_(), ValueError, "no gradient"),
     ):
         add(DECODE, "out", {"out": bad}, error, message)
     impl = "'auto' or one of"
@@ -307,16 +350,16 @@ def test_checks_read_no_device(function: str) -> None:
 @pytest.mark.parametrize(
     ("blamed", "changes", "error", "expected"),
     [
-        ("state", {"state": torch.zeros(2, 4, 8)}, ValueError, "4 dimensions"),
-        ("state", {"state": torch.zeros(2, 3, 8, 8)}, ValueError, "a multiple of H = 2, got 3"),
+        ("state", {"state": torch.zeros(2, 4, 8)}, ValueError, "[pool, HV, V, K]"),
+        ("heads", {"heads": 3}, ValueError, "a number of heads H that divides HV = 4, got 3"),
         ("heads", {"heads": 2.0}, TypeError, "an int, got float"),
         ("max_tokens", {"max_tokens": 0}, ValueError, "1 to 8, got 0"),
         ("max_tokens", {"max_tokens": True}, TypeError, "an int, got bool"),
         ("channels", {"channels": 1}, TypeError, "a bool, got int"),
-        ("dtype", {"dtype": torch.int32}, TypeError, "float32 or bfloat16"),
-        ("dtype", {"dtype": "float32"}, TypeError, "float32 or bfloat16"),
-        ("records", {"records": 6}, ValueError, "a power of two from 2 to 64, got 6"),
-        ("records", {"records": 128}, ValueError, "a power of two from 2 to 64, got 128"),
+        ("dtype", {"dtype": torch.int32}, TypeError, "float32 or float64"),
+        ("dtype", {"dtype": "float32"}, TypeError, "float32 or float64, got str"),
+        ("records", {"records": 6}, ValueError, "a power of two from 2 to 64 records, got 6"),
+        ("records", {"records": 128}, ValueError, "a power of two from 2 to 64 records, got 128"),
         ("records", {"records": 4, "max_tokens": 3}, ValueError, "a power of two from 6 to 64"),
         ("records", {"records": 4.0}, TypeError, "an int, got float"),
         ("state_v_first", {"state_v_first": None}, TypeError, "a bool, got NoneType"),

@@ -240,8 +240,17 @@ def test_who_serves_gradients_of_kda(kernel: None, monkeypatch: pytest.MonkeyPat
     x["v"].grad = None
     kda.fused_recurrent_kda(*x.values())[0].sum().backward()
     assert SEEN == [] and x["v"].grad.any()
-    with pytest.raises(RuntimeError, match="impl='fla' cannot serve .*: has no backward of it"):
-        kda.fused_recurrent_kda(*x.values(), impl="fla")
+    x["v"].grad = None
+    rule = lightning.fused_recurrent_gated_delta_rule
+    tokens = {name: x[name] for name in ("q", "k", "v", "beta")} | {"gk": x["g"]}
+    rule(**tokens)[0].sum().backward()
+    assert SEEN == [] and x["v"].grad.any()
+    for call in (
+        lambda: kda.fused_recurrent_kda(*x.values(), impl="fla"),
+        lambda: rule(**tokens, impl="fla"),
+    ):
+        with pytest.raises(RuntimeError, match="impl='fla' cannot serve .*: has no backward of it"):
+            call()
 
     monkeypatch.setattr(fla, "importable", lambda package: False)
     _registry.refresh()

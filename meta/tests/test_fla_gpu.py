@@ -183,6 +183,46 @@ def test_kda_decode(cuda, lower_bound):
     assert_near(ht, ht_want)
 
 
+@pytest.mark.parametrize("gates", [("g",), ("gk",), ("gv",), ("g", "gk", "gv")])
+def test_gated_delta_rule_decode(cuda, gates):
+    q, k, v = activations(cuda, 1, sum(LENGTHS), heads=H)
+    offsets = torch.tensor([0, *LENGTHS], device=cuda).cumsum(0).to(torch.int32)
+    widths = {"g": (), "gk": (K,), "gv": (V,)}
+    decays = {name: -randn(cuda, *v.shape[:3], *widths[name]).abs() / 4 for name in gates}
+    (o, ht), (o_want, ht_want) = both(
+        cula.lightning.fused_recurrent_gated_delta_rule,
+        q,
+        k,
+        v,
+        **decays,
+        beta=randn(cuda, *v.shape[:3]),
+        initial_state=randn(cuda, len(LENGTHS), HV, K, V),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        cu_seqlens=offsets,
+    )
+    assert_near(o, o_want)
+    assert_near(ht, ht_want)
+
+
+def test_gated_delta_rule_decode_without_beta(cuda):
+    q, k, v = activations(cuda, 2, 3, heads=H)
+    raw = randn(cuda, 2, 3, HV)
+    (o, _), (o_want, _) = both(
+        cula.lightning.fused_recurrent_gated_delta_rule,
+        q,
+        k,
+        v,
+        raw,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=torch.linspace(-1, 1, HV, device=cuda),
+        dt_bias=randn(cuda, HV),
+    )
+    assert_near(o, o_want)
+
+
 INSIDE = {
     "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
 }  # fmt: skip

@@ -41,6 +41,7 @@ q = torch.randn(1, 3, 2, 16); g = -torch.rand(1, 3, 2, 16); beta = torch.rand(1,
 state = torch.zeros(1, 2, 16, 16); decay = torch.rand(2)
 cula.kda.chunk_kda(q, q, q, g, beta)
 cula.kda.fused_recurrent_kda(q, q, q, g, beta)
+cula.lightning.fused_recurrent_gated_delta_rule(q, q, q, beta=beta)
 cula.lightning.lightning_attn_fwd(q, q, q, decay)
 cula.lightning.linear_attention_decode(q, q, q, state, decay)
 cula.lite.lite_attention(q, q, q)

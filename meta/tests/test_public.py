@@ -340,6 +340,9 @@ def calls() -> dict[str, Callable[..., Any]]:
         "chunk_gated_delta_rule": lambda **o: lightning.chunk_gated_delta_rule(
             *qkv, head_gate, x["beta"], **o
         )[0],
+        "fused_recurrent_gated_delta_rule": lambda **o: lightning.fused_recurrent_gated_delta_rule(
+            *qkv, head_gate, beta=x["beta"], **o
+        )[0],
         "chunk_simple_gla": lambda **o: lightning.chunk_simple_gla(*qkv, head_gate, **o)[0],
         "chunk_lightning_attn": lambda **o: lightning.chunk_lightning_attn(*qkv, 0, 2, **o)[0],
         "lightning_attn_fwd": lambda **o: lightning.lightning_attn_fwd(*qkv, x["decay"], **o)[0],
@@ -367,6 +370,10 @@ FLA_ORDER = {
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
         "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute "
         "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context"
+    ),
+    lightning.fused_recurrent_gated_delta_rule: (
+        "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel A_log "
+        "dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens"
     ),
     kda.fused_recurrent_kda: (
         "q k v g beta A_log dt_bias scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
@@ -475,6 +482,23 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     }  # fmt: skip
     op = "lightning.gated_delta_rule"
     assert seen.pop() == {"op": op, "function": "chunk_gated_delta_rule", **common, **flags}
+
+    op = "lightning.gated_delta_decode"
+    kernel(op, lambda *a, **o: ("o", None), supports=supports)
+    lightning.fused_recurrent_gated_delta_rule(
+        *qkv, gk=x["g"], gv=x["v"].float(), beta=x["beta"], use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
+        state_v_first=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    gates = {
+        "gate_dtype": None, "key_gate_dtype": torch.bfloat16, "value_gate_dtype": torch.float32,
+    }  # fmt: skip
+    assert seen.pop() == {
+        "op": op,
+        "function": "fused_recurrent_gated_delta_rule",
+        **common,
+        **flags,
+        **gates,
+    }
 
     op = "lightning.prefill"
     kernel(op, lambda *a, **o: ("o", None), supports=supports)
@@ -682,7 +706,9 @@ def test_delta_rule_kernels_check_their_own_arguments(kernel: Callable[..., None
         delta.delta_rule_decode(q, q, q, None, None, state[0])
     with pytest.raises(ValueError, match="^max_tokens: expected 1 to 8, got 9"):
         delta.delta_rule_commit(q, q, None, None, state, q, cu_seqlens=q, max_tokens=9)
-    with pytest.raises(TypeError, match="^replay: expected what new_replay made, got list"):
+    with pytest.raises(
+        TypeError, match="^replay: expected a Replay, which new_replay returns, got list"
+    ):
         delta.delta_rule_flush(state, [])
 
 

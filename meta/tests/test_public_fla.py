@@ -85,7 +85,12 @@ def test_kda_decode(lower_bound: float | None, v_first: bool) -> None:
     )  # fmt: skip
     assert o is out
     both(kda.fused_recurrent_kda, *inputs(3, 2).values(), scale=0.3)
-    assert SEEN == ["fused_recurrent_kda"] * 2
+    half = torch.randn(3, HV, K, V).half()
+    _, final = both(
+        kda.fused_recurrent_kda, *inputs(3, 2).values(), initial_state=half, output_final_state=True
+    )
+    assert final.dtype == torch.float16
+    assert SEEN == ["fused_recurrent_kda"] * 3
 
 
 def test_gated_delta_rule() -> None:
@@ -97,6 +102,27 @@ def test_gated_delta_rule() -> None:
         A_log=torch.rand(HV), dt_bias=torch.rand(HV), use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     assert SEEN == ["chunk_gated_delta_rule"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_gated_delta_rule_decode(v_first: bool, dtype: torch.dtype) -> None:
+    q, k, v, gk, beta = inputs().values()
+    g, gv = gk[..., 0].contiguous(), -torch.rand(v.shape)
+    state = torch.randn(4, HV, *((V, K) if v_first else (K, V))).to(dtype)
+    out = torch.empty_like(v)
+    run = lightning.fused_recurrent_gated_delta_rule
+    shared = {"initial_state": state, "output_final_state": True, "state_v_first": v_first}
+    o, final = both(
+        run, q, k, v, g, beta=beta, use_gate_in_kernel=True, A_log=torch.rand(HV), dt_bias=torch.rand(HV),
+        use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, cu_seqlens=CU, out=out,
+        **shared,
+    )  # fmt: skip
+    assert o is out and final.dtype == dtype
+    # Every gate at once, and without beta, for which FLA would make one of too few heads.
+    both(run, q, k, v, g, gk, gv, scale=0.3, cu_seqlens=CU, **shared)
+    both(run, *(x[:, :2] for x in (q, k, v)), gv=gv[:, :2])
+    assert SEEN == ["fused_recurrent_gated_delta_rule"] * 3
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -211,6 +237,11 @@ def test_decode_and_commit(rows: list[int] | None, v_first: bool, dtype: torch.d
         ({"decay_requires_grad": True}, "has no gradient for the constant decay of a head"),
         ({"function": "lite_attention"}, "has no lite_attention"),
         ({"function": "fused_recurrent_kda", "requires_grad": True}, "has no backward of it"),
+        (
+            {"function": "fused_recurrent_gated_delta_rule", "requires_grad": True},
+            "has no backward of it",
+        ),
+        ({"state_dtype": torch.float64}, "computes states in float32, not float64"),
     ],
 )
 def test_refusals(problem: dict[str, Any], reason: str) -> None:

@@ -96,7 +96,7 @@ def rows(op: str = "lightning.prefill", **problem: Any) -> dict[str, tuple[str, 
 def test_builtin_implementations_of_every_op() -> None:
     assert set(OPS) == {
         "lightning.decode", "lightning.prefill", "lightning.gated_delta_rule", "kda.prefill", "kda.decode",
-        "delta.decode", "lite.attention",
+        "lightning.gated_delta_decode", "delta.decode", "lite.attention",
     }  # fmt: skip
     for op in OPS:
         names = [i.name for i in _registry.implementations(op)]
@@ -629,6 +629,10 @@ def test_log_level_from_the_environment(done) -> None:
         ("kda.decode", ("kda.decode", "fused_recurrent_kda")),
         ("lightning.prefill.chunk_simple_gla", ("lightning.prefill", "chunk_simple_gla")),
         ("linear_attention_commit", ("lightning.decode", "linear_attention_commit")),
+        (
+            "fused_recurrent_gated_delta_rule",
+            ("lightning.gated_delta_decode", "fused_recurrent_gated_delta_rule"),
+        ),
         ("delta.decode", ("delta.decode", "delta_rule_decode")),
         ("delta.delta_rule_flush", ("delta.decode", "delta_rule_flush")),
     ],

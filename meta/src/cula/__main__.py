@@ -157,7 +157,7 @@ def render(facts: dict[str, Any]) -> str:
     lines += _wrapped("not installed: ", missing)
     functions = facts["functions"]
     width = max(len(told["function"]) for told in functions)
-    lines += ["", f"{'function on ' + functions[0]['arch']:<{width}}  served by"]
+    lines.append(f"{'function on ' + functions[0]['arch']:<{width}}  served by")
     for told in functions:
         nobody = f"nothing: needs {told['needs']}" if told["needs"] else "nothing"
         lines.append(f"{told['function']:<{width}}  {told['by'] or nobody}")

@@ -39,7 +39,7 @@ def token_dims(
 ) -> Dims:
     """q, k `[B, T, H, K]`, v and out `[B, T, HV, V]` and the packing."""
     arguments.attention(q, k, v, out, None)
-    not_with_gradients("out", out, requires_grad)
+    arguments.not_with_gradients("out", out, requires_grad)
     batch, tokens, heads, dim_k = q.shape
     sequences = batch
     if cu_seqlens is not None:
@@ -47,13 +47,6 @@ def token_dims(
     if cu_seqlens_cpu is not None:
         arguments.offsets_copy(cu_seqlens, cu_seqlens_cpu, tokens)
     return Dims(batch, tokens, heads, v.shape[2], dim_k, v.shape[3], sequences)
-
-
-def four_dims(name: str, x: Tensor, letters: str) -> None:
-    """A tensor of four dimensions, which choosing an implementation needs."""
-    arguments.tensor(name, x)
-    if x.dim() != 4:
-        arguments.value_error(name, f"4 dimensions {letters}", list(x.shape))
 
 
 def decode_dims(k: Tensor, v: Tensor) -> Dims:
@@ -152,7 +145,7 @@ def checkpoints(
     arguments.device(name, buffer, q)
     if not buffer.is_contiguous():
         arguments.value_error(name, "a contiguous tensor", f"strides {buffer.stride()}")
-    not_with_gradients(name, buffer, requires_grad)
+    arguments.not_with_gradients(name, buffer, requires_grad)
 
 
 def split_count(num_splits: int | None) -> None:
@@ -163,9 +156,3 @@ def split_count(num_splits: int | None) -> None:
         arguments.type_error("num_splits", "an int or None", type(num_splits).__name__)
     if num_splits < 1:
         arguments.value_error("num_splits", "at least 1", num_splits)
-
-
-def not_with_gradients(name: str, x: Tensor | None, requires_grad: bool) -> None:
-    """Memory of the caller's that is written, which excludes gradients."""
-    if x is not None and (requires_grad or (torch.is_grad_enabled() and x.requires_grad)):
-        arguments.value_error(name, "None when gradients are required", "a tensor")

@@ -17,9 +17,7 @@ from cula._arguments import (
     checkpoints,
     decays,
     decode_dims,
-    four_dims,
     like_tokens,
-    not_with_gradients,
     seed_of_rounding,
     split_count,
     token_dims,
@@ -94,44 +92,6 @@ def split_choice(use_intracard_cp: bool | str) -> None:
     """The part of the contract of `chunk_kda` on which choosing an implementation depends."""
     if not (isinstance(use_intracard_cp, bool) or use_intracard_cp == "auto"):
         arguments.value_error("use_intracard_cp", "'auto', True or False", repr(use_intracard_cp))
-
-
-def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    lower_bound: float | None,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    out: Tensor | None,
-    requires_grad: bool,
-    **flags: bool,
-) -> Dims:
-    """The contract of `fused_recurrent_kda`; `flags` are the remaining booleans by name."""
-    arguments.booleans(
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        **flags,
-    )
-    dims = token_dims(q, k, v, out, cu_seqlens, None, requires_grad)
-    _delta_rule(
-        q, v, g, beta, dims, scale, initial_state, state_v_first,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, None, channels=True,
-    )  # fmt: skip
-    _gate(q, g, dims, lower_bound, A_log, dt_bias, use_gate_in_kernel, None)
-    return dims
 
 
 def chunk_gated_delta_rule(
@@ -284,8 +244,8 @@ def lightning_attn_fwd_varlen(
 
 def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
     """The part of the prefill contracts that choosing an implementation needs: K, V and HV // H."""
-    four_dims("q", q, "[B, T, H, K]")
-    four_dims("v", v, "[B, T, HV, V]")
+    arguments.four_dims("q", q, "[B, T, H, K]")
+    arguments.four_dims("v", v, "[B, T, HV, V]")
     if q.shape[2] == 0:
         arguments.value_error("q", "at least one head", list(q.shape))
     return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
@@ -299,13 +259,15 @@ def dtype_of(name: str, x: Tensor | None) -> torch.dtype | None:
     return x.dtype
 
 
-def decode_operands(k: Tensor, v: Tensor, state: Tensor, q: Tensor | None = None) -> None:
+def decode_operands(
+    k: Tensor, v: Tensor, state: Tensor, q: Tensor | None = None, matrix: str = "K, V"
+) -> None:
     """The part of the decode contracts that choosing an implementation needs; q where there is one."""
     if q is not None:
-        four_dims("q", q, "[B, T, H, K]")
-    four_dims("k", k, "[B, T, H, K]")
-    four_dims("v", v, "[B, T, HV, V]")
-    four_dims("state", state, "[pool, HV, K, V]")
+        arguments.four_dims("q", q, "[B, T, H, K]")
+    arguments.four_dims("k", k, "[B, T, H, K]")
+    arguments.four_dims("v", v, "[B, T, HV, V]")
+    arguments.four_dims("state", state, f"[pool, HV, {matrix}]")
 
 
 def linear_attention_decode(
@@ -334,7 +296,7 @@ def linear_attention_decode(
         if out.shape != v.shape:
             arguments.value_error("out", f"the shape of v, {list(v.shape)}", list(out.shape))
         arguments.activation("out", out, k, "k")
-        not_with_gradients("out", out, False)
+        arguments.not_with_gradients("out", out, False)
     arguments.no_gradients(_IN_PLACE, q=q, k=k, v=v, state=state, decay=decay)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cula._arguments import activations, four_dims, not_with_gradients
+from cula._arguments import activations
 from cula_core import arguments
 from cula_core.dtypes import dtype_name
 from cula_core.tensors import longest_sequence
@@ -88,12 +88,12 @@ def lite_attention(
 
 def operands(q: Tensor, v: Tensor) -> None:
     """The part of the contract that choosing an implementation needs."""
-    four_dims("q", q, "[B, Sq, Hq, D]")
-    four_dims("v", v, "[B, Sk, Hkv, DV]")
+    arguments.four_dims("q", q, "[B, Sq, Hq, D]")
+    arguments.four_dims("v", v, "[B, Sk, Hkv, DV]")
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    four_dims("k", k, "[B, Sk, Hkv, D]")
+    arguments.four_dims("k", k, "[B, Sk, Hkv, D]")
     activations(q=q, k=k, v=v)
     batch, _, heads, dim = q.shape
     if k.shape[0] != batch or k.shape[3] != dim:
@@ -205,7 +205,7 @@ def _form(name: str, mask: Any, tiles: tuple[int, ...], q: Tensor) -> tuple[str,
 
 def _output(out: Tensor, q: Tensor, v: Tensor, requires_grad: bool) -> None:
     arguments.tensor("out", out)
-    not_with_gradients("out", out, requires_grad)
+    arguments.not_with_gradients("out", out, requires_grad)
     shape = (*q.shape[:3], v.shape[3])
     if out.shape != shape:
         arguments.value_error("out", f"[B, Sq, Hq, DV] = {list(shape)}", list(out.shape))

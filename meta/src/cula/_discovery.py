@@ -45,7 +45,11 @@ class Broken:
 GROUP = "cula.kernels"
 FIRST_PARTY = (
     FirstParty("cula_lightning_decode", ("lightning.decode",), SM80_AND_NEWER),
-    FirstParty("cula_delta_decode", ("delta.decode",), SM80_AND_NEWER),
+    FirstParty(
+        "cula_delta_decode",
+        ("delta.decode", "kda.decode", "lightning.gated_delta_decode"),
+        SM80_AND_NEWER,
+    ),
     FirstParty("cula_lightning_sm90", ("lightning.prefill",), ("sm90",)),
     FirstParty("cula_cp_sm90", ("kda.prefill",), ("sm90",)),
     FirstParty("cula_kda_sm100", ("kda.prefill",), ("sm100", "sm103")),

@@ -8,10 +8,12 @@ OPS: dict[str, tuple[str, ...]] = {
     "lightning.gated_delta_rule": ("chunk_gated_delta_rule",),
     "kda.prefill": ("chunk_kda",),
     "kda.decode": ("fused_recurrent_kda",),
+    "lightning.gated_delta_decode": ("fused_recurrent_gated_delta_rule",),
     "delta.decode": ("delta_rule_decode", "delta_rule_commit", "delta_rule_flush"),
     "lite.attention": ("lite_attention",),
 }
 # What a decision depends on beside the device: facts about every call, then the flags of each function by name.
+# gate_dtype: that of g, None without; key_gate_dtype, value_gate_dtype: the same of gk and gv.
 COMMON_FACTS = ("dtype", "head_dim_k", "head_dim_v", "requires_grad", "state_dtype")
 _DELTA_RULE_FACTS = (
     "gate_dtype",
@@ -72,6 +74,11 @@ FACTS: dict[str, tuple[str, ...]] = {
         "use_intracard_cp",
     ),
     "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
+    "fused_recurrent_gated_delta_rule": (
+        *_DELTA_RULE_FACTS,
+        "key_gate_dtype",
+        "value_gate_dtype",
+    ),
     "delta_rule_decode": ("tokens", "varlen", "state_v_first", "commit", "replay"),
     "delta_rule_commit": ("tokens", "varlen", "state_v_first"),
     "delta_rule_flush": ("state_v_first",),

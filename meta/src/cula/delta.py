@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import _check_delta
+from cula import _check
 from cula._registry import resolve, self_checking
+from cula_core import arguments
+from cula_core.delta_decode import contract
 from cula_core.reference.delta_decode import Replay, empty_replay
 
 __all__ = ["delta_rule_commit", "delta_rule_decode", "delta_rule_flush", "new_replay"]
@@ -125,7 +127,7 @@ def delta_rule_decode(
         >>> out.shape, out[1].any().item(), pool[3].any().item(), pool[0].any().item()
         (torch.Size([2, 1, 8, 16]), False, True, False)
     """
-    _check_delta.operands(k, v, state, q)
+    _check.decode_operands(k, v, state, q, matrix="V, K")
     run = resolve(
         "delta_rule_decode",
         impl,
@@ -135,7 +137,7 @@ def delta_rule_decode(
         index(v.shape[3]),
         False,
         state.dtype,
-        _check_delta.row_tokens(k, cu_seqlens, max_tokens),
+        contract.row_tokens(k, cu_seqlens, max_tokens),
         cu_seqlens is not None,
         state_v_first,
         commit,
@@ -154,7 +156,7 @@ def delta_rule_decode(
     }
     # fmt: on
     if run not in self_checking:
-        _check_delta.delta_rule_decode(q, k, v, g, beta, state, **options)
+        contract.check_decode(q, k, v, g, beta, state, **options)
     return run(q, k, v, g, beta, state, **options)
 
 
@@ -208,7 +210,7 @@ def delta_rule_commit(
         >>> pool[0].any().item(), pool[1].any().item()
         (True, False)
     """
-    _check_delta.operands(k, v, state)
+    _check.decode_operands(k, v, state, matrix="V, K")
     run = resolve(
         "delta_rule_commit",
         impl,
@@ -218,7 +220,7 @@ def delta_rule_commit(
         index(v.shape[3]),
         False,
         state.dtype,
-        _check_delta.row_tokens(k, cu_seqlens, max_tokens),
+        contract.row_tokens(k, cu_seqlens, max_tokens),
         cu_seqlens is not None,
         state_v_first,
     )
@@ -232,7 +234,7 @@ def delta_rule_commit(
     }
     # fmt: on
     if run not in self_checking:
-        _check_delta.delta_rule_commit(k, v, g, beta, state, num_accepted, **options)
+        contract.check_commit(k, v, g, beta, state, num_accepted, **options)
     run(k, v, g, beta, state, num_accepted, **options)
 
 
@@ -274,7 +276,8 @@ def delta_rule_flush(
         >>> before, pool.any().item()
         (False, True)
     """
-    _check_delta.pool(state, replay)
+    arguments.four_dims("state", state, "[pool, HV, V, K]")
+    contract.check_rings(replay)
     run = resolve(
         "delta_rule_flush",
         impl,
@@ -292,7 +295,7 @@ def delta_rule_flush(
         "null_slot": null_slot,
     }
     if run not in self_checking:
-        _check_delta.delta_rule_flush(state, replay, num_accepted, **options)
+        contract.check_flush(state, replay, num_accepted, **options)
     run(state, replay, num_accepted, **options)
 
 
@@ -334,5 +337,5 @@ def new_replay(
         "dtype": dtype,
         "records": records,
     }
-    _check_delta.new_replay(state, heads, state_v_first=state_v_first, **options)
+    contract.check_new_replay(state, heads, state_v_first=state_v_first, **options)
     return empty_replay(state, heads, state_v_first=state_v_first, **options)

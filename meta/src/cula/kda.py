@@ -11,12 +11,13 @@ strength beta_t:
 
 from __future__ import annotations
 
-from operator import index
+from typing import Any
 
 from torch import Tensor
 
 from cula import _check
 from cula._registry import KERNELS_ONLY, arch_of, resolve, self_checking
+from cula_core.delta_decode.recurrent import check_fused_recurrent_kda
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "kda_prefill_hopper"]
 
@@ -225,7 +226,8 @@ def fused_recurrent_kda(
     returns. Activations q, k, v are bfloat16, float16, float32 or float64, of one dtype, and may be strided as long as
     the last dimension is contiguous. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`.
     Sums are kept in fp32 (fp64 for float64). For inference: of the implementations only the reference is
-    differentiable, and gradients through many tokens are the work of `chunk_kda`.
+    differentiable, and gradients through many tokens are the work of `chunk_kda`. A pool of states that is updated in
+    place, with slots, has `cula.delta.delta_rule_decode`, in one launch.
 
     Args:
         q, k: `[B, T, H, K]`.
@@ -236,8 +238,8 @@ def fused_recurrent_kda(
         A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
         dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
         scale: factor of the output, finite; None: `K ** -0.5`.
-        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (or float64 with float64
-            activations); N is B, or the number of packed sequences. It is left as it is. None: zero.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; any floating dtype, which the final
+            states have too; N is B, or the number of packed sequences. It is left as it is. None: zero.
         output_final_state: whether to return the final states.
         use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
         use_gate_in_kernel: compute the decay from the raw g: without `lower_bound`
@@ -276,40 +278,20 @@ def fused_recurrent_kda(
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    dims = _check.fused_recurrent_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        out=out,
-        requires_grad=requires_grad,
-    )
+    dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
         "fused_recurrent_kda",
         impl,
         q.device,
         q.dtype,
-        index(dims.dim_k),
-        index(dims.dim_v),
+        dim_k,
+        dim_v,
         requires_grad,
-        None if initial_state is None else initial_state.dtype,
-        g.dtype,
-        beta.dtype,
+        _check.dtype_of("initial_state", initial_state),
+        _check.dtype_of("g", g),
+        _check.dtype_of("beta", beta),
         cu_seqlens is not None,
-        index(dims.value_heads // dims.heads),
+        group,
         initial_state is not None,
         output_final_state,
         use_qk_l2norm_in_kernel,
@@ -319,26 +301,18 @@ def fused_recurrent_kda(
         state_v_first,
         lower_bound is not None,
     )
-    return run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        out=out,
-    )
+    # fmt: off
+    options: dict[str, Any] = {
+        "A_log": A_log, "dt_bias": dt_bias, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval, "lower_bound": lower_bound, "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens, "out": out,
+    }
+    # fmt: on
+    if run not in self_checking:
+        check_fused_recurrent_kda(q, k, v, g, beta, **options, requires_grad=requires_grad)
+    return run(q, k, v, g, beta, **options)
 
 
 def kda_prefill_hopper(

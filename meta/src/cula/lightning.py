@@ -40,17 +40,20 @@ gradient for the constant decay of a head (`decay`, or `g_gamma` without `g`).
 from __future__ import annotations
 
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula import _check
 from cula._registry import resolve, self_checking
+from cula_core.delta_decode.recurrent import check_fused_recurrent_gated_delta_rule
 
 __all__ = [
     "chunk_gated_delta_rule",
     "chunk_lightning_attn",
     "chunk_simple_gla",
+    "fused_recurrent_gated_delta_rule",
     "lightning_attn_fwd",
     "lightning_attn_fwd_varlen",
     "linear_attention_commit",
@@ -126,40 +129,17 @@ def lightning_attn_fwd(
         state_checkpoints is not None,
         num_splits,
     )
+    # fmt: off
+    options: dict[str, Any] = {
+        "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+        "state_v_first": state_v_first, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
+        "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
+        "num_splits": num_splits, "out": out,
+    }
+    # fmt: on
     if run not in self_checking:
-        _check.lightning_attn_fwd(
-            q,
-            k,
-            v,
-            decay,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            exact_state=exact_state,
-            state_checkpoints=state_checkpoints,
-            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            num_splits=num_splits,
-            out=out,
-            requires_grad=requires_grad,
-        )
-    return run(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        exact_state=exact_state,
-        state_checkpoints=state_checkpoints,
-        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-        num_splits=num_splits,
-        out=out,
-    )
+        _check.lightning_attn_fwd(q, k, v, decay, **options, requires_grad=requires_grad)
+    return run(q, k, v, decay, **options)
 
 
 def lightning_attn_fwd_varlen(
@@ -247,46 +227,20 @@ def lightning_attn_fwd_varlen(
         state_checkpoints is not None,
         num_splits,
     )
+    # fmt: off
+    options: dict[str, Any] = {
+        "scale": scale, "state_pool": state_pool, "initial_state_indices": initial_state_indices,
+        "output_final_state": output_final_state, "state_v_first": state_v_first,
+        "update_state_pool": update_state_pool, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "exact_state": exact_state, "state_checkpoints": state_checkpoints,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "num_splits": num_splits, "out": out,
+    }
+    # fmt: on
     if run not in self_checking:
         _check.lightning_attn_fwd_varlen(
-            q,
-            k,
-            v,
-            decay,
-            cu_seqlens,
-            scale=scale,
-            state_pool=state_pool,
-            initial_state_indices=initial_state_indices,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            update_state_pool=update_state_pool,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            exact_state=exact_state,
-            state_checkpoints=state_checkpoints,
-            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            num_splits=num_splits,
-            out=out,
-            requires_grad=requires_grad,
+            q, k, v, decay, cu_seqlens, **options, requires_grad=requires_grad
         )
-    return run(
-        q,
-        k,
-        v,
-        decay,
-        cu_seqlens,
-        scale=scale,
-        state_pool=state_pool,
-        initial_state_indices=initial_state_indices,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        update_state_pool=update_state_pool,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        exact_state=exact_state,
-        state_checkpoints=state_checkpoints,
-        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-        num_splits=num_splits,
-        out=out,
-    )
+    return run(q, k, v, decay, cu_seqlens, **options)
 
 
 def chunk_lightning_attn(
@@ -447,46 +401,18 @@ def chunk_simple_gla(
         state_checkpoints is not None,
         num_splits,
     )
+    # fmt: off
+    options: dict[str, Any] = {
+        "g": g, "g_gamma": g_gamma, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cpu": cu_seqlens_cpu, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "exact_state": exact_state, "state_checkpoints": state_checkpoints,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "num_splits": num_splits, "out": out,
+    }
+    # fmt: on
     if run not in self_checking:
-        _check.chunk_simple_gla(
-            q,
-            k,
-            v,
-            g=g,
-            g_gamma=g_gamma,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            exact_state=exact_state,
-            state_checkpoints=state_checkpoints,
-            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            num_splits=num_splits,
-            out=out,
-            requires_grad=requires_grad,
-        )
-    return run(
-        q,
-        k,
-        v,
-        g=g,
-        g_gamma=g_gamma,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        exact_state=exact_state,
-        state_checkpoints=state_checkpoints,
-        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-        num_splits=num_splits,
-        out=out,
-    )
+        _check.chunk_simple_gla(q, k, v, **options, requires_grad=requires_grad)
+    return run(q, k, v, **options)
 
 
 def chunk_gated_delta_rule(
@@ -628,6 +554,122 @@ def chunk_gated_delta_rule(
     )
 
 
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule one token after another, in the argument order of flash-linear-attention 0.6: decode.
+
+    It takes any number of tokens, and continues from the states that `chunk_gated_delta_rule` returns. For inference:
+    of the implementations only the reference is differentiable. A pool of states that is updated in place, with slots,
+    has `cula.delta.delta_rule_decode`, in one launch.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV]`, any floating dtype: natural-log decay per head, <= 0 (checked on the CPU); or the raw gate with
+            `use_gate_in_kernel`. None: no decay.
+        gk: `[B, T, HV, K]`, any floating dtype: natural-log decay per channel of K, <= 0.
+        gv: `[B, T, HV, V]`, any floating dtype: natural-log decay per channel of V, <= 0. Decays that are given
+            multiply. The kernel takes g or gk; other implementations take all three.
+        beta: `[B, T, HV]`, any floating dtype: write strength; or its logits with `use_beta_sigmoid_in_kernel`. None: a
+            strength of 1.
+        scale: factor of the output, finite; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; any floating dtype, which the final
+            states have too; N is B, or the number of packed sequences. It is left as it is. None: zero.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
+        use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`; needs g.
+        A_log: `[HV]`, any floating dtype, needed with `use_gate_in_kernel`.
+        dt_bias: `[HV]`, bias of the raw gate; None: 0.
+        use_beta_sigmoid_in_kernel: use `sigmoid(beta)`; needs beta.
+        allow_neg_eigval: use `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
+        state_v_first: layout of the states.
+        cu_seqlens: `[N + 1]` for packed input.
+        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v, final_state like initial_state (float32 without one;
+        float64 with float64 activations), or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see the module.
+
+    Example:
+        >>> import torch
+        >>> from cula.lightning import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, H, K]
+        >>> v, g, beta = torch.randn(1, 100, 4, 32), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+        >>> prompt, token = slice(0, 99), slice(99, 100)
+        >>> _, state = chunk_gated_delta_rule(
+        ...     *(x[:, prompt] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True, output_final_state=True
+        ... )
+        >>> o, state = fused_recurrent_gated_delta_rule(
+        ...     q[:, token], k[:, token], v[:, token], g[:, token], beta=beta[:, token],
+        ...     initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
+    """
+    requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
+    dim_k, dim_v, group = _check.prefill_operands(q, v)
+    run = resolve(
+        "fused_recurrent_gated_delta_rule",
+        impl,
+        q.device,
+        q.dtype,
+        dim_k,
+        dim_v,
+        requires_grad,
+        _check.dtype_of("initial_state", initial_state),
+        _check.dtype_of("g", g),
+        _check.dtype_of("beta", beta),
+        cu_seqlens is not None,
+        group,
+        initial_state is not None,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        _check.dtype_of("gk", gk),
+        _check.dtype_of("gv", gv),
+    )
+    # fmt: off
+    options: dict[str, Any] = {
+        "g": g, "gk": gk, "gv": gv, "beta": beta, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "out": out,
+    }
+    # fmt: on
+    if run not in self_checking:
+        check_fused_recurrent_gated_delta_rule(q, k, v, **options, requires_grad=requires_grad)
+    return run(q, k, v, **options)
+
+
 def linear_attention_decode(
     q: Tensor,
     k: Tensor,
@@ -694,33 +736,15 @@ def linear_attention_decode(
         commit,
         rounding_seed is not None,
     )
+    # fmt: off
+    options: dict[str, Any] = {
+        "state_indices": state_indices, "scale": scale, "state_v_first": state_v_first, "out": out, "commit": commit,
+        "rounding_seed": rounding_seed,
+    }
+    # fmt: on
     if run not in self_checking:
-        _check.linear_attention_decode(
-            q,
-            k,
-            v,
-            state,
-            decay,
-            state_indices=state_indices,
-            scale=scale,
-            state_v_first=state_v_first,
-            out=out,
-            commit=commit,
-            rounding_seed=rounding_seed,
-        )
-    return run(
-        q,
-        k,
-        v,
-        state,
-        decay,
-        state_indices=state_indices,
-        scale=scale,
-        state_v_first=state_v_first,
-        out=out,
-        commit=commit,
-        rounding_seed=rounding_seed,
-    )
+        _check.linear_attention_decode(q, k, v, state, decay, **options)
+    return run(q, k, v, state, decay, **options)
 
 
 def linear_attention_commit(

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from cula_testing.comparing import assert_within, bits, relative_rmse, same
+from cula_testing.comparing import (
+    assert_rounded_once,
+    assert_within,
+    bits,
+    relative_rmse,
+    same,
+)
 
 DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
 
@@ -56,3 +62,19 @@ def test_nan_is_within_no_bound(where):
     x[where] = torch.tensor([1.0, math.nan])
     with pytest.raises(AssertionError, match="relative RMSE nan"):
         assert_within(**x, bound=math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_rounding_is_admitted_and_more_is_not(dtype):
+    expected = torch.randn(1000, dtype=torch.float64)
+    assert_rounded_once(expected.to(dtype), expected)
+    off = (expected * 1.004).to(dtype)
+    with pytest.raises(AssertionError, match="^relative RMSE .*, limit "):
+        assert_rounded_once(off, expected)
+
+
+def test_a_coarse_result_is_not_excused_by_its_dtype():
+    expected = torch.randn(1000, dtype=torch.float64)
+    coarse = expected.to(torch.float8_e4m3fn)
+    with pytest.raises(AssertionError, match="limit 5.000e-03"):
+        assert_rounded_once(coarse, expected)

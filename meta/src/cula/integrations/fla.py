@@ -58,7 +58,12 @@ GUARDS = (
 )
 # Functions whose backward FLA always has, and those that have none at all.
 UNGUARDED = ("chunk_kda",)
-INFERENCE_ONLY = ("fused_recurrent_kda", "linear_attention_decode", "linear_attention_commit")
+INFERENCE_ONLY = (
+    "fused_recurrent_kda",
+    "fused_recurrent_gated_delta_rule",
+    "linear_attention_decode",
+    "linear_attention_commit",
+)
 
 
 def supports(
@@ -66,6 +71,7 @@ def supports(
     arch: str = "",
     function: str | None = None,
     dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
     requires_grad: bool = False,
@@ -86,6 +92,8 @@ def supports(
         return f"has no {function}"
     if dtype is not None and dtype not in (torch.bfloat16, torch.float16):
         return f"activations must be bfloat16 or float16, not {dtype}"
+    if state_dtype == torch.float64:
+        return "computes states in float32, not float64"
     if head_dim_k is not None and head_dim_k > 256:
         return f"K must be at most 256, not {head_dim_k}"
     if stochastic_rounding:
@@ -192,11 +200,27 @@ def _chunk_kda(
 
 
 def _fused_recurrent_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, out: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+    initial_state: Tensor | None, out: Tensor | None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.kda import fused_recurrent_kda
 
-    return _into(out, *fused_recurrent_kda(q, k, v, g, beta, **options))
+    o, final = fused_recurrent_kda(q, k, v, g, beta, initial_state=initial_state, **options)
+    return _into(out, o, _in_dtype_of(initial_state, final))
+
+
+def _fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    beta: Tensor | None, initial_state: Tensor | None, out: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    # Without beta FLA makes one for every head of q, which are fewer than those of v where heads are grouped.
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    o, final = fused_recurrent_gated_delta_rule(
+        q, k, v, beta=beta, initial_state=initial_state, **options
+    )
+    return _into(out, o, _in_dtype_of(initial_state, final))
 
 
 def _chunk_gated_delta_rule(
@@ -303,6 +327,11 @@ def _linear_attention_commit(
     store_live(state, final, slots, live)
 
 
+def _in_dtype_of(initial: Tensor | None, final: Tensor | None) -> Tensor | None:
+    """Final states, which FLA returns in fp32, in the dtype of the initial ones."""
+    return final if initial is None or final is None else final.to(initial.dtype)
+
+
 def _into(out: Tensor | None, o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return (o if out is None else out.copy_(o)), state
 
@@ -310,6 +339,7 @@ def _into(out: Tensor | None, o: Tensor, state: Tensor | None) -> tuple[Tensor, 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kda": _chunk_kda,
     "fused_recurrent_kda": _fused_recurrent_kda,
+    "fused_recurrent_gated_delta_rule": _fused_recurrent_gated_delta_rule,
     "chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "chunk_simple_gla": _chunk_simple_gla,
     "lightning_attn_fwd": _lightning_attn_fwd,

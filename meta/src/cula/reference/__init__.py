@@ -11,6 +11,7 @@ from cula.reference.delta_decode import (
 from cula.reference.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
+    fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     recurrent_gated_delta_rule,
     recurrent_kda,
@@ -27,6 +28,7 @@ __all__ = [
     "delta_rule_commit",
     "delta_rule_decode",
     "delta_rule_flush",
+    "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "lightning_attn_fwd",
     "lightning_attn_fwd_varlen",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cula_core.reference import delta_decode as oracle
-from cula_core.reference.delta_decode import Gates, Replay
+from cula_core.reference.delta_decode import Replay
 
 
 def delta_rule_decode(
@@ -66,16 +66,16 @@ def delta_rule_decode(
         scale=scale,
         A_log=A_log,
         dt_bias=dt_bias,
-        gates=Gates(
-            use_gate_in_kernel,
+        **oracle.options(
             lower_bound,
             softplus_beta,
             softplus_threshold,
+            use_gate_in_kernel,
             use_beta_sigmoid_in_kernel,
             allow_neg_eigval,
+            use_qk_l2norm_in_kernel,
+            state_v_first,
         ),
-        l2norm=use_qk_l2norm_in_kernel,
-        state_v_first=state_v_first,
         replay=replay,
         num_accepted=num_accepted,
         token_states=token_states,
@@ -133,16 +133,16 @@ def delta_rule_commit(
         state_indices=state_indices,
         A_log=A_log,
         dt_bias=dt_bias,
-        gates=Gates(
-            use_gate_in_kernel,
+        **oracle.options(
             lower_bound,
             softplus_beta,
             softplus_threshold,
+            use_gate_in_kernel,
             use_beta_sigmoid_in_kernel,
             allow_neg_eigval,
+            use_qk_l2norm_in_kernel,
+            state_v_first,
         ),
-        l2norm=use_qk_l2norm_in_kernel,
-        state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         max_tokens=max_tokens,
         null_slot=null_slot,

@@ -48,9 +48,10 @@ def _prepare(
     lower_bound: float | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    state: Tensor | None = None,
 ) -> _Inputs:
     """q (scaled), k, v, log decay `[B, T, HV, K or 1]`, beta `[B, T, HV, 1]`: HV heads each, in the computing dtype."""
-    dtype, heads = work_dtype(q, k, v), v.shape[2]
+    dtype, heads = work_dtype(q, k, v, state), v.shape[2]
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     g = g[..., None] if g.dim() == 3 else g
@@ -64,10 +65,18 @@ def _prepare(
 
 
 def _step(
-    state: Tensor, v_t: Tensor, q_t: Tensor, k_t: Tensor, g_t: Tensor, beta_t: Tensor
+    state: Tensor,
+    v_t: Tensor,
+    q_t: Tensor,
+    k_t: Tensor,
+    g_t: Tensor,
+    beta_t: Tensor,
+    gv_t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence; state `[B, HV, K, V]`, tokens `[B, HV, ...]`."""
+    """One token of the recurrence; state `[B, HV, K, V]`, tokens `[B, HV, ...]`. gv_t: log decay per channel of V."""
     state = g_t[..., None].exp() * state
+    if gv_t is not None:
+        state = gv_t[..., None, :].exp() * state
     seen = (k_t[..., None] * state).sum(-2)
     state = state + k_t[..., None] * (beta_t * (v_t - seen))[..., None, :]
     return state, (q_t[..., None] * state).sum(-2)
@@ -108,19 +117,44 @@ def _walk_chunks(
     return o[:, :-1], chunks.end(final), torch.cat(before)
 
 
-def _walk_packed(inputs: _Inputs, cu_seqlens: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+def _walk_packed(
+    inputs: tuple[Tensor, ...], cu_seqlens: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor]:
     """`(o, final)` of packed sequences, token by token; `cu_seqlens` is not read by the host."""
-    q, k, v, g, beta = inputs
+    v, *others = inputs
     # Sequences lie one behind the other from token 0: as a chunk of one token, token t is the t-th.
     tokens = packed_chunks(v.shape[1], cu_seqlens, size=1)
     state, final = tokens.begin(initial)
     outputs = [v[:, :0]]
     for t in range(v.shape[1]):
         state = tokens.enter(t, state, initial)
-        state, o = _step(state, v[:, t], q[:, t], k[:, t], g[:, t], beta[:, t])
+        state, o = _step(state, v[:, t], *(x[:, t] for x in others))
         final = tokens.leave(t, state, final)
         outputs.append(torch.where(tokens.valid[t], o, 0)[:, None])
     return torch.cat(outputs, dim=1), tokens.end(final)
+
+
+def _recurrent(
+    inputs: tuple[Tensor, ...],
+    like: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Results of the recurrence over v, q, k and gates: outputs like those of `like`, states like the initial ones."""
+    v, *others = inputs
+    initial = incoming_state(initial_state, others[1], v, cu_seqlens, state_v_first)
+    if cu_seqlens is None:
+        o, final = walk_tokens(_step, tuple(others), v, initial, None)
+    else:
+        o, final = _walk_packed(inputs, cu_seqlens, initial)
+    o = outgoing_tokens(o, like, out)
+    if not output_final_state:
+        return o, None
+    final = outgoing_state(final, state_v_first)
+    return o, final if initial_state is None else final.to(initial_state.dtype)
 
 
 def recurrent_kda(
@@ -188,7 +222,7 @@ def fused_recurrent_kda(
         >>> torch.allclose(fused_recurrent_kda(q, k, v, g, beta)[0], recurrent_kda(q, k, v, g, beta)[0])
         True
     """
-    q, k, values, g, beta = inputs = _prepare(
+    q, k, values, g, beta = _prepare(
         q,
         k,
         v,
@@ -202,14 +236,68 @@ def fused_recurrent_kda(
         lower_bound=lower_bound,
         A_log=A_log,
         dt_bias=dt_bias,
+        state=initial_state,
     )
-    initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
-    if cu_seqlens is None:
-        o, final = walk_tokens(_step, (q, k, g, beta), values, initial, None)
-    else:
-        o, final = _walk_packed(inputs, cu_seqlens, initial)
-    final_state = outgoing_state(final, state_v_first) if output_final_state else None
-    return outgoing_tokens(o, v, out), final_state
+    inputs = (values, q, k, g, beta)
+    return _recurrent(inputs, v, initial_state, output_final_state, state_v_first, cu_seqlens, out)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gated_delta_rule` one token after another, for the few tokens of decoding; differentiable.
+
+    Decays per head (g), per channel of K (gk) and per channel of V (gv) multiply; those that are None decay nothing.
+
+    Example:
+        >>> import torch
+        >>> from cula.reference import fused_recurrent_gated_delta_rule, recurrent_gated_delta_rule
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 100, 2, 16, dtype=torch.float64), dim=-1)
+        >>> v = torch.randn(1, 100, 2, 16, dtype=torch.float64)
+        >>> g, beta = -torch.rand(1, 100, 2, dtype=torch.float64), torch.rand(1, 100, 2, dtype=torch.float64)
+        >>> o, _ = fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta)
+        >>> torch.allclose(o, recurrent_gated_delta_rule(q, k, v, g, beta)[0])
+        True
+    """
+    q, k, values, decay, beta = _prepare(
+        q,
+        k,
+        v,
+        v.new_zeros(v.shape[:3]) if g is None else g,
+        v.new_ones(v.shape[:3]) if beta is None else beta,
+        scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        state=initial_state,
+    )
+    if gk is not None:
+        decay = decay + gk.to(decay.dtype)
+    of_values = () if gv is None else (gv.to(decay.dtype),)
+    inputs = (values, q, k, decay, beta, *of_values)
+    return _recurrent(inputs, v, initial_state, output_final_state, state_v_first, cu_seqlens, out)
 
 
 def recurrent_gated_delta_rule(

@@ -66,6 +66,13 @@ def tensor(name: str, x: object) -> None:
         type_error(name, "a torch.Tensor", type(x).__name__)
 
 
+def four_dims(name: str, x: Tensor, letters: str) -> None:
+    """Refuses anything but a tensor of four dimensions."""
+    tensor(name, x)
+    if x.dim() != 4:
+        value_error(name, f"4 dimensions {letters}", list(x.shape))
+
+
 def floating(name: str, x: Tensor) -> None:
     """Refuses anything but a floating tensor."""
     tensor(name, x)
@@ -137,6 +144,12 @@ def no_gradients(why: str, **tensors: Tensor | None) -> None:
         for name, x in tensors.items():
             if x is not None and x.requires_grad:
                 value_error(name, f"no gradient ({why})", "requires_grad=True")
+
+
+def not_with_gradients(name: str, x: Tensor | None, requires_grad: bool) -> None:
+    """Refuses memory of the caller's that is written, where gradients are wanted."""
+    if x is not None and (requires_grad or (torch.is_grad_enabled() and x.requires_grad)):
+        value_error(name, "None when gradients are required", "a tensor")
 
 
 # ---- numbers and flags -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 MAX_TOKENS = 8
 CONVOLUTION_WIDTH = 4
 HEAD_DIMS = (64, 128)
+MAX_GRID = 65535  # rows, and heads
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 DTYPES = ("float32", "bfloat16", "float16")
 GATES = ("none", "log", "softplus", "safe")

@@ -19,6 +19,7 @@ from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
+from cula_core.reference.gates import gate_kind, strength_kind
 
 from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
 from .config import DTYPES as NAMES
@@ -361,14 +362,11 @@ def gate_of(
     neg_eigval: bool,
 ) -> Gate:
     """Returns the static facts of a call's gates."""
-    kind = "none"
-    if g is not None:
-        raw = "softplus" if lower_bound is None else "safe"
-        kind = raw if use_gate else "log"
     return _gate(
-        kind,
-        g is not None and g.dim() == 4,
         None if g is None else g.dtype,
+        g is not None and g.dim() == 4,
+        use_gate,
+        lower_bound is not None,
         A_log is not None,
         None if dt_bias is None else dt_bias.dtype,
         None if beta is None else beta.dtype,
@@ -400,10 +398,10 @@ def fused_arguments(convolution: ShortConvolution | None, norm: GatedNorm | None
 
 
 @functools.cache
-def _gate(kind, channels, dtype, rate, bias, strength, beta_sigmoid, doubled) -> Gate:
-    what = "one" if strength is None else "logits" if beta_sigmoid else "given"
+def _gate(dtype, channels, use_gate, bounded, rate, bias, strength, beta_sigmoid, doubled) -> Gate:
+    what = strength_kind(strength is not None, beta_sigmoid)
     return Gate(
-        kind,
+        gate_kind(dtype is not None, use_gate, bounded),
         channels,
         "float32" if dtype is None else dtype_name(dtype),
         rate,

@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula_core.delta_decode.contract import (
+    check_commit,
+    check_decode,
+    check_flush,
+    check_new_replay,
+)
+from cula_core.delta_decode.slots import Limits
 from cula_core.reference import delta_decode as reference
-from cula_core.reference.delta_decode import Gates, Replay
+from cula_core.reference.delta_decode import Replay
 from cula_core.tensors import as_stored, is_plain_cuda_call
 
-from .check import check_commit, check_decode, check_flush, check_new_replay
-from .config import MAX_TOKENS
+from .config import HEAD_DIMS, MAX_GRID, MAX_TOKENS
+
+LIMITS = Limits(HEAD_DIMS, MAX_GRID)
 
 GATES = (
     "float? lower_bound, float softplus_beta, float softplus_threshold, bool use_gate_in_kernel, "
@@ -41,28 +49,6 @@ torch.library.define(
 )
 
 
-def reference_options(
-    lower_bound: float | None,
-    softplus_beta: float,
-    softplus_threshold: float,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    use_qk_l2norm_in_kernel: bool,
-    state_v_first: bool,
-) -> dict[str, Any]:
-    """What the reference calls the flags of an operator."""
-    gates = Gates(
-        use_gate_in_kernel,
-        lower_bound,
-        softplus_beta,
-        softplus_threshold,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-    )
-    return {"gates": gates, "l2norm": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
-
-
 def _decode_cpu(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, state: Tensor, state_indices: Tensor | None, output_state_indices: Tensor | None,
@@ -81,7 +67,7 @@ def _decode_cpu(
         state_indices=state_indices, output_state_indices=output_state_indices, scale=scale, A_log=A_log,
         dt_bias=dt_bias, replay=replay, num_accepted=num_accepted, token_states=token_states,
         token_state_indices=token_state_indices, cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot,
-        out=out, **reference_options(*flags),
+        out=out, **reference.options(*flags),
     )  # fmt: skip
 
 
@@ -96,7 +82,7 @@ def _commit_cpu(
     *flags, max_tokens, null_slot = rest
     reference.delta_rule_commit(
         k, v, g, beta, state, num_accepted, state_indices=state_indices, A_log=A_log, dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot, **reference_options(*flags),
+        cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot, **reference.options(*flags),
     )  # fmt: skip
 
 
@@ -238,10 +224,10 @@ def delta_rule_decode(
     # The compiled host code verifies the tensors of a plain call before it launches, far quicker than Python could.
     plain = is_plain_cuda_call(k)
     if not plain:
-        check_decode(*given)
+        check_decode(*given, LIMITS)
     try:
         if plain and _is_unusual(given):
-            check_decode(*given)
+            check_decode(*given, LIMITS)
         if out is None:
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
         tokens = _tokens(k, cu_seqlens, max_tokens)
@@ -255,7 +241,7 @@ def delta_rule_decode(
             commit, tokens, null_slot, out,
         )  # fmt: skip
     except Exception:
-        check_decode(*given)
+        check_decode(*given, LIMITS)
         raise
     return out
 
@@ -303,7 +289,7 @@ def delta_rule_commit(
     check_commit(
         k, v, g, beta, state, num_accepted, state_indices, A_log, dt_bias, lower_bound, softplus_beta,
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-        state_v_first, cu_seqlens, max_tokens, null_slot,
+        state_v_first, cu_seqlens, max_tokens, null_slot, LIMITS,
     )  # fmt: skip
     torch.ops.cula_delta_decode.commit.default(
         k, v, g, beta, A_log, dt_bias, state, num_accepted, state_indices, cu_seqlens, lower_bound, softplus_beta,
@@ -343,7 +329,7 @@ def new_replay(
         >>> state.any().item(), replay.k.shape
         (False, torch.Size([2, 8, 4, 16]))
     """
-    check_new_replay(state, heads, max_tokens, channels, dtype, records, state_v_first)
+    check_new_replay(state, heads, max_tokens, channels, dtype, records, state_v_first, LIMITS)
     return reference.empty_replay(
         state, heads, max_tokens=max_tokens, channels=channels, dtype=dtype, records=records,
         state_v_first=state_v_first,
@@ -377,7 +363,7 @@ def delta_rule_flush(
         True
     """
     state, state_v_first, _ = _stored(state, state_v_first, None)
-    check_flush(state, replay, num_accepted, state_indices, state_v_first, null_slot)
+    check_flush(state, replay, num_accepted, state_indices, state_v_first, null_slot, LIMITS)
     torch.ops.cula_delta_decode.flush.default(
         state, *replay, num_accepted, state_indices, state_v_first, null_slot
     )

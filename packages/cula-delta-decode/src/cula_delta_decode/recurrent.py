@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula_core.delta_decode.recurrent import (
+    check_fused_recurrent_gated_delta_rule,
+    check_fused_recurrent_kda,
+)
 from cula_core.reference import delta_decode as reference
 from cula_core.tensors import as_stored, longest_sequence, new_states
 
-from .check import check_recurrent
-from .ops import GATES, reference_options
+from .ops import GATES, LIMITS
 
 torch.library.define(
     "cula_delta_decode::recurrent",
@@ -30,7 +33,7 @@ def _recurrent_cpu(
     longest = None if cu_seqlens is None else longest_sequence(cu_seqlens)
     reference.delta_rule_decode(
         q, k, v, g, beta, initial_state, next_state=final_state, scale=scale, A_log=A_log, dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens, max_tokens=longest, out=out, **reference_options(*flags),
+        cu_seqlens=cu_seqlens, max_tokens=longest, out=out, **reference.options(*flags),
     )  # fmt: skip
 
 
@@ -72,6 +75,8 @@ def fused_recurrent_kda(
 
     Args:
         g: `[B, T, HV, K]`, the log decay, or with `use_gate_in_kernel` the raw gate.
+        beta: `[B, T, HV]`.
+        A_log: `[HV]`; None only with `lower_bound`, or without `use_gate_in_kernel`.
         initial_state: `[N, HV, K, V]`, or V, K with `state_v_first`; float32, bfloat16 or float16; left as it is; N is
             B or the number of packed sequences. None: zero.
         cu_seqlens: `[N + 1]` int32 or int64: B is 1, and T holds N sequences, some possibly empty.
@@ -88,9 +93,17 @@ def fused_recurrent_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 5, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
+    sequences = check_fused_recurrent_kda(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens, out=out, limits=LIMITS,
+    )  # fmt: skip
     return _recurrent(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, lower_bound, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens, out,
+        sequences, q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, lower_bound,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
+        cu_seqlens, out,
     )  # fmt: skip
 
 
@@ -118,8 +131,9 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule one token after another, with the argument order of flash-linear-attention 0.6.
 
-    As `fused_recurrent_kda`, but for the gates: g `[B, T, HV]`, one per head, or gk `[B, T, HV, K]`, one per channel of
-    K, not both; None: no decay. gv, gates over V, is not served. beta `[B, T, HV]`; None: 1.
+    As `fused_recurrent_kda`, but for the gates: g `[B, T, HV]`, one per head, or gk `[B, T, HV, K]`, log decays per
+    channel of K, not both; None: no decay. gv, gates over V, is not served. `use_gate_in_kernel` is about g, and needs
+    A_log. beta `[B, T, HV]`; None: 1.
 
     Example:
         >>> import torch
@@ -133,18 +147,22 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, torch.equal(final, state)
         (torch.Size([2, 1, 4, 32]), False)
     """
-    if gv is not None:
-        raise ValueError("gv: expected None (gates over V are not served), got a tensor")
-    if g is not None and gk is not None:
-        raise ValueError("gk: expected None beside g, got a tensor")
+    sequences = check_fused_recurrent_gated_delta_rule(
+        q, k, v, g=g, gk=gk, gv=gv, beta=beta, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, out=out, limits=LIMITS,
+    )  # fmt: skip
     return _recurrent(
-        q, k, v, gk if g is None else g, beta, A_log, dt_bias, scale, initial_state, output_final_state, None,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
-        cu_seqlens, out,
+        sequences, q, k, v, gk if g is None else g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
+        None, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
+        state_v_first, cu_seqlens, out,
     )  # fmt: skip
 
 
 def _recurrent(
+    sequences: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -164,10 +182,6 @@ def _recurrent(
     cu_seqlens: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    sequences = check_recurrent(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, lower_bound, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens, out,
-    )  # fmt: skip
     final_state = None
     if output_final_state:
         final_state = new_states(sequences, q, v, state_v_first, initial_state)

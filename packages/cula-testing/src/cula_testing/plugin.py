@@ -58,6 +58,12 @@ def assert_within() -> Callable[..., float]:
     return comparing.assert_within
 
 
+@pytest.fixture(scope="session")
+def assert_rounded_once() -> Callable[..., None]:
+    """`comparing.assert_rounded_once`."""
+    return comparing.assert_rounded_once
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """`torch.compile` without what earlier tests left, and nothing left for later ones."""

@@ -16,13 +16,13 @@ Sources: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .common import EPSILON, normalized, work_dtype
-from .gates import log_decay, write_strength
+from .gates import gate_kind, log_decay, strength_kind, write_strength
 from .lightning_decode import pool_slots, store_live
 
 MAX_TOKENS = 8
@@ -48,6 +48,28 @@ class Gates(NamedTuple):
 
 
 _RAW = Gates()
+
+
+def options(
+    lower_bound: float | None,
+    softplus_beta: float,
+    softplus_threshold: float,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
+) -> dict[str, Any]:
+    """Returns what the functions below call the flags of the public ones."""
+    gates = Gates(
+        use_gate_in_kernel,
+        lower_bound,
+        softplus_beta,
+        softplus_threshold,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
+    return {"gates": gates, "l2norm": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
 
 
 class Replay(NamedTuple):
@@ -334,14 +356,15 @@ def _decays(
 ) -> Tensor:
     """What a state is multiplied by at every token: [B * T, HV, K] or [B * T, HV, 1]. like: [B * T, HV, V]."""
     heads = like.shape[1]
+    kind = gate_kind(g is not None, gates.in_kernel, gates.lower_bound is not None)
     if g is None:
         return torch.ones_like(like[..., :1])
     g = g.to(like.dtype).flatten(0, 1)
     scalar = g.dim() == 2 and g.shape[1] == heads
     g = g.reshape(len(g), heads, 1 if scalar else dim_k)
-    if not gates.in_kernel:
+    if kind == "log":
         return g.exp()
-    if gates.lower_bound is not None:
+    if kind == "safe":
         return log_decay(g, A_log, dt_bias, gates.lower_bound).exp()
     if dt_bias is not None:
         g = g + dt_bias.to(g.dtype).reshape(g.shape[1:])
@@ -352,10 +375,11 @@ def _decays(
 
 def _strengths(beta: Tensor | None, gates: Gates, like: Tensor) -> Tensor:
     """The write strengths [B * T, HV]."""
+    kind = strength_kind(beta is not None, gates.beta_sigmoid)
     if beta is None:
         return torch.ones_like(like[..., 0])
     beta = beta.to(like.dtype).flatten(0, 1)
-    return write_strength(beta, gates.neg_eigval) if gates.beta_sigmoid else beta
+    return write_strength(beta, gates.neg_eigval) if kind == "logits" else beta
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,22 @@ import torch
 from torch import Tensor
 
 
+def gate_kind(given: bool, raw: bool, bounded: bool) -> str:
+    """Returns what g is: "none", the "log" decay itself, or a raw gate of the "softplus" or of the "safe" form."""
+    if not given:
+        return "none"
+    if not raw:
+        return "log"
+    return "safe" if bounded else "softplus"
+
+
+def strength_kind(given: bool, raw: bool) -> str:
+    """Returns what beta is: "one" where there is none, the strength as "given", or its "logits"."""
+    if not given:
+        return "one"
+    return "logits" if raw else "given"
+
+
 def log_decay(
     x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None = None, lower_bound: float | None = None
 ) -> Tensor:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cula_core import arguments
-from cula_core.dtypes import dtype_name
-
-from .config import HEAD_DIMS
+from .. import arguments
+from ..dtypes import dtype_name
 
 STATES = {
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
     "cpu": arguments.FLOATING,
 }
+NO_BACKWARD = "decode has no backward; use torch.no_grad()"
 _INT32 = range(-(1 << 31), 1 << 31)
+
+
+class Limits(NamedTuple):
+    """What kernels ask for beyond the contract: one of these K and V on a GPU, and at most so many rows and heads.
+
+    They serve CUDA devices and the CPU, and read states at addresses that are multiples of 16 bytes.
+    """
+
+    head_dims: Collection[int]
+    grid: int
 
 
 class Sizes(NamedTuple):
     """What the sizes of a call are. tokens: the most of a row. lengths: the tokens of every row, where they are known.
 
-    lead: the tensor whose device all others are on, and what it is called.
+    kind: "cuda" where dtypes are those of kernels. lead: the tensor whose device all others are on, and what it is
+    called.
     """
 
     kind: str
@@ -36,21 +46,22 @@ class Sizes(NamedTuple):
     lengths: Sequence[int] | None
     lead: Tensor
     lead_name: str = "k"
+    limits: Limits | None = None
 
 
 def check_states(name: str, x: Tensor, v: Tensor, sizes: Sizes, state_v_first: bool) -> None:
     """Checks a pool of states for activations like v."""
-    dtypes, lead_name = STATES[sizes.kind], sizes.lead_name
-    arguments.states(name, x, v, sizes.dim_k, state_v_first, dtypes=dtypes, lead_name=lead_name)
+    arguments.states(
+        name, x, v, sizes.dim_k, state_v_first, dtypes=STATES[sizes.kind],
+        aligned=sizes.limits is not None, lead_name=sizes.lead_name,
+    )  # fmt: skip
 
 
-def check_pool(state: Tensor, state_v_first: bool) -> Sizes:
+def check_pool(state: Tensor, state_v_first: bool, limits: Limits | None) -> Sizes:
     """Checks a pool of states that no activations come with."""
     arguments.tensor("state", state)
     arguments.booleans(state_v_first=state_v_first)
-    kind = state.device.type
-    if kind not in STATES:
-        arguments.value_error("state", "a tensor on a CUDA device or the CPU", state.device)
+    kind = kind_of("state", state, limits)
     if state.dim() != 4:
         letters = "V, K" if state_v_first else "K, V"
         arguments.value_error("state", f"[pool, HV, {letters}]", list(state.shape))
@@ -58,8 +69,8 @@ def check_pool(state: Tensor, state_v_first: bool) -> Sizes:
     dim_v, dim_k = (rows, columns) if state_v_first else (columns, rows)
     if heads_v == 0:
         arguments.value_error("state", "a number of heads HV of at least 1", heads_v)
-    check_head_dims(kind, ("state", "K", dim_k), ("state", "V", dim_v))
-    sizes = Sizes(kind, pool, 0, 0, heads_v, dim_k, dim_v, None, state, "state")
+    check_head_dims(kind, limits, ("state", "K", dim_k), ("state", "V", dim_v))
+    sizes = Sizes(kind, pool, 0, 0, heads_v, dim_k, dim_v, None, state, "state", limits)
     like_v = state.permute(0, 3, 1, 2) if state_v_first else state.permute(0, 2, 1, 3)
     check_states("state", state, like_v, sizes, state_v_first)
     return sizes
@@ -168,11 +179,29 @@ def check_slots_once(state: Tensor, state_indices: Tensor | None, null_slot: int
         _written_once("state_indices", [[slot] for slot in slots], {}, set())
 
 
-def check_head_dims(kind: str, *dims: tuple[str, str, int]) -> None:
+def kind_of(name: str, x: Tensor, limits: Limits | None) -> str:
+    """Returns whose dtypes a tensor may have, those of kernels ("cuda") or of plain torch ("cpu"); kernels serve no
+    other device."""
+    kind = x.device.type
+    if kind in STATES:
+        return kind
+    if limits is not None:
+        arguments.value_error(name, "a tensor on a CUDA device or the CPU", x.device)
+    return "cpu"
+
+
+def check_grid(name: str, rows: int, heads: int, what: str, limits: Limits | None) -> None:
+    """Refuses more rows or heads than a kernel's grid has."""
+    if limits is not None and (rows > limits.grid or heads > limits.grid):
+        expected = f"at most {limits.grid} {what} and heads"
+        arguments.value_error(name, expected, f"{rows} {what} of {heads} heads")
+
+
+def check_head_dims(kind: str, limits: Limits | None, *dims: tuple[str, str, int]) -> None:
     """Checks head dimensions, each with the argument and the letter that it has."""
     for name, letter, dim in dims:
-        if kind == "cuda" and dim not in HEAD_DIMS:
-            arguments.value_error(name, f"a head dimension {letter} in {HEAD_DIMS}", dim)
+        if limits is not None and kind == "cuda" and dim not in limits.head_dims:
+            arguments.value_error(name, f"a head dimension {letter} in {limits.head_dims}", dim)
         if dim == 0:
             arguments.value_error(name, f"a head dimension {letter} of at least 1", dim)
 
