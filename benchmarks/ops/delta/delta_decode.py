@@ -79,8 +79,8 @@ NOTES = (
     "tokens, drawn for every row. cula replays: it reads the states and a ring of records (L of them for a slot, "
     f"{delta.RECORDS} unless the name says otherwise), and stores a state when its ring is more than half full. The "
     "rings begin in phases of their own, so that in every call some rows store and others do not, as many as in the "
-    "mean over time. cula_commit verifies and then commits, in two calls; cula_slots and the peers store a state per token. "
-    "With T=1 there is nothing to reject, and the others store the state in every call.",
+    "mean over time. cula_commit verifies and then commits, in two calls; cula_slots and the peers store a state per "
+    "token. With T=1 there is nothing to reject, and the others store the state in every call.",
     f"{in_place.NOTE} In a step that is every state, which a replay does not store in every call: of ceiling may "
     "exceed 1.",
     "cold: buffer sets rotate over more than 3x the L2.",
