@@ -60,8 +60,7 @@ def _gdn(problem: Setting, x: Inputs, task: str) -> Callable[[Tensor], Any]:
         "b": x.beta,
     }
     if not delta.v_first(problem):
-        state = x.state[: len(x.slots)]
-        return lambda o: gdn_decode.gated_delta_rule_decode(**given, state=state, output=o)
+        return lambda o: gdn_decode.gated_delta_rule_decode(**given, state=x.state, output=o)
     if task == "write" and (problem.params["T"] == 1 or problem.params["state"] == "bf16"):
         given |= {"state": None, "initial_state": x.state, "initial_state_indices": x.slots}
         return lambda o: gdn_decode.gated_delta_rule_decode_pretranspose(**given, output=o)

@@ -6,6 +6,7 @@ A task is what one of them does in a setting: "write", "verify" and "slots" as t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -222,11 +223,13 @@ FLA_INPLACE = Provider(
 
 
 def _flashinfer_result(problem: Setting, x: Inputs) -> Result:
-    out = torch.full_like(x.v, float("nan"))
-    flashinfer_calls.call(problem, x, _step(problem, "slots") or "", out)()
-    if problem.params["layout"] == "kv":  # which takes no slots
-        return out, x.state[: len(x.slots)]
-    return out, _states_after(_step(problem, "slots") or "", x)
+    out, task = torch.full_like(x.v, float("nan")), _step(problem, "slots") or ""
+    if delta.v_first(problem):
+        flashinfer_calls.call(problem, x, task, out)()
+        return out, _states_after(task, x)
+    by_row = dataclasses.replace(x, state=x.state[x.slots.long()])  # it takes no slots
+    flashinfer_calls.call(problem, by_row, task, out)()
+    return out, by_row.state
 
 
 FLASHINFER = Provider(

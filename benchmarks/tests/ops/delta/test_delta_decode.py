@@ -366,9 +366,9 @@ def test_peers_say_what_they_do_not_do():
     assert "for every token" in flashinfer.supports(setting("kda", 4, 4, "bf16"))
     for way in (delta_providers.WRITE, delta_providers.COMMIT, delta_providers.SLOTS):
         assert way.supports(setting("gdn", 4)) == "the setting is no step"
-    assert "several tokens" in delta_providers.COMMIT.supports(setting("gdn", 4, mode="step")) or (
-        "one token" in delta_providers.COMMIT.supports(setting("gdn", 4, mode="step"))
-    )
+    one, four = (setting("gdn", 4, tokens, mode="step") for tokens in (1, 4))
+    assert delta_providers.COMMIT.supports(one) == "a step of one token"
+    assert delta_providers.WRITE.supports(four) == "a step of several tokens"
 
 
 @pytest.fixture
@@ -383,16 +383,13 @@ def flashinfer(peers):
 
         return run
 
-    peers.module("flashinfer")
     names = (
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_decode",
         "gated_delta_rule_mtp",
     )
     made = peers.module("flashinfer.gdn_decode", **{n: noted(n) for n in names})
-    import sys
-
-    sys.modules["flashinfer"].gdn_decode = made
+    peers.module("flashinfer", gdn_decode=made)
     peers.module("flashinfer.kda_decode", recurrent_kda=noted("recurrent_kda"))
     return notes
 
@@ -434,6 +431,23 @@ def test_flashinfer_gets_the_function_of_a_problem(small, flashinfer, problem, n
     if option == "ssm_state_indices" and name == "gated_delta_rule_mtp":
         begins = call.options["initial_state_indices"].tolist()
         assert begins == [int(x.table[n, int(x.accepted[n]) - 1]) for n in range(3)]
+
+
+def test_flashinfer_is_checked_with_the_states_of_its_rows(small, peers):
+    """For [K, V] it takes no slots: row n has state n, so its check puts the states in the order of the rows."""
+    problem = setting("gdn", 3, layout="kv", **SMALL)
+
+    def run(q, k, v, state, output, **options):
+        y = SimpleNamespace(q=q, k=k, v=v, g=options["a"], beta=options["b"], state=state)
+        y.A_log, y.dt_bias, y.slots = options["A_log"], options["dt_bias"], torch.arange(3)
+        out, states = written(problem, y)
+        output.copy_(out)
+        state.copy_(states)
+
+    made = peers.module("flashinfer.gdn_decode", gated_delta_rule_decode=run)
+    peers.module("flashinfer", gdn_decode=made)
+    errors = delta_providers.check(delta_providers.FLASHINFER, problem, "cpu")
+    assert errors["state"] < 1e-5
 
 
 def test_flashinfer_verifies_without_an_update(small, flashinfer):
