@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ LONG, MAIN = "*-H[!6]*", "*-H64"
 BLACKWELL = "B1-T8192-H64"
 LISTED = "list3.1-B1-S16384-H24-D128"
 TRAINED, SIMULATED = "B1-S4096-H16-D128", -1.0
+ONE_TOKEN, STEP = "*-B[62]*-T1-fp32-vk", "gdn-B64-T4-fp32-vk-step"
 
 
 def region(gpu: str, root: Path) -> str:
@@ -30,6 +32,7 @@ def region(gpu: str, root: Path) -> str:
         _cut(gpu, root),
         _lightning(gpu, root),
         _lite(gpu, root),
+        *delta_decode(gpu, root),
     ]
     return f"\n{report.as_markdown((['asked for', 'answer', 'where'], rows)).replace('---:', '---')}\n\n"
 
@@ -149,6 +152,37 @@ def _lite(gpu: str, root: Path) -> list[str]:
         f"backward skips 87.5 %, {simulated['speedup_lite_dense']:.1f} in the simulated trajectory once lists have "
         f"settled, in step {simulated['settled_step']}; on an H200: not timed on an Ada card",
         "[liteattention-sm89](packages/liteattention-sm89/README.md#measured)",
+    ]
+
+
+def delta_decode(gpu: str, root: Path) -> list[list[str]]:
+    """Decode with the delta rule, where it has been measured."""
+    path = results.result_path("delta_decode", gpu, root)
+    if not path.exists():
+        return []
+    result = results.load(path)
+    method = results.device_method(result)
+    ours = {r["setting"]: r for r in results.rows_of(result, method=method, provider="cula")}
+    shares = [r["ratio_ceiling"] for name, r in ours.items() if fnmatchcase(name, ONE_TOKEN)]
+    parts = []
+    for gate, pattern in (("GDN", "gdn-*-T1-fp32-vk"), ("KDA", "kda-*-T1-fp32-vk")):
+        mean, count, least = _against(result, pattern)
+        parts.append(
+            f"{gate} {mean:.2f} x FLA in the geometric mean of {count} batches, {least:.2f} x at the least"
+        )
+    replay = ours[STEP]["median_us"]
+    others = {
+        r["provider"]: r["median_us"] / replay
+        for r in results.rows_of(result, method=method, setting=STEP, role="variant")
+    }
+    return [
+        [
+            "Decode of the gated delta rule and of KDA on a pool of states, with speculative decoding",
+            f"with fp32 states `[V, K]` and one token {'; '.join(parts)}; {min(shares):.2f} to {max(shares):.2f} of an "
+            f"in-place multiplication at B >= 64; a replay of drafts is {others['cula_commit']:.2f} times as fast as "
+            f"verifying and committing, and {others['cula_slots']:.2f} times as fast as a state per token ({STEP})",
+            "[how the kernels work](docs/delta-decode.md)",
+        ]
     ]
 
 

@@ -62,19 +62,29 @@ class Failed(RuntimeError):
 def functions(kda_package: str | None) -> list[Function]:
     """Every public kernel function; `kda_package` is the one that serves this GPU."""
     decode, prefill = "B64-T1-fp32-kv-cold", "B1-T4096-H64"
+    delta, drafts = "gdn-B64-T1-fp32-vk", "kda-B64-T4-fp32-vk-step"
     full, listed = "full-B1-S4096-H16-D128", "list12.5-B1-S8192-H16-D128"
     ours = [
         ("linear_attention_decode", "cula_lightning_decode", "lightning_decode", decode, "cula"),
+        ("delta_rule_decode", "cula_delta_decode", "delta_decode", delta, "cula"),
+        ("delta_rule_decode, replay", "cula_delta_decode", "delta_decode", drafts, "cula"),
         ("lightning_attn_fwd", "cula_lightning_sm90", "lightning_prefill", prefill, "cula"),
         ("chunk_simple_gla", "cula_lightning_sm90", "lightning_prefill", f"{prefill}-gate", "cula"),
         ("lite_attention", "liteattention_sm89", "lite_attention", full, "lite"),
         ("lite_attention, backward", "liteattention_sm89", "lite_backward", listed, "lite"),
     ]
     if kda_package:
-        ours.insert(3, ("chunk_kda", kda_package, "kda_prefill", prefill, "cula"))
+        ours.insert(5, ("chunk_kda", kda_package, "kda_prefill", prefill, "cula"))
     gla = "fla.ops.simple_gla"
     peers = [
         ("fused_recurrent_simple_gla", gla, "lightning_decode", decode, "fla"),
+        (
+            "fused_recurrent_gated_delta_rule",
+            "fla.ops.gated_delta_rule",
+            "delta_decode",
+            delta,
+            "fla",
+        ),
         ("chunk_simple_gla", gla, "lightning_prefill", prefill, "fla"),
         ("chunk_kda", "fla.ops.kda", "kda_prefill", prefill, "fla"),
     ]

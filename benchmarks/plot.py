@@ -20,6 +20,7 @@ from benchmarks.harness import report, results
 from benchmarks.harness.commands import draw_result
 
 MIN_POINTS = 3
+TITLE_WIDTH = 48  # characters of 9 points over a panel
 COLORS = {
     "ours": ("tab:red",),
     "peer": ("tab:blue", "tab:green", "tab:purple", "tab:cyan"),
@@ -113,7 +114,7 @@ def draw(
     for column, (title, rows) in enumerate(found.items()):
         draw_panel(axes[:, column], rows, x, looks)
         axes[0][column].legend(fontsize=7)
-        axes[0][column].set_title(title, fontsize=9)
+        axes[0][column].set_title(textwrap.fill(title, TITLE_WIDTH), fontsize=9)
     origin = textwrap.fill(report.origin(result), 60 * len(found))
     figure.suptitle(f"{result['title']}\n{origin}", fontsize=8)
     out.parent.mkdir(parents=True, exist_ok=True)

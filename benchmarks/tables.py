@@ -5,14 +5,16 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
-`table=NAME` chooses a table of `ops/lite/tables.py` or `ops/lightning/tables.py`. An op's name with `_sustained` behind
-it is the table of its times under a sustained load, beside those of bursts, and `first_call` that of first calls.
+`table=NAME` chooses a table of `ops/lite/tables.py`, `ops/lightning/tables.py` or `ops/delta/tables.py`. An op's name
+with `_sustained` behind it is the table of its times under a sustained load, beside those of bursts, and `first_call`
+that of first calls.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
 `lite_trajectory` (`ops/lite/trajectory_rows.py`), `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
 `kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family), `kda_prefill_flashkda`
 (`ops/kda/flashkda_tables.py`) and `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
-(`ops/decode/h20_page.py`), and README.md in the folder of a GPU whose figures stand in no other document.
+(`ops/decode/h20_page.py`, `ops/delta/h20_section.py`), and README.md in the folder of a GPU whose figures stand in no
+other document.
 
 With --check it changes nothing, and fails where a document has drifted from its result file, or where an op has no
 result of any GPU and is not in `WITHOUT_RESULTS` of `ops/__init__.py`.
@@ -35,6 +37,8 @@ from benchmarks.emulator import tables as emulator_tables
 from benchmarks.harness import first_calls, registry, report, results
 from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
+from benchmarks.ops.delta import h20_section
+from benchmarks.ops.delta import tables as delta_tables
 from benchmarks.ops.kda import flashkda_tables
 from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
@@ -50,7 +54,7 @@ NOT_GPUS = {"cpu", "predicted", "published", "suite"}
 # GPUs whose results stand in the documents of the packages; those of any other have a page of their own.
 DOCUMENTED = {"h200"}
 # Tables that `table=NAME` chooses.
-TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES}
+TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES, **delta_tables.TABLES}
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -170,7 +174,9 @@ def card_page(gpu: str, root: Path = results.RESULTS) -> str:
 
 def pages(root: Path = results.RESULTS) -> dict[Path, Callable[[], str]]:
     """The documents that are written as a whole, and what writes them."""
-    found: dict[Path, Callable[[], str]] = {ROOT / h20_page.PAGE: lambda: h20_page.page(root)}
+    found: dict[Path, Callable[[], str]] = {
+        ROOT / h20_page.PAGE: lambda: h20_page.page(root, h20_section.sections(root))
+    }
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         if folder.name not in NOT_GPUS | DOCUMENTED:
             found[folder / "README.md"] = lambda gpu=folder.name: card_page(gpu, root)

@@ -37,9 +37,18 @@ DECODE = (
     ("lightning_decode", *SUSTAINED),
     ("lightning_decode_variants", *GRAPH),
 )
+DELTA = (
+    ("delta_decode", *GRAPH),
+    # What a host program waits for at one row.
+    ("delta_decode", *GRAPH, "eager-host", "--settings", "*-B1-T1-*-vk", "--join"),
+    ("delta_decode", *SUSTAINED),
+    ("delta_decode_variants", *GRAPH),
+)
 DECODE_80SM = (
     ("lightning_decode_80sm", *GRAPH),
     ("lightning_decode_variants_80sm", *GRAPH),
+    ("delta_decode_80sm", *GRAPH),
+    ("delta_decode_variants_80sm", *GRAPH),
 )
 PREFILL = (
     ("lightning_prefill", *GRAPH),
@@ -105,7 +114,7 @@ HOPPER_PACKAGES = (
     "liteattention-sm89",
 )
 HOPPER = ((9, 0),)
-HOPPER_OPS = (*DECODE, *PREFILL, *KDA, *LITE)
+HOPPER_OPS = (*DECODE, *DELTA, *PREFILL, *KDA, *LITE)
 ANY_PACKAGES = ("cula-lightning-decode", "cula-delta-decode", "liteattention-sm89")
 CARDS = {
     "h20": Card(
@@ -132,14 +141,14 @@ CARDS = {
         counters=("--sms", "80", *COUNTERS[2:]),
         page="the READMEs of the packages",
     ),
-    "sm89": Card("a GPU of sm89", ((8, 9),), ANY_PACKAGES, (*DECODE, *LITE)),
+    "sm89": Card("a GPU of sm89", ((8, 9),), ANY_PACKAGES, (*DECODE, *DELTA, *LITE)),
     "sm100": Card(
         "a GPU of sm100",
         ((10, 0), (10, 3)),
         ("cula-lightning-decode", "cula-delta-decode", "cula-kda-sm100", "liteattention-sm89"),
-        (*DECODE, *KDA, *LITE),
+        (*DECODE, *DELTA, *KDA, *LITE),
     ),
-    "sm120": Card("a GPU of sm120", ((12, 0), (12, 1)), ANY_PACKAGES, (*DECODE, *LITE)),
+    "sm120": Card("a GPU of sm120", ((12, 0), (12, 1)), ANY_PACKAGES, (*DECODE, *DELTA, *LITE)),
 }
 
 

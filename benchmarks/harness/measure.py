@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.harness import results, sustained, timers
-from benchmarks.harness.registry import Op, Provider, Setting
+from benchmarks.harness.registry import CannotRun, Op, Provider, Setting
 from benchmarks.harness.timers import Backend, Stats, Timing
 
 DEFAULT_METHODS = ("graph", "eager-host", "eager-event")
@@ -100,8 +100,13 @@ class Run:
             if reason := provider.supports(setting):
                 self.skipped.append({**where, "reason": reason})
                 continue
-            provider.prepare(setting)
-            errors = self.op.check(provider, setting, self.device)
+            try:
+                provider.prepare(setting)
+                errors = self.op.check(provider, setting, self.device)
+            except CannotRun as error:
+                self.skipped.append({**where, "reason": str(error)})
+                self.release()
+                continue
             self.checks.append({**where, "errors": errors})
             self.release()
             active.append(provider)

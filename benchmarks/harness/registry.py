@@ -16,6 +16,10 @@ class CheckFailed(AssertionError):
     """A provider's result is wrong; nothing is timed then."""
 
 
+class CannotRun(Exception):
+    """A peer turns out not to run a setting, or not to give its result; it is skipped there, with this reason."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """A problem. `l2` is "cold", where calls rotate over sets that exceed the L2, or "resident", with one set."""
@@ -52,9 +56,9 @@ class Op:
 
     settings(quick) lists the problems. make_inputs(setting, device, seed) builds one buffer set. set_bytes(setting) is
     the size of the part of a set that every call touches. check(provider, setting, device) raises CheckFailed on a
-    wrong result and returns the errors it found. place() opens the part of the card to run on; None is all of it.
-    flops(setting) counts the arithmetic of a call, for ops that are limited by it; their rows have tflops. notes are
-    written into the result file.
+    wrong result, or CannotRun, and returns the errors it found. place() opens the part of the card to run on; None is
+    all of it. flops(setting) counts the arithmetic of a call, for ops that are limited by it; their rows have tflops.
+    notes are written into the result file.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The ops that can be measured, in one folder per family; a family's `OPS` names the modules that define an `OP`."""
 
-FAMILIES = ("decode", "lightning", "kda", "lite")
+FAMILIES = ("decode", "delta", "lightning", "kda", "lite")
 
 # Ops that no GPU has a result of, with the reason; `tables.py --check` refuses any other op without a result file.
 WITHOUT_RESULTS: dict[str, str] = {}
@@ -8,6 +8,7 @@ WITHOUT_RESULTS: dict[str, str] = {}
 # The settings of an op whose times under a sustained load are measured.
 HEADLINES: dict[str, tuple[str, ...]] = {
     "lightning_decode": ("B64-T1-fp32-kv-cold", "B256-T1-fp32-kv-cold"),
+    "delta_decode": ("gdn-B64-T1-fp32-vk", "kda-B64-T1-fp32-vk"),
     "lightning_prefill": ("B1-T16384-H64", "B1-T16384-H64-gate"),
     "kda_prefill": ("B1-T16384-H64", "B1-T65536-H8"),
     "lite_attention": (

@@ -15,6 +15,8 @@ from benchmarks.harness.registry import CheckFailed, Setting
 
 # Far from the seeds of the buffer sets that are timed, which count from 0.
 SEED = 20_231
+# Random rows besides the first and the last one, whose results are compared.
+CHECKED_ROWS = 3
 
 
 def relative_rmse(got: Tensor, want: Tensor) -> float:
@@ -32,6 +34,12 @@ def worst_head(got: Tensor, want: Tensor, axis: int) -> float:
 def checked_heads(heads: int) -> list[int]:
     """The first, the middle and the last value head."""
     return sorted({0, heads // 2, heads - 1})
+
+
+def checked_rows(rows: int, seed: int = 0) -> list[int]:
+    """The first row, the last one and random ones between, which show a wrong stride or a grid that is too small."""
+    middle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    return sorted(dict.fromkeys([0, rows - 1, *middle][: CHECKED_ROWS + 2]))
 
 
 def require_finite(problem: Setting, **tensors: Tensor) -> None:

@@ -36,6 +36,13 @@ class View:
 VIEWS = {
     "lightning_decode": (View("B", "B*-T1-*-cold"),),
     "lightning_decode_80sm": (View("B", "B*-T1-*-cold"),),
+    "delta_decode": (
+        View("B", "*-T1-fp32-??"),
+        View("B", "*-T1-bf16-vk"),
+        View("T", "*-B64-*-fp32-vk"),
+        View("T", "*-B64-*-fp32-vk-step"),
+    ),
+    "delta_decode_80sm": (View("B", "*-T1-fp32-??"),),
     "lightning_prefill": (View("T", "B*"), View("T", "N*-random-*")),
     "lightning_prefill_delta": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill": (View("T", "B*"), View("T", "N*-random-*")),

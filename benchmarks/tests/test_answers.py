@@ -9,6 +9,9 @@ import pytest
 from benchmarks import answers, tables
 from benchmarks.harness import results
 
+# One answer more is there where decode with the delta rule has been measured.
+DELTA = ("h200/delta_decode",) if (results.RESULTS / "h200/delta_decode.json").exists() else ()
+
 
 @pytest.fixture
 def root(tmp_path):
@@ -18,6 +21,7 @@ def root(tmp_path):
     names += ("h200/lightning_prefill_delta", "h200/lite_attention")
     names += ("h200/lite_training", "h200/lite_trajectory")
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
+    names += DELTA
     for name in names:
         target = tmp_path / f"{name}.json"
         target.parent.mkdir(exist_ok=True)
@@ -32,10 +36,10 @@ def change(path, edit):
     path.write_text(json.dumps(content))
 
 
-def test_five_requests_have_an_answer_and_a_place(root):
+def test_every_request_has_an_answer_and_a_place(root):
     text = answers.region("h200", root)
     rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
-    assert len(rows) == 5 and all(len(row) == 3 for row in rows)
+    assert len(rows) == 5 + len(DELTA) and all(len(row) == 3 for row in rows)
     for *_, link in rows:
         path, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", link)[1].partition("#")
         page = (tables.ROOT / path).read_text()

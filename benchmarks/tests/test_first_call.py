@@ -130,7 +130,8 @@ def test_every_function_is_a_setting_and_a_provider_of_an_op(package):
         (provider,) = (p for p in op.providers if p.name == function.provider)
         assert provider.role == ("peer" if function.module.startswith("fla.") else "ours")
     ours = {f.module for f in found if not f.module.startswith("fla.")}
-    always = {"cula_lightning_decode", "cula_lightning_sm90", "liteattention_sm89"}
+    always = {"cula_lightning_decode", "cula_delta_decode", "cula_lightning_sm90"}
+    always |= {"liteattention_sm89"}
     assert ours == always | ({package} if package else set())
 
 

@@ -57,8 +57,8 @@ class Files:
         return f"{sms} multiprocessors of an {gpu}" if self.stand_in else f"an {gpu}"
 
 
-def document(files: Files) -> str:
-    """The whole page."""
+def document(files: Files, more: Sequence[str] = ()) -> str:
+    """The whole page; `more` are sections about other operations."""
     sections = [
         "# Lightning decode on an H20\n\nWritten by `benchmarks/tables.py` from files in "
         f"`benchmarks/results/`; change those, not this page. H={STATE_BYTES // (128 * 128 * 4)}, K=V=128, one token "
@@ -71,6 +71,7 @@ def document(files: Files) -> str:
         _small(files),
         *([_estimated(files)] if files.stand_in else []),
         _arithmetic(),
+        *more,
         _again(files),
     ]
     return "\n\n".join(sections) + "\n"
@@ -501,6 +502,6 @@ def read(root: Path = results.RESULTS) -> Files:
     )
 
 
-def page(root: Path = results.RESULTS) -> str:
-    """The page from the result files."""
-    return document(read(root))
+def page(root: Path = results.RESULTS, more: Sequence[str] = ()) -> str:
+    """The page from the result files; `more` are sections about other operations."""
+    return document(read(root), more)

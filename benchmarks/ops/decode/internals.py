@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
-import torch
-
+from benchmarks.ops.part_of_card import planned_for
+from benchmarks.ops.tiles import arch_here
 from cula_core import tensors
 from cula_lightning_decode.config import Config, Problem
 from cula_lightning_decode.plan import candidates, select
@@ -20,18 +19,11 @@ def compiled_here(config: Config) -> Callable[..., Any]:
     """The kernel of a configuration, compiled for the GPU of this machine."""
     from cula_lightning_decode import launch
 
-    major, minor = torch.cuda.get_device_capability()
-    return launch.compile(config, f"sm_{major}{minor}" + "a" * (major >= 9))
+    return launch.compile(config, arch_here())
 
 
-@contextmanager
-def multiprocessors(count: int) -> Iterator[None]:
+def multiprocessors(count: int) -> AbstractContextManager[None]:
     """Inside the block the package chooses tiles as for a card of `count` multiprocessors."""
     from cula_lightning_decode import launch
 
-    launch.kernel_for.cache_clear()
-    try:
-        with mock.patch.object(tensors, "multiprocessors", lambda device: count):
-            yield
-    finally:
-        launch.kernel_for.cache_clear()
+    return planned_for(count, tensors, launch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.harness.registry import Op, Setting
+from benchmarks.ops import in_place
 from benchmarks.ops.decode import problem as decode
 from benchmarks.ops.decode.problem import setting
 from benchmarks.ops.decode.providers import PROVIDERS, check
@@ -38,7 +39,7 @@ def settings(quick: bool) -> list[Setting]:
 
 NOTES = (
     "cula updates the state in place; fla writes a new state, always fp32, and is tuned anew for every setting.",
-    "inplace_ceiling is state.mul_(-1.0): reads and writes the state and does nothing else.",
+    in_place.NOTE,
     "cold: buffer sets rotate over more than 3x the L2; resident: the same buffers every call.",
 )
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from benchmarks.harness import gpu
 from benchmarks.harness.registry import Setting
+from benchmarks.ops import part_of_card
 from benchmarks.ops.decode import internals, lightning_decode
 from benchmarks.ops.decode.problem import setting
-
-SMS = 80
+from benchmarks.ops.part_of_card import SMS
 
 
 def settings(quick: bool) -> list[Setting]:
@@ -26,11 +25,9 @@ def settings(quick: bool) -> list[Setting]:
     return single + [setting(b, tokens=4) for b in batches if b >= 64]
 
 
-@contextmanager
-def narrow_card(sms: int = SMS) -> Iterator[gpu.Place]:
+def narrow_card(sms: int = SMS) -> AbstractContextManager[gpu.Place]:
     """A green context of `sms` multiprocessors, in which the kernel package chooses tiles for a card of that size."""
-    with gpu.green(sms) as place, internals.multiprocessors(sms):
-        yield place
+    return part_of_card.narrow_card(internals.multiprocessors, sms)
 
 
 OP = dataclasses.replace(

@@ -16,6 +16,7 @@ from benchmarks.ops.decode import problem as decode
 from benchmarks.ops.decode import providers as decode_providers
 from benchmarks.ops.decode.internals import Config, Problem, candidates, compiled_here
 from benchmarks.ops.decode.problem import Inputs, setting
+from benchmarks.ops.tiles import tile_name
 
 BATCHES = (1, 16, 64, 256)
 LAYOUTS = tuple(itertools.product(("fp32", "bf16"), ("kv", "vk")))
@@ -37,17 +38,9 @@ def problem_of(chosen: Setting) -> Problem:
     )
 
 
-def variant_name(config: Config) -> str:
-    """A name of what distinguishes a configuration, such as tile_v=32,threads=128."""
-    tile = {
-        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "problem"
-    }
-    return ",".join(f"{key}={value}" for key, value in tile.items())
-
-
 def configurations(chosen: Setting) -> dict[str, Config]:
     """All candidates of a setting by name; the one that `cula` selects on this machine is among them."""
-    return {variant_name(c): c for c in candidates(problem_of(chosen))}
+    return {tile_name(c): c for c in candidates(problem_of(chosen))}
 
 
 def _call(name: str, chosen: Setting, x: Inputs, out: Tensor | None = None) -> Callable[[], Any]:

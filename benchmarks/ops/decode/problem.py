@@ -18,12 +18,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import CheckFailed, Setting
-from benchmarks.ops.checks import SEED, relative_rmse, require_finite, require_within
+from benchmarks.ops.checks import (
+    SEED,
+    checked_rows,
+    relative_rmse,
+    require_finite,
+    require_within,
+)
 
 HEADS = 64
 DIM = 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CHECKED_ROWS = 4
 OUTPUT_LIMIT = 5e-3
 STATE_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-3}
 
@@ -132,12 +137,6 @@ def recurrence(x: Inputs, rows: Tensor, state: Tensor, first: bool) -> tuple[Ten
     return torch.stack(outputs, 1), s.transpose(-1, -2) if first else s
 
 
-def check_rows(batch: int, seed: int = 0) -> list[int]:
-    """The first row, the last one and random ones between, which show a wrong stride or a grid that is too small."""
-    middle = torch.randperm(batch, generator=torch.Generator().manual_seed(seed)).tolist()
-    return sorted(dict.fromkeys([0, batch - 1, *middle][: CHECKED_ROWS + 1]))
-
-
 def check_decode(
     run: Callable[[Setting, Inputs], tuple[Tensor, Tensor | None]], problem: Setting, device: Any
 ) -> dict[str, float]:
@@ -146,7 +145,7 @@ def check_decode(
     `run` fills outputs that it allocates itself with NaN first.
     """
     x = make_inputs(problem, device, seed=SEED)
-    rows = torch.tensor(check_rows(problem.params["B"]), device=device)
+    rows = torch.tensor(checked_rows(problem.params["B"]), device=device)
     slots = rows if x.indices is None else x.indices[rows].long()
     before = x.state[slots].clone()
     want_o, want_state = recurrence(x, rows, before, v_first(problem))

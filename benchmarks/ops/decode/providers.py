@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.registry import CheckFailed, Provider, Setting
+from benchmarks.harness.registry import Provider, Setting
+from benchmarks.ops import in_place
 from benchmarks.ops.checks import SEED
 from benchmarks.ops.decode import problem as decode
 from benchmarks.ops.decode.problem import Inputs
@@ -70,10 +71,6 @@ def _fla_prepare(problem: Setting) -> None:
     forget(fused_recurrent_fwd_kernel)
 
 
-def _ceiling_call(problem: Setting, x: Inputs) -> Callable[[], Tensor]:
-    return lambda: x.state.mul_(-1.0)
-
-
 def _ceiling_supports(problem: Setting) -> str | None:
     return None if problem.params["commit"] else "verification writes no state"
 
@@ -88,13 +85,7 @@ FLA = Provider(
     supports=_fla_supports,
     prepare=_fla_prepare,
 )
-CEILING = Provider(
-    "inplace_ceiling",
-    "ceiling",
-    _ceiling_call,
-    lambda problem: 2 * decode.state_bytes(problem),
-    supports=_ceiling_supports,
-)
+CEILING = in_place.ceiling(lambda x: x.state, decode.state_bytes, _ceiling_supports)
 PROVIDERS = (CULA, FLA, CEILING)
 
 _RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x)()}
@@ -103,14 +94,6 @@ _RESULTS = {"cula": _cula_result, "fla": lambda problem, x: _fla_call(problem, x
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """Compares a provider with the fp64 recurrence on fresh inputs; the ceiling is compared with its own definition."""
     if provider.role == "ceiling":
-        return _check_ceiling(problem, device)
+        x = decode.make_inputs(problem, device, seed=SEED)
+        return in_place.check(provider, lambda y: y.state, problem, x)
     return decode.check_decode(_RESULTS[provider.name], problem, device)
-
-
-def _check_ceiling(problem: Setting, device: Any) -> dict[str, float]:
-    x = decode.make_inputs(problem, device, seed=SEED)
-    want = -x.state[-1:].clone()
-    _ceiling_call(problem, x)()
-    if not torch.equal(x.state[-1:], want):
-        raise CheckFailed(f"{problem.name}: the in-place update is not exact")
-    return {}

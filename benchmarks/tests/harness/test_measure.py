@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.harness import results
-from benchmarks.harness.registry import CheckFailed
+from benchmarks.harness.registry import CannotRun, CheckFailed
 
 
 def row(result, **wanted):
@@ -47,6 +47,21 @@ def test_unsupported_providers_are_named_with_the_reason(toy_result):
     ]
     assert not results.rows_of(toy_result, setting="small", provider="other")
     assert "ratio_other" not in row(toy_result, setting="small", provider="ours", method="graph")
+
+
+def test_a_peer_that_cannot_run_is_left_out_with_the_reason(toy_run):
+    def check(provider, setting, device):
+        if provider.name == "other":
+            raise CannotRun("no kernel for this card")
+        return {}
+
+    toy_run.op = dataclasses.replace(toy_run.op, check=check)
+    toy_run.measure(toy_run.op.settings(True))
+    assert toy_run.skipped == [
+        {"setting": "large", "provider": "other", "reason": "no kernel for this card"}
+    ]
+    assert {r["provider"] for r in toy_run.rows} == {"ours", "limit"}
+    assert [c["provider"] for c in toy_run.checks] == ["ours", "limit"]
 
 
 def test_nothing_is_timed_before_every_check_passed(toy_run, backend):

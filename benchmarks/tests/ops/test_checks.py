@@ -65,3 +65,11 @@ def test_a_missing_package_is_named_with_the_reason(monkeypatch):
     assert "gpu_package cannot be imported: import of gpu_package halted" in probe()
     monkeypatch.setitem(sys.modules, "gpu_package", types.ModuleType("gpu_package"))
     assert missing("gpu_package")() is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 256])
+def test_checked_rows_hold_both_ends_and_nothing_twice(count):
+    rows = checks.checked_rows(count)
+    assert rows[0] == 0 and rows[-1] == count - 1
+    assert len(rows) == len(set(rows)) and all(0 <= r < count for r in rows)
+    assert len(rows) >= min(count, checks.CHECKED_ROWS)

@@ -95,14 +95,6 @@ def test_check_refuses_nan_in_the_state(small):
         decode.check_decode(poisoned, decode.setting(3), "cpu")
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 256])
-def test_checked_rows_hold_both_ends_and_nothing_twice(batch):
-    rows = decode.check_rows(batch)
-    assert rows[0] == 0 and rows[-1] == batch - 1
-    assert len(rows) == len(set(rows)) and all(0 <= r < batch for r in rows)
-    assert len(rows) >= min(batch, decode.CHECKED_ROWS - 1)
-
-
 @pytest.mark.parametrize("problem", CHECKED, ids=lambda p: p.name)
 def test_cula_and_the_ceiling_pass_their_checks_on_the_cpu(small, problem):
     assert decode_providers.CULA.supports(problem) is None
