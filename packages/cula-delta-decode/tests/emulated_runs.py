@@ -8,10 +8,11 @@ import pytest
 from delta_problems import Case, Inputs, problem_of
 from torch import Tensor
 
+from cula_core.dtypes import dtype_name
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import launch
-from cula_delta_decode.config import Problem
+from cula_delta_decode.config import Fused, Problem
 from cula_delta_decode.plan import select
 from cula_testing.compiled import emulated_kernel
 
@@ -48,7 +49,7 @@ def run(emulated) -> Callable[..., Tensor]:
             counted=accepted is not None,
             commits=commits,
             long=long,
-            fused=launch.fused_of(convolution, norm),
+            fused=fused_of(convolution, norm),
         )
         rings = replay or (None,) * 4
         out = None if commits else emulated.empty_like(x.v)
@@ -57,7 +58,7 @@ def run(emulated) -> Callable[..., Tensor]:
             state=x.state if case.begins else None, next_state=next_state, slots=x.slots, next_slots=next_slots,
             accepted=accepted, token_states=token_states, token_slots=token_slots, offsets=x.cu_seqlens,
             ring_k=rings[0], ring_u=rings[1], ring_decay=rings[2], cursor=rings[3],
-            **launch.fused_arguments(convolution, norm),
+            **fused_arguments(convolution, norm),
             scale=case.dims[0] ** -0.5 if scale is None else scale, bound=-5.0 if case.gate[0] == "safe" else 1.0,
             threshold=20.0, null_slot=case.null_slot, rows=len(x.lengths),
         )  # fmt: skip
@@ -76,7 +77,6 @@ def run(emulated) -> Callable[..., Tensor]:
         compiled(problem, arch)(x.state, *replay, x.slots, accepted, case.null_slot, rows)
 
     run.flush = flush
-    run.fused = launch.fused_of
 
     def compiled(problem: Problem, arch: str):
         assert problem.illegal() is None
@@ -84,3 +84,23 @@ def run(emulated) -> Callable[..., Tensor]:
 
     run.compiled = compiled
     return run
+
+
+def fused_of(convolution: ShortConvolution | None, norm: GatedNorm | None) -> Fused:
+    """The static facts of what a call does before and behind."""
+    return Fused(
+        None if convolution is None else dtype_name(convolution.weight.dtype),
+        convolution is not None and convolution.bias is not None,
+        None if norm is None else norm.activation,
+        "float32" if norm is None else dtype_name(norm.weight.dtype),
+    )
+
+
+def fused_arguments(convolution: ShortConvolution | None, norm: GatedNorm | None) -> dict:
+    """Those arguments of the kernel that belong to it."""
+    found: dict = {}
+    if convolution is not None:
+        found |= zip(("inputs", "positions", "taps", "tap_bias"), convolution)
+    if norm is not None:
+        found |= {"gate": norm.gate, "norm_weight": norm.weight, "eps": norm.eps}
+    return found

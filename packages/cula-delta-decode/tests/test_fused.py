@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from delta_problems import POOL, SLOTS, Case, Inputs, exact, make_inputs, new_replay, problem_of
+from emulated_runs import fused_of
 from torch import Tensor
 
 from cula_core.reference import delta_decode as reference
@@ -213,7 +214,7 @@ def test_every_barrier_matters(run, relative_rmse, tokens, v_first, stored):
             assert_close(x.state[WRITTEN], state[WRITTEN], relative_rmse, EITHER_WAY)
 
     x = make_inputs(case)
-    fused = run.fused(make_convolution(case, x), make_norm(case, x))
+    fused = fused_of(make_convolution(case, x), make_norm(case, x))
     kernel = run.compiled(problem_of(case, fused=fused, ends=stored), "sm_90a")
     schedules = [replace(o, detect_races=True) for o in mutation.SCHEDULES]
     report = mutation.run(check, kernel, schedules=schedules, exhaustive=True)

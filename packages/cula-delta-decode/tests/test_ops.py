@@ -309,6 +309,7 @@ def test_replay_is_decode(records):
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
+NOTHING_FUSED = (None,) * 6 + (0.0, None)
 FLAGS = (None, 1.0, 20.0, True, True, False, True)
 
 
@@ -337,7 +338,7 @@ def decode_arguments(
     commit = mode not in ("tokens", "own tokens")
     return (
         *(a[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "state")), slots, ends, accepted, kept, table,
-        offsets, *rings, 0.25, *FLAGS, v_first, commit, tokens, 3, torch.empty_like(a["v"]),
+        offsets, *rings, *NOTHING_FUSED, 0.25, *FLAGS, v_first, commit, tokens, 3, torch.empty_like(a["v"]),
     )  # fmt: skip
 
 
@@ -386,7 +387,7 @@ def test_the_schemas_name_what_is_written():
     def written(op) -> list[str]:
         return [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
 
-    rings = ["ring_k", "ring_u", "ring_decay", "cursor"]
+    rings = ["ring_k", "ring_u", "ring_decay", "cursor", "inputs"]
     assert written(OPS.decode.default) == ["state", "token_states", *rings, "out"]
     assert written(OPS.commit.default) == ["state"]
     assert written(OPS.flush.default) == ["state", "cursor"]

@@ -18,7 +18,6 @@ from cula_core.cute.fake import vector
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
-from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.gates import gate_kind, strength_kind
 
 from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
@@ -228,9 +227,11 @@ def decode(
     dt_bias: Tensor | None, state: Tensor, state_indices: Tensor | None, output_state_indices: Tensor | None,
     num_accepted: Tensor | None, token_states: Tensor | None, token_state_indices: Tensor | None,
     cu_seqlens: Tensor | None, ring_k: Tensor | None, ring_u: Tensor | None, ring_decay: Tensor | None,
-    cursor: Tensor | None, scale: float, lower_bound: float | None, softplus_beta: float, softplus_threshold: float,
-    use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, l2norm: bool, state_v_first: bool, commit: bool,
-    max_tokens: int, null_slot: int | None, out: Tensor,
+    cursor: Tensor | None, inputs: Tensor | None, positions: Tensor | None, taps: Tensor | None,
+    tap_bias: Tensor | None, norm_gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float,
+    norm_activation: str | None, scale: float, lower_bound: float | None, softplus_beta: float,
+    softplus_threshold: float, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, l2norm: bool,
+    state_v_first: bool, commit: bool, max_tokens: int, null_slot: int | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Launches one call of `delta_rule_decode` on torch's current stream.
 
@@ -246,6 +247,7 @@ def decode(
         k.dtype, state.dtype, k.shape[3], v.shape[3], max_tokens, state_v_first, gate, l2norm,
         0 if state_indices is None else state_indices.dim(), stores, output_state_indices is not None,
         token_states is not None, cu_seqlens is not None, ring_k is not None, num_accepted is not None,
+        _fused(taps, tap_bias, norm_weight, norm_activation),
     )  # fmt: skip
     _launch(
         problem,
@@ -253,8 +255,9 @@ def decode(
             q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, out=out, state=state,
             next_state=state if stores else None, slots=state_indices, next_slots=output_state_indices,
             accepted=num_accepted, token_states=token_states, token_slots=token_state_indices, offsets=cu_seqlens,
-            ring_k=ring_k, ring_u=ring_u, ring_decay=ring_decay, cursor=cursor, scale=scale,
-            bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold,
+            ring_k=ring_k, ring_u=ring_u, ring_decay=ring_decay, cursor=cursor, inputs=inputs, positions=positions,
+            taps=taps, tap_bias=tap_bias, gate=norm_gate, norm_weight=norm_weight, scale=scale,
+            bound=softplus_beta if lower_bound is None else lower_bound, threshold=softplus_threshold, eps=norm_eps,
             null_slot=-1 if null_slot is None else null_slot, rows=_rows(k, cu_seqlens),
         ),
     )  # fmt: skip
@@ -375,26 +378,18 @@ def gate_of(
     )
 
 
-def fused_of(convolution: ShortConvolution | None, norm: GatedNorm | None) -> Fused:
+def _fused(
+    taps: Tensor | None, tap_bias: Tensor | None, weight: Tensor | None, activation: str | None
+) -> Fused:
     """Returns the static facts of what a call does before and behind."""
-    if convolution is None and norm is None:
+    if taps is None and weight is None:
         return _NOTHING_FUSED
     return Fused(
-        None if convolution is None else dtype_name(convolution.weight.dtype),
-        convolution is not None and convolution.bias is not None,
-        None if norm is None else norm.activation,
-        "float32" if norm is None else dtype_name(norm.weight.dtype),
+        None if taps is None else dtype_name(taps.dtype),
+        tap_bias is not None,
+        activation,
+        "float32" if weight is None else dtype_name(weight.dtype),
     )
-
-
-def fused_arguments(convolution: ShortConvolution | None, norm: GatedNorm | None) -> dict[str, Any]:
-    """Returns those arguments of the kernel that belong to it, by name."""
-    found: dict[str, Any] = {}
-    if convolution is not None:
-        found |= zip(("inputs", "positions", "taps", "tap_bias"), convolution)
-    if norm is not None:
-        found |= {"gate": norm.gate, "norm_weight": norm.weight, "eps": norm.eps}
-    return found
 
 
 @functools.cache
@@ -415,11 +410,12 @@ def _gate(dtype, channels, use_gate, bounded, rate, bias, strength, beta_sigmoid
 @functools.cache
 def _problem(
     dtype, state_dtype, dim_k, dim_v, tokens, state_v_first, gate, l2norm, slots, ends, redirected, every_token,
-    packed, replay, counted,
+    packed, replay, counted, fused,
 ) -> Problem:  # fmt: skip
     return Problem(
         dtype_name(dtype), dtype_name(state_dtype), dim_k, dim_v, tokens, state_v_first, gate, l2norm, slots=slots,
         ends=ends, redirected=redirected, every_token=every_token, packed=packed, replay=replay, counted=counted,
+        fused=fused,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from cula_core.delta_decode.contract import (
 )
 from cula_core.delta_decode.slots import Limits
 from cula_core.reference import delta_decode as reference
+from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, convolve, normalize
 from cula_core.reference.delta_decode import Replay
 from cula_core.tensors import as_stored, is_plain_cuda_call
 
@@ -35,7 +36,9 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) state, "
     "Tensor? state_indices, Tensor? output_state_indices, Tensor? num_accepted, Tensor(b!)? token_states, "
     "Tensor? token_state_indices, Tensor? cu_seqlens, Tensor(c!)? ring_k, Tensor(d!)? ring_u, Tensor(e!)? ring_decay, "
-    f"Tensor(f!)? cursor, float scale, {GATES}, bool commit, int max_tokens, int? null_slot, Tensor(g!) out) -> ()",
+    "Tensor(f!)? cursor, Tensor(g!)? inputs, Tensor? positions, Tensor? taps, Tensor? tap_bias, Tensor? gate, "
+    "Tensor? norm_weight, float norm_eps, str? norm_activation, "
+    f"float scale, {GATES}, bool commit, int max_tokens, int? null_slot, Tensor(h!) out) -> ()",
 )
 torch.library.define(
     "cula_delta_decode::commit",
@@ -54,21 +57,31 @@ def _decode_cpu(
     dt_bias: Tensor | None, state: Tensor, state_indices: Tensor | None, output_state_indices: Tensor | None,
     num_accepted: Tensor | None, token_states: Tensor | None, token_state_indices: Tensor | None,
     cu_seqlens: Tensor | None, ring_k: Tensor | None, ring_u: Tensor | None, ring_decay: Tensor | None,
-    cursor: Tensor | None, scale: float, *rest: Any,
+    cursor: Tensor | None, inputs: Tensor | None, positions: Tensor | None, taps: Tensor | None,
+    tap_bias: Tensor | None, gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float,
+    norm_activation: str | None, scale: float, *rest: Any,
 ) -> None:  # fmt: skip
     *flags, commit, max_tokens, null_slot, out = rest
+    rows = {"cu_seqlens": cu_seqlens, "max_tokens": max_tokens, "null_slot": null_slot}
+    if inputs is not None and positions is not None and taps is not None:
+        convolution = ShortConvolution(inputs, positions, taps, tap_bias)
+        q, k, v = convolve(q, k, v, convolution, state_indices=state_indices, **rows)
+    # A norm sees the output before it is rounded.
+    exact = v if gate is None else v.to(torch.promote_types(v.dtype, torch.float32))
     replay = None
     if ring_k is not None and ring_u is not None and ring_decay is not None and cursor is not None:
         replay = Replay(ring_k, ring_u, ring_decay, cursor)
     if token_state_indices is not None and token_states is None:
         token_states = state
-    reference.delta_rule_decode(
-        q, k, v, g, beta, state, next_state=state if commit and replay is None else None,
+    result = reference.delta_rule_decode(
+        q, k, exact, g, beta, state, next_state=state if commit and replay is None else None,
         state_indices=state_indices, output_state_indices=output_state_indices, scale=scale, A_log=A_log,
         dt_bias=dt_bias, replay=replay, num_accepted=num_accepted, token_states=token_states,
-        token_state_indices=token_state_indices, cu_seqlens=cu_seqlens, max_tokens=max_tokens, null_slot=null_slot,
-        out=out, **reference.options(*flags),
+        token_state_indices=token_state_indices, out=out if gate is None else None, **rows,
+        **reference.options(*flags),
     )  # fmt: skip
+    if gate is not None and norm_weight is not None and norm_activation is not None:
+        out.copy_(normalize(result, GatedNorm(gate, norm_weight, norm_eps, norm_activation)))
 
 
 def _decode_cuda(*arguments: object) -> None:
@@ -143,6 +156,8 @@ def delta_rule_decode(
     cu_seqlens: Tensor | None = None,
     max_tokens: int | None = None,
     null_slot: int | None = None,
+    convolution: ShortConvolution | None = None,
+    norm: GatedNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The gated delta rule, or KDA, for 1 to 8 new tokens per row, on a pool of states that is updated in place.
@@ -190,6 +205,10 @@ def delta_rule_decode(
         max_tokens: with cu_seqlens, the most tokens of a row, 1..8; None: 8. A longer row is refused on the CPU and
             cut off on a GPU, where looking would need a synchronisation.
         null_slot: a slot that means padding, as negative ones do.
+        convolution: q, k and v are the inputs of a short convolution, which is computed first, SiLU included; its
+            result is rounded to the dtype of q. Its rings belong to the slots that state_indices name, so it goes with
+            `commit=True` and with `replay`, and not with states in other slots.
+        norm: the output is normalized over V, and multiplied by a weight and an activated gate.
         out: `[B, T, HV, V]` to write to; None: allocated.
 
     Returns:
@@ -218,7 +237,7 @@ def delta_rule_decode(
         q, k, v, g, beta, state, state_indices, output_state_indices, scale, A_log, dt_bias, lower_bound, softplus_beta,
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
         state_v_first, commit, replay, num_accepted, token_states, token_state_indices, cu_seqlens, max_tokens,
-        null_slot, out,
+        null_slot, convolution, norm, out,
     )
     # fmt: on
     # The compiled host code verifies the tensors of a plain call before it launches, far quicker than Python could.
@@ -232,10 +251,11 @@ def delta_rule_decode(
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
         tokens = _tokens(k, cu_seqlens, max_tokens)
         rings = (None,) * 4 if replay is None else replay
+        fused = (*(convolution or (None,) * 4), *(norm or (None, None, 0.0, None)))
         run = _decode_cuda if plain else torch.ops.cula_delta_decode.decode.default
         run(
             q, k, v, g, beta, A_log, dt_bias, state, state_indices, output_state_indices, num_accepted, token_states,
-            token_state_indices, cu_seqlens, *rings, k.shape[3] ** -0.5 if scale is None else float(scale),
+            token_state_indices, cu_seqlens, *rings, *fused, k.shape[3] ** -0.5 if scale is None else float(scale),
             None if lower_bound is None else float(lower_bound), float(softplus_beta), float(softplus_threshold),
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
             commit, tokens, null_slot, out,
@@ -398,9 +418,10 @@ def _is_unusual(given: tuple[Any, ...]) -> bool:
     softplus_beta, threshold, use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit = given[
         12:20
     ]
-    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot, out = (
-        given[20:]
-    )
+    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot = given[
+        20:27
+    ]
+    convolution, norm, out = given[27:]
     # fmt: off
     return (
         any(type(flag) is not bool for flag in (use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit))
@@ -413,6 +434,8 @@ def _is_unusual(given: tuple[Any, ...]) -> bool:
             x is not None and (g is None or not use_gate or not x.is_floating_point()) for x in (A_log, dt_bias)
         )
         or replay is not None
+        or convolution is not None
+        or norm is not None
         or num_accepted is not None
         or token_states is not None
         or token_indices is not None

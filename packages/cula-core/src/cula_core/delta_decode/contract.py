@@ -7,8 +7,10 @@ from torch import Tensor
 
 from .. import arguments
 from ..dtypes import dtype_name
+from ..reference.decode_fused import GatedNorm, ShortConvolution
 from ..reference.delta_decode import CURSOR_COLUMNS, MAX_TOKENS, Replay
 from ..tensors import as_stored
+from .fused import check_convolution, check_norm
 from .gates import check_gates, has_channels
 from .slots import (
     NO_BACKWARD,
@@ -60,6 +62,8 @@ def check_decode(
     cu_seqlens: Tensor | None,
     max_tokens: int | None,
     null_slot: int | None,
+    convolution: ShortConvolution | None,
+    norm: GatedNorm | None,
     out: Tensor | None,
     limits: Limits | None = None,
 ) -> None:
@@ -105,6 +109,17 @@ def check_decode(
     if token_state_indices is not None:
         shape = (sizes.rows, sizes.tokens)
         check_indices("token_state_indices", token_state_indices, sizes, ("N", "T"), shape)
+    if convolution is not None:
+        check_convolution(convolution, k, v, state, sizes)
+        elsewhere = (output_state_indices, token_states, token_state_indices)
+        if not commit or any(x is not None for x in elsewhere):
+            expected = "None unless every state stays in its slot: commit=True and no other slots"
+            arguments.value_error("convolution", expected, "a ShortConvolution")
+        if isinstance(state_indices, Tensor) and state_indices.dim() == 2:
+            expected = "None with [N, slots] state_indices"
+            arguments.value_error("convolution", expected, "a ShortConvolution")
+    if norm is not None:
+        check_norm(norm, v, sizes)
     arguments.no_gradients(
         NO_BACKWARD,
         **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias},
