@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 MAX_TOKENS = 8
 HEAD_DIMS = (64, 128)
@@ -65,6 +66,14 @@ class Problem:
     commits: bool = False
     flushes: bool = False
     long: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, because every call looks up the kernel of its problem."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def vector(self) -> int:
