@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cula.reference
-from cula import _discovery, _env, _implementations, _registry, delta, kda, lightning, lite
+from cula import _discovery, _implementations, _registry, delta, kda, lightning, lite
 from cula._facts import FACTS, OPS
 from cula._implementations import Implementation
 
@@ -25,14 +25,7 @@ T = sum(LENGTHS)
 CU = torch.tensor([0, 5, 5, 6, 76], dtype=torch.int32)
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("CULA_IMPL", "CULA_DISABLE", "CULA_LOG"):
-        monkeypatch.delenv(name, raising=False)
-    _env.env.cache_clear()
-    _registry.refresh()
-    yield
-    _registry.refresh()
+pytestmark = pytest.mark.usefixtures("undecided")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cula
-from cula import _env, _registry, delta
+from cula import delta
 from cula.integrations import fla
 
 H, HV, K, V = 2, 4, 8, 6
@@ -19,14 +19,9 @@ Tokens = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("CULA_IMPL", "CULA_DISABLE", "CULA_LOG"):
-        monkeypatch.delenv(name, raising=False)
-    _env.env.cache_clear()
-    _registry.refresh()
+def fresh(undecided: None) -> Iterator[None]:
     torch._dynamo.reset()
     yield
-    _registry.refresh()
     torch._dynamo.reset()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cula import _discovery, _env, _implementations, _registry, kda, reference
+from cula import _discovery, _implementations, _registry, kda, reference
 from cula._facts import OPS
 from cula._implementations import Implementation
 
@@ -34,14 +34,7 @@ FLAGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("CULA_IMPL", "CULA_DISABLE", "CULA_LOG"):
-        monkeypatch.delenv(name, raising=False)
-    _env.env.cache_clear()
-    _registry.refresh()
-    yield
-    _registry.refresh()
+pytestmark = pytest.mark.usefixtures("undecided")
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ test_public_kda.py is about its sibling with a decay per channel.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cula import _env, _registry, kda, lightning
+from cula import _registry, kda, lightning
 from cula.lightning import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 H, HV, K, V = 2, 4, 8, 6
@@ -23,14 +23,7 @@ GATES = ("g", "gk", "gv")
 SETS = [names for n in range(4) for names in itertools.combinations(GATES, n)]
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("CULA_IMPL", "CULA_DISABLE", "CULA_LOG"):
-        monkeypatch.delenv(name, raising=False)
-    _env.env.cache_clear()
-    _registry.refresh()
-    yield
-    _registry.refresh()
+pytestmark = pytest.mark.usefixtures("undecided")
 
 
 def inputs(batch: int = 1, tokens: int = sum(LENGTHS)) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -161,3 +161,14 @@ def test_problems_and_configs_are_values():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_overlapping_launches_begin_with_hopper(arch):
     assert supports_overlap(arch) == (arch not in ("sm_80", "sm_86", "sm_89"))
+
+
+def test_equal_problems_have_one_hash():
+    """It is computed once, and must be that of the fields all the same."""
+    first, second = TILES[0], replace(TILES[0])
+    assert first == second and first is not second and hash(first) == hash(second)
+    assert {first: 1}[second] == 1
+    facts = {f.name: getattr(first, f.name) for f in fields(first)}
+    for name, value in facts.items():
+        other = replace(first, **{name: not value if isinstance(value, bool) else None})
+        assert other != first and hash(other) != hash(first), name

@@ -278,3 +278,14 @@ def test_torch_compile_sees_one_graph(fresh_compiler, dynamic):
         x = activations(rows, 3, True)
         given = (*x.values(), states(rows, False))
         torch.testing.assert_close(compiled(*given), two_steps(*given), rtol=0, atol=0)
+
+
+def test_one_token_of_every_packed_sequence_is_a_batch_of_views():
+    """What the documents advise instead of cu_seqlens: the same numbers, and nothing is copied."""
+    x = activations(1, 3, True)
+    initial = states(3, False)
+    options = {"initial_state": initial, "output_final_state": True}
+    packed, final = fused_recurrent_kda(**x, **options, cu_seqlens=torch.arange(4))
+    rows = {name: a.transpose(0, 1) for name, a in x.items()}
+    o, state = fused_recurrent_kda(**rows, **options)
+    assert torch.equal(o.transpose(0, 1), packed) and torch.equal(state, final)

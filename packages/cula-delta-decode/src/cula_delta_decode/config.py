@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 MAX_TOKENS = 8
 CONVOLUTION_WIDTH = 4
@@ -84,6 +85,14 @@ class Problem:
     flushes: bool = False
     long: bool = False
     fused: Fused = Fused()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, because every call looks up the kernel of its problem."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def vector(self) -> int:

@@ -27,6 +27,7 @@ from .kernels.flush import Flush
 from .plan import select, supports_overlap
 
 _NOTHING_FUSED = Fused()
+_READ = tuple(getattr(torch, name) for name in NAMES)
 
 
 def _strided(dtype: type, *shape: object, align: int | None = None, dense: int = 1):
@@ -345,7 +346,7 @@ def gates_as_read(
     if A_log is not None and A_log.dtype != torch.float32:
         A_log = A_log.float()
     if dt_bias is not None:
-        if dtype_name(dt_bias.dtype) not in NAMES:
+        if dt_bias.dtype not in _READ:
             dt_bias = dt_bias.float()
         if dt_bias.data_ptr() % 16:  # as a slice may be; the kernel reads 16 bytes at a time
             dt_bias = dt_bias.clone()

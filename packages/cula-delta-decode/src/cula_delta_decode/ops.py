@@ -414,34 +414,28 @@ def _tokens(k: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> int
 
 def _is_unusual(given: tuple[Any, ...]) -> bool:
     """Whether a plain call holds what the compiled host code cannot see; the full check looks at it."""
-    q, k, v, g, beta, state, _, output_indices, scale, A_log, dt_bias, lower_bound = given[:12]
-    softplus_beta, threshold, use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit = given[
-        12:20
-    ]
-    replay, num_accepted, token_states, token_indices, cu_seqlens, max_tokens, null_slot = given[
-        20:27
-    ]
-    convolution, norm, out = given[27:]
     # fmt: off
+    (
+        q, k, v, g, beta, state, _, output_indices, scale, A_log, dt_bias, lower_bound, softplus_beta, threshold,
+        use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit, replay, num_accepted, token_states, token_indices,
+        cu_seqlens, max_tokens, null_slot, convolution, norm, out,
+    ) = given
     return (
-        any(type(flag) is not bool for flag in (use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit))
-        or any(type(x) is not float or not math.isfinite(x) for x in (softplus_beta, threshold))
-        or any(x is not None and (type(x) is not float or not math.isfinite(x)) for x in (scale, lower_bound))
-        or (lower_bound is not None and (lower_bound >= 0 or not use_gate))
-        or softplus_beta <= 0
-        or (neg_eigval and (beta is None or not beta_sigmoid))
-        or any(
-            x is not None and (g is None or not use_gate or not x.is_floating_point()) for x in (A_log, dt_bias)
+        not (
+            type(use_gate) is type(beta_sigmoid) is type(neg_eigval) is type(l2norm) is type(v_first) is type(commit)
+            is bool
         )
-        or replay is not None
-        or convolution is not None
-        or norm is not None
-        or num_accepted is not None
-        or token_states is not None
-        or token_indices is not None
-        or output_indices is not None
-        or cu_seqlens is not None
-        or max_tokens is not None
+        or not (type(softplus_beta) is type(threshold) is float)
+        or not (0 < softplus_beta < math.inf and -math.inf < threshold < math.inf)
+        or scale is not None and not (type(scale) is float and -math.inf < scale < math.inf)
+        or lower_bound is not None and not (type(lower_bound) is float and -math.inf < lower_bound < 0 and use_gate)
+        or neg_eigval and (beta is None or not beta_sigmoid)
+        or A_log is not None and (g is None or not use_gate or not A_log.is_floating_point())
+        or dt_bias is not None and (g is None or not use_gate or not dt_bias.is_floating_point())
+        or not (
+            replay is num_accepted is token_states is token_indices is output_indices is cu_seqlens is max_tokens
+            is convolution is norm is None
+        )
         or not (null_slot is None or type(null_slot) is int and -(1 << 31) <= null_slot < 1 << 31)
         or k.shape[0] == 0
         or torch.is_grad_enabled()

@@ -79,7 +79,8 @@ def fused_recurrent_kda(
         A_log: `[HV]`; None only with `lower_bound`, or without `use_gate_in_kernel`.
         initial_state: `[N, HV, K, V]`, or V, K with `state_v_first`; float32, bfloat16 or float16; left as it is; N is
             B or the number of packed sequences. None: zero.
-        cu_seqlens: `[N + 1]` int32 or int64: B is 1, and T holds N sequences, some possibly empty.
+        cu_seqlens: `[N + 1]` int32 or int64: B is 1, and T holds N sequences, some possibly empty. Where each has one
+            token, a batch of views, `x.transpose(0, 1)`, takes the kernel for one token instead of that for any number.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]`, and final_state like initial_state (float32 without one), or None.
