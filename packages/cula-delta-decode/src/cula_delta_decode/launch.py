@@ -24,7 +24,7 @@ from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
 from .config import DTYPES as NAMES
 from .kernels.decode import DeltaDecode
 from .kernels.flush import Flush
-from .plan import select, supports_overlap
+from .plan import FEW_STATES, select, supports_overlap
 
 _NOTHING_FUSED = Fused()
 _READ = tuple(getattr(torch, name) for name in NAMES)
@@ -204,7 +204,7 @@ def compile(config: Config, arch: str, *options: object):
 
 
 @once
-def kernel_for(problem: Problem, device: torch.device):
+def kernel_for(problem: Problem, device: torch.device, few: bool = False):
     """Returns the compiled kernel of a problem; compiles on first use (about a second).
 
     Raises ValueError for a problem that no kernel serves, RuntimeError for a GPU that is too old.
@@ -217,7 +217,7 @@ def kernel_for(problem: Problem, device: torch.device):
     if problem.illegal():
         raise ValueError(problem.illegal())
     arch = f"sm_{major}{minor}" + "a" * (major >= 9)
-    return compile(select(problem, arch, tensors.multiprocessors(device)), arch)
+    return compile(select(problem, arch, tensors.multiprocessors(device), few), arch)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -432,7 +432,8 @@ def _launch(problem: Problem, x: Arguments) -> None:
     if x.rows == 0:
         return
     device = x.k.device
-    run = kernel_for(problem, device)
+    few = x.v is not None and x.rows * x.v.shape[2] <= FEW_STATES
+    run = kernel_for(problem, device, few)
     arguments = flush_arguments(x) if problem.flushes else x
     if device.index == torch.cuda.current_device():
         run(*arguments)

@@ -7,24 +7,29 @@ from .config import Config, Problem
 # (tile_v, threads, lanes, CTAs that share a multiprocessor) for K = V = 128, as measured on an H200. One token, by
 # (fp32 state, state_v_first, gate per channel):
 _ONE_TOKEN = {
-    (True, True, False): (8, 64, 32, 0),
-    (True, True, True): (8, 64, 32, 0),
-    (True, False, False): (64, 256, 16, 0),
+    (True, True, False): (8, 64, 32, 16),
+    (True, True, True): (8, 64, 32, 16),
+    (True, False, False): (64, 512, 16, 2),
     (True, False, True): (64, 512, 16, 3),
-    (False, True, False): (32, 128, 16, 0),
+    (False, True, False): (16, 64, 16, 0),
     (False, True, True): (16, 64, 16, 0),
-    (False, False, False): (128, 256, 16, 0),
+    (False, False, False): (128, 512, 16, 2),
     (False, False, True): (64, 128, 8, 0),
 }
+# One token of so few states that they do not fill the GPU: more threads for each, which sum up in the same order.
+FEW_STATES = 64
+_FEW = (8, 128, 32, 12)
 # Several tokens, by (state_v_first, more than 4).
 _SEVERAL_TOKENS = {
-    (True, False): (64, 128, 16, 0),
+    (True, False): (32, 128, 16, 0),
     (True, True): (32, 128, 16, 0),
     (False, False): (64, 128, 16, 0),
-    (False, True): (64, 128, 16, 0),
+    (False, True): (32, 128, 8, 8),
 }
+# The norm of an output needs all of V in one CTA.
+_NORM = (128, 512, 16, 0)
 _TILES = (8, 16, 32, 64, 128)
-_THREADS = (64, 128, 256, 512)
+_THREADS = (64, 128, 256, 512, 1024)
 _LANES = (4, 8, 16, 32)
 
 
@@ -39,11 +44,16 @@ def candidates(problem: Problem) -> list[Config]:
     return [c for c in found if c.illegal() is None and c.bytes_per_thread >= 32]
 
 
-def select(problem: Problem, arch: str, multiprocessors: int = 132) -> Config:
-    """Returns the tile for every number of rows on an architecture ("sm_80", "sm_90a", ...)."""
+def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = False) -> Config:
+    """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: the call has up to FEW_STATES states, which
+    changes no bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
-    if problem.tokens > 1:
+    if problem.fused.norm:
+        tile = _NORM
+    elif problem.tokens > 1 or problem.fused:
         tile = _SEVERAL_TOKENS[v_first, problem.tokens > 4]
+    elif few and wide and v_first:
+        tile = _FEW
     else:
         tile = _ONE_TOKEN[wide, v_first, problem.gate.channels]
     tile_v, threads, lanes, resident = tile
