@@ -46,6 +46,7 @@ def settings(quick: bool) -> list[Setting]:
     other_heads = [setting(gate, 64, heads_v=64) for gate in GATES] + [setting("gdn", 64, heads=32)]
     other_states = [setting(gate, 64, state="fp16") for gate in GATES]
     other_states += [setting(gate, 64, 4, "bf16") for gate in GATES]
+    other_states += [setting("gdn", b, t, "bf16", mode="step") for b in (64, 8) for t in (4, 8)]
     rings = [
         setting("gdn", 64, tokens, mode="step", records=records)
         for tokens, several_records in MORE_RECORDS.items()
@@ -72,7 +73,9 @@ NOTES = (
     "function below: it takes slots, and writes a state for every token.",
     "flashinfer: gated_delta_rule_decode_pretranspose (one token, [V, K]), gated_delta_rule_decode (one token, [K, V], "
     "without slots), gated_delta_rule_mtp (several tokens; it also allocates and clears a number), recurrent_kda (bf16 "
-    "states [V, K]). Where a kernel of it fails or is wrong it is skipped, with the reason.",
+    "states [V, K]). flashinfer_replay is gated_delta_rule_mtp_ucache_flush (GDN, bf16 states and records, windows of "
+    "up to 16 records, in all phases); moving the windows on is the caller's and not timed. Where a kernel of it fails "
+    "or is wrong it is skipped, with the reason.",
     "verify: no state is stored. slots: the state after every token goes to a slot of its own, and a row begins at "
     "that of its last accepted token; flashinfer gets these first slots ready for GDN.",
     "step: what a step of a serving loop costs, in its steady state, where the step before accepted 1 to T of its T "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.harness.registry import CannotRun, CheckFailed, Provider, Setting
 from benchmarks.ops import checks, in_place
-from benchmarks.ops.delta import flashinfer_calls
+from benchmarks.ops.delta import flashinfer_calls, flashinfer_replay
 from benchmarks.ops.delta import problem as delta
 from benchmarks.ops.delta.problem import Inputs, Result
 from benchmarks.ops.installed import missing
@@ -240,6 +240,14 @@ FLASHINFER = Provider(
     supports=lambda problem: flashinfer_calls.supports(problem, _step(problem, "slots") or ""),
 )
 
+FLASHINFER_REPLAY = Provider(
+    "flashinfer_replay",
+    "peer",
+    flashinfer_replay.call,
+    flashinfer_replay.moved,
+    supports=flashinfer_replay.supports,
+)
+
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +257,7 @@ def _ceiling_supports(problem: Setting) -> str | None:
 
 
 CEILING = in_place.ceiling(lambda x: x.state, delta.state_bytes, _ceiling_supports)
-PROVIDERS = (CULA, WRITE, COMMIT, SLOTS, FLA, FLA_INPLACE, FLASHINFER, CEILING)
+PROVIDERS = (CULA, WRITE, COMMIT, SLOTS, FLA, FLA_INPLACE, FLASHINFER, FLASHINFER_REPLAY, CEILING)
 
 
 def _fla_result(problem: Setting, x: Inputs) -> Result:
@@ -282,14 +290,24 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
     if provider.role == "ceiling":
         x = delta.make_inputs(problem, device, checks.SEED)
         return in_place.check(provider, lambda y: y.state, problem, x)
+    if provider in (FLASHINFER, FLASHINFER_REPLAY):
+        return _checked_flashinfer(provider, problem, device)
+    return _checked(provider, problem, device)
+
+
+def _checked(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     task_of, run = _CHECKED[provider.name]
-    task, limits = task_of(problem) or "", (delta.OUTPUT_LIMIT, delta.STATE_LIMIT)
+    limits = (delta.OUTPUT_LIMIT, delta.STATE_LIMIT)
     if provider.role == "peer":
         limits = (delta.PEER_OUTPUT_LIMIT, delta.PEER_STATE_LIMIT)
-    if provider is not FLASHINFER:
-        return delta.check_task(task, run, problem, device, limits)
+    return delta.check_task(task_of(problem) or "", run, problem, device, limits)
+
+
+def _checked_flashinfer(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     try:
-        return delta.check_task(task, run, problem, device, limits)
+        if provider is FLASHINFER_REPLAY:
+            return flashinfer_replay.check(problem, device)
+        return _checked(provider, problem, device)
     except CheckFailed as error:
         raise CannotRun(f"its result is wrong: {error}") from error
     except Exception as error:

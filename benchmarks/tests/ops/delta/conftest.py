@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ops.delta import delta_decode, delta_decode_80sm, flashinfer_calls, providers
+from benchmarks.ops.delta import (
+    delta_decode,
+    delta_decode_80sm,
+    flashinfer_calls,
+    flashinfer_replay,
+    providers,
+)
 from benchmarks.ops.delta import problem as delta
 
 # Microseconds of a row and token.
@@ -19,6 +25,7 @@ COSTS = {
     "fla": 1.4,
     "fla_inplace": 1.3,
     "flashinfer": 1.1,
+    "flashinfer_replay": 1.2,
     "inplace_ceiling": 0.96,
 }
 
@@ -29,6 +36,7 @@ def peers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_fla_missing", lambda: None)
     for name in ("_gdn_missing", "_kda_missing"):
         monkeypatch.setattr(flashinfer_calls, name, lambda: None)
+    monkeypatch.setattr(flashinfer_replay, "_missing", lambda: None)
 
 
 @pytest.fixture
