@@ -366,6 +366,41 @@ def test_recurrence_of_the_package_refuses_what_cula_refuses(
     assert raised[0] == raised[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", RECURRENT)
+def test_recurrences_on_a_gpu_are_those_of_the_kernel(
+    require_arch: Callable[..., torch.device],
+    assert_close: Callable[..., float],
+    function: str,
+    state_dtype: torch.dtype,
+) -> None:
+    device = require_arch("sm80+")
+
+    def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    width = (64,) * (function == "fused_recurrent_kda")
+    tensors = {
+        "q": randn(1, 30, 2, 64), "k": randn(1, 30, 2, 64), "v": randn(1, 30, 4, 128), "g": randn(1, 30, 4, *width),
+        "beta": randn(1, 30, 4), "initial_state": randn(4, 4, 64, 128, dtype=state_dtype),
+        "A_log": randn(4, dtype=torch.float32), "dt_bias": randn(4, *width, dtype=torch.float32),
+    }  # fmt: skip
+    options: dict[str, Any] = {
+        "output_final_state": True, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True, "cu_seqlens": torch.tensor([0, 17, 17, 18, 30], device=device),
+    }  # fmt: skip
+    run = PUBLIC_RECURRENT[function]
+    wide = {name: x.double() for name, x in tensors.items()}
+    expected = run(**wide, **options, impl="reference")
+    found = run(**tensors, **options)
+    named = run(**tensors, **options, impl="cula-delta-decode")
+    assert found[1].dtype == state_dtype
+    for x, same, exact in zip(found, named, expected, strict=True):
+        assert torch.equal(x, same)
+        assert_close(x, exact)
+
+
 def test_the_registry_knows_what_packages_of_this_repository_serve() -> None:
     """So that it can advise one that is not installed."""
     told = {first.name: (first.module, first.ops, first.archs) for first in FIRST_PARTY}
