@@ -37,6 +37,7 @@ def run(emulated) -> Callable[..., Tensor]:
         norm: GatedNorm | None = None,
         commits: bool = False,
         long: bool = False,
+        few: bool = False,
         **changes,
     ) -> Tensor | None:
         problem = problem_of(
@@ -62,7 +63,7 @@ def run(emulated) -> Callable[..., Tensor]:
             scale=case.dims[0] ** -0.5 if scale is None else scale, bound=-5.0 if case.gate[0] == "safe" else 1.0,
             threshold=20.0, null_slot=case.null_slot, rows=len(x.lengths),
         )  # fmt: skip
-        compiled(problem, arch)(*arguments, **changes)
+        compiled(problem, arch, few)(*arguments, **changes)
         return out
 
     def flush(case: Case, x: Inputs, replay: Replay, accepted: Tensor | None, arch: str = "sm_90a"):
@@ -78,9 +79,9 @@ def run(emulated) -> Callable[..., Tensor]:
 
     run.flush = flush
 
-    def compiled(problem: Problem, arch: str):
+    def compiled(problem: Problem, arch: str, few: bool = False):
         assert problem.illegal() is None
-        return emulated_kernel(emulated, launch.unit(select(problem, arch), arch))
+        return emulated_kernel(emulated, launch.unit(select(problem, arch, few=few), arch))
 
     run.compiled = compiled
     return run

@@ -12,7 +12,10 @@ from delta_problems import SLOTS, Case, Inputs, exact, make_inputs, new_replay, 
 from torch import Tensor
 
 from cula_core.reference import delta_decode as reference
+from cula_core.reference.delta_decode import Replay
 from cula_delta_decode.config import DTYPES
+from cula_delta_decode.kernels.records import CHUNK
+from cula_delta_decode.plan import select
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
 from cula_testing.comparing import assert_rounded_once, same
@@ -216,6 +219,17 @@ def test_several_tokens_are_several_calls(run, relative_rmse, v_first):
     assert relative_rmse(x.state, after) <= 1e-6
 
 
+@pytest.mark.parametrize("gate", [("softplus", False), ("safe", True)])
+def test_few_states_have_more_threads_and_the_same_bits(run, gate):
+    case = Case(gate=gate, dims=(128, 128))
+    results = []
+    for few in (False, True):
+        x = make_inputs(case)
+        results.append((run(case, x, next_state=x.state, few=few), x.state))
+    assert all(same(a, b) for a, b in zip(*results))
+    assert select(problem_of(case), "sm_90a") != select(problem_of(case), "sm_90a", few=True)
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_overlap_changes_no_bit(run, emulated, tokens, v_first):
@@ -261,30 +275,34 @@ BARRIERS = {
     (2, True, False): 1,
     (1, False, False): 2,
     (2, False, False): 5,
-    (1, True, True): 1,
-    (2, False, True): 5,  # the state after the last token is not computed
+    (1, True, True): 3,
+    (2, True, True): 3,  # that of the ring is the one behind the tokens as well
+    (2, False, True): 6,  # the state after the last token is not computed
 }
 
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("tokens, v_first, replayed", BARRIERS)
-def test_every_barrier_matters(run, tokens, v_first, replayed):
+def test_every_barrier_matters(run, relative_rmse, tokens, v_first, replayed):
     """Every schedule notices a barrier that is missing, with the race detector."""
     case = Case(gate=("safe", True), tokens=tokens, state_v_first=v_first, heads=(1, 1))
 
     def check(options) -> None:
-        replay = new_replay(case, 8) if replayed else None
         x = make_inputs(case)
-        start = x.state.clone()
-        for _ in range(2 if replayed else 1):
-            given = {} if replayed else {"next_state": x.state}
-            out = run(case, x, replay=replay, **given, **vars(options))
-        assert torch.isfinite(out).all(), "not finite"
-        if not replayed:
-            before = replace(x, state=start)
-            expected, state = exact(case, before)
-            assert_rounded_once(out[[0, 2, 3]], expected[[0, 2, 3]])
-            assert_rounded_once(x.state[[5, 0, 3]], state[[5, 0, 3]])
+        replay = used_replay(case) if replayed else None
+        wide = (
+            None
+            if replay is None
+            else Replay(*(t.double() for t in replay[:3]), replay.cursor.clone())
+        )
+        before = replace(x, state=x.state.clone())
+        given = {} if replayed else {"next_state": x.state}
+        out = run(case, x, replay=replay, **given, **vars(options))
+        options_of_replay = {"replay": wide, "next_state": None} if replayed else {}
+        expected, state = exact(case, before, **options_of_replay)
+        live = live_rows(case)
+        assert_rounded_once(out[live], expected[live])
+        assert_rounded_once(x.state[[5, 0, 3]], state[[5, 0, 3]])
 
     problem = problem_of(case, ends=not replayed, replay=replayed)
     kernel = run.compiled(problem, "sm_90a")
@@ -296,6 +314,20 @@ def test_every_barrier_matters(run, tokens, v_first, replayed):
     # One kernel runs at a time in the emulator, so nothing can show that it waits for another.
     assert [m.text for m in report.not_modelled] == ["griddepcontrol.wait"]
     assert not report.unnoticed and not report.not_reached
+
+
+def used_replay(case: Case) -> Replay:
+    """Rings that hold more records than are brought to shared memory at a time, and so many that they are full."""
+    replay = new_replay(case, 32)
+    begin, certain = 25, 2 * CHUNK
+    live = [slot for slot in SLOTS if slot >= 0]
+    for slot in live:
+        for j in range(begin, begin + certain):
+            replay.k[slot, j % 32] = torch.randn(replay.k[0, 0].shape)
+            replay.u[slot, j % 32] = torch.randn(replay.u[0, 0].shape) / 64
+            replay.decay[slot, j % 32] = torch.rand(replay.decay[0, 0].shape)
+    replay.cursor[live] = begin | certain << 8
+    return replay
 
 
 @pytest.mark.emulated(schedules="immediate")

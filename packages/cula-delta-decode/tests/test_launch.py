@@ -24,10 +24,10 @@ def problems(emulated, monkeypatch) -> list:
     """Sends launches to the emulator; the problems that kernels were asked for."""
     asked = []
 
-    def kernel_for(problem, device):
+    def kernel_for(problem, device, few):
         assert problem.illegal() is None
         asked.append(problem)
-        return emulated_kernel(emulated, launch.unit(select(problem, "sm_90a"), "sm_90a"))
+        return emulated_kernel(emulated, launch.unit(select(problem, "sm_90a", few=few), "sm_90a"))
 
     monkeypatch.setattr(launch, "kernel_for", kernel_for)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

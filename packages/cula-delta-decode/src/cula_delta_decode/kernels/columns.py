@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from cula_core.cute.warp import reduce_scatter
 
@@ -15,19 +15,16 @@ from .operands import (
     QK,
     STRENGTH,
     WARP,
-    Gates,
     Numbers,
     Row,
     Staged,
-    Staging,
     Token,
-    element,
-    first_token,
     neighbours,
     widened,
 )
-from .records import Records, Ring, Rings
-from .states import Place, States, Targets
+from .records import Fetched, Ring
+from .states import Place, Targets
+from .tile import Tile
 
 
 class Shared(NamedTuple):
@@ -39,7 +36,7 @@ class Shared(NamedTuple):
     sSteps: cute.Tensor
 
 
-class Columns:
+class Columns(Tile):
     """What a column of V sums up over K lies in all warps.
 
     x = S'^T k and y = S'^T q are summed inside each warp by shuffles and over the warps in shared memory, where
@@ -47,55 +44,16 @@ class Columns:
     """
 
     def __init__(self, config: Config):
+        super().__init__(config)
         problem = config.problem
-        self.tokens, self.replayed = problem.tokens, problem.replay
-        self.direct, self.l2norm = config.direct, problem.l2norm
-        self.long = problem.long
         # Whether the state after the last of these tokens is of use.
         self.stores = problem.ends or problem.every_token or problem.long
-        self.gates = Gates(config)
-        self.channels = problem.gate.channels
-        self.lanes, self.vector, self.rows = config.lanes, config.vector, config.rows_per_thread
         self.tile_v, self.warps = config.tile_v, config.threads // WARP
-        self.states, self.staging, self.records = States(config), Staging(config), Records(config)
 
-    @cute.jit
-    def advance(
-        self,
-        row: Row,
-        numbers: Numbers,
-        token,
-        gState,
-        targets: Targets,
-        rings: Rings,
-        slot,
-        accepted,
-    ):
-        """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
-        place = self.states.place(row)
-        rState = self.states.load(gState, place)
-        ring = None
-        if cutlass.const_expr(self.replayed):
-            ring = self.records.open(rings, slot, row, accepted)
-            self.replay(rState, ring, place)
-            if ring.full:
-                self.states.store(rState, gState, place)
-        shared = self.allocate()
-        if cutlass.const_expr(self.direct):
-            if row.length > 0:
-                read = token if token is not None else self.fetch(row, numbers)
-                self.one_token(rState, row, numbers, read, targets, ring, shared, place)
-        else:
-            staged = self.staging.allocate()
-            if cutlass.const_expr(self.long):
-                for first in range(0, row.length, self.tokens):
-                    part = row.part(first, self.tokens)
-                    self.several_tokens(rState, part, numbers, targets, ring, staged, shared, place)
-                    # The next tokens take the place of these.
-                    cute.arch.sync_threads()
-            else:
-                self.several_tokens(rState, row, numbers, targets, ring, staged, shared, place)
-        self.states.store_last(rState, targets, place)
+    @property
+    def unordered(self) -> bool:
+        """Only where the state after the last token is not computed."""
+        return not self.stores
 
     def allocate(self):
         """Returns the shared memory of sums and steps."""
@@ -112,20 +70,9 @@ class Columns:
     # ---- one token ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def fetch(self, row: Row, numbers: Numbers):
-        """Reads what the thread needs of the only token; it depends on no state, and nothing is computed of it yet."""
-        place = self.states.place(row)
-        # Single numbers come first: what is read last the compiler moves to its use, behind the state.
-        beta = element(row.gBeta, 0)
-        values = [row.gV[0, cutlass.min(row.tidx, Int32(self.tile_v - 1))]]
-        if cutlass.const_expr(self.channels):
-            gates = self.along(row.gG[0, None], place, numbers.aligned)
-            biases = self.along(row.gBias, place, Boolean(True))
-        else:
-            gates, biases = element(row.gG, 0), element(row.gBias, 0)
-        rQ = self.along(first_token(row.gQ), place, numbers.aligned)
-        rK = self.along(row.gK[0, None], place, numbers.aligned)
-        return Token(rQ, rK, gates, biases, values, beta, row.rate)
+    def values(self, row: Row, place: Place):
+        """Returns v of the column that the thread finishes, if it finishes one."""
+        return [row.gV[0, cutlass.min(row.tidx, Int32(self.tile_v - 1))]]
 
     @cute.jit
     def along(self, gX, place: Place, aligned):
@@ -203,27 +150,6 @@ class Columns:
     # ---- several tokens ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def several_tokens(
-        self,
-        rState,
-        row: Row,
-        numbers: Numbers,
-        targets: Targets,
-        ring,
-        staged: Staged,
-        shared: Shared,
-        place: Place,
-    ):
-        """All tokens of a row, or as many as shared memory holds."""
-        self.staging.fill(staged, row, numbers)
-        cute.arch.sync_threads()
-        seen = self.staging.outputs(staged, row)
-        for t in cutlass.range_constexpr(self.tokens):
-            if t < row.length:
-                self.token(rState, seen, numbers, staged, targets, ring, shared, t, place)
-        self.staging.finish(staged, row, numbers, waits=not self.stores)
-
-    @cute.jit
     def token(
         self,
         rState,
@@ -298,16 +224,13 @@ class Columns:
                 rState[i, 0, r] = rState[i, 0, r] + rK[r] * step
 
     @cute.jit
-    def replay(self, rState: cute.Tensor, ring: Ring, place: Place):
-        """Applies the certain records to the tile."""
-        for number in range(ring.count):
-            at = (ring.begin + number) & ring.last
-            for r in cutlass.range_constexpr(self.rows):
-                k = ring.gK[at, place.row + r].to(Float32)
-                if cutlass.const_expr(self.channels):
-                    factor = ring.gDecay[at, place.row + r]
-                else:
-                    factor = ring.gDecay[at]
-                for i in cutlass.range_constexpr(self.vector):
-                    u = ring.gU[at, place.column + i]
-                    rState[i, 0, r] = rState[i, 0, r] * factor + k * u
+    def apply(self, rState: cute.Tensor, fetched: Fetched, number, place: Place):
+        """Applies one record."""
+        steps = []
+        for i in cutlass.range_constexpr(self.vector):
+            steps.append(fetched.sU[number, place.column + i])
+        for r in cutlass.range_constexpr(self.rows):
+            k = fetched.sK[number, place.row + r]
+            factor = fetched.sDecay[number, place.row + r if self.channels else 0]
+            for i in cutlass.range_constexpr(self.vector):
+                rState[i, 0, r] = rState[i, 0, r] * factor + k * steps[i]

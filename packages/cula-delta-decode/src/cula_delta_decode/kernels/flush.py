@@ -88,5 +88,5 @@ class Flush:
         rState = self.tile.states.load(gState, place)
         ring = self.tile.records.open(rings, slot, row, accepted, empties=True)
         if ring.count > 0:
-            self.tile.replay(rState, ring, place)
+            self.tile.replay(rState, ring, row, place)
             self.tile.states.store(rState, gState, place)

@@ -7,11 +7,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..config import Config
-from .operands import NORM, Row, Staged
+from .operands import NORM, Row, Staged, neighbours
 
 # A cursor packs three numbers of 8 bits, as in `cula_core.reference.delta_decode`.
 BYTE = 8
 COLUMNS = 8
+# Records that are brought to shared memory at a time, and elements of one read.
+CHUNK = 8
+WIDTH = 4
 
 
 class Rings(NamedTuple):
@@ -34,6 +37,14 @@ class Ring(NamedTuple):
     first: Int32
     full: Boolean
     last: Int32
+
+
+class Fetched(NamedTuple):
+    """Shared memory that holds records, fp32: sK [CHUNK, K], sU [CHUNK, tile_v], sDecay [CHUNK, K] or [CHUNK, 1]."""
+
+    sK: cute.Tensor
+    sU: cute.Tensor
+    sDecay: cute.Tensor
 
 
 class Records:
@@ -73,6 +84,60 @@ class Records:
         else:
             gDecay = rings.mDecay[slot, None, row.head]
         return Ring(gK, gU, gDecay, begin, count, first, full, length - 1)
+
+    def allocate(self):
+        """Returns the shared memory of some records."""
+        smem = cutlass.memory.SmemAllocator()
+
+        def matrix(width):
+            layout = cute.make_ordered_layout((CHUNK, width), order=(1, 0))
+            return smem.allocate_tensor(cutlass.Float32, layout, 16)
+
+        return Fetched(
+            matrix(self.dim_k), matrix(self.tile_v), matrix(self.dim_k if self.channels else 1)
+        )
+
+    @cute.jit
+    def fetch(self, fetched: Fetched, ring: Ring, row: Row, first):
+        """Brings the certain records from `first` on to shared memory; a barrier must follow. There is one at least."""
+        gK, gU, gDecay = ring.gK, ring.gU, ring.gDecay
+        k = self.read(gK, self.dim_k, ring, row, first)
+        u = self.read(gU, self.tile_v, ring, row, first)
+        if cutlass.const_expr(self.channels):
+            decay = self.read(gDecay, self.dim_k, ring, row, first)
+            self.write(decay, fetched.sDecay, self.dim_k, row)
+        elif row.tidx < CHUNK:
+            fetched.sDecay[row.tidx, 0] = gDecay[self.number(ring, first + row.tidx)]
+        self.write(k, fetched.sK, self.dim_k, row)
+        self.write(u, fetched.sU, self.tile_v, row)
+
+    @cute.jit
+    def number(self, ring: Ring, certain):
+        """Returns where a certain record is in the ring; past the last one, that of the last one."""
+        return (ring.begin + cutlass.min(certain, ring.count - 1)) & ring.last
+
+    @cute.jit
+    def read(self, gX: cute.Tensor, width: cutlass.Constexpr, ring: Ring, row: Row, first):
+        """Returns the thread's share of some records, all of it on its way before any is used."""
+        vectors = []
+        for i in cutlass.range_constexpr(self.reads(width)):
+            e = cutlass.min(i * self.threads + row.tidx, Int32(CHUNK * width // WIDTH - 1)) * WIDTH
+            at = self.number(ring, first + e // width)
+            vectors.append(neighbours(gX[at, None], e % width, WIDTH, Boolean(True)))
+        return vectors
+
+    @cute.jit
+    def write(self, vectors, sX: cute.Tensor, width: cutlass.Constexpr, row: Row):
+        """Writes what `read` returned to shared memory."""
+        for i in cutlass.range_constexpr(self.reads(width)):
+            e = (i * self.threads + row.tidx) * WIDTH
+            if e < CHUNK * width:
+                for n in cutlass.range_constexpr(WIDTH):
+                    sX[e // width, e % width + n] = vectors[i][n].to(cutlass.Float32)
+
+    def reads(self, width):
+        """Returns how many vectors of some records a thread has."""
+        return (CHUNK * width // WIDTH + self.threads - 1) // self.threads
 
     @cute.jit
     def keys(self, ring: Ring, row: Row, t: cutlass.Constexpr, staged=None):

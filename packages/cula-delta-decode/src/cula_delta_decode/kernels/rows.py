@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
 from cula_core.cute.warp import all_sums
 
@@ -12,22 +12,19 @@ from .operands import (
     NORM_EPS,
     QK,
     STRENGTH,
-    Gates,
     Numbers,
     Row,
     Staged,
-    Staging,
     Token,
-    element,
-    first_token,
     neighbours,
     widened,
 )
-from .records import Records, Ring, Rings
-from .states import Place, States, Targets
+from .records import Fetched, Ring
+from .states import Place, Targets
+from .tile import Tile
 
 
-class Rows:
+class Rows(Tile):
     """`lanes` neighbouring threads share a row of V; what they sum up is exchanged by shuffles.
 
     With S' = diag(a) S, a token needs x = S' k and y = S' q of the row before its update: u = b (v - x),
@@ -36,72 +33,19 @@ class Rows:
     """
 
     def __init__(self, config: Config):
-        problem = config.problem
-        self.config, self.tokens = config, problem.tokens
-        self.replayed, self.l2norm, self.long = problem.replay, problem.l2norm, problem.long
-        self.channels = problem.gate.channels
-        self.lanes, self.vector, self.vectors = config.lanes, config.vector, config.vectors_per_row
-        self.rows = config.rows_per_thread
-        self.states, self.gates = States(config), Gates(config)
-        self.staging, self.records = Staging(config), Records(config)
-
-    @cute.jit
-    def advance(
-        self,
-        row: Row,
-        numbers: Numbers,
-        token,
-        gState,
-        targets: Targets,
-        rings: Rings,
-        slot,
-        accepted,
-    ):
-        """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
-        place = self.states.place(row)
-        rState = self.states.load(gState, place)
-        ring = None
-        if cutlass.const_expr(self.replayed):
-            ring = self.records.open(rings, slot, row, accepted)
-            self.replay(rState, ring, place)
-            if ring.full:
-                self.states.store(rState, gState, place)
-        if cutlass.const_expr(self.config.direct):
-            if row.length > 0:
-                read = token if token is not None else self.fetch(row, numbers)
-                self.one_token(rState, row, numbers, read, targets, ring, place)
-        else:
-            staged = self.staging.allocate()
-            if cutlass.const_expr(self.long):
-                for first in range(0, row.length, self.tokens):
-                    part = row.part(first, self.tokens)
-                    self.several_tokens(rState, part, numbers, targets, ring, staged, place)
-                    # The next tokens take the place of these.
-                    cute.arch.sync_threads()
-            else:
-                self.several_tokens(rState, row, numbers, targets, ring, staged, place)
-        self.states.store_last(rState, targets, place)
+        super().__init__(config)
+        self.vectors = config.vectors_per_row
 
     # ---- one token ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def fetch(self, row: Row, numbers: Numbers):
-        """Reads what the thread needs of the only token; it depends on no state, and nothing is computed of it yet."""
-        place = self.states.place(row)
-        # Single numbers come first: what is read last the compiler moves to its use, behind the state.
-        beta = element(row.gBeta, 0)
+    def values(self, row: Row, place: Place):
+        """Returns v of the thread's rows."""
         gV = row.gV[0, None]
         values = []
         for r in cutlass.range_constexpr(self.rows):
             values.append(gV[place.row + r])
-        if cutlass.const_expr(self.channels):
-            gates = self.along(row.gG[0, None], place, numbers.aligned)
-            biases = self.along(row.gBias, place, Boolean(True))
-        else:
-            gates, biases = element(row.gG, 0), element(row.gBias, 0)
-        rQ = self.along(first_token(row.gQ), place, numbers.aligned)
-        rK = self.along(row.gK[0, None], place, numbers.aligned)
-        return Token(rQ, rK, gates, biases, values, beta, row.rate)
+        return values
 
     @cute.jit
     def along(self, gX, place: Place, aligned):
@@ -116,7 +60,15 @@ class Rows:
 
     @cute.jit
     def one_token(
-        self, rState, row: Row, numbers: Numbers, token: Token, targets: Targets, ring, place: Place
+        self,
+        rState,
+        row: Row,
+        numbers: Numbers,
+        token: Token,
+        targets: Targets,
+        ring,
+        shared,
+        place: Place,
     ):
         """The only token of the row, as the thread itself reads it."""
         rK = [widened(x) for x in token.rK]
@@ -166,34 +118,15 @@ class Rows:
     # ---- several tokens ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def several_tokens(
-        self,
-        rState,
-        row: Row,
-        numbers: Numbers,
-        targets: Targets,
-        ring,
-        staged: Staged,
-        place: Place,
-    ):
-        """All tokens of a row, or as many as shared memory holds."""
-        self.staging.fill(staged, row, numbers)
-        cute.arch.sync_threads()
-        seen = self.staging.outputs(staged, row)
-        for t in cutlass.range_constexpr(self.tokens):
-            if t < row.length:
-                self.token(rState, seen, numbers, targets, ring, staged, t, place)
-        self.staging.finish(staged, row, numbers)
-
-    @cute.jit
     def token(
         self,
         rState,
         row: Row,
         numbers: Numbers,
+        staged: Staged,
         targets: Targets,
         ring,
-        staged: Staged,
+        shared,
         t: cutlass.Constexpr,
         place: Place,
     ):
@@ -233,10 +166,8 @@ class Rows:
             self.record_steps(ring, row, [norm * u for u in steps], t, place)
 
     @cute.jit
-    def staged_vector(
-        self, sX: cute.Tensor, t: cutlass.Constexpr, j: cutlass.Constexpr, place: Place
-    ):
-        """Returns what a token has in one vector of the thread's columns."""
+    def staged_vector(self, sX: cute.Tensor, t, j: cutlass.Constexpr, place: Place):
+        """Returns what a token or record has in one vector of the thread's columns."""
         rX = cute.make_rmem_tensor(self.vector, Float32)
         first = cute.assume(place.column + j * self.lanes * self.vector, divby=self.vector)
         cute.autovec_copy(
@@ -262,25 +193,18 @@ class Rows:
                     rState[i, j, r] = rState[i, j, r] + rK[j][i] * steps[r]
 
     @cute.jit
-    def replay(self, rState: cute.Tensor, ring: Ring, place: Place):
-        """Applies the certain records to the tile."""
-        for number in range(ring.count):
-            at = (ring.begin + number) & ring.last
-            gK, gU = ring.gK[at, None], ring.gU[at, None]
-            rK, factors = [], []
-            for j in cutlass.range_constexpr(self.vectors):
-                first = place.column + j * self.lanes * self.vector
-                rK.append(widened(neighbours(gK, first, self.vector, Boolean(True))))
-                if cutlass.const_expr(self.channels):
-                    gDecay = ring.gDecay[at, None]
-                    factors.append(neighbours(gDecay, first, self.vector, Boolean(True)))
-                else:
-                    factors.append([ring.gDecay[at]] * self.vector)
+    def apply(self, rState: cute.Tensor, fetched: Fetched, number, place: Place):
+        """Applies one record."""
+        for j in cutlass.range_constexpr(self.vectors):
+            rK = self.staged_vector(fetched.sK, number, j, place)
+            if cutlass.const_expr(self.channels):
+                factors = self.staged_vector(fetched.sDecay, number, j, place)
+            else:
+                factors = [fetched.sDecay[number, 0]] * self.vector
             for r in cutlass.range_constexpr(self.rows):
-                u = gU[place.row + r]
-                for j in cutlass.range_constexpr(self.vectors):
-                    for i in cutlass.range_constexpr(self.vector):
-                        rState[i, j, r] = rState[i, j, r] * factors[j][i] + rK[j][i] * u
+                u = fetched.sU[number, place.row + r]
+                for i in cutlass.range_constexpr(self.vector):
+                    rState[i, j, r] = rState[i, j, r] * factors[i] + rK[i] * u
 
     @cute.jit
     def record_steps(self, ring: Ring, row: Row, steps, t: cutlass.Constexpr, place: Place):
