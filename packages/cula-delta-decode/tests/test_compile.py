@@ -10,6 +10,7 @@ import pytest
 from cula_core.cute.artifacts import artifacts
 from cula_delta_decode import launch
 from cula_delta_decode.config import DTYPES, Config, Gate, Problem
+from cula_delta_decode.kernels.records import chunk_of
 from cula_delta_decode.plan import candidates, select
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
@@ -70,15 +71,17 @@ def stores(config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Staged tokens, and of [K, V] states the sums of the warps and what each column adds."""
+    """Records of a replay, staged tokens, and of [K, V] states the sums of the warps and what each column adds."""
     problem = config.problem
+    factors = problem.head_dim_k if problem.gate.channels else 1
+    chunk = chunk_of(problem.tokens) if problem.replay else 0
+    records = 4 * chunk * (problem.head_dim_k + config.tile_v + factors)
     if problem.flushes:
-        return 0
-    staged = 0
+        return records
+    staged = records
     if not config.direct:
-        factors = problem.head_dim_k if problem.gate.channels else 1
         rows = (2 * problem.head_dim_k, config.tile_v, factors, 3)
-        staged = sum(
+        staged += sum(
             -(-4 * problem.tokens * row // 16) * 16 for row in (*rows[1:], *[rows[0] // 2] * 2)
         )
     sums = 0

@@ -24,7 +24,7 @@ _SEVERAL_TOKENS = {
     (True, False): (32, 128, 16, 0),
     (True, True): (32, 128, 16, 0),
     (False, False): (64, 128, 16, 0),
-    (False, True): (32, 128, 8, 8),
+    (False, True): (64, 256, 16, 0),
 }
 # The norm of an output needs all of V in one CTA.
 _NORM = (128, 512, 16, 0)
