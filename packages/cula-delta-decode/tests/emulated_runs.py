@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from delta_problems import Case, Inputs, problem_of
@@ -68,7 +69,7 @@ def run(emulated) -> Callable[..., Tensor]:
 
     def flush(case: Case, x: Inputs, replay: Replay, accepted: Tensor | None, arch: str = "sm_90a"):
         problem = problem_of(
-            case,
+            replace(case, tokens=1),
             slots=int(x.slots is not None),
             replay=True,
             counted=accepted is not None,

@@ -186,20 +186,23 @@ def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor) -> None:
     )
 
 
-# (tokens, state_v_first, stored) -> barriers of the kernel
+# (tokens, state_v_first, stored, V) -> barriers of the kernel
 BARRIERS = {
-    (1, True, True): 2,
-    (2, True, False): 2,
-    (1, False, True): 3,  # the one before the update is the norm's as well
-    (2, False, True): 5,
-    (1, False, False): 3,
+    (1, True, True, 64): 2,
+    (2, True, False, 64): 2,
+    (1, False, True, 64): 3,  # the one before the update is the norm's as well
+    (2, False, True, 64): 5,
+    (1, False, False, 64): 3,
+    (2, True, True, 128): 2,  # and those of a cluster
 }
+# That a CTA runs, before its shared memory is written; and that all sums of squares are there.
+CLUSTER = ["arrive.relaxed", "wait", "arrive", "wait"]
 
 
 @pytest.mark.emulated(schedules="immediate")
-@pytest.mark.parametrize("tokens, v_first, stored", BARRIERS)
-def test_every_barrier_matters(run, relative_rmse, tokens, v_first, stored):
-    case = Case(tokens=tokens, state_v_first=v_first, heads=(1, 1))
+@pytest.mark.parametrize("tokens, v_first, stored, dim_v", BARRIERS)
+def test_every_barrier_matters(run, relative_rmse, tokens, v_first, stored, dim_v):
+    case = Case(tokens=tokens, state_v_first=v_first, heads=(1, 1), dims=(64, dim_v))
 
     def check(options) -> None:
         x = make_inputs(case)
@@ -218,6 +221,9 @@ def test_every_barrier_matters(run, relative_rmse, tokens, v_first, stored):
     kernel = run.compiled(problem_of(case, fused=fused, ends=stored), "sm_90a")
     schedules = [replace(o, detect_races=True) for o in mutation.SCHEDULES]
     report = mutation.run(check, kernel, schedules=schedules, exhaustive=True)
-    count = BARRIERS[tokens, v_first, stored]
-    assert [m.text for m in report.noticed] == ["bar.sync 0"] * count, str(report)
-    assert not report.unnoticed and not report.not_reached
+    count = BARRIERS[tokens, v_first, stored, dim_v]
+    cluster = [f"barrier.cluster.{text}" for text in CLUSTER] if dim_v == 128 else []
+    noticed, missed = [m.text for m in report.noticed], [m.text for m in report.unnoticed]
+    assert sorted(noticed + missed) == ["bar.sync 0"] * count + sorted(cluster), str(report)
+    # The CTAs of a cluster all run from the start in the emulator, so nothing can show that one waits for that.
+    assert missed == cluster[1:2] and not report.not_reached, str(report)

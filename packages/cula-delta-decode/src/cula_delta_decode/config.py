@@ -18,6 +18,7 @@ NORM_ACTIVATIONS = ("silu", "sigmoid")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _VECTOR_BYTES = 16
 _WARP = 32
+_MAX_CLUSTER = 8
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,11 @@ class Config:
         return self.problem.tokens == 1 and not self.problem.fused
 
     @property
+    def cluster(self) -> int:
+        """CTAs that share the norm of an output: all tiles of a state. More than one need sm_90 or newer."""
+        return self.problem.head_dim_v // self.tile_v if self.problem.fused.norm else 1
+
+    @property
     def vectors_per_row(self) -> int:
         """16-byte accesses of one thread to one row."""
         return self.columns // (self.vector * self.lanes)
@@ -164,10 +170,10 @@ class Config:
         """Why the kernel cannot be built with this tile, or None."""
         if self.problem.head_dim_v % self.tile_v or self.tile_v % 8:
             return f"tile_v={self.tile_v} does not divide V={self.problem.head_dim_v} into eights"
-        if self.problem.fused.norm and self.tile_v != self.problem.head_dim_v:
-            return (
-                f"a norm over V={self.problem.head_dim_v} needs all of it, not tile_v={self.tile_v}"
-            )
+        if self.problem.fused.norm and self.tile_v % _WARP:
+            return f"a warp that normalizes has whole columns of tile_v={self.tile_v}"
+        if self.cluster > _MAX_CLUSTER:
+            return f"a cluster of {self.cluster} CTAs"
         if self.threads % _WARP or not 32 <= self.threads <= 1024:
             return f"threads={self.threads} is not a multiple of 32 up to 1024"
         if self.lanes not in (2, 4, 8, 16, 32) or self.columns % (self.vector * self.lanes):

@@ -26,8 +26,10 @@ _SEVERAL_TOKENS = {
     (False, False): (64, 128, 16, 0),
     (False, True): (64, 256, 16, 0),
 }
-# The norm of an output needs all of V in one CTA.
-_NORM = (128, 512, 16, 0)
+# One token, and records of earlier ones, which every tile of a state reads.
+_REPLAY = {True: (64, 128, 16, 0), False: (64, 128, 16, 0)}
+# The norm of an output needs all of V in one CTA, or in one cluster.
+_NORM, _NORM_CLUSTER = (128, 512, 16, 0), (32, 128, 16, 0)
 _TILES = (8, 16, 32, 64, 128)
 _THREADS = (64, 128, 256, 512, 1024)
 _LANES = (4, 8, 16, 32)
@@ -48,8 +50,11 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: the call has up to FEW_STATES states, which
     changes no bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
+    clusters = int(arch.removeprefix("sm_").rstrip("af")) >= 90
     if problem.fused.norm:
-        tile = _NORM
+        tile = _NORM_CLUSTER if clusters else _NORM
+    elif problem.replay and problem.tokens == 1:
+        tile = _REPLAY[v_first]
     elif problem.tokens > 1 or problem.fused:
         tile = _SEVERAL_TOKENS[v_first, problem.tokens > 4]
     elif few and wide and v_first:
@@ -59,7 +64,7 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     tile_v, threads, lanes, resident = tile
     bytes_per_thread = tile_v * 512 // threads if wide else tile_v * 256 // threads
     found = min(
-        candidates(problem),
+        (c for c in candidates(problem) if clusters or c.cluster == 1),
         key=lambda c: (
             abs(c.bytes_per_thread - bytes_per_thread),
             abs(c.threads - threads),

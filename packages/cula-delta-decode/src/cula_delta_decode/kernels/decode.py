@@ -87,6 +87,7 @@ class DeltaDecode:
             mNormWeight, scale, bound, 1.0 / bound, threshold, eps, null_slot, aligned,
         ).launch(
             grid=[self.tiles * (mV.shape[2] // mK.shape[2]), mK.shape[2], rows],
+            cluster=[self.config.cluster, 1, 1] if self.config.cluster > 1 else None,
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=self.config.resident,
             # Said, because the compiler would ask the card at hand otherwise.
@@ -155,6 +156,10 @@ class DeltaDecode:
         gOut = None
         if cutlass.const_expr(mOut is not None):
             gOut = cute.domain_offset(own_v, mOut[batch, None, head, None])
+        gGate = gNormWeight = None
+        if cutlass.const_expr(mGate is not None):
+            gGate = cute.domain_offset(own_v, mGate[batch, None, head, None])
+            gNormWeight = cute.domain_offset((tile * self.tile_v,), mNormWeight)
         rate = None
         if cutlass.const_expr(mRate is not None):
             rate = mRate[head]
@@ -174,8 +179,8 @@ class DeltaDecode:
             leads=member == 0,
             tile=tile,
             tidx=tidx,
-            gGate=self.from_token(mGate, batch, head, first),
-            gNormWeight=mNormWeight,
+            gGate=gGate,
+            gNormWeight=gNormWeight,
         )
         numbers = Numbers(scale, bound, inverse_bound, threshold, null_slot, eps, aligned)
         token = None

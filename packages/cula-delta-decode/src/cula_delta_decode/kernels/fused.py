@@ -106,12 +106,26 @@ class Convolution:
 
 
 class Norm:
-    """out = o / sqrt(mean(o^2) + eps) * weight * silu(gate), or sigmoid; the mean is over V."""
+    """out = o / sqrt(mean(o^2) + eps) * weight * silu(gate), or sigmoid; the mean is over V.
+
+    Where several CTAs have the tiles of a state, they are a cluster, and each of them writes its sums of squares to the
+    shared memory of all.
+    """
 
     def __init__(self, config: Config):
-        self.activation = config.problem.fused.norm
-        self.tokens, self.dim_v = config.problem.tokens, config.problem.head_dim_v
+        self.activation, self.tokens = config.problem.fused.norm, config.problem.tokens
+        self.dim_v, self.tile_v, self.ctas = (
+            config.problem.head_dim_v,
+            config.tile_v,
+            config.cluster,
+        )
         self.warps = config.threads // WARP
+
+    @cute.jit
+    def begin(self):
+        """Says that this CTA runs, so that others may write to its shared memory; all threads."""
+        if cutlass.const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def factor(self, row, t, column):
@@ -123,19 +137,44 @@ class Norm:
         return factor
 
     @cute.jit
-    def finish(self, row, sOut: cute.Tensor, sGate: cute.Tensor, eps):
+    def finish(self, row, sOut: cute.Tensor, sGate: cute.Tensor, sSquares, eps):
         """Writes the outputs of the row's tokens, a warp per token, from shared memory."""
         lane, warp = row.tidx % WARP, row.tidx // WARP
+        if cutlass.const_expr(self.ctas > 1):
+            cute.arch.cluster_wait()
+            for i in cutlass.range_constexpr((self.tokens + self.warps - 1) // self.warps):
+                t = i * self.warps + warp
+                if t < row.length:
+                    total = self.squares(sOut, t, lane)
+                    if lane < self.ctas:
+                        own = sSquares[t, None].iterator + row.tile
+                        mapped = cute.arch.map_dsmem_ptr(own, lane).toint()
+                        theirs = cute.make_ptr(
+                            Float32, mapped, cute.AddressSpace.smem, assumed_align=4
+                        )
+                        cute.arch.store(theirs, total, ss="cluster")
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
         for i in cutlass.range_constexpr((self.tokens + self.warps - 1) // self.warps):
             t = i * self.warps + warp
             if t < row.length:
                 total = Float32(0.0)
-                for j in cutlass.range_constexpr(self.dim_v // WARP):
-                    x = sOut[t, j * WARP + lane]
-                    total = total + x * x
-                total = cute.arch.warp_reduction(total, operator.add)
+                if cutlass.const_expr(self.ctas == 1):
+                    total = self.squares(sOut, t, lane)
+                else:
+                    for n in cutlass.range_constexpr(self.ctas):
+                        total = total + sSquares[t, n]
                 norm = cute.math.rsqrt(total * (1.0 / self.dim_v) + eps)
-                for j in cutlass.range_constexpr(self.dim_v // WARP):
+                for j in cutlass.range_constexpr(self.tile_v // WARP):
                     column = j * WARP + lane
                     value = sOut[t, column] * norm * sGate[t, column]
                     row.gOut[t, column] = value.to(row.gOut.element_type)
+
+    @cute.jit
+    def squares(self, sOut: cute.Tensor, t, lane):
+        """Returns the sum of squares of a token's outputs in this tile."""
+        total = Float32(0.0)
+        for j in cutlass.range_constexpr(self.tile_v // WARP):
+            x = sOut[t, j * WARP + lane]
+            total = total + x * x
+        return cute.arch.warp_reduction(total, operator.add)

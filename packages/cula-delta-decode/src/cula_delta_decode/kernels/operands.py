@@ -187,7 +187,7 @@ class Staged(NamedTuple):
 
     sQ: [T, K], normalized and scaled. sK: [T, K], normalized. sV: [T, tile_v]. sFactor: [T, K] or [T, 1]. sNumbers:
     [T, 3], the write strength, q.k, and what k was multiplied by to normalize it. With a norm of the output: sOut
-    [T, V], before it, and sGate [T, V], what it is multiplied by behind it.
+    [T, tile_v], before it, sGate [T, tile_v], what it is multiplied by behind it, and of a cluster sSquares [T, CTAs].
     """
 
     sQ: cute.Tensor
@@ -197,6 +197,7 @@ class Staged(NamedTuple):
     sNumbers: cute.Tensor
     sOut: cute.Tensor
     sGate: cute.Tensor
+    sSquares: cute.Tensor
 
 
 STRENGTH, QK, NORM = range(3)
@@ -225,14 +226,17 @@ class Staging:
 
         factors = matrix(self.dim_k if self.channels else 1)
         k, q, v = matrix(self.dim_k), matrix(self.dim_k), matrix(self.tile_v)
-        numbers, out, gate = matrix(3), None, None
+        numbers, out, gate, squares = matrix(3), None, None, None
         if self.norm is not None:
             out, gate = matrix(self.tile_v), matrix(self.tile_v)
-        return Staged(q, k, v, factors, numbers, out, gate)
+            squares = matrix(self.norm.ctas) if self.norm.ctas > 1 else None
+        return Staged(q, k, v, factors, numbers, out, gate, squares)
 
     @cute.jit
     def fill(self, staged: Staged, row: Row, numbers: Numbers):
         """Writes what the tokens of the row are to shared memory; a barrier must follow."""
+        if cutlass.const_expr(self.norm is not None):
+            self.norm.begin()
         lane, warp = row.tidx % WARP, row.tidx // WARP
         speed = self.gates.speed(row.rate)
         for i in cutlass.range_constexpr((self.tokens + self.warps - 1) // self.warps):
@@ -271,7 +275,7 @@ class Staging:
         if cutlass.const_expr(self.norm is not None):
             if cutlass.const_expr(waits):
                 cute.arch.sync_threads()
-            self.norm.finish(row, staged.sOut, staged.sGate, numbers.eps)
+            self.norm.finish(row, staged.sOut, staged.sGate, staged.sSquares, numbers.eps)
 
     @cute.jit
     def token(self, staged: Staged, row: Row, numbers: Numbers, speed, t, lane):
