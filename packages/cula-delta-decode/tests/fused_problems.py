@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -82,17 +82,17 @@ def assert_close(actual: Tensor, expected: Tensor, relative_rmse, slack: float) 
     assert error <= 1.05 * floor + slack, (error, floor)
 
 
-def assert_serial(
+def beside_serial(
     case: Case,
     decode: Callable[..., Tensor],
     flush: Callable[[Inputs, Replay, Tensor], None],
-    relative_rmse: Callable[[Tensor, Tensor], float],
     steps: int,
     device: torch.device | str = "cpu",
-) -> None:
-    """Calls with a replay behind a convolution, of which some tokens are rejected, end where serial decoding does.
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Calls with a replay behind a convolution, of which some tokens are rejected, beside serial decoding in fp64.
 
-    Rejected tokens leave the rings of the convolution by being written over: positions go on where they were.
+    Yields what is compared, the result and what it should be: outputs, and the states behind a flush. Rejected tokens
+    leave the rings of the convolution by being written over: positions go on where they were.
     decode(inputs, replay=, accepted=, convolution=) and flush(inputs, replay, accepted) run on `device`.
     """
     generator = torch.Generator().manual_seed(case.tokens)
@@ -123,13 +123,13 @@ def assert_serial(
         there = there._replace(positions=taps.positions.to(device))
         given = replace(x.to(device), state=pool)
         out = decode(given, replay=replay, accepted=accepted.to(device), convolution=there)
-        assert_close(out[LIVE].cpu(), expected[LIVE], relative_rmse, EITHER_WAY)
+        yield f"output {step}", out[LIVE].cpu(), expected[LIVE]
         previous = x, seen
     accepted = torch.full((4,), case.tokens, dtype=torch.int32)
     assert previous is not None
     commit(case, previous[1], wide, accepted)
     flush(given, replay, accepted.to(device))
-    assert_close(pool[WRITTEN].cpu(), wide[WRITTEN], relative_rmse, EITHER_WAY)
+    yield "state", pool[WRITTEN].cpu(), wide[WRITTEN]
 
 
 def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor) -> None:
