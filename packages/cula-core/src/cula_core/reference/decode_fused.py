@@ -26,8 +26,9 @@ class ShortConvolution(NamedTuple):
 
     inputs [pool, L, C]: rings of earlier inputs, the one at position p of a sequence at p mod L; C = 2 H K + HV V
     channels, those of q, of k and of v. positions [B] int32: of the first token of each row; what lies before position
-    0 counts as zero, so a ring needs no clearing for a new sequence. weight [C, 4], the last column for the token
-    itself; bias [C] or None.
+    0 counts as zero, so a ring needs no clearing for a new sequence. L is a power of two of at least T + 3;
+    `new_convolution_ring` makes the smallest rings, and `fill_convolution_ring` writes what a prefill leaves. weight
+    [C, 4], the last column for the token itself; bias [C] or None.
 
     Example:
         >>> import torch
