@@ -8,6 +8,7 @@ Runs on any device without reading a tensor back to the host. Arguments are take
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .delta_decode import Replay, chosen_slots, delta_rule_decode, row_slots, ro
 from .lightning_decode import store_live
 
 CONVOLUTION_WIDTH = 4
-NORM_ACTIVATIONS = {"silu": silu, "sigmoid": torch.sigmoid}
+NORM_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid}
 
 
 class ShortConvolution(NamedTuple):
@@ -145,7 +146,9 @@ def convolve(
         kept = torch.where((before >= 0)[..., None], ring[slots[:, None], before % length], kept)
     work = torch.promote_types(given.dtype, torch.float32)
     line = torch.cat((kept, given[index]), 1).to(work)
-    total = sum(line[:, j : j + tokens] * weight[:, j].to(work) for j in range(CONVOLUTION_WIDTH))
+    total = line[:, :tokens] * weight[:, 0].to(work)
+    for j in range(1, CONVOLUTION_WIDTH):
+        total = total + line[:, j : j + tokens] * weight[:, j].to(work)
     if convolution.bias is not None:
         total = total + convolution.bias.to(work)
     result = given.new_zeros(len(given) + 1, given.shape[1])
