@@ -201,6 +201,29 @@ def test_delta_rule_of_the_package_and_of_cula_agree_to_the_bit_on_a_cpu(functio
         assert torch.equal(x, y)
 
 
+def test_convolution_and_norm_of_the_package_and_of_cula_agree_to_the_bit_on_a_cpu() -> None:
+    def run(function: Callable[..., Any]) -> list[torch.Tensor]:
+        given = delta_arguments("delta_rule_decode")
+        for name in ("num_accepted", "token_state_indices", "commit"):
+            del given[name]
+        given["state_indices"], state = TABLE[:, 0], given["state"]
+        ring = cula.delta.new_convolution_ring(state, 2, max_tokens=2)
+        ring.copy_(torch.arange(ring.numel()).view(ring.shape) % 7 - 3)
+        channels = ring.shape[2]
+        weight = torch.linspace(-1, 1, 4 * channels).view(channels, 4)
+        convolution = cula.delta.ShortConvolution(
+            ring, TABLE[:, 1] + 1, weight, weight[:, 0].clone()
+        )
+        norm = cula.delta.GatedNorm(given["v"], torch.linspace(0, 1, 64), 1e-3, "sigmoid")
+        out = function(**given, convolution=convolution, norm=norm)
+        assert not torch.equal(out, function(**given))
+        return [out, state, ring]
+
+    found, expected = run(cula.delta.delta_rule_decode), run(DELTA.load("delta_rule_decode"))
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_rings_of_the_package_and_of_cula_are_the_same() -> None:
     from cula_delta_decode import new_replay
 
@@ -239,6 +262,8 @@ def test_rings_of_the_package_and_of_cula_are_the_same() -> None:
         ("delta_rule_decode", "output_state_indices", {"output_state_indices": TABLE[:, 0]}),
         ("delta_rule_decode", "max_tokens", {"max_tokens": 2}),
         ("delta_rule_decode", "null_slot", {"null_slot": 1 << 31}),
+        ("delta_rule_decode", "convolution", {"convolution": (None,) * 4}),
+        ("delta_rule_decode", "norm", {"norm": (None,) * 4}),
         ("delta_rule_decode", "out", {"out": torch.zeros(2, 2, 4, 64)}),
         ("delta_rule_commit", "k", {"k": torch.zeros(2, 9, 2, 64), "v": torch.zeros(2, 9, 4, 64)}),
         ("delta_rule_commit", "num_accepted", {"num_accepted": TABLE}),

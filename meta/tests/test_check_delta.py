@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from cula import delta
+from cula._facts import OPS
+from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.delta_decode import Replay
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 6
 META = torch.device("meta")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(delta, name) for name in delta.__all__ if name != "new_replay"
+    name: getattr(delta, name) for name in OPS["delta.decode"]
 }
 DECODE, COMMIT, FLUSH = "delta_rule_decode", "delta_rule_commit", "delta_rule_flush"
 BOTH = (DECODE, COMMIT)
@@ -60,6 +62,25 @@ def ring(**changes: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]],
         return replay._replace(**{n: f(getattr(replay, n)) for n, f in changes.items()})
 
     return make
+
+
+def convolving(
+    **changes: Callable[[torch.Tensor], Any],
+) -> Callable[[dict[str, Any]], ShortConvolution]:
+    """A convolution for good arguments, some tensors of which are changed."""
+
+    def make(given: dict[str, Any]) -> ShortConvolution:
+        inputs = delta.new_convolution_ring(given["state"], H, max_tokens=T, dtype=torch.float32)
+        channels = 2 * H * K + HV * V
+        good = ShortConvolution(inputs, SLOTS + 4, torch.ones(channels, 4), torch.ones(channels))
+        return good._replace(**{n: f(getattr(good, n)) for n, f in changes.items()})
+
+    return make
+
+
+def normalizing(**changes: Any) -> GatedNorm:
+    """A norm for good arguments, some parts of which are changed."""
+    return GatedNorm(torch.ones(B, T, HV, V), torch.ones(V))._replace(**changes)
 
 
 def of(name: str, f: Callable[[torch.Tensor], Any]) -> Changes:
@@ -262,6 +283,54 @@ def cases() -> list[Case]:
     small = {"token_states": torch.zeros(4, HV, V, K), name: TABLE}
     add(DECODE, name, small, ValueError, "below the 4 states of token_states, got 4")
 
+    for name in ("convolution", "norm"):
+        for bad in ((), 3):
+            kind = "a ShortConvolution" if name == "convolution" else "a GatedNorm"
+            add(DECODE, name, {name: bad}, TypeError, f"{kind}, got {type(bad).__name__}")
+    for name, changed, error, message in (
+        ("inputs", torch.Tensor.tolist, TypeError, "a torch.Tensor, got list"),
+        ("inputs", torch.Tensor.double, TypeError, "float32, got float64"),
+        ("inputs", lambda x: x[1:], ValueError, "[pool, L, 2 H K + HV V] = [5, L, 56]"),
+        ("inputs", lambda x: x[:, :4].clone(), ValueError, "a power of two L of at least 8 for 3"),
+        ("inputs", gaps, ValueError, "contiguous elements"),
+        ("inputs", lambda x: x.to(META), ValueError, "a tensor on cpu"),
+        ("positions", torch.Tensor.long, TypeError, "int32, got int64"),
+        ("positions", lambda x: x[:1], ValueError, "[N] = [2], got [1]"),
+        ("positions", lambda x: x - 5, ValueError, "values of at least 0, got -1"),
+        ("weight", lambda x: x[:, :3].clone(), ValueError, "[2 H K + HV V, 4] = [56, 4]"),
+        ("weight", torch.Tensor.int, TypeError, "float32 or bfloat16"),
+        ("weight", lambda x: x.clone().requires_grad_(), ValueError, "no gradient"),
+        ("bias", torch.Tensor.half, TypeError, "float32, got float16"),
+        ("bias", lambda x: x[1:], ValueError, "[2 H K + HV V] = [56], got [55]"),
+    ):
+        changes = {"convolution": convolving(**{name: changed})}
+        add(DECODE, f"convolution.{name}", changes, error, message)
+    elsewhere_too: tuple[Changes, ...] = (
+        {"commit": False},
+        {"output_state_indices": SLOTS},
+        {"token_state_indices": TABLE},
+    )
+    for changes in elsewhere_too:
+        stays = "None unless every state stays in its slot"
+        add(DECODE, "convolution", {**changes, "convolution": convolving()}, ValueError, stays)
+    several = {"state_indices": TABLE, "num_accepted": SLOTS, "convolution": convolving()}
+    add(DECODE, "convolution", several, ValueError, "None with [N, slots] state_indices")
+    for name, bad, error, message in (
+        ("gate", [1.0], TypeError, "a torch.Tensor, got list"),
+        ("gate", torch.ones(B, T, HV, K), ValueError, "the shape of v, [2, 3, 4, 6]"),
+        ("gate", torch.ones(B, T, HV, V).half(), TypeError, "the dtype of v, float32"),
+        ("gate", torch.ones(B, T, HV, V, device=META), ValueError, "a tensor on cpu"),
+        ("weight", torch.ones(K), ValueError, "[V] = [6], got [8]"),
+        ("weight", torch.ones(V).int(), TypeError, "float32 or bfloat16"),
+        ("weight", torch.ones(V, requires_grad=True), ValueError, "no gradient"),
+        ("eps", None, TypeError, "a float, got NoneType"),
+        ("eps", -1.0, ValueError, "a number of at least 0, got -1.0"),
+        ("activation", "relu", ValueError, "'silu' or 'sigmoid', got 'relu'"),
+        ("activation", None, ValueError, "'silu' or 'sigmoid', got None"),
+    ):
+        changes = {"norm": normalizing(**{name: bad})}
+        add(DECODE, f"norm.{name}", changes, error, message)
+
     name = "cu_seqlens"
     for bad, error, message in (
         ([0, 3], TypeError, "a torch.Tensor, got list"),
@@ -303,9 +372,10 @@ CASES = [(function, *rest) for functions, *rest in cases() for function in funct
 def tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Every tensor among arguments, those of rings included."""
     found = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
-    if isinstance(given.get("replay"), Replay):
-        rings = given["replay"]._asdict()
-        found |= {f"replay.{n}": x for n, x in rings.items() if isinstance(x, torch.Tensor)}
+    for name, several in given.items():
+        if isinstance(several, (Replay, ShortConvolution, GatedNorm)):
+            parts = several._asdict().items()
+            found |= {f"{name}.{n}": x for n, x in parts if isinstance(x, torch.Tensor)}
     return found
 
 
@@ -343,6 +413,10 @@ def test_checks_read_no_device(function: str) -> None:
     arguments = {n: x.to(META) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
     if "replay" in arguments:
         arguments["replay"] = Replay(*(x.to(META) for x in given["replay"]))
+    if function == DECODE:
+        convolution = convolving()(given)
+        arguments["convolution"] = ShortConvolution(*(x.to(META) for x in convolution))
+        arguments["norm"] = normalizing(gate=arguments["v"], weight=torch.ones(V, device=META))
     result = FUNCTIONS[function](**arguments)
     assert result is None or result.device == META
 
@@ -371,3 +445,49 @@ def test_rings_that_no_call_could_use_are_refused(
     arguments = {"state": torch.zeros(2, 4, 8, 8), "heads": 2}
     with pytest.raises(error, match=f"^{blamed}: expected .*{re.escape(expected)}"):
         delta.new_replay(**arguments | changes)
+
+
+RING = torch.zeros(3, 8, 5)
+
+
+@pytest.mark.parametrize(
+    ("blamed", "changes", "error", "expected"),
+    [
+        ("state", {"state": torch.zeros(2, 4, 8)}, ValueError, "[pool, HV, V, K]"),
+        ("heads", {"heads": 3}, ValueError, "a number of heads H that divides HV = 4, got 3"),
+        ("max_tokens", {"max_tokens": 9}, ValueError, "1 to 8, got 9"),
+        ("dtype", {"dtype": torch.int32}, TypeError, "float32 or float64"),
+        ("state_v_first", {"state_v_first": None}, TypeError, "a bool, got NoneType"),
+    ],
+)
+def test_rings_of_a_convolution_that_cannot_be_are_refused(
+    blamed: str, changes: Changes, error: type[Exception], expected: str
+) -> None:
+    arguments = {"state": torch.zeros(2, 4, 8, 8), "heads": 2}
+    with pytest.raises(error, match=f"^{blamed}: expected .*{re.escape(expected)}"):
+        delta.new_convolution_ring(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("blamed", "changes", "error", "expected"),
+    [
+        ("ring", {"ring": RING.int()}, TypeError, "float32 or float64, got int32"),
+        ("ring", {"ring": RING[:, :6]}, ValueError, "a power of two L of at least 4, got 6"),
+        ("inputs", {"inputs": torch.ones(2, 9, 5)}, ValueError, "1 to 8 inputs of a row"),
+        ("inputs", {"inputs": torch.ones(2, 3, 4)}, ValueError, "[B, n, 2 H K + HV V] = [B, n, 5]"),
+        ("positions", {"positions": SLOTS - 1}, ValueError, "values of at least 0, got -1"),
+        ("state_indices", {"state_indices": SLOTS}, ValueError, "below the 3 states of ring, got 3"),
+        ("ring", {"ring": RING[:1]}, ValueError, "a pool of at least N = 2 rings when there are no"),
+        ("null_slot", {"null_slot": 0.0}, TypeError, "an int or None, got float"),
+    ],
+)  # fmt: skip
+def test_inputs_that_a_ring_cannot_take_are_refused(
+    blamed: str, changes: Changes, error: type[Exception], expected: str
+) -> None:
+    ring = RING.clone()
+    arguments = {"ring": ring, "inputs": torch.ones(2, 3, 5), "positions": SLOTS + 7}
+    with pytest.raises(error, match=f"^{blamed}: expected .*{re.escape(expected)}"):
+        delta.fill_convolution_ring(**arguments | changes)
+    assert torch.equal(ring, RING)
+    delta.fill_convolution_ring(**arguments)
+    assert not torch.equal(ring, RING)

@@ -408,7 +408,7 @@ def test_every_public_function_documents_every_argument() -> None:
         for name in module.__all__:
             function = getattr(module, name)
             text = inspect.getdoc(function) or ""
-            assert "Raises:" in text, name
+            assert "Raises:" in text or inspect.isclass(function), name
             if name != "kda_prefill_hopper":
                 missing = [p for p in inspect.signature(function).parameters if p not in text]
                 assert not missing, (name, missing)
@@ -556,7 +556,13 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     call = (*tokens, None, None, state.half())
     asked = {"op": op, **common, "state_dtype": torch.float16, "state_v_first": True}
     accepted = torch.ones(1, dtype=torch.int32)
-    decode = {**asked, "function": "delta_rule_decode", "commit": True}
+    decode = {
+        **asked,
+        "function": "delta_rule_decode",
+        "commit": True,
+        "convolution": False,
+        "norm": False,
+    }
     delta.delta_rule_decode(*call)
     assert seen.pop() == {**decode, "tokens": 3, "varlen": False, "replay": False}
     delta.delta_rule_decode(*call, cu_seqlens=CU, commit=False)

@@ -204,6 +204,45 @@ def test_packed_rows() -> None:
     delta.delta_rule_decode(**x, state=states, state_indices=int32(2, 0), commit=False, **more)
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_convolution_and_norm_around_a_step(activation: str) -> None:
+    """Two calls behind a prefill of two tokens, beside sums over the whole sequence."""
+    x, states = tokens(1, 5), pool(3)
+    before, out = states.clone(), []
+    channels = 2 * H * K + HV * V
+    weight, bias, gate, scale = (
+        torch.randn(shape, dtype=torch.float64) for shape in ((channels, 4), (channels,), (1, 5, HV, V), (V,))
+    )  # fmt: skip
+    inputs = torch.cat([x[name].flatten(2) for name in "qkv"], 2)
+    slots = int32(2)
+    ring = delta.new_convolution_ring(states, H, max_tokens=2, dtype=torch.float64)
+    delta.fill_convolution_ring(ring, inputs[:, :2], int32(2), slots)
+    for first, last in ((2, 4), (4, 5)):
+        part = {
+            name: y if name in ("A_log", "dt_bias") else y[:, first:last] for name, y in x.items()
+        }
+        convolution = delta.ShortConvolution(ring, int32(first), weight, bias)
+        norm = delta.GatedNorm(gate[:, first:last], scale, 1e-3, activation)
+        out.append(delta.delta_rule_decode(
+            **part, state=states, state_indices=slots, convolution=convolution, norm=norm
+        ))  # fmt: skip
+    for t in range(2, 5):
+        total = bias.clone()
+        for j in range(4):
+            if t - 3 + j >= 0:
+                total += weight[:, j] * inputs[0, t - 3 + j]
+        total = total / (1 + (-total).exp())
+        for name, y in zip("qkv", total.split([H * K, H * K, HV * V])):
+            x[name][0, t] = y.view(x[name].shape[2:])
+    tail = {name: y if name in ("A_log", "dt_bias") else y[:, 2:] for name, y in x.items()}
+    expected, after = recurrence(tail, 0, before[2])
+    expected = expected / (expected.square().mean(-1, keepdim=True) + 1e-3).sqrt() * scale
+    raw = gate[0, 2:]
+    expected = expected / (1 + (-raw).exp()) * (raw if activation == "silu" else 1)
+    close(torch.cat(out, 1)[0], expected)
+    close(states[2], after[-1])
+
+
 def test_nobody_but_kernels_and_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "importable", lambda package: True)
     for function in ("delta_rule_decode", "delta_rule_commit", "delta_rule_flush"):
@@ -214,6 +253,30 @@ def test_nobody_but_kernels_and_the_reference_serves(monkeypatch: pytest.MonkeyP
     x = tokens(1, 1)
     with pytest.raises(RuntimeError, match="^impl='fla' cannot serve delta.decode.delta_rule_dec"):
         delta.delta_rule_decode(**x, state=pool(), impl="fla")
+
+
+def around(
+    x: Tokens, states: torch.Tensor, ring: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
+    """A step with all that models have around it, behind the inputs of a prefill."""
+    delta.fill_convolution_ring(ring, torch.ones_like(ring[:, :3]), int32(5, 1))
+    return 1 + delta.delta_rule_decode(
+        **x, state=states, convolution=delta.ShortConvolution(ring, int32(5, 1), weight),
+        norm=delta.GatedNorm(gate, gate[0, 0, 0]),
+    )  # fmt: skip
+
+
+def test_a_compiled_step_with_convolution_and_norm_is_one_graph() -> None:
+    def both(run: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        x, states = tokens(2, 2), pool(2)
+        ring = delta.new_convolution_ring(states, H, max_tokens=2, dtype=torch.float64)
+        weight, gate = torch.randn(ring.shape[2], 4), torch.randn_like(x["v"])
+        return [run(x, states, ring, weight, gate), states, ring]
+
+    compiled = torch.compile(around, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(both(compiled), both(around), strict=True):
+        close(found, expected)
 
 
 def step(x: Tokens, states: torch.Tensor, replay: delta.Replay) -> tuple[torch.Tensor, ...]:

@@ -31,9 +31,20 @@ from cula import _check
 from cula._registry import resolve, self_checking
 from cula_core import arguments
 from cula_core.delta_decode import contract
+from cula_core.delta_decode.rings import fill_convolution_ring, new_convolution_ring
+from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.delta_decode import Replay, empty_replay
 
-__all__ = ["delta_rule_commit", "delta_rule_decode", "delta_rule_flush", "new_replay"]
+__all__ = [
+    "GatedNorm",
+    "ShortConvolution",
+    "delta_rule_commit",
+    "delta_rule_decode",
+    "delta_rule_flush",
+    "fill_convolution_ring",
+    "new_convolution_ring",
+    "new_replay",
+]
 
 
 def delta_rule_decode(
@@ -65,6 +76,8 @@ def delta_rule_decode(
     cu_seqlens: Tensor | None = None,
     max_tokens: int | None = None,
     null_slot: int | None = None,
+    convolution: ShortConvolution | None = None,
+    norm: GatedNorm | None = None,
     out: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -107,6 +120,11 @@ def delta_rule_decode(
         max_tokens: with cu_seqlens, the most tokens of a row, 1..8; None: 8. A longer row is refused on
             the CPU and cut off elsewhere.
         null_slot: a slot that means padding, as negative ones do.
+        convolution: q, k and v are the inputs of a short convolution, which is computed first, SiLU included; its
+            result is rounded to the dtype of q. Its rings belong to the slots of state_indices, so it goes with
+            `commit=True` and with `replay`, and not with states in other slots.
+        norm: the output is divided by its root mean square over V, and multiplied by a weight and an activated gate,
+            before it is rounded.
         out: `[B, T, HV, V]` in the dtype of v, written and returned.
         impl: "auto" or the name of an implementation.
 
@@ -142,6 +160,8 @@ def delta_rule_decode(
         state_v_first,
         commit,
         replay is not None,
+        convolution is not None,
+        norm is not None,
     )
     # fmt: off
     options: dict[str, Any] = {
@@ -152,7 +172,7 @@ def delta_rule_decode(
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first, "commit": commit,
         "replay": replay, "num_accepted": num_accepted, "token_states": token_states,
         "token_state_indices": token_state_indices, "cu_seqlens": cu_seqlens, "max_tokens": max_tokens,
-        "null_slot": null_slot, "out": out,
+        "null_slot": null_slot, "convolution": convolution, "norm": norm, "out": out,
     }
     # fmt: on
     if run not in self_checking:

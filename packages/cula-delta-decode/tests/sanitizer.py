@@ -14,9 +14,12 @@ from typing import NamedTuple
 
 import torch
 from delta_problems import SLOTS, Case, Inputs, exact, make_inputs, public
+from fused_problems import beside_serial, convolved, make_convolution, make_norm, to_device
 from torch import Tensor
 
 from cula_core.reference import delta_decode as reference
+from cula_core.reference.decode_fused import normalize
+from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import (
     delta_rule_commit,
     delta_rule_decode,
@@ -145,6 +148,51 @@ def replay(case: Case, device: torch.device) -> dict[str, float]:
     return {**found, "state": error(pool[slots], wide[slots])}
 
 
+def fused(case: Case, device: torch.device, convolves: bool = True) -> dict[str, float]:
+    """A short convolution before a call, and a gated norm behind it."""
+    x = make_inputs(case)
+    norm, options, seen = make_norm(case, x), {}, x
+    if convolves:
+        convolution = make_convolution(case, x, bias=case.state_v_first)
+        seen, ring = convolved(case, x, convolution)
+        options["convolution"] = to_device(convolution, device)
+    expected, state = exact(case, seen)
+    expected = normalize(expected, norm)
+    out, there = call(case, x, device, norm=to_device(norm, device), **options)
+    found, rows = {}, LIVE
+    if case.packed:
+        out, expected, rows = out[0], expected[0], used(x)
+    slots = [slot for slot in SLOTS if slot >= 0]
+    if convolves:
+        inputs = options["convolution"].inputs.cpu()
+        found["ring"] = error(inputs.nan_to_num(), ring.double().nan_to_num())
+    return {
+        **found,
+        "output": error(out[rows], expected[rows]),
+        "state": error(there.state[slots], state[slots]),
+    }
+
+
+def used(x: Inputs) -> list[int]:
+    """The packed tokens of rows that are no padding."""
+    starts = x.cu_seqlens.tolist()
+    return [t for n in LIVE for t in range(starts[n], starts[n + 1])]
+
+
+def fused_replay(case: Case, device: torch.device) -> dict[str, float]:
+    """Calls behind a convolution that leave the pool behind, of which some tokens are accepted, and a flush."""
+
+    def decode_once(x: Inputs, *, accepted: Tensor, **options: object) -> Tensor:
+        return call(case, x, device, num_accepted=accepted, **options)[0]
+
+    def flush(x: Inputs, replay: Replay, accepted: Tensor) -> None:
+        options = {"state_indices": x.slots, "state_v_first": case.state_v_first}
+        delta_rule_flush(x.state, replay, accepted, **options)
+
+    pairs = beside_serial(case, decode_once, flush, steps=3, device=device)
+    return {what: error(found, expected) for what, found, expected in pairs}
+
+
 def recurrent(case: Case, device: torch.device) -> dict[str, float]:
     """Rows of any length under flash-linear-attention's names."""
     lengths = LENGTHS if case.packed else (11,) * 4
@@ -210,6 +258,22 @@ PROBLEMS = (
     Problem("replay, [V, K], KDA", replay, Case(gate=KDA, tokens=3, heads=(2, 4))),
     Problem("replay, one token, [K, V], KDA", replay, Case(gate=KDA, state_v_first=False)),
     Problem("replay, [K, V]", replay, Case(tokens=4, state_v_first=False)),
+    Problem("fused, one token, [V, K]", fused, Case(dims=(128, 128))),
+    Problem(
+        "fused, one token, [K, V], bf16", fused, Case(state_v_first=False, state_dtype="bfloat16")
+    ),
+    Problem(
+        "fused, 8 tokens, [V, K], KDA",
+        fused,
+        Case(gate=KDA, tokens=8, heads=(2, 4), dims=(128, 64)),
+    ),
+    Problem("fused, 4 tokens, [K, V], KDA", fused, Case(gate=KDA, tokens=4, state_v_first=False)),
+    Problem("fused, packed, [V, K]", fused, Case(tokens=4, packed=True)),
+    Problem(
+        "norm alone, [K, V]", partial(fused, convolves=False), Case(tokens=2, state_v_first=False)
+    ),
+    Problem("fused, replay, [V, K], KDA", fused_replay, Case(gate=KDA, tokens=3, heads=(2, 4))),
+    Problem("fused, replay, one token, [K, V]", fused_replay, Case(state_v_first=False)),
     Problem("any length, [V, K]", recurrent, Case()),
     Problem("any length, [K, V], KDA", recurrent, Case(gate=KDA, state_v_first=False)),
     Problem("any length, packed, [V, K], KDA", recurrent, Case(gate=KDA, packed=True)),

@@ -12,9 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from wrong_fused import (
+    CHANNELS,
+    CONVOLUTION_NAMES,
+    FILL,
+    FILL_WRONG,
+    FUSED,
+    FUSED_WRONG,
+    NORM_NAMES,
+)
 
 import cula_delta_decode
-from cula_delta_decode import Replay, ops
+from cula_delta_decode import GatedNorm, Replay, ShortConvolution, ops
 from cula_testing.refusals import (
     CPU,
     CUDA,
@@ -34,10 +43,13 @@ FUNCTIONS = {
     "decode": "delta_rule_decode",
     "packed": "delta_rule_decode",
     "replay": "delta_rule_decode",
+    "fused": "delta_rule_decode",
     "tokens": "delta_rule_decode",
     "commit": "delta_rule_commit",
     "flush": "delta_rule_flush",
     "new": "new_replay",
+    "new ring": "new_convolution_ring",
+    "fill": "fill_convolution_ring",
 }
 DECODE, PACKED, REPLAY, TOKEN, COMMIT = (
     ("decode",),
@@ -47,9 +59,11 @@ DECODE, PACKED, REPLAY, TOKEN, COMMIT = (
     ("commit",),
 )
 FLUSH, NEW = ("flush",), ("new",)
-DECODES = DECODE + PACKED + REPLAY + TOKEN
+MADE = (*NEW, "new ring")
+DECODES = DECODE + PACKED + REPLAY + TOKEN + FUSED
 BOTH, STEPS, EVERY = DECODE + COMMIT, DECODES + COMMIT, tuple(FUNCTIONS)
 RINGS = REPLAY + FLUSH
+STATES = tuple(mode for mode in EVERY if mode != "fill")  # what takes a pool of states
 RING_NAMES = {"k": "ring_k", "u": "ring_u", "decay": "ring_decay", "cursor": "cursor"}
 _TABLE = Table(BOTH)
 change, several, value = _TABLE.change, _TABLE.several, _TABLE.value
@@ -146,6 +160,8 @@ UNSEEN = [
     value("null_slot", 1 << 31, ValueError, "a 32-bit integer", str(1 << 31)),
     value("max_tokens", 3, ValueError, "None without cu_seqlens", "3"),
     value("replay", (None,) * 4, TypeError, "a Replay", "tuple", DECODE),
+    value("convolution", (None,) * 4, TypeError, "a ShortConvolution", "tuple", DECODE),
+    value("norm", 3, TypeError, "a GatedNorm", "int", DECODE),
     entry("num_accepted for nothing", lambda a: {"num_accepted": a["state_indices"]}, ValueError, "num_accepted",
           "None without replay or [N, slots] state_indices", "Tensor", DECODE),
     entry("output slots that are not used", lambda a: {"output_state_indices": a["state_indices"], "commit": False},
@@ -162,9 +178,9 @@ WRONG = [
     *(no_tensor(name, [1.0], DECODES if name in ("q", "out") else STEPS) for name in ("q", "k", "v", "out")),
     *(no_tensor(name, None, DECODES if name == "q" else STEPS) for name in ("q", "k", "v")),
     *(no_tensor(name, 0.5, STEPS) for name in ("g", "beta", "A_log", "dt_bias")),
-    no_tensor("state", None, EVERY),
-    no_tensor("state", 1.0, EVERY),
-    no_tensor("state_indices", [0, 1], tuple(m for m in EVERY if m != "new")),
+    no_tensor("state", None, STATES),
+    no_tensor("state", 1.0, STATES),
+    no_tensor("state_indices", [0, 1], tuple(m for m in EVERY if m not in MADE)),
     no_tensor("output_state_indices", [0, 1], DECODE),
     no_tensor("num_accepted", [1, 1], ("commit", "replay", "flush", "tokens")),
     no_tensor("num_accepted", None, COMMIT),
@@ -248,17 +264,17 @@ WRONG = [
     several("a [K, V] pool", {"state": lambda a: a["state"].mT.contiguous()}, ValueError, "state", VK,
             "[5, 4, 64, 128]", STEPS),
     entry("a [V, K] pool", lambda a: {"state_v_first": False}, ValueError, "state", KV, "[5, 4, 128, 64]", STEPS),
-    change("state of 3 dimensions", "state", lambda s: s[0], ValueError, "[pool, HV, V, K]", "[4, 128, 64]", EVERY),
+    change("state of 3 dimensions", "state", lambda s: s[0], ValueError, "[pool, HV, V, K]", "[4, 128, 64]", STATES),
     change("state of fewer heads", "state", lambda s: s[:, :2], ValueError, VK, "[5, 2, 128, 64]", STEPS),
-    change("state of int8", "state", lambda s: s.to(torch.int8), TypeError, FLOATS, "int8", EVERY),
-    change("state of float64", "state", Tensor.double, TypeError, FLOATS, "float64", EVERY, CUDA),
+    change("state of int8", "state", lambda s: s.to(torch.int8), TypeError, FLOATS, "int8", STATES),
+    change("state of float64", "state", Tensor.double, TypeError, FLOATS, "float64", STATES, CUDA),
     several("state with gaps between rows", {"state": lambda a: resized("state", (3, 128))(a)[..., :64]},
-            ValueError, "state", "dense matrices", "128, 1)", EVERY),
-    change("state every other element", "state", every_other, ValueError, "dense matrices", "128, 2)", EVERY),
+            ValueError, "state", "dense matrices", "128, 1)", STATES),
+    change("state every other element", "state", every_other, ValueError, "dense matrices", "128, 2)", STATES),
     entry("a pool smaller than the batch",
           lambda a: {"state": a["state"][:1], "state_indices": None},
           ValueError, "state", "at least N = 2 states", "1", DECODE + PACKED + COMMIT),
-    change("state at an odd address", "state", shifted, ValueError, "multiples of 16 bytes", "strides", EVERY, CUDA),
+    change("state at an odd address", "state", shifted, ValueError, "multiples of 16 bytes", "strides", STATES, CUDA),
 
     *(
         wrong
@@ -364,10 +380,10 @@ WRONG = [
         for numbers in ((1, 3, 5), (0, 3, 7), (0, 3, 2), (0, -1, 2))
     ),
     value("cu_seqlens", int32(0, 4, 5), ValueError, "rows of at most 3 tokens", "4", PACKED, CPU),
-    value("max_tokens", 0, ValueError, "1 to 8", "0", PACKED + NEW),
-    value("max_tokens", 9, ValueError, "1 to 8", "9", PACKED + NEW),
-    value("max_tokens", 2.0, TypeError, "an int", "float", PACKED + NEW),
-    value("max_tokens", True, TypeError, "an int", "bool", PACKED + NEW),
+    value("max_tokens", 0, ValueError, "1 to 8", "0", PACKED + MADE),
+    value("max_tokens", 9, ValueError, "1 to 8", "9", PACKED + MADE),
+    value("max_tokens", 2.0, TypeError, "an int", "float", PACKED + MADE),
+    value("max_tokens", True, TypeError, "an int", "bool", PACKED + MADE),
 
     value("commit", False, ValueError, "True with replay", "False", REPLAY),
     value("replay", 3, TypeError, "a Replay", "int", RINGS),
@@ -409,30 +425,32 @@ WRONG = [
         for count, least, modes in ((4, 6, REPLAY), (12, 6, REPLAY), (128, 6, REPLAY), (1, 2, FLUSH), (24, 2, FLUSH))
     ),
 
-    value("heads", 3, ValueError, "divides HV = 4", "3", NEW),
-    value("heads", 0, ValueError, "divides HV = 4", "0", NEW),
-    value("heads", -2, ValueError, "divides HV = 4", "-2", NEW),
-    value("heads", 2.0, TypeError, "an int", "float", NEW),
-    value("heads", True, TypeError, "an int", "bool", NEW),
+    value("heads", 3, ValueError, "divides HV = 4", "3", MADE),
+    value("heads", 0, ValueError, "divides HV = 4", "0", MADE),
+    value("heads", -2, ValueError, "divides HV = 4", "-2", MADE),
+    value("heads", 2.0, TypeError, "an int", "float", MADE),
+    value("heads", True, TypeError, "an int", "bool", MADE),
     value("channels", 1, TypeError, "a bool", "int", NEW),
-    value("state_v_first", 1, TypeError, "a bool", "int", NEW + FLUSH),
-    value("dtype", torch.int32, TypeError, "bfloat16 or float16", "int32", NEW),
-    value("dtype", "bfloat16", TypeError, "bfloat16 or float16", "str", NEW),
-    value("dtype", torch.float32, TypeError, "bfloat16 or float16", "float32", NEW, CUDA),
+    value("state_v_first", 1, TypeError, "a bool", "int", MADE + FLUSH),
+    value("dtype", torch.int32, TypeError, "bfloat16 or float16", "int32", MADE),
+    value("dtype", "bfloat16", TypeError, "bfloat16 or float16", "str", MADE),
+    value("dtype", torch.float32, TypeError, "bfloat16 or float16", "float32", MADE, CUDA),
     *(value("records", n, ValueError, "from 6 to 64 records", str(n), NEW) for n in (4, 12, 128, 0, -8)),
     value("records", 8.0, TypeError, "an int", "float", NEW),
-    value("null_slot", "0", TypeError, "an int or None", "str", FLUSH),
+    value("null_slot", "0", TypeError, "an int or None", "str", FLUSH + FILL),
     entry("a flushed [K, V] pool of 3 dimensions", lambda a: {"state": a["state"][0], "state_v_first": False},
-          ValueError, "state", "[pool, HV, K, V]", "[4, 128, 64]", NEW + FLUSH),
+          ValueError, "state", "[pool, HV, K, V]", "[4, 128, 64]", MADE + FLUSH),
     change("a flushed pool of no heads", "state", lambda s: s[:, :0], ValueError, "heads HV of at least 1", "0",
-           NEW + FLUSH),
+           MADE + FLUSH),
     change("a flushed pool without K", "state", lambda s: s[..., :0], ValueError, "dimension K of at least 1", "0",
-           NEW + FLUSH, CPU),
+           MADE + FLUSH, CPU),
     several("a pool on a device of no kind", {"state": lambda a: a["state"].to("meta")}, ValueError, "state",
             "a tensor on a CUDA device or the CPU", "meta", NEW + FLUSH),
     change("a flushed state that requires a gradient", "state", lambda x: x.clone().requires_grad_(), ValueError,
            "no gradient", "requires_grad=True", FLUSH),
 
+    *FUSED_WRONG,
+    *FILL_WRONG,
     away("q", DECODES),
     *(away(name, STEPS) for name in ("v", "g", "beta", "A_log", "dt_bias", "state")),
     away("out", DECODES),
@@ -456,6 +474,17 @@ def good_arguments(mode: str, device: torch.device | str) -> Arguments:
     batch, tokens = (1, BATCH * TOKENS) if mode == "packed" else (BATCH, TOKENS)
     state = normal(POOL, HEADS_V, DIM_V, DIM_K, dtype=torch.float32)
     q = normal(batch, tokens, HEADS, DIM_K)
+    if mode == "new ring":
+        options = {"heads": HEADS, "max_tokens": TOKENS, "dtype": torch.bfloat16}
+        return {"q": q, "state": state} | options
+    if mode == "fill":
+        return {
+            "q": q,
+            "ring": normal(POOL, 8, 12),
+            "inputs": normal(BATCH, 3, 12),
+            "positions": int32(1, 9).to(device),
+            "state_indices": int32(2, 0).to(device),
+        }
     if mode == "new":
         options = {"heads": HEADS, "max_tokens": TOKENS, "channels": True, "records": RECORDS}
         return {"q": q, "state": state, "dtype": torch.bfloat16} | options
@@ -483,6 +512,17 @@ def good_arguments(mode: str, device: torch.device | str) -> Arguments:
             "token_state_indices": int32(5, 6, -1, 0, 1, 2).view(2, 3).to(device),
             "commit": False,
         }
+    if mode == "fused":
+        found |= {
+            "past": normal(POOL, 8, CHANNELS),
+            "past_positions": int32(0, 9).to(device),
+            "taps": normal(CHANNELS, 4, dtype=torch.float32),
+            "tap_bias": normal(CHANNELS, dtype=torch.float32),
+            "gate": normal(BATCH, TOKENS, HEADS_V, DIM_V),
+            "norm_weight": normal(DIM_V),
+            "eps": 1e-6,
+            "activation": "silu",
+        }
     if mode in RINGS:
         replay = cula_delta_decode.new_replay(state, HEADS, max_tokens=TOKENS, channels=True)
         found |= {RING_NAMES[field]: x for field, x in zip(Replay._fields, replay)}
@@ -492,9 +532,14 @@ def good_arguments(mode: str, device: torch.device | str) -> Arguments:
 def call(mode: str, **given: Any) -> Any:
     """Calls the function of a mode, with those of the arguments that it has."""
     public = getattr(cula_delta_decode, FUNCTIONS[mode])
-    rings = [given.pop(name) for name in RING_NAMES.values() if name in given]
-    if rings and "replay" not in given:
-        given["replay"] = Replay(*rings)
+    for option, kind, names in (
+        ("replay", Replay, RING_NAMES),
+        ("convolution", ShortConvolution, CONVOLUTION_NAMES),
+        ("norm", GatedNorm, NORM_NAMES),
+    ):
+        parts = [given.pop(name) for name in names.values() if name in given]
+        if parts and option not in given:
+            given[option] = kind(*parts)
     known = inspect.signature(public).parameters
     return public(**{name: x for name, x in given.items() if name in known})
 
@@ -554,7 +599,10 @@ def test_numbers_reach_the_host_code_as_floats(monkeypatch):
     numbers = {"scale": 2, "lower_bound": -5, "softplus_beta": 3, "softplus_threshold": 7}
     call("decode", **good_arguments("decode", "cpu") | numbers)
     found = [x for x in seen[0] if type(x) is float]
-    assert found == [2.0, -5.0, 3.0, 7.0]
+    assert found == [0.0, 2.0, -5.0, 3.0, 7.0]  # the first is the eps of no norm
+    good = good_arguments("decode", "cpu")
+    call("decode", **good | {"norm": GatedNorm(good["v"], torch.ones(DIM_V), 1)})
+    assert [x for x in seen[1] if type(x) is float][0] == 1.0
 
 
 def test_an_error_that_no_argument_explains_is_passed_on(host_code):
@@ -579,8 +627,11 @@ WRITES = {
     "replay": {"out", "ring_k", "ring_u", "ring_decay", "cursor"},
     "tokens": {"token_states", "out"},
     "commit": {"state"},
+    "fused": {"state", "past", "out"},
     "flush": set(),
     "new": set(),
+    "new ring": set(),
+    "fill": {"ring"},
 }
 
 
@@ -609,7 +660,7 @@ def per_head(a: Arguments) -> Arguments:
 
 ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
     "activations of float16": (STEPS, lambda a: {
-        n: a[n].half() for n in ("q", "k", "v", "out", "ring_k") if n in a}),
+        n: a[n].half() for n in ("q", "k", "v", "out", "ring_k", "past", "gate") if n in a}),
     "activations with gaps": (BOTH, gapped_activations),
     "a gate per head of any stride": (BOTH + TOKEN, per_head),
     "a flat gate": (STEPS, lambda a: {"g": a["g"].flatten(2), "dt_bias": a["dt_bias"].flatten()}),
@@ -659,17 +710,31 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
     "two records": (REPLAY, lambda a: {
         n: a[n][:, :1] for n in ("q", "k", "v", "g", "beta", "out")
     } | {n: a[n][:, :2].contiguous() for n in ("ring_k", "ring_u", "ring_decay")}),
-    "no rows": (BOTH, lambda a: {
-        n: a[n][:0] for n in ("q", "k", "v", "g", "beta", "out", "state_indices", "num_accepted") if n in a}),
-    "padding beside an empty pool": (BOTH, lambda a: {"state": a["state"][:0], "state_indices": int32(-1, -9)}),
+    "no rows": (BOTH + FUSED, lambda a: {
+        n: a[n][:0]
+        for n in ("q", "k", "v", "g", "beta", "out", "state_indices", "num_accepted", "past_positions", "gate")
+        if n in a}),
+    "padding beside an empty pool": (BOTH + FUSED + FILL, lambda a: {"state_indices": int32(-1, -9)} | {
+        n: a[n][:0] for n in ("state", "past", "ring") if n in a}),
     "any head dimensions": (BOTH, lambda a: {
         n: resized(n, *dims)(a) for n, dims in {
             "q": [(3, 5)], "k": [(3, 5)], "v": [(3, 7)], "g": [(3, 5)], "dt_bias": [(1, 5)], "out": [(3, 7)],
             "state": [(2, 7), (3, 5)],
         }.items() if n in a}),
     "numbers of the CPU": (STEPS, lambda a: {
-        n: a[n].double() for n in ("q", "k", "v", "out", "state", "token_states", "ring_k", "ring_u", "ring_decay")
+        n: a[n].double()
+        for n in ("q", "k", "v", "out", "state", "token_states", "ring_k", "ring_u", "ring_decay", "past", "gate")
         if n in a}),
+    "weights of float64": (FUSED, lambda a: {n: a[n].double() for n in ("taps", "tap_bias", "norm_weight")}),
+    "weights of 16 bits": (FUSED, lambda a: {
+        "taps": a["taps"].bfloat16(), "tap_bias": None, "norm_weight": a["norm_weight"].half()}),
+    "a convolution without a norm": (FUSED, lambda a: {"norm": None}),
+    "a norm without a convolution": (FUSED, lambda a: {"convolution": None}),
+    "a norm beside slots of tokens": (TOKEN, lambda a: {"norm": GatedNorm(a["v"], torch.ones(DIM_V), 0, "sigmoid")}),
+    "an activated gate of any strides": (FUSED, lambda a: {"gate": gapped_activations(a)["out"]}),
+    "longer rings": (FUSED, lambda a: {"past": a["past"].repeat(1, 4, 1)}),
+    "a fill of one": (FILL, lambda a: {"inputs": every_other(a["inputs"])[:, -1:], "state_indices": None}),
+    "a fill of padding": (FILL, lambda a: {"state_indices": int32(-1, 7), "null_slot": 7}),
     "rings of any dtype of activations": (NEW, lambda a: {"dtype": torch.float64, "records": None}),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 
 from cula_core.cute.artifacts import artifacts
 from cula_delta_decode import launch
-from cula_delta_decode.config import DTYPES, Config, Gate, Problem
+from cula_delta_decode.config import DTYPES, Config, Fused, Gate, Problem
 from cula_delta_decode.kernels.records import chunk_of
 from cula_delta_decode.plan import candidates, select
 from cula_emulator import resources
@@ -24,6 +24,7 @@ GATES = {
     "given": Gate("log", False, "float32", strength="given"),
     "none": Gate("none"),
 }
+BOTH = Fused("bfloat16", True, "silu", "bfloat16")
 # What a kernel does beside or instead of storing the last state in the slot where it was.
 MODES: dict[str, dict] = {
     "decode": {},
@@ -31,6 +32,10 @@ MODES: dict[str, dict] = {
     "redirected": {"redirected": True},
     "every_token": {"ends": False, "every_token": True, "slots": 2, "counted": True},
     "replay": {"ends": False, "replay": True, "counted": True},
+    "convolution": {"fused": Fused("float32")},
+    "norm": {"ends": False, "fused": Fused(norm="sigmoid")},
+    "both": {"fused": BOTH},
+    "replay_both": {"ends": False, "replay": True, "counted": True, "fused": BOTH},
     "commit": {"commits": True, "counted": True},
     "flush": {"replay": True, "flushes": True},
 }
@@ -72,7 +77,8 @@ def stores(config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Records of a replay, staged tokens, and of [K, V] states the sums of the warps and what each column adds."""
+    """Records of a replay, staged tokens, before a norm their outputs, activated gates and sums of squares, and of
+    [K, V] states the sums of the warps and what each column adds."""
     problem = config.problem
     factors = problem.head_dim_k if problem.gate.channels else 1
     chunk = chunk_of(problem.tokens) if problem.replay else 0
@@ -81,10 +87,10 @@ def shared_bytes(config: Config) -> int:
         return records
     staged = records
     if not config.direct:
-        rows = (2 * problem.head_dim_k, config.tile_v, factors, 3)
-        staged += sum(
-            -(-4 * problem.tokens * row // 16) * 16 for row in (*rows[1:], *[rows[0] // 2] * 2)
-        )
+        rows = [problem.head_dim_k] * 2 + [config.tile_v, factors, 3]
+        rows += [config.tile_v] * 2 if problem.fused.norm else []
+        rows += [config.cluster] if config.cluster > 1 else []
+        staged += sum(-(-4 * problem.tokens * row // 16) * 16 for row in rows)
     sums = 0
     if not problem.state_v_first:
         warps = config.threads // 32
@@ -96,11 +102,32 @@ def shared_bytes(config: Config) -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_machine_code(case):
-    problem, arch = problem_of(case), case["arch"]
+    assert_machine_code(problem_of(case), case["arch"])
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode, gate", [("both", GDN), ("both", KDA), ("replay_both", KDA)])
+def test_convolution_and_norm_of_the_largest_states_spill_nothing(
+    mode, gate, state_dtype, tokens, v_first
+):
+    """A CTA has all of V then, and so the most of a state that any has."""
+    problem = Problem(
+        "bfloat16", state_dtype, 128, 128, tokens, v_first, gate, **MODES[mode]
+    )  # fmt: skip
+    assert_machine_code(problem, "sm_90a")
+
+
+def assert_machine_code(problem: Problem, arch: str) -> None:
     assert problem.illegal() is None
     config = select(problem, arch)
     unit = launch.unit(config, arch)
     kernel, ptx = report(unit).kernel, artifacts(unit).ptx
+    if problem.fused.norm:
+        assert config.tile_v * config.cluster == problem.head_dim_v
+        assert config.cluster == 1 or arch in ("sm_90a", "sm_100a")
+        assert ("mapa" in ptx) == (config.cluster > 1)
     assert re.findall(r"\.target (\w+)", ptx) == [arch]
     assert kernel.threads == (config.threads, 1, 1)
     resources.check(kernel)

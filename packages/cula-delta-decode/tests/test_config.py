@@ -16,6 +16,7 @@ from cula_delta_decode.config import (
     MAX_TOKENS,
     STRENGTHS,
     Config,
+    Fused,
     Gate,
     Problem,
 )
@@ -99,6 +100,21 @@ def test_what_a_kernel_reads_and_writes_does_not_change_the_tile():
 
 
 @pytest.mark.parametrize(
+    "fused", [Fused("bfloat16"), Fused(norm="silu"), Fused("float32", True, "sigmoid")], ids=str
+)
+def test_tiles_of_what_is_around_a_step(fused):
+    """A norm needs all of V, both need staged tokens, and neither shares registers with more CTAs than fit by
+    themselves."""
+    for problem, arch in itertools.product(TILES[::3], ("sm_80", "sm_90a")):
+        problem = replace(problem, fused=fused)
+        config = select(problem, arch)
+        assert config.illegal() is problem.illegal() is None and config in candidates(problem)
+        assert not config.direct and config.resident == 0
+        assert fused.norm is None or config.tile_v * config.cluster == problem.head_dim_v
+        assert config.cluster == 1 or arch in ("sm_90a", "sm_100a")
+
+
+@pytest.mark.parametrize(
     "problem, tile, reason",
     [
         (BASE, (96, 128, 16), "tile_v=96 does not divide V=128"),
@@ -117,6 +133,11 @@ def test_what_a_kernel_reads_and_writes_does_not_change_the_tile():
         (TURNED, (8, 128, 8), "8 columns"),
         (TURNED, (64, 128, 8), "a thread has one vector"),
         (TURNED, (128, 128, 32), "do not fit the registers"),
+        (
+            replace(BASE, fused=Fused(norm="silu")),
+            (16, 128, 16),
+            "a warp that normalizes has whole columns of tile_v=16",
+        ),
     ],
 )
 def test_illegal_tiles_say_why(problem, tile, reason):
@@ -134,6 +155,7 @@ def test_illegal_tiles_say_why(problem, tile, reason):
         ({"tokens": 9}, "not 9"),
         ({"gate": Gate("hard")}, "gate"),
         ({"gate": Gate("none", strength="some")}, "gate"),
+        ({"fused": Fused(norm="relu")}, "activation"),
     ],
 )
 def test_illegal_problems_say_why(change, reason):

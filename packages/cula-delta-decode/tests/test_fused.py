@@ -7,23 +7,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from delta_problems import POOL, SLOTS, Case, Inputs, exact, make_inputs, new_replay, problem_of
+from delta_problems import POOL, Case, Inputs, exact, make_inputs, problem_of
 from emulated_runs import fused_of
+from fused_problems import (
+    EITHER_WAY,
+    LIVE,
+    WRITTEN,
+    assert_close,
+    beside_serial,
+    convolved,
+    make_convolution,
+    make_norm,
+)
 from torch import Tensor
 
-from cula_core.reference import delta_decode as reference
-from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, convolve, normalize
+from cula_core.reference.decode_fused import normalize
+from cula_core.reference.delta_decode import Replay
 from cula_delta_decode.config import DTYPES, NORM_ACTIVATIONS
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
 from cula_testing.comparing import same
 
-LENGTH = 16
-LIVE = [n for n, slot in enumerate(SLOTS) if slot >= 0]
-WRITTEN = [slot for slot in SLOTS if slot >= 0]
-# A value that lies halfway between two numbers of its dtype may round either way behind the convolution, and what
-# follows with it. Without the rounding, or with one tap wrong, the error is ten times this one and more.
-EITHER_WAY = 3e-4
 FACTORS = {
     "arch": ("sm_80", "sm_89", "sm_90a", "sm_100a"),
     "gate": (("softplus", False), ("safe", True)),
@@ -45,59 +49,6 @@ def label(case: dict) -> str:
     dims = "x".join(map(str, case["dims"]))
     what = f"{case['convolution']}-{case['norm']}"
     return f"{case['arch']}-{what}-{case['state_dtype']}-{dims}-{order}-T{case['tokens']}"
-
-
-def make_norm(
-    case: Case, x: Inputs, activation: str = "silu", weight: str = "float32"
-) -> GatedNorm:
-    generator = torch.Generator().manual_seed(1)
-    gate = torch.randn(x.v.shape, generator=generator).to(x.v.dtype)
-    scale = torch.randn(case.dims[1], generator=generator).to(getattr(torch, weight))
-    return GatedNorm(gate, scale, 1e-5, activation)
-
-
-def make_convolution(
-    case: Case, x: Inputs, *, bias: bool = False, weight: str = "bfloat16", positions=(5, 9, 1, 700)
-) -> ShortConvolution:
-    """Rings that hold NaN wherever the next call must not look."""
-    (heads, heads_v), (dim_k, dim_v) = case.heads, case.dims
-    channels = 2 * heads * dim_k + heads_v * dim_v
-    generator = torch.Generator().manual_seed(2)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    ring = torch.full((POOL, LENGTH, channels), math.nan, dtype=x.q.dtype)
-    for slot, position in zip(SLOTS, positions):
-        for p in range(max(position - 3, 0), position):
-            ring[slot, p % LENGTH] = normal(channels)
-    dtype = getattr(torch, weight)
-    return ShortConvolution(
-        ring, torch.tensor(positions, dtype=torch.int32), (normal(channels, 4) / 2).to(dtype),
-        normal(channels).to(dtype) if bias else None,
-    )  # fmt: skip
-
-
-def convolved(case: Case, x: Inputs, convolution: ShortConvolution) -> tuple[Inputs, Tensor]:
-    """The inputs behind the convolution, rounded to their dtype, and the rings afterwards."""
-    ring = convolution.inputs.clone()
-    parts = [part.double() for part in (x.q, x.k, x.v)]
-    q, k, v = convolve(
-        *parts, convolution._replace(inputs=ring.double()), state_indices=x.slots,
-        cu_seqlens=x.cu_seqlens, max_tokens=case.tokens if case.packed else None,
-    )  # fmt: skip
-    convolve(
-        x.q, x.k, x.v, convolution._replace(inputs=ring), state_indices=x.slots,
-        cu_seqlens=x.cu_seqlens, max_tokens=case.tokens if case.packed else None,
-    )  # fmt: skip
-    dtype = x.q.dtype
-    return replace(x, q=q.to(dtype), k=k.to(dtype), v=v.to(dtype)), ring
-
-
-def assert_close(actual: Tensor, expected: Tensor, relative_rmse, slack: float) -> None:
-    floor = relative_rmse(expected.to(actual.dtype), expected)
-    error = relative_rmse(actual, expected)
-    assert error <= 1.05 * floor + slack, (error, floor)
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
@@ -138,52 +89,16 @@ def test_numbers(run, relative_rmse, case):
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_replay_behind_a_convolution_is_serial_decoding(run, relative_rmse, tokens, v_first):
-    """Rejected tokens leave the rings of the convolution by being written over: positions go on where they were."""
     case = Case(gate=("safe", True), tokens=tokens, state_v_first=v_first)
-    generator = torch.Generator().manual_seed(tokens)
-    replay = new_replay(case, 16)
-    first = make_inputs(case)
-    taps = make_convolution(case, first, positions=(0, 0, 2, 9))
-    # Serial decoding sees accepted tokens only.
-    history = {n: taps.inputs[slot].clone() for n, slot in enumerate(SLOTS) if slot >= 0}
-    pool, wide = first.state, first.state.double()
-    positions, previous = taps.positions.clone(), None
-    for step in range(4):
-        x = make_inputs(case, seed=step)
-        x.A_log, x.dt_bias = first.A_log, first.dt_bias
-        accepted = torch.randint(0, tokens + 1, (4,), generator=generator, dtype=torch.int32)
-        if previous is not None:
-            raw, seen = previous
-            commit(case, seen, wide, accepted)
-            for n, ring in history.items():
-                for t in range(int(accepted[n])):
-                    parts = [part[n, t].flatten() for part in (raw.q, raw.k, raw.v)]
-                    ring[(int(positions[n]) + t) % LENGTH] = torch.cat(parts)
-            positions = positions + accepted
-        exact_ring = torch.full_like(taps.inputs, math.nan)
-        for n, ring in history.items():
-            exact_ring[SLOTS[n]] = ring
-        taps = taps._replace(positions=positions)
-        seen, _ = convolved(case, x, taps._replace(inputs=exact_ring))
-        expected, _ = exact(case, replace(seen, state=wide), next_state=None)
-        x.state = pool
-        out = run(case, x, replay=replay, accepted=accepted, convolution=taps)
-        assert_close(out[LIVE], expected[LIVE], relative_rmse, EITHER_WAY)
-        previous = x, seen
-    accepted = torch.full((4,), tokens, dtype=torch.int32)
-    commit(case, previous[1], wide, accepted)
-    x.state = pool
-    run.flush(case, x, replay, accepted)
-    assert_close(pool[WRITTEN], wide[WRITTEN], relative_rmse, EITHER_WAY)
 
+    def decode(x: Inputs, **options) -> Tensor:
+        return run(case, x, **options)
 
-def commit(case: Case, x: Inputs, wide: Tensor, accepted: Tensor) -> None:
-    """Advances states in fp64 by the accepted tokens."""
-    given = x.wide("k", "v", "g", "beta", "A_log", "dt_bias")
-    k, v, g, beta = (given.pop(n) for n in ("k", "v", "g", "beta"))
-    reference.delta_rule_commit(
-        k, v, g, beta, wide, accepted, state_indices=x.slots, **given, **case.options()
-    )
+    def flush(x: Inputs, replay: Replay, accepted: Tensor) -> None:
+        run.flush(case, x, replay, accepted)
+
+    for _, found, expected in beside_serial(case, decode, flush, steps=4):
+        assert_close(found, expected, relative_rmse, EITHER_WAY)
 
 
 # (tokens, state_v_first, stored, V) -> barriers of the kernel

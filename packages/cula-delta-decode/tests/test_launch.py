@@ -6,15 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from delta_problems import SLOTS, Case, exact, make_inputs, public
+from delta_problems import Case, exact, make_inputs, public
+from fused_problems import (
+    EITHER_WAY,
+    LIVE,
+    WRITTEN,
+    assert_close,
+    convolved,
+    make_convolution,
+    make_norm,
+)
 
 from cula_core.reference import delta_decode as reference
+from cula_core.reference.decode_fused import normalize
 from cula_delta_decode import delta_rule_decode, launch, new_replay, ops
+from cula_delta_decode.config import Fused
 from cula_delta_decode.plan import select
+from cula_testing.comparing import same
 from cula_testing.compiled import emulated_kernel
-
-LIVE = [n for n, slot in enumerate(SLOTS) if slot >= 0]
-WRITTEN = [slot for slot in SLOTS if slot >= 0]
 
 pytestmark = pytest.mark.emulated(schedules="immediate")
 
@@ -59,6 +68,49 @@ def test_decode(problems, case):
     close(x.state[WRITTEN], state[WRITTEN])
     (problem,) = problems
     assert problem.gate == case.static_gate()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "convolves, activation", [(True, None), (False, "silu"), (True, "sigmoid")]
+)
+def test_decode_with_what_is_around_it(problems, relative_rmse, convolves, activation, packed):
+    """Slices of one projection, and a gate beside them."""
+    case = Case(tokens=2, packed=packed, heads=(2, 4), state_v_first=packed)
+    x = make_inputs(case)
+    whole = torch.cat([part.flatten(2) for part in (x.q, x.k, x.v, x.v)], 2)
+    widths = [part.shape[2] * part.shape[3] for part in (x.q, x.k, x.v, x.v)]
+    views = whole.split(widths, 2)
+    x.q, x.k, x.v = (
+        view.unflatten(2, part.shape[2:]) for view, part in zip(views, (x.q, x.k, x.v))
+    )
+    seen, ring, options = x, None, {}
+    if convolves:
+        taps = make_convolution(case, x, bias=packed)
+        options["convolution"] = taps
+        seen, ring = convolved(case, x, taps)
+    expected, state = exact(case, seen)
+    if activation is not None:
+        norm = make_norm(case, x, activation, "bfloat16")
+        gate = views[3].unflatten(2, x.v.shape[2:]).copy_(norm.gate)
+        options["norm"] = norm._replace(gate=gate, eps=1)  # an integer is a number as well
+        expected = normalize(expected, options["norm"])
+    out = delta_rule_decode(x.q, x.k, x.v, **public(case, x), **options)
+    (problem,) = problems
+    assert problem.fused == Fused(
+        "bfloat16" if convolves else None, convolves and packed, activation,
+        "bfloat16" if activation else "float32",
+    )  # fmt: skip
+    rows = slice(0, sum(x.lengths)) if packed else LIVE
+    found, wanted = (out[0, rows], expected[0, rows]) if packed else (out[rows], expected[rows])
+    if packed:
+        start, end = x.cu_seqlens[1:3]
+        kept = [t for t in range(sum(x.lengths)) if not start <= t < end]
+        assert not found[start:end].any()
+        found, wanted = found[kept], wanted[kept]
+    assert_close(found, wanted, relative_rmse, EITHER_WAY)
+    assert_close(x.state[WRITTEN], state[WRITTEN], relative_rmse, EITHER_WAY)
+    assert ring is None or same(taps.inputs, ring)
 
 
 def test_gates_are_read_as_they_come(problems):

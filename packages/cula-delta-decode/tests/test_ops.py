@@ -15,10 +15,14 @@ import cula_delta_decode
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.delta_decode import Gates
 from cula_delta_decode import (
+    GatedNorm,
     Replay,
+    ShortConvolution,
     delta_rule_commit,
     delta_rule_decode,
     delta_rule_flush,
+    fill_convolution_ring,
+    new_convolution_ring,
     new_replay,
 )
 from cula_testing.comparing import same
@@ -310,7 +314,36 @@ def test_replay_is_decode(records):
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 NOTHING_FUSED = (None,) * 6 + (0.0, None)
+MODES = (
+    "decode",
+    "redirected",
+    "tokens",
+    "own tokens",
+    "packed",
+    "replay",
+    "convolved",
+    "replay, convolved",
+    "normed",
+)
 FLAGS = (None, 1.0, 20.0, True, True, False, True)
+
+
+def convolution_of(a: dict[str, Any], v_first: bool = True, bias: bool = True) -> ShortConvolution:
+    """Rings that a prefill has filled, for rows of slots 0, 1, ..."""
+    generator = torch.Generator().manual_seed(7)
+    rows, tokens = a["q"].shape[:2]
+    ring = new_convolution_ring(
+        a["state"], HEADS, max_tokens=tokens, dtype=a["q"].dtype, state_v_first=v_first
+    )
+    weight = torch.randn(ring.shape[2], 4, generator=generator)
+    positions = 4 + torch.arange(rows, dtype=torch.int32)
+    last = torch.randn(rows, 3, ring.shape[2], generator=generator).to(ring.dtype)
+    fill_convolution_ring(ring, last, positions)
+    return ShortConvolution(ring, positions, weight, weight[:, 0].clone() if bias else None)
+
+
+def norm_of(a: dict[str, Any], activation: str = "silu") -> GatedNorm:
+    return GatedNorm(a["v"] + 0.5, torch.linspace(0.5, 2, DIM_V), 1e-4, activation)
 
 
 def decode_arguments(
@@ -320,6 +353,11 @@ def decode_arguments(
     rows, tokens = a["q"].shape[:2]
     slots, ends, accepted, kept, table, offsets = (None,) * 6
     rings: tuple = (None,) * 4
+    fused: tuple = NOTHING_FUSED
+    if "convolved" in mode:
+        fused = (*convolution_of(a, v_first), *norm_of(a))
+    elif mode == "normed":
+        fused = (*NOTHING_FUSED[:4], *norm_of(a, "sigmoid"))
     if mode == "redirected":
         slots, ends = int32(4, -1, 0)[:rows], int32(1, 2, 3)[:rows]
     elif mode == "tokens":
@@ -330,7 +368,7 @@ def decode_arguments(
         table = torch.full((rows, tokens), -1, dtype=torch.int32)
     elif mode == "packed":
         offsets = int32(0, tokens)
-    elif mode == "replay":
+    elif mode.startswith("replay"):
         rings = new_replay(
             a["state"], HEADS, max_tokens=tokens, channels=True, dtype=a["q"].dtype, state_v_first=v_first
         )  # fmt: skip
@@ -338,7 +376,7 @@ def decode_arguments(
     commit = mode not in ("tokens", "own tokens")
     return (
         *(a[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "state")), slots, ends, accepted, kept, table,
-        offsets, *rings, *NOTHING_FUSED, 0.25, *FLAGS, v_first, commit, tokens, 3, torch.empty_like(a["v"]),
+        offsets, *rings, *fused, 0.25, *FLAGS, v_first, commit, tokens, 3, torch.empty_like(a["v"]),
     )  # fmt: skip
 
 
@@ -353,9 +391,7 @@ def flush_arguments(a: dict[str, Any]) -> tuple[Any, ...]:
     return a["state"], *replay, int32(2, 1, 0), int32(4, -1, 0), True, None
 
 
-@pytest.mark.parametrize(
-    "mode", ["decode", "redirected", "tokens", "own tokens", "packed", "replay"]
-)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("v_first", [False, True])
 def test_opcheck_decode(mode, v_first):
     a = make(1 if mode == "packed" else 3, v_first=v_first)
@@ -379,6 +415,8 @@ def test_opcheck_commit_and_flush():
 def test_opcheck_traced():
     torch.library.opcheck(OPS.decode.default, decode_arguments(make(), "replay"), test_utils=TRACED)
     torch.library.opcheck(OPS.decode.default, decode_arguments(make(), "tokens"), test_utils=TRACED)
+    fused = decode_arguments(make(), "replay, convolved")
+    torch.library.opcheck(OPS.decode.default, fused, test_utils=TRACED)
     torch.library.opcheck(OPS.commit.default, commit_arguments(make()), test_utils=TRACED)
     torch.library.opcheck(OPS.flush.default, flush_arguments(make()), test_utils=TRACED)
 
@@ -431,6 +469,25 @@ def test_torch_compile_takes_a_replay(fresh_compiler):
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs))
 
 
+def around(a: dict[str, Any], ring: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
+    """A step behind a prefill, with all that models have around it."""
+    fill_convolution_ring(ring, torch.ones_like(ring[:, :3]), positions)
+    convolution = ShortConvolution(ring, positions, weight)
+    return delta_rule_decode(**a, convolution=convolution, norm=norm_of(a)) + 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_takes_convolution_and_norm(fresh_compiler, dynamic):
+    compiled = torch.compile(around, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    a = make(POOL)
+    b = twin(a)
+    ours, theirs = convolution_of(a, bias=False), convolution_of(a, bias=False)
+    for _ in range(2):
+        expected = around(a, *ours[:3])
+        assert torch.equal(compiled(b, *theirs[:3]), expected)
+    assert torch.equal(a["state"], b["state"]) and torch.equal(ours.inputs, theirs.inputs)
+
+
 def test_torch_compile_refuses_wrong_arguments(fresh_compiler):
     compiled = torch.compile(delta_rule_decode, fullgraph=True, backend="aot_eager")
     a = make()
@@ -457,6 +514,14 @@ def test_fake_tensors_of_any_device(device, v_first):
         into = torch.empty_like(v)
         replay = new_replay(state, 2, max_tokens=4, state_v_first=v_first)
         given = {"replay": replay, "num_accepted": slots, "out": into}
+        ring = new_convolution_ring(state, 2, max_tokens=4, state_v_first=v_first)
+        assert ring.shape == (7, 8, 2 * 2 * 64 + 6 * 128) and ring.device.type == device
+        if device == "cpu":  # PyTorch without CUDA does not index what lies on a GPU
+            fill_convolution_ring(ring, torch.empty(3, 3, ring.shape[2], **new), slots, slots)
+        weight = torch.empty(ring.shape[2], 4, **new)
+        bias = torch.empty(ring.shape[2], **new)
+        given["convolution"] = ShortConvolution(ring, slots, weight, bias)
+        given["norm"] = GatedNorm(v, torch.empty(128, **new))
         assert delta_rule_decode(q, k, v, g, g, state, **options, **given) is into
         delta_rule_flush(state, replay, slots, **options)
         delta_rule_commit(k, v, g, g, state, slots, **options)
@@ -483,6 +548,11 @@ x, g, state = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1), torch.zeros(1, 1, 
 replay = c.new_replay(state, 1, dtype=torch.float32)
 c.delta_rule_decode(x, x, x, g, g, state, replay=replay)
 c.delta_rule_flush(state, replay)
+ring = c.new_convolution_ring(state, 1, dtype=torch.float32)
+slots = torch.zeros(1, dtype=torch.int32)
+c.fill_convolution_ring(ring, ring[:, :3], slots)
+taps = c.ShortConvolution(ring, slots, torch.zeros(3 * 64, 4))
+c.delta_rule_decode(x, x, x, g, g, state, convolution=taps, norm=c.GatedNorm(x, torch.ones(64)))
 c.delta_rule_commit(x, x, g, g, state, torch.ones(1, dtype=torch.int32))
 heavy = {m.partition(".")[0] for m in set(sys.modules) - before} & {"cutlass", "triton", "tvm_ffi"}
 assert not heavy, heavy

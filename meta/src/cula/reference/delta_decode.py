@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cula_core.reference import delta_decode as oracle
+from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, fused_decode
 from cula_core.reference.delta_decode import Replay
 
 
@@ -37,6 +38,8 @@ def delta_rule_decode(
     cu_seqlens: Tensor | None = None,
     max_tokens: int | None = None,
     null_slot: int | None = None,
+    convolution: ShortConvolution | None = None,
+    norm: GatedNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The gated delta rule, or KDA, for 1 to 8 tokens per row, one after another, on a pool of states.
@@ -51,16 +54,14 @@ def delta_rule_decode(
         >>> delta_rule_decode(q, k, v, None, None, pool).shape, pool.any().item()
         (torch.Size([2, 1, 4, 16]), True)
     """
-    if token_states is None and token_state_indices is not None:
-        token_states = state
-    return oracle.delta_rule_decode(
+    return fused_decode(
         q,
         k,
         v,
         g,
         beta,
         state,
-        next_state=state if commit and replay is None else None,
+        commit=commit,
         state_indices=state_indices,
         output_state_indices=output_state_indices,
         scale=scale,
@@ -83,6 +84,8 @@ def delta_rule_decode(
         cu_seqlens=cu_seqlens,
         max_tokens=max_tokens,
         null_slot=null_slot,
+        convolution=convolution,
+        norm=norm,
         out=out,
     )
 

@@ -22,7 +22,7 @@ def decode_arguments(device: str, rows: int = 2, dim: int = 64) -> dict[str, Any
     new: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     found: dict[str, Any] = dict.fromkeys(
         "state_indices output_state_indices scale A_log dt_bias lower_bound replay num_accepted token_states "
-        "token_state_indices cu_seqlens max_tokens null_slot out".split()
+        "token_state_indices cu_seqlens max_tokens null_slot convolution norm out".split()
     )
     found |= {name: torch.zeros(rows, 1, 2, dim, **new) for name in ("q", "k", "v")}
     found |= {"g": torch.zeros(rows, 1, 2, **new), "beta": None, "softplus_beta": 1.0}

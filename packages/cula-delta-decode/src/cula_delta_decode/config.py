@@ -18,7 +18,6 @@ NORM_ACTIVATIONS = ("silu", "sigmoid")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _VECTOR_BYTES = 16
 _WARP = 32
-_MAX_CLUSTER = 8
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,6 @@ class Config:
             return f"tile_v={self.tile_v} does not divide V={self.problem.head_dim_v} into eights"
         if self.problem.fused.norm and self.tile_v % _WARP:
             return f"a warp that normalizes has whole columns of tile_v={self.tile_v}"
-        if self.cluster > _MAX_CLUSTER:
-            return f"a cluster of {self.cluster} CTAs"
         if self.threads % _WARP or not 32 <= self.threads <= 1024:
             return f"threads={self.threads} is not a multiple of 32 up to 1024"
         if self.lanes not in (2, 4, 8, 16, 32) or self.columns % (self.vector * self.lanes):

@@ -18,13 +18,14 @@ from cula_core.delta_decode.contract import (
 )
 from cula_core.delta_decode.slots import Limits
 from cula_core.reference import delta_decode as reference
-from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, convolve, normalize
+from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, fused_decode
 from cula_core.reference.delta_decode import Replay
 from cula_core.tensors import as_stored, is_plain_cuda_call
 
 from .config import HEAD_DIMS, MAX_GRID, MAX_TOKENS
 
 LIMITS = Limits(HEAD_DIMS, MAX_GRID)
+_NO_NORM = (None, None, 0.0, None)
 
 GATES = (
     "float? lower_bound, float softplus_beta, float softplus_threshold, bool use_gate_in_kernel, "
@@ -62,26 +63,20 @@ def _decode_cpu(
     norm_activation: str | None, scale: float, *rest: Any,
 ) -> None:  # fmt: skip
     *flags, commit, max_tokens, null_slot, out = rest
-    rows = {"cu_seqlens": cu_seqlens, "max_tokens": max_tokens, "null_slot": null_slot}
-    if inputs is not None and positions is not None and taps is not None:
-        convolution = ShortConvolution(inputs, positions, taps, tap_bias)
-        q, k, v = convolve(q, k, v, convolution, state_indices=state_indices, **rows)
-    # A norm sees the output before it is rounded.
-    exact = v if gate is None else v.to(torch.promote_types(v.dtype, torch.float32))
-    replay = None
+    replay = convolution = norm = None
     if ring_k is not None and ring_u is not None and ring_decay is not None and cursor is not None:
         replay = Replay(ring_k, ring_u, ring_decay, cursor)
-    if token_state_indices is not None and token_states is None:
-        token_states = state
-    result = reference.delta_rule_decode(
-        q, k, exact, g, beta, state, next_state=state if commit and replay is None else None,
-        state_indices=state_indices, output_state_indices=output_state_indices, scale=scale, A_log=A_log,
-        dt_bias=dt_bias, replay=replay, num_accepted=num_accepted, token_states=token_states,
-        token_state_indices=token_state_indices, out=out if gate is None else None, **rows,
+    if inputs is not None and positions is not None and taps is not None:
+        convolution = ShortConvolution(inputs, positions, taps, tap_bias)
+    if gate is not None and norm_weight is not None and norm_activation is not None:
+        norm = GatedNorm(gate, norm_weight, norm_eps, norm_activation)
+    fused_decode(
+        q, k, v, g, beta, state, state_indices=state_indices, output_state_indices=output_state_indices, scale=scale,
+        A_log=A_log, dt_bias=dt_bias, commit=commit, replay=replay, num_accepted=num_accepted,
+        token_states=token_states, token_state_indices=token_state_indices, cu_seqlens=cu_seqlens,
+        max_tokens=max_tokens, null_slot=null_slot, convolution=convolution, norm=norm, out=out,
         **reference.options(*flags),
     )  # fmt: skip
-    if gate is not None and norm_weight is not None and norm_activation is not None:
-        out.copy_(normalize(result, GatedNorm(gate, norm_weight, norm_eps, norm_activation)))
 
 
 def _decode_cuda(*arguments: object) -> None:
@@ -251,7 +246,8 @@ def delta_rule_decode(
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
         tokens = _tokens(k, cu_seqlens, max_tokens)
         rings = (None,) * 4 if replay is None else replay
-        fused = (*(convolution or (None,) * 4), *(norm or (None, None, 0.0, None)))
+        fused: tuple = (None,) * 4 if convolution is None else convolution
+        fused += _NO_NORM if norm is None else norm._replace(eps=float(norm.eps))
         run = _decode_cuda if plain else torch.ops.cula_delta_decode.decode.default
         run(
             q, k, v, g, beta, A_log, dt_bias, state, state_indices, output_state_indices, num_accepted, token_states,

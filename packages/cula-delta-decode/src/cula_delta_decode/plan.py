@@ -28,8 +28,17 @@ _SEVERAL_TOKENS = {
 }
 # One token, and records of earlier ones, which every tile of a state reads.
 _REPLAY = {True: (64, 128, 16, 0), False: (64, 128, 16, 0)}
-# The norm of an output needs all of V in one CTA, or in one cluster.
-_NORM, _NORM_CLUSTER = (128, 512, 16, 0), (32, 128, 16, 0)
+# With a norm of the output, for which a cluster has all of V.
+_NORM = (32, 128, 16, 0)
+# Where there are no clusters a CTA has, by (state_v_first, one token, more than 4): not measured, but nothing spills.
+_NORM_ALONE = {
+    (True, True, False): (32, 128, 16, 0),
+    (True, False, False): (64, 128, 16, 0),
+    (True, False, True): (32, 128, 4, 0),
+    (False, True, False): (64, 128, 16, 0),
+    (False, False, False): (64, 128, 16, 0),
+    (False, False, True): (64, 128, 16, 0),
+}
 _TILES = (8, 16, 32, 64, 128)
 _THREADS = (64, 128, 256, 512, 1024)
 _LANES = (4, 8, 16, 32)
@@ -51,8 +60,10 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     changes no bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
     clusters = int(arch.removeprefix("sm_").rstrip("af")) >= 90
-    if problem.fused.norm:
-        tile = _NORM_CLUSTER if clusters else _NORM
+    if problem.fused.norm and clusters:
+        tile = _NORM
+    elif problem.fused.norm:
+        tile = _NORM_ALONE[v_first, problem.tokens == 1, problem.tokens > 4]
     elif problem.replay and problem.tokens == 1:
         tile = _REPLAY[v_first]
     elif problem.tokens > 1 or problem.fused:
@@ -62,6 +73,8 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     else:
         tile = _ONE_TOKEN[wide, v_first, problem.gate.channels]
     tile_v, threads, lanes, resident = tile
+    if problem.fused:
+        resident = 0  # the registers of a thread would not suffice
     bytes_per_thread = tile_v * 512 // threads if wide else tile_v * 256 // threads
     found = min(
         (c for c in candidates(problem) if clusters or c.cluster == 1),

@@ -215,8 +215,23 @@ def check_new_replay(
     limits: Limits | None = None,
 ) -> None:
     """Raises unless the arguments of `new_replay` fit together, and within the limits of kernels."""
-    sizes = check_pool(state, state_v_first, limits)
+    check_new_rings(state, heads, max_tokens, dtype, state_v_first, limits)
     arguments.booleans(channels=channels)
+    if records is not None:
+        arguments.integer("records", records)
+        _records("records", records, max_tokens)
+
+
+def check_new_rings(
+    state: Tensor,
+    heads: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    state_v_first: bool,
+    limits: Limits | None = None,
+) -> None:
+    """Raises unless there can be rings of something for the tokens of a pool of states."""
+    sizes = check_pool(state, state_v_first, limits)
     arguments.integer("heads", heads)
     if heads < 1 or sizes.heads_v % heads:
         expected = f"a number of heads H that divides HV = {sizes.heads_v}"
@@ -225,9 +240,6 @@ def check_new_replay(
     if dtype not in arguments.ACTIVATIONS[sizes.kind]:
         got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
         arguments.type_error("dtype", arguments.names(arguments.ACTIVATIONS[sizes.kind]), got)
-    if records is not None:
-        arguments.integer("records", records)
-        _records("records", records, max_tokens)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------

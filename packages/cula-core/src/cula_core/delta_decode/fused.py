@@ -10,8 +10,18 @@ from ..reference.decode_fused import (
     NORM_ACTIVATIONS,
     GatedNorm,
     ShortConvolution,
+    least_length,
 )
-from .slots import NO_BACKWARD, STATES, Sizes, check_contiguous, check_dtype
+from .slots import (
+    NO_BACKWARD,
+    STATES,
+    Sizes,
+    check_contiguous,
+    check_dtype,
+    check_null_slot,
+    check_one_slot,
+    check_slots_once,
+)
 
 
 def check_convolution(
@@ -23,7 +33,7 @@ def check_convolution(
         arguments.type_error("convolution", "a ShortConvolution", got)
     inputs, positions, weight, bias = convolution
     channels = 2 * sizes.heads * sizes.dim_k + sizes.heads_v * sizes.dim_v
-    least = 1 << (sizes.tokens + CONVOLUTION_WIDTH - 2).bit_length()
+    least = least_length(sizes.tokens)
     name = "convolution.inputs"
     arguments.tensor(name, inputs)
     check_dtype(name, inputs, (k.dtype,))
@@ -43,7 +53,7 @@ def check_convolution(
     for name, x in (("convolution.inputs", inputs), ("convolution.weight", weight)):
         arguments.device(name, x, sizes.lead, sizes.lead_name)
         check_contiguous(name, x)
-        if arguments.is_real(x) and x.data_ptr() % 16:
+        if x.is_cuda and arguments.is_real(x) and x.data_ptr() % 16:
             expected = "an address that is a multiple of 16 bytes"
             arguments.value_error(name, expected, hex(x.data_ptr()))
     if bias is not None:
@@ -52,14 +62,54 @@ def check_convolution(
         check_dtype(name, bias, (weight.dtype,))
         arguments.vector(name, bias, "2 H K + HV V", channels)
         arguments.device(name, bias, sizes.lead, sizes.lead_name)
-    name = "convolution.positions"
-    arguments.int32_vector(name, positions, "N", sizes.rows, sizes.lead, sizes.lead_name)
-    if arguments.is_readable(positions) and bool((positions < 0).any()):
-        arguments.value_error(name, "values of at least 0", positions.min().item())
+    _positions("convolution.positions", positions, sizes)
     arguments.no_gradients(
         NO_BACKWARD,
         **{"convolution.inputs": inputs, "convolution.weight": weight, "convolution.bias": bias},
     )
+
+
+def check_fill_convolution_ring(
+    ring: Tensor,
+    inputs: Tensor,
+    positions: Tensor,
+    state_indices: Tensor | None,
+    null_slot: int | None,
+) -> None:
+    """Raises unless the arguments of `fill_convolution_ring` fit together."""
+    arguments.tensor("ring", ring)
+    kind = "cuda" if ring.is_cuda else "cpu"
+    check_dtype("ring", ring, arguments.ACTIVATIONS[kind])
+    if ring.dim() != 3:
+        arguments.value_error("ring", "[pool, L, 2 H K + HV V]", list(ring.shape))
+    length, channels = ring.shape[1:]
+    least = least_length(1)
+    if length < least or length & (length - 1):
+        arguments.value_error("ring", f"a power of two L of at least {least}", length)
+    check_contiguous("ring", ring)
+    arguments.tensor("inputs", inputs)
+    check_dtype("inputs", inputs, (ring.dtype,))
+    if inputs.dim() != 3 or inputs.shape[2] != channels:
+        expected = f"[B, n, 2 H K + HV V] = [B, n, {channels}]"
+        arguments.value_error("inputs", expected, list(inputs.shape))
+    rows, count = inputs.shape[:2]
+    if not 1 <= count <= length:
+        expected = f"1 to {length} inputs of a row (dimension 1), which the ring holds"
+        arguments.value_error("inputs", expected, count)
+    arguments.device("inputs", inputs, ring, "ring")
+    sizes = Sizes(kind, rows, count, 0, 0, 0, 0, None, ring, "ring")
+    _positions("positions", positions, sizes)
+    check_null_slot(null_slot)
+    check_one_slot(ring, state_indices, sizes, "ring")
+    arguments.no_gradients(NO_BACKWARD, ring=ring, inputs=inputs)
+    check_slots_once(ring, state_indices, null_slot, "ring")
+
+
+def _positions(name: str, x: Tensor, sizes: Sizes) -> None:
+    """Checks where the next token of every row is."""
+    arguments.int32_vector(name, x, "N", sizes.rows, sizes.lead, sizes.lead_name)
+    if arguments.is_readable(x) and bool((x < 0).any()):
+        arguments.value_error(name, "values of at least 0", x.min().item())
 
 
 def check_norm(norm: GatedNorm, v: Tensor, sizes: Sizes) -> None:
@@ -82,7 +132,7 @@ def check_norm(norm: GatedNorm, v: Tensor, sizes: Sizes) -> None:
     arguments.number("norm.eps", eps)
     if not eps >= 0:
         arguments.value_error("norm.eps", "a number of at least 0", eps)
-    if activation not in NORM_ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in NORM_ACTIVATIONS:
         expected = " or ".join(repr(name) for name in NORM_ACTIVATIONS)
         arguments.value_error("norm.activation", expected, repr(activation))
     arguments.no_gradients(NO_BACKWARD, **{"norm.gate": gate, "norm.weight": weight})

@@ -112,13 +112,15 @@ def check_begins(
         )
 
 
-def check_one_slot(state: Tensor, state_indices: Tensor | None, sizes: Sizes) -> None:
-    """Checks state_indices of one slot per row, or that there are slots enough without."""
+def check_one_slot(
+    state: Tensor, state_indices: Tensor | None, sizes: Sizes, name: str = "state"
+) -> None:
+    """Checks state_indices of one slot per row, or that there are slots enough without. name: of the pool."""
     if state_indices is not None:
         check_indices("state_indices", state_indices, sizes, ("N",), (sizes.rows,))
     elif state.shape[0] < sizes.rows:
-        expected = f"a pool of at least N = {sizes.rows} states when there are no state_indices"
-        arguments.value_error("state", expected, state.shape[0])
+        expected = f"a pool of at least N = {sizes.rows} {name}s when there are no state_indices"
+        arguments.value_error(name, expected, state.shape[0])
 
 
 def check_indices(
@@ -171,11 +173,13 @@ def check_slot_values(
             _written_once(name, used, {}, set())
 
 
-def check_slots_once(state: Tensor, state_indices: Tensor | None, null_slot: int | None) -> None:
-    """Checks the values of state_indices, one per row, whose states are written."""
+def check_slots_once(
+    state: Tensor, state_indices: Tensor | None, null_slot: int | None, name: str = "state"
+) -> None:
+    """Checks the values of state_indices, one per row, whose states are written. name: of the pool."""
     if state_indices is not None and arguments.is_readable(state_indices):
         slots = _live(state_indices.tolist(), null_slot)
-        _within("state_indices", slots, state)
+        _within("state_indices", slots, state, name)
         _written_once("state_indices", [[slot] for slot in slots], {}, set())
 
 

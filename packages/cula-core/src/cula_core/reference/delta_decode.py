@@ -173,7 +173,7 @@ def delta_rule_decode(
     scale = dim_k**-0.5 if scale is None else scale
     work = work_dtype(q, v, state)
 
-    chosen = _chosen(state_indices, num_accepted if replay is None else None)
+    chosen = chosen_slots(state_indices, num_accepted if replay is None else None)
     slots, begins = row_slots(chosen, null_slot, rows, v if state is None else state)
     live = live & begins[:, None]
     current = _read(state, slots, state_v_first, (rows, heads_v, dim_k, dim_v), work)
@@ -304,7 +304,7 @@ def row_tokens(
     return index.clamp(max=tokens - 1), live
 
 
-def _chosen(state_indices: Tensor | None, num_accepted: Tensor | None) -> Tensor | None:
+def chosen_slots(state_indices: Tensor | None, num_accepted: Tensor | None) -> Tensor | None:
     """The slot where each row begins: of several the one of the last accepted token."""
     if state_indices is None or num_accepted is None or state_indices.dim() == 1:
         return state_indices
