@@ -103,6 +103,8 @@ def decode_compile(package: str, spec: Spec, options: tuple) -> Any:
     return find(package, "compile")(config, spec["arch"], *options)
 
 
+# Nested parts of a problem of delta decode, whose names begin those of their facts in a spec.
+DELTA_PARTS = {"gate": "Gate", "fused": "Fused"}
 # What a kernel of delta decode does beside or instead of storing the last state in the slot where it was.
 DELTA_MODES = {
     "decode": {},
@@ -115,6 +117,14 @@ DELTA_MODES = {
     "flush": {"replay": True, "flushes": True},
     "long": {"slots": 0, "long": True},
     "long_from_zero": {"begins": False, "slots": 0, "long": True},
+    "convolution": {"fused": {"convolution": "float32"}},
+    "norm": {"fused": {"norm": "sigmoid", "weight": "bfloat16"}},
+    "both": {
+        "ends": False,
+        "replay": True,
+        "counted": True,
+        "fused": {"convolution": "bfloat16", "bias": True, "norm": "silu"},
+    },
 }
 
 
@@ -136,7 +146,9 @@ def delta_specs(package: str) -> Iterator[Spec]:
     def problem(case: dict) -> Any:
         dims = dict(zip(("head_dim_k", "head_dim_v"), case["dims"]))
         facts = {k: v for k, v in case.items() if k not in ("mode", "dims", "arch")}
-        return problem_of(**dims, **facts, **DELTA_MODES[case["mode"]])
+        facts |= DELTA_MODES[case["mode"]]
+        facts["fused"] = find(package, "Fused")(**facts.get("fused", {}))
+        return problem_of(**dims, **facts)
 
     # Rows of any length are cut into pieces of as many tokens as a call has at most.
     cases = cover(factors, lambda case: case["tokens"] == 8 or "long" not in case["mode"])
@@ -149,13 +161,22 @@ def delta_specs(package: str) -> Iterator[Spec]:
                 found += [(config, "sm_90a") for config in candidates(tuned)[::4]]
     for config, arch in found:
         facts = flat(config)
-        gate = {f"gate_{name}": value for name, value in flat(facts.pop("gate")).items()}
-        yield {"arch": arch, "kernel": "DeltaDecode", **facts, **gate}
+        parts = {
+            f"{part}_{name}": value
+            for part in DELTA_PARTS
+            for name, value in flat(facts.pop(part)).items()
+        }
+        yield {"arch": arch, "kernel": "DeltaDecode", **facts, **parts}
 
 
 def delta_compile(package: str, spec: Spec, options: tuple) -> Any:
-    gate = {k.removeprefix("gate_"): v for k, v in spec.items() if k.startswith("gate_")}
-    spec = spec | {"gate": find(package, "Gate")(**gate)}
+    for part, cls in DELTA_PARTS.items():
+        names = [name for name in spec if name.startswith(f"{part}_")]
+        facts = {name.removeprefix(f"{part}_"): spec[name] for name in names}
+        with contextlib.suppress(
+            LookupError
+        ):  # an older tree lacks the part, as it may lack a field
+            spec = spec | {part: find(package, cls)(**facts)}
     return decode_compile(package, spec, options)
 
 
