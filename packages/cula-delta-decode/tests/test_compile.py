@@ -10,7 +10,7 @@ import pytest
 from cula_core.cute.artifacts import artifacts
 from cula_delta_decode import launch
 from cula_delta_decode.config import DTYPES, Config, Fused, Gate, Problem
-from cula_delta_decode.kernels.records import chunk_of
+from cula_delta_decode.kernels.records import CHUNK
 from cula_delta_decode.plan import candidates, select
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
@@ -81,8 +81,7 @@ def shared_bytes(config: Config) -> int:
     [K, V] states the sums of the warps and what each column adds."""
     problem = config.problem
     factors = problem.head_dim_k if problem.gate.channels else 1
-    chunk = chunk_of(problem.tokens) if problem.replay else 0
-    records = 4 * chunk * (problem.head_dim_k + config.tile_v + factors)
+    records = 4 * CHUNK * (problem.head_dim_k + config.tile_v + factors) if problem.replay else 0
     if problem.flushes:
         return records
     staged = records

@@ -249,7 +249,8 @@ def test_one_compile_serves_all_sizes(cuda, relative_rmse):
         expected, state = exact(case, x)
         assert_rounded_once(decode(case, x), expected)
         assert relative_rmse(x.state[:rows], state[:rows]) <= 1e-6
-    assert launch.compile.cache_info().misses == 1
+    # One for few states, one for any number of them.
+    assert launch.compile.cache_info().misses == 2
 
 
 def test_wrong_arguments_are_refused_before_a_launch(cuda):

@@ -14,6 +14,7 @@ from torch import Tensor
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.delta_decode import Replay
 from cula_delta_decode.config import DTYPES
+from cula_delta_decode.kernels.records import CHUNK
 from cula_delta_decode.plan import select
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
@@ -287,20 +288,21 @@ def test_every_barrier_matters(run, relative_rmse, tokens, v_first, replayed):
     case = Case(gate=("safe", True), tokens=tokens, state_v_first=v_first, heads=(1, 1))
 
     def check(options) -> None:
-        # A ring that fits shared memory, and one with more records than that.
-        for length in (8, 32) if replayed else (0,):
-            x = make_inputs(case)
-            before, given = replace(x, state=x.state.clone()), {"next_state": x.state}
-            wanted = {}
-            if replayed:
-                replay = used_replay(case, length)
-                wide = Replay(*(t.double() for t in replay[:3]), replay.cursor.clone())
-                given, wanted = {"replay": replay}, {"replay": wide, "next_state": None}
-            out = run(case, x, **given, **vars(options))
-            expected, state = exact(case, before, **wanted)
-            live = live_rows(case)
-            assert_rounded_once(out[live], expected[live])
-            assert_rounded_once(x.state[[5, 0, 3]], state[[5, 0, 3]])
+        x = make_inputs(case)
+        replay = used_replay(case) if replayed else None
+        wide = (
+            None
+            if replay is None
+            else Replay(*(t.double() for t in replay[:3]), replay.cursor.clone())
+        )
+        before = replace(x, state=x.state.clone())
+        given = {} if replayed else {"next_state": x.state}
+        out = run(case, x, replay=replay, **given, **vars(options))
+        options_of_replay = {"replay": wide, "next_state": None} if replayed else {}
+        expected, state = exact(case, before, **options_of_replay)
+        live = live_rows(case)
+        assert_rounded_once(out[live], expected[live])
+        assert_rounded_once(x.state[[5, 0, 3]], state[[5, 0, 3]])
 
     problem = problem_of(case, ends=not replayed, replay=replayed)
     kernel = run.compiled(problem, "sm_90a")
@@ -314,16 +316,16 @@ def test_every_barrier_matters(run, relative_rmse, tokens, v_first, replayed):
     assert not report.unnoticed and not report.not_reached
 
 
-def used_replay(case: Case, length: int) -> Replay:
-    """Rings that are half full, which is more than they may be when a call ends."""
-    replay = new_replay(case, length)
-    begin, certain = length - 3, length // 2
+def used_replay(case: Case) -> Replay:
+    """Rings that hold more records than are brought to shared memory at a time, and so many that they are full."""
+    replay = new_replay(case, 32)
+    begin, certain = 25, 2 * CHUNK
     live = [slot for slot in SLOTS if slot >= 0]
     for slot in live:
         for j in range(begin, begin + certain):
-            replay.k[slot, j % length] = torch.randn(replay.k[0, 0].shape)
-            replay.u[slot, j % length] = torch.randn(replay.u[0, 0].shape) / 64
-            replay.decay[slot, j % length] = torch.rand(replay.decay[0, 0].shape)
+            replay.k[slot, j % 32] = torch.randn(replay.k[0, 0].shape)
+            replay.u[slot, j % 32] = torch.randn(replay.u[0, 0].shape) / 64
+            replay.decay[slot, j % 32] = torch.rand(replay.decay[0, 0].shape)
     replay.cursor[live] = begin | certain << 8
     return replay
 

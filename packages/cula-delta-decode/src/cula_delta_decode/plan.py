@@ -24,10 +24,15 @@ _SEVERAL_TOKENS = {
     (True, False): (32, 128, 16, 0),
     (True, True): (32, 128, 16, 0),
     (False, False): (64, 128, 16, 0),
-    (False, True): (64, 256, 16, 0),
+    (False, True): (32, 128, 8, 8),
 }
-# One token, and records of earlier ones, which every tile of a state reads.
-_REPLAY = {True: (64, 128, 16, 0), False: (64, 128, 16, 0)}
+# Tokens and records of earlier ones, which every tile of a state reads, by (state_v_first, one token).
+_REPLAY = {
+    (True, True): (32, 128, 16, 0),
+    (True, False): (64, 128, 16, 0),
+    (False, True): (64, 128, 16, 0),
+    (False, False): (32, 128, 8, 0),
+}
 # With a norm of the output, for which a cluster has all of V.
 _NORM = (32, 128, 16, 0)
 # Where there are no clusters a CTA has, by (state_v_first, one token, more than 4): not measured, but nothing spills.
@@ -64,8 +69,10 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
         tile = _NORM
     elif problem.fused.norm:
         tile = _NORM_ALONE[v_first, problem.tokens == 1, problem.tokens > 4]
-    elif problem.replay and problem.tokens == 1:
-        tile = _REPLAY[v_first]
+    elif problem.flushes:
+        tile = _REPLAY[v_first, False]
+    elif problem.replay:
+        tile = _REPLAY[v_first, problem.tokens == 1]
     elif problem.tokens > 1 or problem.fused:
         tile = _SEVERAL_TOKENS[v_first, problem.tokens > 4]
     elif few and wide and v_first:

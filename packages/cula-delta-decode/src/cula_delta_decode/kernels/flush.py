@@ -86,8 +86,7 @@ class Flush:
         """Applies the certain records to the tile, and forgets the others."""
         place = self.tile.states.place(row)
         rState = self.tile.states.load(gState, place)
-        fetched = self.tile.records.allocate()
-        ring = self.tile.records.open(rings, slot, row, accepted, fetched, empties=True)
+        ring = self.tile.records.open(rings, slot, row, accepted, empties=True)
         if ring.count > 0:
-            self.tile.replay(rState, ring, fetched, row, place)
+            self.tile.replay(rState, ring, row, place)
             self.tile.states.store(rState, gState, place)

@@ -41,7 +41,11 @@ class Convolution:
     """
 
     def __init__(self, config: Config):
-        self.config, self.tile_v, self.threads = config, config.tile_v, config.threads
+        self.tokens, self.tile_v, self.threads = (
+            config.problem.tokens,
+            config.tile_v,
+            config.threads,
+        )
         self.dim_k, self.dim_v = config.problem.head_dim_k, config.problem.head_dim_v
 
     @cute.jit
@@ -61,6 +65,26 @@ class Convolution:
             gBias = cute.domain_offset((first,), mBias)
         gInputs = cute.domain_offset((0, first), mInputs[slot, None, None])
         return Past(gInputs, cute.domain_offset((first, 0), mWeight), gBias)
+
+    @cute.jit
+    def fill(self, staged, row, pasts: Pasts):
+        """Writes q, k and v of the row's tokens behind the convolution to shared memory, a channel per thread at a
+        time; a barrier must follow."""
+        width = 2 * self.dim_k + self.tile_v
+        total = self.tokens * width
+        for i in cutlass.range_constexpr((total + self.threads - 1) // self.threads):
+            e = i * self.threads + row.tidx
+            t, channel = e // width, e % width
+            # The branches are those of whole warps.
+            if t < row.length:
+                if channel < self.dim_k:
+                    staged.sQ[t, channel] = self.value(row.gQ, pasts.q, pasts, t, channel)
+                elif channel < 2 * self.dim_k:
+                    own = channel - self.dim_k
+                    staged.sK[t, own] = self.value(row.gK, pasts.k, pasts, t, own)
+                else:
+                    own = channel - 2 * self.dim_k
+                    staged.sV[t, own] = self.value(row.gV, pasts.v, pasts, t, own)
 
     @cute.jit
     def value(self, gX, past: Past, pasts: Pasts, t, channel):

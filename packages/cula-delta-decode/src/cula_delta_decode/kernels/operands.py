@@ -237,31 +237,33 @@ class Staging:
         """Writes what the tokens of the row are to shared memory; a barrier must follow."""
         if cutlass.const_expr(self.norm is not None):
             self.norm.begin()
+        if cutlass.const_expr(self.convolution is not None):
+            self.columns(staged, row)
+            self.convolution.fill(staged, row, row.pasts)
+            self.convolution.remember(row, row.pasts)
+            cute.arch.sync_threads()
         lane, warp = row.tidx % WARP, row.tidx // WARP
         speed = self.gates.speed(row.rate)
         for i in cutlass.range_constexpr((self.tokens + self.warps - 1) // self.warps):
             t = i * self.warps + warp
             if t < row.length:
                 self.token(staged, row, numbers, speed, t, lane)
+        if cutlass.const_expr(self.convolution is None):
+            self.columns(staged, row)
+
+    @cute.jit
+    def columns(self, staged: Staged, row: Row):
+        """Writes what the tile's columns of V need of every token, but for v behind a convolution."""
         total = self.tokens * self.tile_v
         for i in cutlass.range_constexpr((total + self.threads - 1) // self.threads):
             e = i * self.threads + row.tidx
             t = e // self.tile_v
             if e < total and t < row.length:
                 column = e % self.tile_v
-                staged.sV[t, column] = self.value(row, "v", t, column)
+                if cutlass.const_expr(self.convolution is None):
+                    staged.sV[t, column] = row.gV[t, column].to(Float32)
                 if cutlass.const_expr(self.norm is not None):
                     staged.sGate[t, column] = self.norm.factor(row, t, column)
-        if cutlass.const_expr(self.convolution is not None):
-            self.convolution.remember(row, row.pasts)
-
-    @cute.jit
-    def value(self, row: Row, name: cutlass.Constexpr, t, channel):
-        """Returns one element of q, k or v of a token, behind the convolution."""
-        gX = {"q": row.gQ, "k": row.gK, "v": row.gV}[name]
-        if cutlass.const_expr(self.convolution is None):
-            return gX[t, channel].to(Float32)
-        return self.convolution.value(gX, getattr(row.pasts, name), row.pasts, t, channel)
 
     @cute.jit
     def outputs(self, staged: Staged, row: Row):
@@ -283,10 +285,16 @@ class Staging:
         rQ, rK = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
         qq, kk, qk = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(count):
-            rK[i] = self.value(row, "k", t, i * WARP + lane)
+            if cutlass.const_expr(self.convolution is None):
+                rK[i] = row.gK[t, i * WARP + lane].to(Float32)
+            else:
+                rK[i] = staged.sK[t, i * WARP + lane]
             kk = kk + rK[i] * rK[i]
             if cutlass.const_expr(row.gQ is not None):
-                rQ[i] = self.value(row, "q", t, i * WARP + lane)
+                if cutlass.const_expr(self.convolution is None):
+                    rQ[i] = row.gQ[t, i * WARP + lane].to(Float32)
+                else:
+                    rQ[i] = staged.sQ[t, i * WARP + lane]
                 qq, qk = qq + rQ[i] * rQ[i], qk + rQ[i] * rK[i]
         kk = cute.arch.warp_reduction(kk, operator.add)
         norm_q, norm_k = numbers.scale, Float32(1.0)

@@ -7,12 +7,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..config import Config
-from .operands import NORM, Row, Staged
+from .operands import NORM, Row, Staged, neighbours
 
 # A cursor packs three numbers of 8 bits, as in `cula_core.reference.delta_decode`.
 BYTE = 8
 COLUMNS = 8
-# Elements of one read of a record.
+# Records that are brought to shared memory at a time, and elements of one read.
+CHUNK = 8
 WIDTH = 4
 
 
@@ -26,8 +27,7 @@ class Rings(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The ring of one slot. first: where the records of this call go. full: the state has to be stored before. whole:
-    all of the ring is in shared memory."""
+    """The ring of one slot. first: where the records of this call go. full: the state has to be stored before."""
 
     gK: cute.Tensor
     gU: cute.Tensor
@@ -36,21 +36,15 @@ class Ring(NamedTuple):
     count: Int32
     first: Int32
     full: Boolean
-    whole: Boolean
     last: Int32
 
 
 class Fetched(NamedTuple):
-    """Shared memory that holds records, fp32: sK [chunk, K], sU [chunk, tile_v], sDecay [chunk, K] or [chunk, 1]."""
+    """Shared memory that holds records, fp32: sK [CHUNK, K], sU [CHUNK, tile_v], sDecay [CHUNK, K] or [CHUNK, 1]."""
 
     sK: cute.Tensor
     sU: cute.Tensor
     sDecay: cute.Tensor
-
-
-def chunk_of(tokens: int) -> int:
-    """Returns how many records are brought to shared memory at a time: all of the smallest ring for so many tokens."""
-    return 8 if tokens <= 4 else 16
 
 
 class Records:
@@ -61,55 +55,42 @@ class Records:
         self.tile_v, self.threads = config.tile_v, config.threads
         self.dim_k, self.channels = config.problem.head_dim_k, config.problem.gate.channels
         self.convolved = config.problem.fused.convolution is not None
-        self.chunk = chunk_of(config.problem.tokens)
 
     @cute.jit
-    def open(
-        self,
-        rings: Rings,
-        slot,
-        row: Row,
-        accepted,
-        fetched: Fetched,
-        empties: cutlass.Constexpr = False,
-    ):
+    def open(self, rings: Rings, slot, row: Row, accepted, empties: cutlass.Constexpr = False):
         """Returns the ring of a slot, and moves its cursor past the records of this call; all threads of the CTA.
 
-        empties: the state is going to be stored, whatever there is. A small ring is fetched while the cursor is read.
+        empties: the state is going to be stored, whatever there is.
         """
         own = cute.domain_offset((row.tile * self.cursors,), rings.mCursor[slot, row.head, None])
         word = own[0]
+        length = rings.mU.shape[1]
+        mask = (1 << BYTE) - 1
+        begin, count, pending = word & mask, (word >> BYTE) & mask, word >> 2 * BYTE
+        if cutlass.const_expr(accepted is not None):
+            pending = cutlass.min(pending, cutlass.max(accepted, Int32(0)))
+        count = count + pending
+        first = (begin + count) & (length - 1)
+        full = Boolean(True) if empties else count + row.length > length // 2
+        # Nobody may see the new cursor in place of the old one.
+        cute.arch.sync_threads()
+        if row.tidx < self.cursors:
+            kept = cutlass.select_(full, first, begin | (count << BYTE))
+            own[row.tidx] = kept | (row.length << 2 * BYTE)
         gU = cute.domain_offset((0, row.tile * self.tile_v), rings.mU[slot, None, row.head, None])
         gK = rings.mK[slot, None, row.head_k, None]
         if cutlass.const_expr(self.channels):
             gDecay = rings.mDecay[slot, None, row.head, None]
         else:
             gDecay = rings.mDecay[slot, None, row.head]
-        length = rings.mU.shape[1]
-        last = length - 1
-        whole = length <= self.chunk
-        if whole:
-            self.fetch(fetched, gK, gU, gDecay, Int32(0), length, last, row)
-        mask = (1 << BYTE) - 1
-        begin, count, pending = word & mask, (word >> BYTE) & mask, word >> 2 * BYTE
-        if cutlass.const_expr(accepted is not None):
-            pending = cutlass.min(pending, cutlass.max(accepted, Int32(0)))
-        count = count + pending
-        first = (begin + count) & last
-        full = Boolean(True) if empties else count + row.length > length // 2
-        # Nobody may see the new cursor in place of the old one. What was fetched is there, too.
-        cute.arch.sync_threads()
-        if row.tidx < self.cursors:
-            kept = cutlass.select_(full, first, begin | (count << BYTE))
-            own[row.tidx] = kept | (row.length << 2 * BYTE)
-        return Ring(gK, gU, gDecay, begin, count, first, full, whole, last)
+        return Ring(gK, gU, gDecay, begin, count, first, full, length - 1)
 
     def allocate(self):
         """Returns the shared memory of some records."""
         smem = cutlass.memory.SmemAllocator()
 
         def matrix(width):
-            layout = cute.make_ordered_layout((self.chunk, width), order=(1, 0))
+            layout = cute.make_ordered_layout((CHUNK, width), order=(1, 0))
             return smem.allocate_tensor(cutlass.Float32, layout, 16)
 
         return Fetched(
@@ -117,60 +98,46 @@ class Records:
         )
 
     @cute.jit
-    def fetch_next(self, fetched: Fetched, ring: Ring, first, row: Row):
-        """Brings certain records from number `first` on to shared memory; a barrier must follow."""
-        begin, count = ring.begin + first, ring.count - first
-        self.fetch(fetched, ring.gK, ring.gU, ring.gDecay, begin, count, ring.last, row)
-
-    @cute.jit
-    def fetch(self, fetched: Fetched, gK, gU, gDecay, begin, count, last, row: Row):
-        """Brings up to `count` records from `begin` on to shared memory; all reads are on their way before the first
-        is waited for."""
-        k = self.read(gK, self.dim_k, begin, count, last, row)
-        u = self.read(gU, self.tile_v, begin, count, last, row)
+    def fetch(self, fetched: Fetched, ring: Ring, row: Row, first):
+        """Brings the certain records from `first` on to shared memory; a barrier must follow. There is one at least."""
+        gK, gU, gDecay = ring.gK, ring.gU, ring.gDecay
+        k = self.read(gK, self.dim_k, ring, row, first)
+        u = self.read(gU, self.tile_v, ring, row, first)
         if cutlass.const_expr(self.channels):
-            decay = self.read(gDecay, self.dim_k, begin, count, last, row)
+            decay = self.read(gDecay, self.dim_k, ring, row, first)
             self.write(decay, fetched.sDecay, self.dim_k, row)
-        elif row.tidx < cutlass.min(count, Int32(self.chunk)):
-            fetched.sDecay[row.tidx, 0] = gDecay[(begin + row.tidx) & last]
+        elif row.tidx < CHUNK:
+            fetched.sDecay[row.tidx, 0] = gDecay[self.number(ring, first + row.tidx)]
         self.write(k, fetched.sK, self.dim_k, row)
         self.write(u, fetched.sU, self.tile_v, row)
 
     @cute.jit
-    def read(self, gX: cute.Tensor, width: cutlass.Constexpr, begin, count, last, row: Row):
-        """Returns the thread's share of some records."""
-        vectors = []
-        for i in cutlass.range_constexpr(self.reads(width)):
-            e = (i * self.threads + row.tidx) * WIDTH
-            rX = cute.make_rmem_tensor(WIDTH, gX.element_type)
-            rX.fill(0.0)
-            if e // width < cutlass.min(count, Int32(self.chunk)):
-                self.wide(gX[(begin + e // width) & last, None], e % width, rX)
-            vectors.append(rX)
-        return vectors
+    def number(self, ring: Ring, certain):
+        """Returns where a certain record is in the ring; past the last one, that of the last one."""
+        return (ring.begin + cutlass.min(certain, ring.count - 1)) & ring.last
 
     @cute.jit
-    def wide(self, gX: cute.Tensor, first, rX: cute.Tensor):
-        """Reads neighbouring elements by one access."""
-        size = WIDTH * gX.element_type.width // 8
-        address = (gX.iterator + cute.assume(first, divby=WIDTH)).toint()
-        source = cute.make_ptr(gX.element_type, address, cute.AddressSpace.gmem, assumed_align=size)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WIDTH)), rX)
+    def read(self, gX: cute.Tensor, width: cutlass.Constexpr, ring: Ring, row: Row, first):
+        """Returns the thread's share of some records, all of it on its way before any is used."""
+        vectors = []
+        for i in cutlass.range_constexpr(self.reads(width)):
+            e = cutlass.min(i * self.threads + row.tidx, Int32(CHUNK * width // WIDTH - 1)) * WIDTH
+            at = self.number(ring, first + e // width)
+            vectors.append(neighbours(gX[at, None], e % width, WIDTH, Boolean(True)))
+        return vectors
 
     @cute.jit
     def write(self, vectors, sX: cute.Tensor, width: cutlass.Constexpr, row: Row):
         """Writes what `read` returned to shared memory."""
         for i in cutlass.range_constexpr(self.reads(width)):
             e = (i * self.threads + row.tidx) * WIDTH
-            if e < self.chunk * width:
-                rWide = cute.make_rmem_tensor(WIDTH, cutlass.Float32)
-                rWide.store(vectors[i].load().to(cutlass.Float32))
-                target = sX.iterator + cute.assume(e, divby=WIDTH)
-                cute.autovec_copy(rWide, cute.make_tensor(target, cute.make_layout(WIDTH)))
+            if e < CHUNK * width:
+                for n in cutlass.range_constexpr(WIDTH):
+                    sX[e // width, e % width + n] = vectors[i][n].to(cutlass.Float32)
 
     def reads(self, width):
         """Returns how many vectors of some records a thread has."""
-        return (self.chunk * width // WIDTH + self.threads - 1) // self.threads
+        return (CHUNK * width // WIDTH + self.threads - 1) // self.threads
 
     @cute.jit
     def keys(self, ring: Ring, row: Row, t: cutlass.Constexpr, staged=None):

@@ -6,7 +6,7 @@ from cutlass import Boolean, Int32
 
 from ..config import Config
 from .operands import Gates, Numbers, Row, Staged, Staging, Token, element, first_token
-from .records import Fetched, Records, Ring, Rings
+from .records import CHUNK, Records, Ring, Rings
 from .states import Place, States, Targets
 
 
@@ -115,26 +115,21 @@ class Tile:
         """Applies what the state lacks, stores it if its ring is full, and returns the ring; a barrier is among it."""
         ring = None
         if cutlass.const_expr(self.replayed):
-            fetched = self.records.allocate()
-            ring = self.records.open(rings, slot, row, accepted, fetched)
-            self.replay(rState, ring, fetched, row, place)
+            ring = self.records.open(rings, slot, row, accepted)
+            self.replay(rState, ring, row, place)
             if ring.full:
                 self.states.store(rState, gState, place)
         return ring
 
     @cute.jit
-    def replay(self, rState: cute.Tensor, ring: Ring, fetched: Fetched, row: Row, place: Place):
+    def replay(self, rState: cute.Tensor, ring: Ring, row: Row, place: Place):
         """Applies the certain records to the tile."""
-        if ring.whole:
-            for number in range(ring.count):
-                self.apply(rState, fetched, (ring.begin + number) & ring.last, place)
-        else:
-            chunk = self.records.chunk
-            for first in range(0, ring.count, chunk):
-                if first > 0:
-                    # The next records take the place of these.
-                    cute.arch.sync_threads()
-                self.records.fetch_next(fetched, ring, first, row)
+        fetched = self.records.allocate()
+        for first in range(0, ring.count, CHUNK):
+            if first > 0:
+                # The next records take the place of these.
                 cute.arch.sync_threads()
-                for number in range(cutlass.min(ring.count - first, Int32(chunk))):
-                    self.apply(rState, fetched, number, place)
+            self.records.fetch(fetched, ring, row, first)
+            cute.arch.sync_threads()
+            for number in range(cutlass.min(ring.count - first, Int32(CHUNK))):
+                self.apply(rState, fetched, number, place)
