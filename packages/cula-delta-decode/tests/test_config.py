@@ -114,6 +114,18 @@ def test_tiles_of_what_is_around_a_step(fused):
         assert config.cluster == 1 or arch in ("sm_90a", "sm_100a")
 
 
+def test_few_states_are_summed_up_in_the_same_order():
+    """A result must not depend on how many rows a call has: [V, K] states keep their lanes, others their tile."""
+    changed = 0
+    for problem, fused in itertools.product(TILES, (Fused(), Fused("bfloat16", norm="silu"))):
+        problem = replace(problem, fused=fused)
+        many, few = select(problem, "sm_90a"), select(problem, "sm_90a", few=True)
+        changed += few != many
+        assert few.lanes == many.lanes and (problem.state_v_first or few == many)
+        assert few.vectors_per_row == many.vectors_per_row
+    assert changed
+
+
 @pytest.mark.parametrize(
     "problem, tile, reason",
     [

@@ -108,7 +108,7 @@ BARRIERS = {
     (1, False, True, 64): 4,  # the one before the update is the norm's as well
     (2, False, True, 64): 6,
     (1, False, False, 64): 4,
-    (2, True, True, 128): 3,  # and those of a cluster
+    (2, True, True, 128): 2,  # without a convolution, and those of a cluster
 }
 # That a CTA runs, before its shared memory is written; and that all sums of squares are there.
 CLUSTER = ["arrive.relaxed", "wait", "arrive", "wait"]
@@ -121,18 +121,20 @@ def test_every_barrier_matters(run, relative_rmse, tokens, v_first, stored, dim_
 
     def check(options) -> None:
         x = make_inputs(case)
-        norm, taps = make_norm(case, x), make_convolution(case, x)
-        seen, _ = convolved(case, x, taps)
-        expected, state = exact(case, seen)
+        norm, seen = make_norm(case, x), x
         given = {"next_state": x.state} if stored else {}
-        out = run(case, x, convolution=taps, norm=norm, **given, **vars(options))
+        if dim_v == 64:
+            given["convolution"] = make_convolution(case, x)
+            seen, _ = convolved(case, x, given["convolution"])
+        expected, state = exact(case, seen)
+        out = run(case, x, norm=norm, **given, **vars(options))
         assert torch.isfinite(out).all(), "not finite"
         assert_close(out[LIVE], normalize(expected, norm)[LIVE], relative_rmse, EITHER_WAY)
         if stored:
             assert_close(x.state[WRITTEN], state[WRITTEN], relative_rmse, EITHER_WAY)
 
     x = make_inputs(case)
-    fused = fused_of(make_convolution(case, x), make_norm(case, x))
+    fused = fused_of(make_convolution(case, x) if dim_v == 64 else None, make_norm(case, x))
     kernel = run.compiled(problem_of(case, fused=fused, ends=stored), "sm_90a")
     schedules = [replace(o, detect_races=True) for o in mutation.SCHEDULES]
     report = mutation.run(check, kernel, schedules=schedules, exhaustive=True)

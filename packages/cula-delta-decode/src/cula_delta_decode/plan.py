@@ -19,7 +19,7 @@ _ONE_TOKEN = {
 # One token of so few states that they do not fill the GPU: more threads for each, which sum up in the same order.
 FEW_STATES = 64
 _FEW = (8, 128, 32, 12)
-# Several tokens, by (state_v_first, more than 4).
+# Several tokens, by (state_v_first, more than 4). Up to 4 with a gate per channel leave room for six CTAs.
 _SEVERAL_TOKENS = {
     (True, False): (32, 128, 16, 0),
     (True, True): (32, 128, 16, 0),
@@ -33,9 +33,12 @@ _REPLAY = {
     (False, True): (64, 128, 16, 0),
     (False, False): (32, 128, 8, 0),
 }
-# With a norm of the output, for which a cluster has all of V.
+# With a norm of the output alone, by a cluster that has all of V.
 _NORM = (32, 128, 16, 0)
-# Where there are no clusters a CTA has, by (state_v_first, one token, more than 4): not measured, but nothing spills.
+# With a convolution, which every CTA of a head repeats for q and k; several tokens of few states have more threads.
+_BOTH, _BOTH_SEVERAL, _BOTH_FEW = (128, 512, 32, 0), (128, 256, 16, 0), (128, 512, 16, 0)
+# Where there are no clusters a CTA has all of V, by (state_v_first, one token, more than 4): not measured, but nothing
+# spills.
 _NORM_ALONE = {
     (True, True, False): (32, 128, 16, 0),
     (True, False, False): (64, 128, 16, 0),
@@ -65,16 +68,21 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     changes no bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
     clusters = int(arch.removeprefix("sm_").rstrip("af")) >= 90
-    if problem.fused.norm and clusters:
-        tile = _NORM
+    several = problem.tokens > 1
+    if problem.fused.norm and not clusters:
+        tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
+    elif problem.fused.norm and problem.fused.convolution:
+        tile = _BOTH if not several else _BOTH_FEW if few and v_first else _BOTH_SEVERAL
     elif problem.fused.norm:
-        tile = _NORM_ALONE[v_first, problem.tokens == 1, problem.tokens > 4]
+        tile = _NORM
     elif problem.flushes:
         tile = _REPLAY[v_first, False]
     elif problem.replay:
         tile = _REPLAY[v_first, problem.tokens == 1]
-    elif problem.tokens > 1 or problem.fused:
+    elif several or problem.fused:
         tile = _SEVERAL_TOKENS[v_first, problem.tokens > 4]
+        if v_first and wide and several and problem.tokens <= 4 and problem.gate.channels:
+            tile = (*tile[:3], 6)
     elif few and wide and v_first:
         tile = _FEW
     else:
