@@ -275,9 +275,9 @@ BARRIERS = {
     (2, True, False): 1,
     (1, False, False): 2,
     (2, False, False): 5,
-    (1, True, True): 3,
-    (2, True, True): 3,  # that of the ring is the one behind the tokens as well
-    (2, False, True): 6,  # the state after the last token is not computed
+    (1, True, True): 4,
+    (2, True, True): 4,  # that of the ring is the one behind the tokens as well
+    (2, False, True): 7,  # the state after the last token is not computed
 }
 
 

@@ -85,8 +85,7 @@ class Flush:
     def flush(self, row: Row, gState: cute.Tensor, rings: Rings, slot, accepted):
         """Applies the certain records to the tile, and forgets the others."""
         place = self.tile.states.place(row)
-        rState = self.tile.states.load(gState, place)
         ring = self.tile.records.open(rings, slot, row, accepted, empties=True)
+        rState = self.tile.replay(gState, ring, row, place)
         if ring.count > 0:
-            self.tile.replay(rState, ring, row, place)
             self.tile.states.store(rState, gState, place)

@@ -45,10 +45,13 @@ class Tile:
     ):
         """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
         place = self.states.place(row)
-        rState = self.states.load(gState, place)
+        rState = ring = None
+        if cutlass.const_expr(not self.replayed):
+            rState = self.states.load(gState, place)
         shared = self.allocate()
         if cutlass.const_expr(self.direct):
-            ring = self.catch_up(rState, gState, row, rings, slot, accepted, place)
+            if cutlass.const_expr(self.replayed):
+                ring, rState = self.catch_up(gState, row, rings, slot, accepted, place)
             if row.length > 0:
                 read = token if token is not None else self.fetch(row, numbers)
                 self.one_token(rState, row, numbers, read, targets, ring, shared, place)
@@ -64,8 +67,9 @@ class Tile:
                     cute.arch.sync_threads()
             else:
                 self.staging.fill(staged, row, numbers)
-                ring = self.catch_up(rState, gState, row, rings, slot, accepted, place)
-                if cutlass.const_expr(not self.replayed):
+                if cutlass.const_expr(self.replayed):
+                    ring, rState = self.catch_up(gState, row, rings, slot, accepted, place)
+                else:
                     cute.arch.sync_threads()
                 self.several_tokens(rState, row, numbers, targets, ring, staged, shared, place)
         self.states.store_last(rState, targets, place)
@@ -111,25 +115,32 @@ class Tile:
         return True
 
     @cute.jit
-    def catch_up(self, rState, gState, row: Row, rings: Rings, slot, accepted, place: Place):
-        """Applies what the state lacks, stores it if its ring is full, and returns the ring; a barrier is among it."""
-        ring = None
-        if cutlass.const_expr(self.replayed):
-            ring = self.records.open(rings, slot, row, accepted)
-            self.replay(rState, ring, row, place)
-            if ring.full:
-                self.states.store(rState, gState, place)
-        return ring
+    def catch_up(self, gState, row: Row, rings: Rings, slot, accepted, place: Place):
+        """Returns the ring, and the tile with what it lacks, stored if the ring is full; barriers are among it."""
+        ring = self.records.open(rings, slot, row, accepted)
+        rState = self.replay(gState, ring, row, place)
+        if ring.full:
+            self.states.store(rState, gState, place)
+        return ring, rState
 
     @cute.jit
-    def replay(self, rState: cute.Tensor, ring: Ring, row: Row, place: Place):
-        """Applies the certain records to the tile."""
+    def replay(self, gState: cute.Tensor, ring: Ring, row: Row, place: Place):
+        """Returns the tile behind the certain records.
+
+        They are fetched first: behind the reads of the state they would wait for all of it.
+        """
         fetched = self.records.allocate()
-        for first in range(0, ring.count, CHUNK):
-            if first > 0:
-                # The next records take the place of these.
-                cute.arch.sync_threads()
+        if ring.count > 0:
+            self.records.fetch(fetched, ring, row, 0)
+        cute.arch.sync_threads()
+        rState = self.states.load(gState, place)
+        for number in range(cutlass.min(ring.count, Int32(CHUNK))):
+            self.apply(rState, fetched, number, place)
+        for first in range(CHUNK, ring.count, CHUNK):
+            # The next records take the place of these.
+            cute.arch.sync_threads()
             self.records.fetch(fetched, ring, row, first)
             cute.arch.sync_threads()
             for number in range(cutlass.min(ring.count - first, Int32(CHUNK))):
                 self.apply(rState, fetched, number, place)
+        return rState
