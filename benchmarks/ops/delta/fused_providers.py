@@ -326,7 +326,7 @@ _PEER_LIMITS = (delta.PEER_OUTPUT_LIMIT, delta.PEER_STATE_LIMIT)
 # How a provider is checked: how it is run, and what is asked of it.
 _CHECKED: dict[str, tuple[Callable[[Setting, Inputs], Result], dict[str, Any]]] = {
     "cula": (_cula_result, {}),
-    "cula_chain": (_cula_chain_result, {}),
+    "cula_chain": (_cula_chain_result, {"limits": _PEER_LIMITS}),
     "fla_chain": (_fla_chain_result, {"limits": _PEER_LIMITS}),
     "vllm_after_conv": (_vllm_gdn_result, {"limits": _PEER_LIMITS, "conv": False}),
     "vllm": (_kda_result(_vllm_kda_call), {"limits": _PEER_LIMITS, "rounded": False}),
