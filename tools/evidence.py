@@ -42,6 +42,7 @@ DELTA = (
     # What a host program waits for at one row.
     ("delta_decode", *GRAPH, "eager-host", "--settings", "*-B1-T1-*-vk", "--join"),
     ("delta_decode", *SUSTAINED),
+    ("delta_decode_fused", *GRAPH),
     ("delta_decode_variants", *GRAPH),
 )
 DECODE_80SM = (

@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "fla-core": "fla",
     "flash-kda": "flash_kda",
     "flashinfer-python": "flashinfer",
+    "vllm-decode": "vllm_decode",
     "cula": "cula",
     "cula-core": "cula_core",
     "cula-lightning-decode": "cula_lightning_decode",

@@ -43,6 +43,7 @@ VIEWS = {
         View("T", "*-B64-*-fp32-vk-step"),
     ),
     "delta_decode_80sm": (View("B", "*-T1-fp32-??"),),
+    "delta_decode_fused": (View("B"),),
     "lightning_prefill": (View("T", "B*"), View("T", "N*-random-*")),
     "lightning_prefill_delta": (View("T", "B*"), View("T", "N*-random-*")),
     "kda_prefill": (View("T", "B*"), View("T", "N*-random-*")),

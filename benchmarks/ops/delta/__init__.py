@@ -3,6 +3,7 @@
 OPS = (
     "delta_decode",
     "delta_decode_80sm",
+    "delta_decode_fused",
     "delta_decode_variants",
     "delta_decode_variants_80sm",
 )

@@ -16,6 +16,7 @@ from unittest import mock
 from benchmarks.ops.part_of_card import planned_for
 from benchmarks.ops.tiles import arch_here
 from cula_core import tensors
+from cula_core.reference import decode_fused as fused
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.delta_decode import Gates, Replay
 from cula_delta_decode import ops
@@ -31,6 +32,7 @@ __all__ = [
     "candidates",
     "compile_ahead",
     "compiled_here",
+    "fused",
     "launched",
     "multiprocessors",
     "reference",

@@ -135,7 +135,7 @@ SLOTS = _way("cula_slots", "slots")
 # ---- flash-linear-attention ------------------------------------------------------------------------------------------
 
 
-def _fla_call(problem: Setting, x: Inputs, states: Tensor | None = None) -> Call:
+def fla_call(problem: Setting, x: Inputs, states: Tensor | None = None) -> Call:
     """A call that leaves the states alone and returns new ones, in fp32; row n has state n of `states`."""
     task = _step(problem, "")
     shared = {
@@ -163,7 +163,7 @@ def _fla_supports(problem: Setting) -> str | None:
     return _fla_missing()
 
 
-def _fla_inplace_call(problem: Setting, x: Inputs, out: Tensor | None = None) -> Call:
+def fla_inplace_call(problem: Setting, x: Inputs, out: Tensor | None = None) -> Call:
     """The function below the public one, which serves vLLM: it takes slots and writes them."""
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
@@ -200,21 +200,21 @@ def _fla_inplace_supports(problem: Setting) -> str | None:
 
 def _fla_inplace_result(problem: Setting, x: Inputs) -> Result:
     out = torch.full_like(x.v, float("nan"))
-    _fla_inplace_call(problem, x, out)()
+    fla_inplace_call(problem, x, out)()
     return out, _states_after(_step(problem, "slots") or "", x)
 
 
 FLA = Provider(
     "fla",
     "peer",
-    _fla_call,
+    fla_call,
     lambda problem: delta.moved(_step(problem, "") or "", problem, written_state="fp32"),
     supports=_fla_supports,
 )
 FLA_INPLACE = Provider(
     "fla_inplace",
     "peer",
-    _fla_inplace_call,
+    fla_inplace_call,
     lambda problem: delta.moved(_step(problem, "slots") or "", problem),
     supports=_fla_inplace_supports,
 )
@@ -261,7 +261,7 @@ PROVIDERS = (CULA, WRITE, COMMIT, SLOTS, FLA, FLA_INPLACE, FLASHINFER, FLASHINFE
 
 
 def _fla_result(problem: Setting, x: Inputs) -> Result:
-    return _fla_call(problem, x, x.state[x.slots.long()])()
+    return fla_call(problem, x, x.state[x.slots.long()])()
 
 
 # What the check of a provider compares: its task in a setting, and how it is run.

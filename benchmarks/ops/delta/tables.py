@@ -1,7 +1,7 @@
 """Tables of decode with the delta rule for documents: `table=NAME` in a region of `tables.py`.
 
 delta_beside   our time, and that of every other implementation but the ceiling with its ratio to ours: a line per
-               setting; of a step these are the ways to take it
+               setting; of a step these are the ways to take it, of one launch with convolution and norm the chains
 delta_tokens   our time by the number of tokens: a line per kind of problem
 """
 

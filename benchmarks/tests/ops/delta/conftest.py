@@ -10,8 +10,10 @@ import pytest
 from benchmarks.ops.delta import (
     delta_decode,
     delta_decode_80sm,
+    delta_decode_fused,
     flashinfer_calls,
     flashinfer_replay,
+    fused_providers,
     providers,
 )
 from benchmarks.ops.delta import problem as delta
@@ -27,6 +29,11 @@ COSTS = {
     "flashinfer": 1.1,
     "flashinfer_replay": 1.2,
     "inplace_ceiling": 0.96,
+    "cula_chain": 1.6,
+    "fla_chain": 2.0,
+    "vllm_after_conv": 1.25,
+    "vllm": 1.15,
+    "sglang": 1.3,
 }
 
 
@@ -37,6 +44,9 @@ def peers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_gdn_missing", "_kda_missing"):
         monkeypatch.setattr(flashinfer_calls, name, lambda: None)
     monkeypatch.setattr(flashinfer_replay, "_missing", lambda: None)
+    for name in ("_fla_missing", "_vllm_decode_missing"):
+        monkeypatch.setattr(fused_providers, name, lambda: None)
+    monkeypatch.setattr(fused_providers, "_tuned", lambda setting: None)
 
 
 @pytest.fixture
@@ -44,7 +54,8 @@ def delta_result(peers_are_there: None, measured: Callable[..., Any]) -> Callabl
     """delta_result(op, slowdown): all settings of an op on the fake device, where nothing is checked."""
 
     def make(op: str = "delta_decode", slowdown: float = 1.0) -> dict[str, Any]:
-        chosen = {"delta_decode": delta_decode, "delta_decode_80sm": delta_decode_80sm}[op].OP
+        modules = (delta_decode, delta_decode_80sm, delta_decode_fused)
+        (chosen,) = (module.OP for module in modules if module.OP.name == op)
 
         def cost(name: str, problem: Any) -> float:
             p = problem.params

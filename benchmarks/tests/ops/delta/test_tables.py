@@ -50,6 +50,24 @@ def test_times_by_tokens(root):
     assert found["gdn-B64-fp32-vk-slots"] == ["-", "-", "112.0", "-"]
 
 
+def test_one_launch_stands_beside_chains_and_engines(delta_result):
+    result = delta_result("delta_decode_fused")
+    header, lines = delta_tables.delta_beside(result, "graph", "kda-B8-*-conv-norm")
+    assert header == [
+        "setting", "cula, us", "cula_chain, us", "x cula_chain", "fla_chain, us", "x fla_chain",
+        "vllm, us", "x vllm", "sglang, us", "x sglang",
+    ]  # fmt: skip
+    assert lines == [
+        ["kda-B8-T1-fp32-vk-conv-norm", "8.00 (8.00-8.00)", "12.80", "1.60", "16.00", "2.00", "9.20",
+         "1.15", "10.40", "1.30"]
+    ]  # fmt: skip
+    _, lines = delta_tables.delta_beside(result, "graph", "gdn-*-vk-norm")
+    assert [line[0] for line in lines] == [f"gdn-B{b}-T1-fp32-vk-norm" for b in (1, 4, 16)]
+    shown = plot.panels(result, "B")
+    assert len(shown) == 6 and sum("conv=True" in title for title in shown) == 5
+    assert "delta_decode_fused" in plots.VIEWS
+
+
 def test_documents_show_the_tables(root):
     regions = (
         "settings=gdn-*-T1-fp32-vk method=graph mean=fla",
