@@ -190,6 +190,8 @@ def _engine_supports(gate: str, conv: bool) -> Callable[[Setting], str | None]:
             return "takes states [V, K]"
         if conv and not fused.has_conv(problem):
             return "always has the convolution"
+        if conv and problem.params["T"] > 1:
+            return "takes one token"
         return _vllm_decode_missing()
 
     return supports

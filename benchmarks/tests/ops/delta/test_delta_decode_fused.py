@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.harness import registry
 from benchmarks.harness.registry import CannotRun, CheckFailed
-from benchmarks.ops.delta import delta_decode_fused
+from benchmarks.ops.delta import delta_decode_fused, internals
 from benchmarks.ops.delta import fused_problem as fused
 from benchmarks.ops.delta import fused_providers as providers
 from benchmarks.ops.delta import problem as delta
@@ -155,6 +155,17 @@ def test_what_is_timed_is_the_call_that_was_checked(small):
     want = naive(MAIN, y)
     assert (got.double() - want.out.double()).norm() < 5e-3 * want.out.double().norm()
     assert torch.equal(fused.windows(x, 1), want.kept)
+
+
+@pytest.mark.parametrize("conv", [True, False])
+@pytest.mark.parametrize("gate", delta.GATES)
+def test_a_call_of_ours_is_one_launch_of_a_kernel_with_both(gate, conv):
+    chosen = setting(gate, 1, heads=1, heads_v=1, conv=conv)
+    x = fused.make_inputs(chosen, "cpu", 0)
+    problem, arguments = internals.launched(providers.CULA.bind(chosen, x))
+    assert problem.illegal() is None and problem.fused.norm == fused.ACTIVATIONS[gate]
+    assert bool(problem.fused.convolution) is conv
+    assert arguments.state.data_ptr() == x.step.state.data_ptr()
 
 
 def test_slots_leave_zero_to_padding_and_views_share_memory(small):
@@ -381,8 +392,9 @@ def test_peers_say_what_they_do_not_do(fla, engines):
     assert "KDA" in providers.VLLM.supports(MAIN) and "KDA" in providers.SGLANG.supports(MAIN)
     assert "GDN" in providers.VLLM_AFTER_CONV.supports(KDA)
     assert "[V, K]" in providers.VLLM_AFTER_CONV.supports(PROBLEMS[5])
-    alone = setting("kda", 3, conv=False)
+    alone, four = setting("kda", 3, conv=False), setting("kda", 3, 4)
     assert "has the convolution" in providers.VLLM.supports(alone)
+    assert "one token" in providers.SGLANG.supports(four)
     for chain in (providers.CULA_CHAIN, providers.FLA_CHAIN):
         assert "one token" in chain.supports(PROBLEMS[2])
 
