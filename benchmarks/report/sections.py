@@ -37,6 +37,7 @@ FLAGS = {"cut"}
 # Titles of files that have none, or one that is a paragraph.
 TITLES = {
     "decode_design_study": "Lightning decode: structures that were tried",
+    "delta_design_study": "Decode with the delta rule: structures that were tried",
     "lite_design_study": "Skip-list attention: steps of its design",
     "ncu_decode": "Lightning decode: hardware counters",
     kda_tables.OP: "KDA prefill on Blackwell, as a model predicts it",
@@ -483,6 +484,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     first_calls.OP: _first_calls,
     "ncu_decode": _counters,
     "decode_design_study": _study,
+    "delta_design_study": _study,
     "lite_design_study": _study,
     "time": _suite,
 }
