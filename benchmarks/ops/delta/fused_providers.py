@@ -292,7 +292,7 @@ def _kda_result(call: Callable[..., Call]) -> Callable[[Setting, Inputs], Result
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 CULA = Provider("cula", "ours", cula_call, fused.moved, supports=lambda problem: _cula_missing())
-CULA_CHAIN = Provider(
+OURS_IN_CHAIN = Provider(
     "cula_chain",
     "variant",
     lambda problem, x: _cula_parts(problem, x)[0],
@@ -322,7 +322,7 @@ SGLANG = Provider(
     "sglang", "peer", _sglang_call, fused.moved, supports=_engine_supports("kda", conv=True)
 )
 CEILING = in_place.ceiling(_by_row, delta.state_bytes, lambda problem: None)
-PROVIDERS = (CULA, CULA_CHAIN, FLA_CHAIN, VLLM_AFTER_CONV, VLLM, SGLANG, CEILING)
+PROVIDERS = (CULA, OURS_IN_CHAIN, FLA_CHAIN, VLLM_AFTER_CONV, VLLM, SGLANG, CEILING)
 
 _PEER_LIMITS = (delta.PEER_OUTPUT_LIMIT, delta.PEER_STATE_LIMIT)
 # How a provider is checked: how it is run, and what is asked of it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import delta_sanitizer as sanitizer
 import pytest
-import sanitizer
 import torch
 
 from cula_delta_decode import delta_rule_decode

@@ -356,13 +356,13 @@ def test_fla_gets_dense_tokens_and_no_more_convolutions_than_that_needs(small, f
         providers.FLA_CHAIN.bind(problem, fused.make_inputs(problem, "cpu", 0))()
         assert fla.convolutions == groups and fla.dense == [True]
     fla.convolutions.clear()
-    providers.CULA_CHAIN.bind(MAIN, fused.make_inputs(MAIN, "cpu", 0))()
+    providers.OURS_IN_CHAIN.bind(MAIN, fused.make_inputs(MAIN, "cpu", 0))()
     assert fla.convolutions == [128]
 
 
 def test_kernels_of_fla_are_tuned_once_for_a_setting(fla):
     for problem in (MAIN, KDA):
-        for provider in (providers.CULA_CHAIN, providers.FLA_CHAIN):
+        for provider in (providers.OURS_IN_CHAIN, providers.FLA_CHAIN):
             provider.prepare(problem)
     assert fla.tuned == ["update", "norm"] * 2
 
@@ -385,7 +385,7 @@ def test_a_chain_that_is_wrong_stops_the_run(small, fla, monkeypatch):
 
     monkeypatch.setattr(providers, "_parts", swapped)
     with pytest.raises(CheckFailed, match="of the output"):
-        providers.check(providers.CULA_CHAIN, MAIN, "cpu")
+        providers.check(providers.OURS_IN_CHAIN, MAIN, "cpu")
 
 
 def test_peers_say_what_they_do_not_do(fla, engines):
@@ -395,7 +395,7 @@ def test_peers_say_what_they_do_not_do(fla, engines):
     alone, four = setting("kda", 3, conv=False), setting("kda", 3, 4)
     assert "has the convolution" in providers.VLLM.supports(alone)
     assert "one token" in providers.SGLANG.supports(four)
-    for chain in (providers.CULA_CHAIN, providers.FLA_CHAIN):
+    for chain in (providers.OURS_IN_CHAIN, providers.FLA_CHAIN):
         assert "one token" in chain.supports(PROBLEMS[2])
 
 
@@ -411,10 +411,10 @@ def test_bytes_of_a_launch_are_counted():
     assert providers.CULA.moved(problem) == fused.moved(alone) + conv
     assert providers.VLLM_AFTER_CONV.moved(problem) == fused.moved(alone)
     between = 2 * 8 * 2 * (8192 + 4096)
-    assert providers.CULA_CHAIN.moved(problem) == fused.moved(problem) + between
+    assert providers.OURS_IN_CHAIN.moved(problem) == fused.moved(problem) + between
     assert providers.FLA_CHAIN.moved(alone) == fused.moved(alone) + 2 * 8 * 2 * 4096
     rounded = setting("gdn", 8, state="bf16")
-    more = providers.FLA_CHAIN.moved(rounded) - providers.CULA_CHAIN.moved(rounded)
+    more = providers.FLA_CHAIN.moved(rounded) - providers.OURS_IN_CHAIN.moved(rounded)
     assert more == 8 * 32 * 128 * 128 * 2
     assert providers.CEILING.moved(problem) == 2 * 8 * 32 * 128 * 128 * 4
 
