@@ -1,7 +1,7 @@
 """Tiny problems of every kernel for compute-sanitizer, on a GPU of compute capability 8.0 or newer.
 
-`sanitizer.py` runs them. Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs under
-the tool.
+`sanitizer.py` runs them. Inputs and expectations are made on the CPU, so that hardly anything but the kernels runs
+under the tool.
 """
 
 from __future__ import annotations
