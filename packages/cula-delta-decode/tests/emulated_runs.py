@@ -9,7 +9,6 @@ import pytest
 from delta_problems import Case, Inputs, problem_of
 from torch import Tensor
 
-from cula_core.dtypes import dtype_name
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import launch
@@ -90,12 +89,9 @@ def run(emulated) -> Callable[..., Tensor]:
 
 def fused_of(convolution: ShortConvolution | None, norm: GatedNorm | None) -> Fused:
     """The static facts of what a call does before and behind."""
-    return Fused(
-        None if convolution is None else dtype_name(convolution.weight.dtype),
-        convolution is not None and convolution.bias is not None,
-        None if norm is None else norm.activation,
-        "float32" if norm is None else dtype_name(norm.weight.dtype),
-    )
+    taps, bias = (None, None) if convolution is None else convolution[2:]
+    weight, activation = (None, None) if norm is None else (norm.weight, norm.activation)
+    return launch.fused_of(taps, bias, weight, activation)
 
 
 def fused_arguments(convolution: ShortConvolution | None, norm: GatedNorm | None) -> dict:

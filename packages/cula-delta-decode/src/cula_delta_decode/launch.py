@@ -248,7 +248,7 @@ def decode(
         k.dtype, state.dtype, k.shape[3], v.shape[3], max_tokens, state_v_first, gate, l2norm,
         0 if state_indices is None else state_indices.dim(), stores, output_state_indices is not None,
         token_states is not None, cu_seqlens is not None, ring_k is not None, num_accepted is not None,
-        _fused(taps, tap_bias, norm_weight, norm_activation),
+        fused_of(taps, tap_bias, norm_weight, norm_activation),
     )  # fmt: skip
     _launch(
         problem,
@@ -379,7 +379,7 @@ def gate_of(
     )
 
 
-def _fused(
+def fused_of(
     taps: Tensor | None, tap_bias: Tensor | None, weight: Tensor | None, activation: str | None
 ) -> Fused:
     """Returns the static facts of what a call does before and behind."""

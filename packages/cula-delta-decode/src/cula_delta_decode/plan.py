@@ -67,7 +67,7 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: the call has up to FEW_STATES states, which
     changes no bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
-    clusters = int(arch.removeprefix("sm_").rstrip("af")) >= 90
+    clusters = _at_least_sm90(arch)
     several = problem.tokens > 1
     if problem.fused.norm and not clusters:
         tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
@@ -105,4 +105,8 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
 
 def supports_overlap(arch: str) -> bool:
     """Whether the next kernel's launch may overlap the end of this one (programmatic dependent launch)."""
+    return _at_least_sm90(arch)
+
+
+def _at_least_sm90(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90

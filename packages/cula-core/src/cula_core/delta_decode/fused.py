@@ -33,17 +33,13 @@ def check_convolution(
         arguments.type_error("convolution", "a ShortConvolution", got)
     inputs, positions, weight, bias = convolution
     channels = 2 * sizes.heads * sizes.dim_k + sizes.heads_v * sizes.dim_v
-    least = least_length(sizes.tokens)
     name = "convolution.inputs"
     arguments.tensor(name, inputs)
     check_dtype(name, inputs, (k.dtype,))
     if inputs.dim() != 3 or inputs.shape[0] != state.shape[0] or inputs.shape[2] != channels:
         expected = f"[pool, L, 2 H K + HV V] = [{state.shape[0]}, L, {channels}]"
         arguments.value_error(name, expected, list(inputs.shape))
-    length = inputs.shape[1]
-    if length < least or length & (length - 1):
-        expected = f"a power of two L of at least {least} for {sizes.tokens} tokens"
-        arguments.value_error(name, expected, length)
+    _length(name, inputs, sizes.tokens, f" for {sizes.tokens} tokens")
     name = "convolution.weight"
     arguments.tensor(name, weight)
     if weight.shape != (channels, CONVOLUTION_WIDTH):
@@ -83,9 +79,7 @@ def check_fill_convolution_ring(
     if ring.dim() != 3:
         arguments.value_error("ring", "[pool, L, 2 H K + HV V]", list(ring.shape))
     length, channels = ring.shape[1:]
-    least = least_length(1)
-    if length < least or length & (length - 1):
-        arguments.value_error("ring", f"a power of two L of at least {least}", length)
+    _length("ring", ring, 1)
     check_contiguous("ring", ring)
     arguments.tensor("inputs", inputs)
     check_dtype("inputs", inputs, (ring.dtype,))
@@ -103,6 +97,13 @@ def check_fill_convolution_ring(
     check_one_slot(ring, state_indices, sizes, "ring")
     arguments.no_gradients(NO_BACKWARD, ring=ring, inputs=inputs)
     check_slots_once(ring, state_indices, null_slot, "ring")
+
+
+def _length(name: str, ring: Tensor, tokens: int, what: str = "") -> None:
+    """Checks how many inputs a ring holds, for calls of so many tokens."""
+    length, least = ring.shape[1], least_length(tokens)
+    if length < least or length & (length - 1):
+        arguments.value_error(name, f"a power of two L of at least {least}{what}", length)
 
 
 def _positions(name: str, x: Tensor, sizes: Sizes) -> None:
