@@ -51,6 +51,7 @@ def run(emulated) -> Callable[..., Tensor]:
             commits=commits,
             long=long,
             fused=fused_of(convolution, norm),
+            aligned=launch.aligned(x.q, x.k, x.g),
         )
         rings = replay or (None,) * 4
         out = None if commits else emulated.empty_like(x.v)

@@ -85,7 +85,7 @@ def shared_bytes(config: Config) -> int:
     if problem.flushes:
         return records
     staged = records
-    if not config.direct:
+    if not config.problem.direct:
         rows = [problem.head_dim_k] * 2 + [config.tile_v, factors, 3]
         rows += [config.tile_v] * 2 if problem.fused.norm else []
         rows += [config.cluster] if config.cluster > 1 else []

@@ -58,7 +58,7 @@ def test_every_element_of_a_tile_has_one_owner(problem):
         assert (
             config.bytes_per_thread == rows * columns * BYTES[problem.state_dtype] // config.threads
         )
-        assert config.direct == (problem.tokens == 1)
+        assert config.problem.direct == (problem.tokens == 1)
         assert problem.head_dim_v % config.tile_v == 0
 
         thread = torch.arange(config.threads).view(-1, 1, 1, 1)
@@ -109,7 +109,7 @@ def test_tiles_of_what_is_around_a_step(fused):
         problem = replace(problem, fused=fused)
         config = select(problem, arch)
         assert config.illegal() is problem.illegal() is None and config in candidates(problem)
-        assert not config.direct and config.resident == 0
+        assert not config.problem.direct and config.resident == 0
         assert fused.norm is None or config.tile_v * config.cluster == problem.head_dim_v
         assert config.cluster == 1 or arch in ("sm_90a", "sm_100a")
 

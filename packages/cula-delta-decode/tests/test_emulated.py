@@ -271,11 +271,11 @@ def test_views_of_a_fused_projection(run, emulated, v_first):
 
 # (tokens, state_v_first, replay) -> barriers of the kernel
 BARRIERS = {
-    (1, True, False): 0,
+    (1, True, False): 1,
     (2, True, False): 1,
-    (1, False, False): 2,
+    (1, False, False): 3,
     (2, False, False): 5,
-    (1, True, True): 4,
+    (1, True, True): 5,
     (2, True, True): 4,  # that of the ring is the one behind the tokens as well
     (2, False, True): 7,  # the state after the last token is not computed
 }

@@ -62,7 +62,8 @@ class Problem:
     every_token: the state after each token is stored. packed: rows of different length. replay: the pool lacks records.
     counted: how many tokens were accepted is given. commits: no output, and a row has as many tokens as were accepted.
     flushes: no tokens at all, only records to apply. long: rows of any length, `tokens` at a time. fused: what is done
-    before and behind.
+    before and behind. aligned: q, k and gates begin at multiples of 16 bytes for every token and head; where tokens are
+    staged that makes no difference.
     """
 
     dtype: str
@@ -85,6 +86,7 @@ class Problem:
     flushes: bool = False
     long: bool = False
     fused: Fused = Fused()
+    aligned: bool = True
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,6 +100,11 @@ class Problem:
     def vector(self) -> int:
         """Elements of one 16-byte access to the state."""
         return _VECTOR_BYTES // _BYTES[self.state_dtype]
+
+    @property
+    def direct(self) -> bool:
+        """Whether every thread reads its part of a token from global memory; otherwise the CTA stages all tokens."""
+        return self.tokens == 1 and not self.fused
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -140,11 +147,6 @@ class Config:
     @property
     def columns(self) -> int:
         return self.problem.head_dim_k if self.problem.state_v_first else self.tile_v
-
-    @property
-    def direct(self) -> bool:
-        """Whether every thread reads its part of a token from global memory; otherwise the CTA stages all tokens."""
-        return self.problem.tokens == 1 and not self.problem.fused
 
     @property
     def cluster(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -90,8 +91,10 @@ def fake_arguments(problem: Problem) -> Arguments:
     batch = 1 if problem.packed else rows
     tokens = cute.sym_int() if problem.packed or problem.long else problem.tokens
 
-    def activation(heads, dim):
-        return _strided(dtype, batch, tokens, heads, dim)
+    align = 16 if problem.direct and problem.aligned else None
+
+    def activation(heads, dim, dtype=dtype, align=None):
+        return _strided(dtype, batch, tokens, heads, dim, align=align)
 
     def per_head(dtype):
         return _strided(DTYPES[dtype], batch, tokens, heads_v, dense=0)
@@ -103,7 +106,7 @@ def fake_arguments(problem: Problem) -> Arguments:
     width = dim_k if gate.channels else 1
     g = None
     if gate.kind != "none":
-        channels = _strided(DTYPES[gate.dtype], batch, tokens, heads_v, dim_k)
+        channels = activation(heads_v, dim_k, DTYPES[gate.dtype], align)
         g = channels if gate.channels else per_head(gate.dtype)
     slots = None
     if problem.slots:
@@ -130,8 +133,8 @@ def fake_arguments(problem: Problem) -> Arguments:
     if gate.bias:
         bias = make_fake_tensor(DTYPES[gate.bias], (heads_v, width), stride=(width, 1))
     return Arguments(
-        q=None if problem.commits else activation(heads, dim_k),
-        k=activation(heads, dim_k),
+        q=None if problem.commits else activation(heads, dim_k, align=align),
+        k=activation(heads, dim_k, align=align),
         v=activation(heads_v, dim_v),
         g=g,
         beta=None if gate.strength == "one" else per_head(gate.strength_dtype),
@@ -435,8 +438,23 @@ def _launch(problem: Problem, x: Arguments) -> None:
     few = x.v is not None and x.rows * x.v.shape[2] <= FEW_STATES
     run = kernel_for(problem, device, few)
     arguments = flush_arguments(x) if problem.flushes else x
-    if device.index == torch.cuda.current_device():
-        run(*arguments)
-    else:
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            run(*arguments)
+            _launch(problem, x)
+        return
+    try:
+        run(*arguments)
+    except ValueError:
+        # Asked only now, because the compiled code has looked at every address anyway.
+        if not problem.direct or not problem.aligned or aligned(x.q, x.k, x.g):
+            raise
+        _launch(replace(problem, aligned=False), x)
+
+
+def aligned(*activations: Tensor | None) -> bool:
+    """Whether every token and head of all of them begins at a multiple of 16 bytes; those of one number do not count."""
+    return not any(
+        (x.data_ptr() | x.stride(0) * x.itemsize | x.stride(1) * x.itemsize | x.stride(2) * x.itemsize) % 16
+        for x in activations
+        if x is not None and x.dim() == 4
+    )

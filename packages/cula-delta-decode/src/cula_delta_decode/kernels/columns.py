@@ -20,16 +20,17 @@ from .operands import (
     Staged,
     Token,
     neighbours,
+    staged_part,
     widened,
 )
-from .records import Fetched, Ring
+from .records import Ring
 from .states import Place, Targets
 from .tile import Tile
 
 
 class Shared(NamedTuple):
-    """sSums [warps, x or y, tile_v]: each warp's part. sSquares [warps, 3]: of k.k, q.q and q.k. sSteps [tile_v]: what
-    a token adds to each column."""
+    """sSums [warps, x or y, tile_v]: each warp's part. sSquares [warps, 3]: of k.k, q.q and q.k. sSteps [1, tile_v]:
+    what a token adds to each column."""
 
     sSums: cute.Tensor
     sSquares: cute.Tensor
@@ -48,6 +49,7 @@ class Columns(Tile):
         problem = config.problem
         # Whether the state after the last of these tokens is of use.
         self.stores = problem.ends or problem.every_token or problem.long
+        self.pieces = [self.rows]
         self.tile_v, self.warps = config.tile_v, config.threads // WARP
 
     @property
@@ -64,7 +66,7 @@ class Columns(Tile):
             return smem.allocate_tensor(Float32, cute.make_ordered_layout(shape, order=order), 16)
 
         return Shared(
-            tensor(self.warps, 2, self.tile_v), tensor(self.warps, 3), tensor(self.tile_v)
+            tensor(self.warps, 2, self.tile_v), tensor(self.warps, 3), tensor(1, self.tile_v)
         )
 
     # ---- one token ---------------------------------------------------------------------------------------------------
@@ -75,11 +77,20 @@ class Columns(Tile):
         return [row.gV[0, cutlass.min(row.tidx, Int32(self.tile_v - 1))]]
 
     @cute.jit
-    def along(self, gX, place: Place, aligned):
+    def along(self, gX, place: Place):
         """Returns the thread's rows of a vector over K, None of None."""
         if cutlass.const_expr(gX is None):
             return None
-        return [neighbours(gX, place.row, self.rows, aligned)]
+        return [neighbours(gX, place.row, self.rows, self.aligned)]
+
+    @cute.jit
+    def staged(self, sX: cute.Tensor, t, place: Place):
+        """Returns what a token or record in shared memory has in the thread's rows."""
+        return [staged_part(sX, t, place.row, self.rows)]
+
+    def alike(self, factor):
+        """Returns one factor for all of the thread's rows."""
+        return [[factor] * self.rows]
 
     @cute.jit
     def one_token(
@@ -88,21 +99,22 @@ class Columns(Tile):
         row: Row,
         numbers: Numbers,
         token: Token,
+        factors,
         targets: Targets,
         ring,
         shared: Shared,
         place: Place,
     ):
         """The only token of the row, as the threads themselves read it."""
-        rK = widened(token.rK[0])
+        rK = [widened(token.rK[0])]
         # A commit has no q, and then no output.
-        rQ = rK if token.rQ is None else widened(token.rQ[0])
-        factors = self.gates.factors(token, numbers, 1, self.rows)[0]
+        rQ = rK if token.rQ is None else [widened(token.rQ[0])]
         strength = self.gates.strength(token.beta)
         self.sum_up(rState, rQ, rK, factors, shared, place, row)
         squares = [Float32(0.0)] * 3
         for r in cutlass.range_constexpr(self.rows):
-            products = (rK[r] * rK[r], rQ[r] * rQ[r], rK[r] * rQ[r])
+            k, q = rK[0][r], rQ[0][r]
+            products = (k * k, q * q, k * q)
             squares = [a + b for a, b in zip(squares, products)]
         lane, warp = row.tidx % WARP, row.tidx // WARP
         for i in cutlass.range_constexpr(3):
@@ -124,14 +136,14 @@ class Columns(Tile):
                 norm_k = cute.math.rsqrt(kk + NORM_EPS)
                 norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
             step = norm_k * strength * (token.values[0].to(Float32) - norm_k * x)
-            shared.sSteps[row.tidx] = step
+            shared.sSteps[0, row.tidx] = step
             if cutlass.const_expr(row.gOut is not None):
                 row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
             if cutlass.const_expr(self.replayed):
                 ring.gU[ring.first, row.tidx] = step
         if cutlass.const_expr(self.stores):
             cute.arch.sync_threads()
-            self.update(rState, rK, shared, place)
+            self.update(rState, rK, self.steps(shared.sSteps, 0, place))
             self.states.store_token(rState, targets, row, numbers, 0, place)
         if cutlass.const_expr(self.replayed):
             self.records.keys(ring, row, 0)
@@ -143,9 +155,9 @@ class Columns(Tile):
         """Writes the factors of the only token, which one thread of every row has."""
         if cutlass.const_expr(self.channels):
             for r in cutlass.range_constexpr(self.rows):
-                ring.gDecay[ring.first, place.row + r] = factors[r]
+                ring.gDecay[ring.first, place.row + r] = factors[0][r]
         elif row.tidx == 0:
-            ring.gDecay[ring.first] = factors[0]
+            ring.gDecay[ring.first] = factors[0][0]
 
     # ---- several tokens ----------------------------------------------------------------------------------------------
 
@@ -163,17 +175,15 @@ class Columns(Tile):
         place: Place,
     ):
         """One of several tokens, from shared memory."""
-        rQ, rK, factors = [], [], []
-        for r in cutlass.range_constexpr(self.rows):
-            rK.append(staged.sK[t, place.row + r])
-            rQ.append(staged.sQ[t, place.row + r] if row.gOut is not None else rK[r])
-            factors.append(staged.sFactor[t, place.row + r if self.channels else 0])
+        rK = self.staged(staged.sK, t, place)
+        rQ = self.staged(staged.sQ, t, place) if row.gOut is not None else rK
+        factors = self.decays(staged.sFactor, t, place)
         self.sum_up(rState, rQ, rK, factors, shared, place, row)
         cute.arch.sync_threads()
         if row.tidx < self.tile_v:
             x, y = self.sums(shared, row.tidx)
             step = staged.sNumbers[t, STRENGTH] * (staged.sV[t, row.tidx] - x)
-            shared.sSteps[row.tidx] = step
+            shared.sSteps[0, row.tidx] = step
             if cutlass.const_expr(row.gOut is not None):
                 out = y + staged.sNumbers[t, QK] * step
                 row.gOut[t, row.tidx] = out.to(row.gOut.element_type)
@@ -186,7 +196,7 @@ class Columns(Tile):
         # Nobody reads the state after the last token unless it is stored.
         if cutlass.const_expr(self.stores or t < self.tokens - 1):
             cute.arch.sync_threads()
-            self.update(rState, rK, shared, place)
+            self.update(rState, rK, self.steps(shared.sSteps, 0, place))
             self.states.store_token(rState, targets, row, numbers, t, place)
 
     # ---- states and records ------------------------------------------------------------------------------------------
@@ -197,10 +207,10 @@ class Columns(Tile):
         sums = [Float32(0.0)] * (2 * self.vector)
         for r in cutlass.range_constexpr(self.rows):
             for i in cutlass.range_constexpr(self.vector):
-                value = rState[i, 0, r] * factors[r]
+                value = rState[i, 0, r] * factors[0][r]
                 rState[i, 0, r] = value
-                sums[i] = sums[i] + value * rK[r]
-                sums[self.vector + i] = sums[self.vector + i] + value * rQ[r]
+                sums[i] = sums[i] + value * rK[0][r]
+                sums[self.vector + i] = sums[self.vector + i] + value * rQ[0][r]
         index, owner, sums = reduce_scatter(sums, WARP // self.lanes, self.lanes)
         if owner:
             for i in cutlass.range_constexpr(len(sums)):
@@ -216,21 +226,20 @@ class Columns(Tile):
         return x, y
 
     @cute.jit
-    def update(self, rState, rK, shared: Shared, place: Place):
-        """Adds the outer product of the key and what the columns add."""
-        for i in cutlass.range_constexpr(self.vector):
-            step = shared.sSteps[place.column + i]
-            for r in cutlass.range_constexpr(self.rows):
-                rState[i, 0, r] = rState[i, 0, r] + rK[r] * step
+    def steps(self, sU: cute.Tensor, number, place: Place):
+        """Returns what a token or record adds to the thread's columns, over the key."""
+        return [sU[number, place.column + i] for i in range(self.vector)]
 
     @cute.jit
-    def apply(self, rState: cute.Tensor, fetched: Fetched, number, place: Place):
-        """Applies one record."""
-        steps = []
+    def update(self, rState: cute.Tensor, rK, steps):
+        """Adds the outer product of the key and what the columns add."""
         for i in cutlass.range_constexpr(self.vector):
-            steps.append(fetched.sU[number, place.column + i])
-        for r in cutlass.range_constexpr(self.rows):
-            k = fetched.sK[number, place.row + r]
-            factor = fetched.sDecay[number, place.row + r if self.channels else 0]
-            for i in cutlass.range_constexpr(self.vector):
-                rState[i, 0, r] = rState[i, 0, r] * factor + k * steps[i]
+            for r in cutlass.range_constexpr(self.rows):
+                rState[i, 0, r] = rState[i, 0, r] + rK[0][r] * steps[i]
+
+    @cute.jit
+    def fade(self, rState: cute.Tensor, factors):
+        """Multiplies the tile by the factors of its rows."""
+        for i in cutlass.range_constexpr(self.vector):
+            for r in cutlass.range_constexpr(self.rows):
+                rState[i, 0, r] = rState[i, 0, r] * factors[0][r]

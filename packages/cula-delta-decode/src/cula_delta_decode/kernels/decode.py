@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from ..config import Config
 from .columns import Columns
@@ -33,7 +33,7 @@ class DeltaDecode:
         self.config, self.overlap = config, overlap
         self.slots, self.packed, self.redirected = problem.slots, problem.packed, problem.redirected
         self.commits, self.long = problem.commits, problem.long
-        self.channels, self.tokens = problem.gate.channels, problem.tokens
+        self.tokens = problem.tokens
         self.tiles, self.tile_v = problem.head_dim_v // config.tile_v, config.tile_v
         self.tile = Rows(config) if problem.state_v_first else Columns(config)
 
@@ -75,16 +75,10 @@ class DeltaDecode:
         stream,
     ):
         """Launches the kernel with the arguments of `launch.fake_arguments`."""
-        aligned = Boolean(True)
-        for mX in (mQ, mK, mG if self.channels else None):
-            if cutlass.const_expr(self.config.direct and mX is not None):
-                bytes_of = mX.element_type.width // 8
-                strides = mX.stride[0] | mX.stride[1] | mX.stride[2]
-                aligned = aligned and ((mX.iterator.toint() | (strides * bytes_of)) & 15) == 0
         self.kernel(
             mQ, mK, mV, mG, mBeta, mRate, mBias, mOut, mState, mNext, mSlots, mNextSlots, mAccepted, mTokenStates,
             mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, mInputs, mPositions, mTaps, mTapBias, mGate,
-            mNormWeight, scale, bound, 1.0 / bound, threshold, eps, null_slot, aligned,
+            mNormWeight, scale, bound, 1.0 / bound, threshold, eps, null_slot,
         ).launch(
             grid=[self.tiles * (mV.shape[2] // mK.shape[2]), mK.shape[2], rows],
             cluster=[self.config.cluster, 1, 1] if self.config.cluster > 1 else None,
@@ -131,7 +125,6 @@ class DeltaDecode:
         threshold: cutlass.Float32,
         eps: cutlass.Float32,
         null_slot: Int32,
-        aligned: Boolean,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         x, head_k, number = cute.arch.block_idx()
@@ -182,9 +175,9 @@ class DeltaDecode:
             gGate=gGate,
             gNormWeight=gNormWeight,
         )
-        numbers = Numbers(scale, bound, inverse_bound, threshold, null_slot, eps, aligned)
+        numbers = Numbers(scale, bound, inverse_bound, threshold, null_slot, eps)
         token = None
-        if cutlass.const_expr(self.config.direct and not self.packed):
+        if cutlass.const_expr(self.config.problem.direct and not self.packed):
             # What does not need the slot is on its way while the slot is read.
             token = self.tile.fetch(row, numbers)
         accepted = None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from cula_core.cute.functions import exp2, sigmoid
 from cula_core.cute.types import LOG2_E
@@ -27,7 +27,6 @@ class Numbers(NamedTuple):
     threshold: Float32
     null_slot: Int32
     eps: Float32
-    aligned: Boolean
 
 
 class Row(NamedTuple):
@@ -68,8 +67,8 @@ class Row(NamedTuple):
 class Token(NamedTuple):
     """What a thread has read of the only token of a row, and nothing is computed of yet.
 
-    rQ, rK: its part of q and k by vectors. gates, biases: the same of g and dt_bias, or one number of each. values: v
-    of its columns of V. beta, rate: numbers. All but k and v may be None.
+    rQ, rK: its part of q and k by vectors. gates, biases: g and dt_bias of the channels whose factors it makes for the
+    CTA, or one number of each. values: v of its columns of V. beta, rate: numbers. All but k and v may be None.
     """
 
     rQ: list
@@ -102,7 +101,24 @@ class Gates:
     """Factors of the state and write strengths, from g and beta as they are given."""
 
     def __init__(self, config: Config):
-        self.gate = config.problem.gate
+        self.gate, self.dim_k = config.problem.gate, config.problem.head_dim_k
+        # Channels whose factors a thread makes, of the only token.
+        self.own = max(1, self.dim_k // config.threads)
+
+    def allocate(self):
+        """Returns the shared memory of the only token's factors, [1, K], None without a gate per channel."""
+        if not self.gate.channels:
+            return None
+        smem = cutlass.memory.SmemAllocator()
+        layout = cute.make_ordered_layout((1, self.dim_k), order=(1, 0))
+        return smem.allocate_tensor(Float32, layout, 16)
+
+    @cute.jit
+    def share(self, gX, tidx, aligned: cutlass.Constexpr):
+        """Returns what a thread reads of gates or biases per channel, None of None."""
+        if cutlass.const_expr(gX is None):
+            return None
+        return neighbours(gX, tidx % (self.dim_k // self.own) * self.own, self.own, aligned)
 
     @cute.jit
     def speed(self, rate):
@@ -130,22 +146,21 @@ class Gates:
         return exp2(x * LOG2_E)
 
     @cute.jit
-    def factors(self, token: Token, numbers, vectors: cutlass.Constexpr, size: cutlass.Constexpr):
-        """Returns the factors of a thread's part of K at the only token, by vectors."""
+    def alone(self, token: Token, numbers):
+        """Returns the factor of the only token, one for all channels."""
+        return self.factor(token.gates, token.biases, self.speed(token.rate), numbers)
+
+    @cute.jit
+    def fill(self, sFactor: cute.Tensor, token: Token, numbers, tidx):
+        """Writes the factors of the only token to shared memory, all threads some of them; a barrier must follow."""
         speed = self.speed(token.rate)
-        if cutlass.const_expr(not self.gate.channels):
-            factor = self.factor(token.gates, token.biases, speed, numbers)
-            return [[factor] * size for _ in range(vectors)]
-        factors = []
-        for j in cutlass.range_constexpr(vectors):
-            own = []
-            for i in cutlass.range_constexpr(size):
+        if tidx < self.dim_k // self.own:
+            for i in cutlass.range_constexpr(self.own):
                 bias = None
                 if cutlass.const_expr(token.biases is not None):
-                    bias = token.biases[j][i]
-                own.append(self.factor(token.gates[j][i], bias, speed, numbers))
-            factors.append(own)
-        return factors
+                    bias = token.biases[i]
+                factor = self.factor(token.gates[i], bias, speed, numbers)
+                sFactor[0, tidx * self.own + i] = factor
 
     @cute.jit
     def strength(self, beta):
@@ -159,11 +174,11 @@ class Gates:
 
 
 @cute.jit
-def neighbours(gX, first, count: cutlass.Constexpr, aligned):
+def neighbours(gX, first, count: cutlass.Constexpr, aligned: cutlass.Constexpr = True):
     """Returns `count` elements from `first` on, by one access where the pointers allow it."""
     rX = cute.make_rmem_tensor(count, gX.element_type)
     source = gX.iterator + cute.assume(first, divby=count)
-    if aligned:
+    if cutlass.const_expr(aligned):
         size = min(count * gX.element_type.width // 8, 16)
         space = cute.AddressSpace.gmem
         wide = cute.make_ptr(gX.element_type, source.toint(), space, assumed_align=size)
@@ -175,10 +190,28 @@ def neighbours(gX, first, count: cutlass.Constexpr, aligned):
 
 
 @cute.jit
+def staged_part(sX: cute.Tensor, t, first, count: cutlass.Constexpr):
+    """Returns `count` elements of token or record t in shared memory, from `first` on, a multiple of `count`."""
+    rX = cute.make_rmem_tensor(count, Float32)
+    source = sX[t, None].iterator + cute.assume(first, divby=count)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), rX)
+    return rX
+
+
+@cute.jit
 def widened(rX):
     """Returns the elements as fp32."""
     rWide = cute.make_rmem_tensor(rX.shape, Float32)
-    rWide.store(rX.load().to(Float32))
+    count = cute.size(rX)
+    if cutlass.const_expr(rX.element_type is cutlass.BFloat16 and count % 2 == 0):
+        # One instruction for each element; the compiler takes two for the upper one of a pair.
+        pairs = cute.recast_tensor(cute.make_tensor(rX.iterator, cute.make_layout(count)), Uint32)
+        bits = cute.recast_tensor(cute.make_tensor(rWide.iterator, cute.make_layout(count)), Uint32)
+        for i in cutlass.range_constexpr(count // 2):
+            bits[2 * i] = pairs[i] << Uint32(16)
+            bits[2 * i + 1] = pairs[i] & Uint32(0xFFFF0000)
+    else:
+        rWide.store(rX.load().to(Float32))
     return rWide
 
 

@@ -123,7 +123,7 @@ class Records:
         for i in cutlass.range_constexpr(self.reads(width)):
             e = cutlass.min(i * self.threads + row.tidx, Int32(CHUNK * width // WIDTH - 1)) * WIDTH
             at = self.number(ring, first + e // width)
-            vectors.append(neighbours(gX[at, None], e % width, WIDTH, Boolean(True)))
+            vectors.append(neighbours(gX[at, None], e % width, WIDTH))
         return vectors
 
     @cute.jit

@@ -17,9 +17,10 @@ from .operands import (
     Staged,
     Token,
     neighbours,
+    staged_part,
     widened,
 )
-from .records import Fetched, Ring
+from .records import Ring
 from .states import Place, Targets
 from .tile import Tile
 
@@ -35,6 +36,7 @@ class Rows(Tile):
     def __init__(self, config: Config):
         super().__init__(config)
         self.vectors = config.vectors_per_row
+        self.pieces = [self.vector] * self.vectors
 
     # ---- one token ---------------------------------------------------------------------------------------------------
 
@@ -48,15 +50,25 @@ class Rows(Tile):
         return values
 
     @cute.jit
-    def along(self, gX, place: Place, aligned):
+    def along(self, gX, place: Place):
         """Returns the thread's columns of a vector, None of None."""
         if cutlass.const_expr(gX is None):
             return None
-        step = self.lanes * self.vector
-        return [
-            neighbours(gX, place.column + j * step, self.vector, aligned)
-            for j in range(self.vectors)
-        ]
+        firsts = self.firsts(place)
+        return [neighbours(gX, first, self.vector, self.aligned) for first in firsts]
+
+    @cute.jit
+    def staged(self, sX: cute.Tensor, t, place: Place):
+        """Returns what a token or record in shared memory has in the thread's columns."""
+        return [staged_part(sX, t, first, self.vector) for first in self.firsts(place)]
+
+    def alike(self, factor):
+        """Returns one factor for all of the thread's columns."""
+        return [[factor] * self.vector] * self.vectors
+
+    def firsts(self, place: Place):
+        """Returns where the thread's vectors of columns begin."""
+        return [place.column + j * self.lanes * self.vector for j in range(self.vectors)]
 
     @cute.jit
     def one_token(
@@ -65,6 +77,7 @@ class Rows(Tile):
         row: Row,
         numbers: Numbers,
         token: Token,
+        factors,
         targets: Targets,
         ring,
         shared,
@@ -74,7 +87,6 @@ class Rows(Tile):
         rK = [widened(x) for x in token.rK]
         # A commit has no q, and then no output.
         rQ = None if token.rQ is None else [widened(x) for x in token.rQ]
-        factors = self.gates.factors(token, numbers, self.vectors, self.vector)
         strength = self.gates.strength(token.beta)
         sums = [Float32(0.0)] * (2 * self.rows)
         for r in cutlass.range_constexpr(self.rows):
@@ -131,23 +143,19 @@ class Rows(Tile):
         place: Place,
     ):
         """One of several tokens, from shared memory."""
-        rK = [self.staged_vector(staged.sK, t, j, place) for j in range(self.vectors)]
+        rK = self.staged(staged.sK, t, place)
+        factors = self.decays(staged.sFactor, t, place)
         outputs = row.gOut is not None
+        rQ = self.staged(staged.sQ, t, place) if outputs else None
         sums = [Float32(0.0)] * ((1 + outputs) * self.rows)
         for j in cutlass.range_constexpr(self.vectors):
-            if cutlass.const_expr(outputs):
-                rQ = self.staged_vector(staged.sQ, t, j, place)
-            if cutlass.const_expr(self.channels):
-                factors = self.staged_vector(staged.sFactor, t, j, place)
-            else:
-                factors = [staged.sFactor[t, 0]] * self.vector
             for r in cutlass.range_constexpr(self.rows):
                 for i in cutlass.range_constexpr(self.vector):
-                    value = rState[i, j, r] * factors[i]
+                    value = rState[i, j, r] * factors[j][i]
                     rState[i, j, r] = value
                     sums[r] = sums[r] + value * rK[j][i]
                     if cutlass.const_expr(outputs):
-                        sums[self.rows + r] = sums[self.rows + r] + value * rQ[i]
+                        sums[self.rows + r] = sums[self.rows + r] + value * rQ[j][i]
         sums = all_sums(sums, self.lanes)
         strength, qk = staged.sNumbers[t, STRENGTH], staged.sNumbers[t, QK]
         steps, out = [], Float32(0.0)
@@ -164,16 +172,6 @@ class Rows(Tile):
             self.records.factors(ring, row, staged, t)
             norm = staged.sNumbers[t, NORM]
             self.record_steps(ring, row, [norm * u for u in steps], t, place)
-
-    @cute.jit
-    def staged_vector(self, sX: cute.Tensor, t, j: cutlass.Constexpr, place: Place):
-        """Returns what a token or record has in one vector of the thread's columns."""
-        rX = cute.make_rmem_tensor(self.vector, Float32)
-        first = cute.assume(place.column + j * self.lanes * self.vector, divby=self.vector)
-        cute.autovec_copy(
-            cute.make_tensor(sX[t, None].iterator + first, cute.make_layout(self.vector)), rX
-        )
-        return rX
 
     # ---- results, states and records ---------------------------------------------------------------------------------
 
@@ -193,18 +191,17 @@ class Rows(Tile):
                     rState[i, j, r] = rState[i, j, r] + rK[j][i] * steps[r]
 
     @cute.jit
-    def apply(self, rState: cute.Tensor, fetched: Fetched, number, place: Place):
-        """Applies one record."""
-        for j in cutlass.range_constexpr(self.vectors):
-            rK = self.staged_vector(fetched.sK, number, j, place)
-            if cutlass.const_expr(self.channels):
-                factors = self.staged_vector(fetched.sDecay, number, j, place)
-            else:
-                factors = [fetched.sDecay[number, 0]] * self.vector
-            for r in cutlass.range_constexpr(self.rows):
-                u = fetched.sU[number, place.row + r]
+    def fade(self, rState: cute.Tensor, factors):
+        """Multiplies the tile by the factors of its columns."""
+        for r in cutlass.range_constexpr(self.rows):
+            for j in cutlass.range_constexpr(self.vectors):
                 for i in cutlass.range_constexpr(self.vector):
-                    rState[i, j, r] = rState[i, j, r] * factors[i] + rK[i] * u
+                    rState[i, j, r] = rState[i, j, r] * factors[j][i]
+
+    @cute.jit
+    def steps(self, sU: cute.Tensor, number, place: Place):
+        """Returns what a record adds to the thread's rows, over the key."""
+        return [sU[number, place.row + r] for r in range(self.rows)]
 
     @cute.jit
     def record_steps(self, ring: Ring, row: Row, steps, t: cutlass.Constexpr, place: Place):

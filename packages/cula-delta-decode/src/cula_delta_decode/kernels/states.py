@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32
 from cula_core.cute.types import DTYPES
 
 from ..config import Config
-from .operands import Numbers, Row
+from .operands import Numbers, Row, widened
 
 
 class Targets(NamedTuple):
@@ -62,15 +62,14 @@ class States:
     @cute.jit
     def load(self, gState, place: Place):
         """Returns the thread's elements in fp32, zero without a state."""
-        rState = cute.make_rmem_tensor((self.vector, self.vectors, self.rows), Float32)
         if cutlass.const_expr(gState is None):
+            rState = cute.make_rmem_tensor((self.vector, self.vectors, self.rows), Float32)
             rState.fill(0.0)
-        else:
-            gPart = self.part(gState, place)
-            rStored = cute.make_rmem_tensor_like(gPart)
-            cute.copy(self.wide(), gPart, rStored)
-            rState.store(rStored.load().to(Float32))
-        return rState
+            return rState
+        gPart = self.part(gState, place)
+        rStored = cute.make_rmem_tensor(gPart.shape, self.dtype)
+        cute.copy(self.wide(), gPart, rStored)
+        return widened(rStored)
 
     @cute.jit
     def store(self, rState: cute.Tensor, gState: cute.Tensor, place: Place):

@@ -2,27 +2,29 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Float32, Int32
 
 from ..config import Config
 from .operands import Gates, Numbers, Row, Staged, Staging, Token, element, first_token
-from .records import CHUNK, Records, Ring, Rings
+from .records import CHUNK, Fetched, Records, Ring, Rings
 from .states import Place, States, Targets
 
 
 class Tile:
     """Loads a tile, runs the tokens of a row through it, and stores what is wanted.
 
-    A subclass says which part of a token a thread reads (`along`, `values`), how one token runs (`one_token`), how one
-    of several does (`token`), and how a record is applied (`apply`). shared: what `allocate` returned. ring: None
-    without a replay.
+    A subclass says which part of a token a thread reads (`along`, `values`, `staged`, `alike`), how one token runs
+    (`one_token`) and one of several (`token`), which part of a record it reads (`steps`), and how the tile changes
+    (`fade`, `update`). Its `pieces` are the lengths of the vectors in which a thread has its channels of K. shared:
+    what `allocate` returned. ring: None without a replay.
     """
 
     def __init__(self, config: Config):
         problem = config.problem
         self.config, self.tokens = config, problem.tokens
-        self.direct, self.long, self.replayed = config.direct, problem.long, problem.replay
+        self.direct, self.long, self.replayed = problem.direct, problem.long, problem.replay
         self.l2norm, self.channels = problem.l2norm, problem.gate.channels
+        self.aligned = problem.aligned
         self.lanes, self.vector, self.rows = config.lanes, config.vector, config.rows_per_thread
         self.states, self.gates = States(config), Gates(config)
         self.staging, self.records = Staging(config), Records(config)
@@ -50,11 +52,13 @@ class Tile:
             rState = self.states.load(gState, place)
         shared = self.allocate()
         if cutlass.const_expr(self.direct):
+            sFactor = self.gates.allocate()
             if cutlass.const_expr(self.replayed):
                 ring, rState = self.catch_up(gState, row, rings, slot, accepted, place)
             if row.length > 0:
                 read = token if token is not None else self.fetch(row, numbers)
-                self.one_token(rState, row, numbers, read, targets, ring, shared, place)
+                factors = self.factors(sFactor, read, numbers, row, place)
+                self.one_token(rState, row, numbers, read, factors, targets, ring, shared, place)
         else:
             staged = self.staging.allocate()
             if cutlass.const_expr(self.long):
@@ -82,13 +86,32 @@ class Tile:
         beta = element(row.gBeta, 0)
         values = self.values(row, place)
         if cutlass.const_expr(self.channels):
-            gates = self.along(row.gG[0, None], place, numbers.aligned)
-            biases = self.along(row.gBias, place, Boolean(True))
+            gates = self.gates.share(first_token(row.gG), row.tidx, self.aligned)
+            biases = self.gates.share(row.gBias, row.tidx, True)
         else:
             gates, biases = element(row.gG, 0), element(row.gBias, 0)
-        rQ = self.along(first_token(row.gQ), place, numbers.aligned)
-        rK = self.along(row.gK[0, None], place, numbers.aligned)
+        rQ = self.along(first_token(row.gQ), place)
+        rK = self.along(first_token(row.gK), place)
         return Token(rQ, rK, gates, biases, values, beta, row.rate)
+
+    @cute.jit
+    def factors(self, sFactor, token: Token, numbers: Numbers, row: Row, place: Place):
+        """Returns the factors of the thread's channels of K at the only token, while the state is on its way.
+
+        Gates per channel are shared work: the CTA computes each of them once, and a barrier is among it.
+        """
+        if cutlass.const_expr(not self.channels):
+            return self.alike(self.gates.alone(token, numbers))
+        self.gates.fill(sFactor, token, numbers, row.tidx)
+        cute.arch.sync_threads()
+        return self.staged(sFactor, 0, place)
+
+    @cute.jit
+    def decays(self, sFactor: cute.Tensor, t, place: Place):
+        """Returns the factors of the thread's channels of K at a token or record in shared memory."""
+        if cutlass.const_expr(self.channels):
+            return self.staged(sFactor, t, place)
+        return self.alike(sFactor[t, 0])
 
     @cute.jit
     def several_tokens(
@@ -134,13 +157,50 @@ class Tile:
             self.records.fetch(fetched, ring, row, 0)
         cute.arch.sync_threads()
         rState = self.states.load(gState, place)
-        for number in range(cutlass.min(ring.count, Int32(CHUNK))):
-            self.apply(rState, fetched, number, place)
+        self.apply(rState, fetched, cutlass.min(ring.count, Int32(CHUNK)), place)
         for first in range(CHUNK, ring.count, CHUNK):
             # The next records take the place of these.
             cute.arch.sync_threads()
             self.records.fetch(fetched, ring, row, first)
             cute.arch.sync_threads()
-            for number in range(cutlass.min(ring.count - first, Int32(CHUNK))):
-                self.apply(rState, fetched, number, place)
+            self.apply(rState, fetched, cutlass.min(ring.count - first, Int32(CHUNK)), place)
         return rState
+
+    @cute.jit
+    def apply(self, rState: cute.Tensor, fetched: Fetched, count, place: Place):
+        """Applies records, with one multiplication and addition for every element and record.
+
+        The tile fades once, by all factors. What a record adds fades by those behind it, so its key takes their product.
+        """
+        faded = self.products()
+        for number in range(count):
+            self.multiply(faded, self.decays(fetched.sDecay, number, place))
+        self.fade(rState, self.spread(faded))
+        behind = self.products()
+        for number in range(count):
+            last = count - 1 - number
+            rK = self.staged(fetched.sK, last, place)
+            self.multiply(rK, self.spread(behind))
+            self.update(rState, rK, self.steps(fetched.sU, last, place))
+            self.multiply(behind, self.decays(fetched.sDecay, last, place))
+
+    @cute.jit
+    def products(self):
+        """Returns ones to multiply factors to: one for each of the thread's channels of K, or one for all."""
+        products = []
+        for size in self.pieces if self.channels else [1]:
+            rOnes = cute.make_rmem_tensor(size, Float32)
+            rOnes.fill(1.0)
+            products.append(rOnes)
+        return products
+
+    @cute.jit
+    def multiply(self, values, factors):
+        """Multiplies values in registers by factors, as many as there are values."""
+        for rX, rFactor in zip(values, factors):
+            for i in cutlass.range_constexpr(cute.size(rX)):
+                rX[i] = rX[i] * rFactor[i]
+
+    def spread(self, products):
+        """Returns a factor for each of the thread's channels."""
+        return products if self.channels else self.alike(products[0][0])
