@@ -1,7 +1,7 @@
 """Elementary functions of fp32 in their fast approximations."""
 
 import cutlass.cute as cute
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .types import F32, LOG2_E
@@ -29,6 +29,12 @@ def exp2_pinned(x, *, loc=None, ip=None):
             asm_dialect=llvm.AsmDialect.AD_ATT,
         )
     )
+
+
+@dsl_user_op
+def fma(a, b, c, *, loc=None, ip=None):
+    """Returns a b + c rounded once, where the compiler might fuse another of two multiplications."""
+    return F32(math.fma(*(F32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)), loc=loc, ip=ip))
 
 
 @cute.jit

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cula_core.cute.functions import fma
 from cula_core.cute.warp import reduce_scatter
 
 from ..config import Config
@@ -110,12 +111,17 @@ class Columns(Tile):
         # A commit has no q, and then no output.
         rQ = rK if token.rQ is None else [widened(token.rQ[0])]
         strength = self.gates.strength(token.beta)
-        self.sum_up(rState, rQ, rK, factors, shared, place, row)
-        squares = [Float32(0.0)] * 3
+        sums, squares = [Float32(0.0)] * (2 * self.vector), [Float32(0.0)] * 3
         for r in cutlass.range_constexpr(self.rows):
-            k, q = rK[0][r], rQ[0][r]
+            values, k, q = self.states.row(rState, r), rK[0][r], rQ[0][r]
             products = (k * k, q * q, k * q)
             squares = [a + b for a, b in zip(squares, products)]
+            # The tile fades when it is updated; until then q and k do.
+            k, q = k * factors[0][r], q * factors[0][r]
+            for i in cutlass.range_constexpr(self.vector):
+                sums[i] = sums[i] + values[i, 0] * k
+                sums[self.vector + i] = sums[self.vector + i] + values[i, 0] * q
+        self.hand_over(sums, shared, place, row)
         lane, warp = row.tidx % WARP, row.tidx // WARP
         for i in cutlass.range_constexpr(3):
             offset = WARP // 2
@@ -143,7 +149,12 @@ class Columns(Tile):
                 ring.gU[ring.first, row.tidx] = step
         if cutlass.const_expr(self.stores):
             cute.arch.sync_threads()
-            self.update(rState, rK, self.steps(shared.sSteps, 0, place))
+            steps = self.steps(shared.sSteps, 0, place)
+            for r in cutlass.range_constexpr(self.rows):
+                values = self.states.row(rState, r, again=True)
+                for i in cutlass.range_constexpr(self.vector):
+                    values[i, 0] = fma(rK[0][r], steps[i], values[i, 0] * factors[0][r])
+                self.states.set_row(rState, r, values)
             self.states.store_token(rState, targets, row, numbers, 0, place)
         if cutlass.const_expr(self.replayed):
             self.records.keys(ring, row, 0)
@@ -178,7 +189,13 @@ class Columns(Tile):
         rK = self.staged(staged.sK, t, place)
         rQ = self.staged(staged.sQ, t, place) if row.gOut is not None else rK
         factors = self.decays(staged.sFactor, t, place)
-        self.sum_up(rState, rQ, rK, factors, shared, place, row)
+        self.fade(rState, factors)
+        sums = [Float32(0.0)] * (2 * self.vector)
+        for r in cutlass.range_constexpr(self.rows):
+            for i in cutlass.range_constexpr(self.vector):
+                sums[i] = sums[i] + rState[i, 0, r] * rK[0][r]
+                sums[self.vector + i] = sums[self.vector + i] + rState[i, 0, r] * rQ[0][r]
+        self.hand_over(sums, shared, place, row)
         cute.arch.sync_threads()
         if row.tidx < self.tile_v:
             x, y = self.sums(shared, row.tidx)
@@ -202,15 +219,8 @@ class Columns(Tile):
     # ---- states and records ------------------------------------------------------------------------------------------
 
     @cute.jit
-    def sum_up(self, rState, rQ, rK, factors, shared: Shared, place: Place, row: Row):
-        """Fades the tile, and writes each warp's part of x and y."""
-        sums = [Float32(0.0)] * (2 * self.vector)
-        for r in cutlass.range_constexpr(self.rows):
-            for i in cutlass.range_constexpr(self.vector):
-                value = rState[i, 0, r] * factors[0][r]
-                rState[i, 0, r] = value
-                sums[i] = sums[i] + value * rK[0][r]
-                sums[self.vector + i] = sums[self.vector + i] + value * rQ[0][r]
+    def hand_over(self, sums, shared: Shared, place: Place, row: Row):
+        """Writes each warp's part of x and y."""
         index, owner, sums = reduce_scatter(sums, WARP // self.lanes, self.lanes)
         if owner:
             for i in cutlass.range_constexpr(len(sums)):

@@ -199,8 +199,9 @@ def staged_part(sX: cute.Tensor, t, first, count: cutlass.Constexpr):
 
 
 @cute.jit
-def widened(rX):
-    """Returns the elements as fp32."""
+def widened(rX, again: cutlass.Constexpr = False):
+    """Returns the elements as fp32. again: by other instructions, so that the compiler does not keep what it widened
+    before in registers."""
     rWide = cute.make_rmem_tensor(rX.shape, Float32)
     count = cute.size(rX)
     if cutlass.const_expr(rX.element_type is cutlass.BFloat16 and count % 2 == 0):
@@ -208,8 +209,12 @@ def widened(rX):
         pairs = cute.recast_tensor(cute.make_tensor(rX.iterator, cute.make_layout(count)), Uint32)
         bits = cute.recast_tensor(cute.make_tensor(rWide.iterator, cute.make_layout(count)), Uint32)
         for i in cutlass.range_constexpr(count // 2):
-            bits[2 * i] = pairs[i] << Uint32(16)
-            bits[2 * i + 1] = pairs[i] & Uint32(0xFFFF0000)
+            if cutlass.const_expr(again):
+                bits[2 * i] = Uint32(cute.arch.prmt(pairs[i], 0, 0x1044))
+                bits[2 * i + 1] = Uint32(cute.arch.prmt(pairs[i], 0, 0x3244))
+            else:
+                bits[2 * i] = pairs[i] << Uint32(16)
+                bits[2 * i + 1] = pairs[i] & Uint32(0xFFFF0000)
     else:
         rWide.store(rX.load().to(Float32))
     return rWide

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cula_core.cute.functions import fma
 from cula_core.cute.warp import all_sums
 
 from ..config import Config
@@ -88,15 +89,19 @@ class Rows(Tile):
         # A commit has no q, and then no output.
         rQ = None if token.rQ is None else [widened(x) for x in token.rQ]
         strength = self.gates.strength(token.beta)
+        values = [self.states.row(rState, r) for r in range(self.rows)]
         sums = [Float32(0.0)] * (2 * self.rows)
-        for r in cutlass.range_constexpr(self.rows):
-            for j in cutlass.range_constexpr(self.vectors):
-                for i in cutlass.range_constexpr(self.vector):
-                    value = rState[i, j, r] * factors[j][i]
-                    rState[i, j, r] = value
-                    sums[r] = sums[r] + value * rK[j][i]
+        for j in cutlass.range_constexpr(self.vectors):
+            for i in cutlass.range_constexpr(self.vector):
+                # The tile fades when it is updated; until then q and k do.
+                k, q = rK[j][i] * factors[j][i], None
+                if cutlass.const_expr(rQ is not None):
+                    q = rQ[j][i] * factors[j][i]
+                for r in cutlass.range_constexpr(self.rows):
+                    value = values[r][i, j]
+                    sums[r] = sums[r] + value * k
                     if cutlass.const_expr(rQ is not None):
-                        sums[self.rows + r] = sums[self.rows + r] + value * rQ[j][i]
+                        sums[self.rows + r] = sums[self.rows + r] + value * q
         kk, qq, qk = Float32(0.0), Float32(0.0), Float32(0.0)
         for j in cutlass.range_constexpr(self.vectors):
             for i in cutlass.range_constexpr(self.vector):
@@ -118,7 +123,13 @@ class Rows(Tile):
             steps.append(norm_k * u)
             value = norm_q * (sums[self.rows + r] + qk * steps[r])
             out = cutlass.select_(row.tidx % self.lanes == r, value, out)
-        self.update(rState, rK, steps)
+        for r in cutlass.range_constexpr(self.rows):
+            before = self.states.row(rState, r, again=True)
+            for j in cutlass.range_constexpr(self.vectors):
+                for i in cutlass.range_constexpr(self.vector):
+                    faded = before[i, j] * factors[j][i]
+                    before[i, j] = fma(rK[j][i], steps[r], faded)
+            self.states.set_row(rState, r, before)
         self.states.store_token(rState, targets, row, numbers, 0, place)
         self.write(row, out, 0, place)
         if cutlass.const_expr(self.replayed):

@@ -40,6 +40,8 @@ class States:
         self.pitch = problem.head_dim_k if self.v_first else problem.head_dim_v
         self.lanes, self.vector, self.vectors = config.lanes, config.vector, config.vectors_per_row
         self.rows = config.rows_per_thread
+        # One token of 16-bit states stays packed, which leaves room for twice as many.
+        self.packed = problem.direct and not problem.replay and self.dtype.width == 16
 
     @cute.jit
     def place(self, row: Row):
@@ -61,7 +63,7 @@ class States:
 
     @cute.jit
     def load(self, gState, place: Place):
-        """Returns the thread's elements in fp32, zero without a state."""
+        """Returns the thread's elements in fp32, or as they are stored if they stay `packed`; zero without a state."""
         if cutlass.const_expr(gState is None):
             rState = cute.make_rmem_tensor((self.vector, self.vectors, self.rows), Float32)
             rState.fill(0.0)
@@ -69,14 +71,30 @@ class States:
         gPart = self.part(gState, place)
         rStored = cute.make_rmem_tensor(gPart.shape, self.dtype)
         cute.copy(self.wide(), gPart, rStored)
-        return widened(rStored)
+        return rStored if self.packed else widened(rStored)
+
+    @cute.jit
+    def row(self, rState: cute.Tensor, r: cutlass.Constexpr, again: cutlass.Constexpr = False):
+        """Returns one row of the thread's elements in fp32, [vector, vectors]. again: for the second time."""
+        part = rState[None, None, r]
+        if cutlass.const_expr(rState.element_type is Float32):
+            return part
+        return widened(part, again)
+
+    @cute.jit
+    def set_row(self, rState: cute.Tensor, r: cutlass.Constexpr, rRow: cute.Tensor):
+        """Takes what `row` returned, changed, as the row's new elements."""
+        if cutlass.const_expr(rState.element_type is not Float32):
+            rState[None, None, r].store(rRow.load().to(self.dtype))
 
     @cute.jit
     def store(self, rState: cute.Tensor, gState: cute.Tensor, place: Place):
         """Writes the thread's elements."""
         gPart = self.part(gState, place)
-        rStored = cute.make_rmem_tensor_like(gPart)
-        rStored.store(rState.load().to(self.dtype))
+        rStored = rState
+        if cutlass.const_expr(rState.element_type is not self.dtype):
+            rStored = cute.make_rmem_tensor(gPart.shape, self.dtype)
+            rStored.store(rState.load().to(self.dtype))
         cute.copy(self.wide(), rStored, gPart)
 
     def wide(self):
