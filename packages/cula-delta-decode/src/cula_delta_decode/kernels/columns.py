@@ -238,7 +238,7 @@ class Columns(Tile):
     @cute.jit
     def steps(self, sU: cute.Tensor, number, place: Place):
         """Returns what a token or record adds to the thread's columns, over the key."""
-        return [sU[number, place.column + i] for i in range(self.vector)]
+        return staged_part(sU, number, place.column, self.vector)
 
     @cute.jit
     def update(self, rState: cute.Tensor, rK, steps):

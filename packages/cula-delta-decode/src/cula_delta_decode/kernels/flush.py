@@ -85,7 +85,8 @@ class Flush:
     def flush(self, row: Row, gState: cute.Tensor, rings: Rings, slot, accepted):
         """Applies the certain records to the tile, and forgets the others."""
         place = self.tile.states.place(row)
-        ring = self.tile.records.open(rings, slot, row, accepted, empties=True)
+        cursor = self.tile.records.cursor(rings, slot, row)
+        ring = self.tile.records.open(rings, slot, row, cursor, accepted, empties=True)
         rState = self.tile.replay(gState, ring, row, place)
         if ring.count > 0:
             self.tile.states.store(rState, gState, place)

@@ -57,13 +57,18 @@ class Records:
         self.convolved = config.problem.fused.convolution is not None
 
     @cute.jit
-    def open(self, rings: Rings, slot, row: Row, accepted, empties: cutlass.Constexpr = False):
+    def cursor(self, rings: Rings, slot, row: Row):
+        """Returns the cursors of the CTA's columns of V, and the word that stands in all of them."""
+        own = cute.domain_offset((row.tile * self.cursors,), rings.mCursor[slot, row.head, None])
+        return own, own[0]
+
+    @cute.jit
+    def open(self, rings: Rings, slot, row: Row, cursor, accepted, empties=False):
         """Returns the ring of a slot, and moves its cursor past the records of this call; all threads of the CTA.
 
-        empties: the state is going to be stored, whatever there is.
+        cursor: what `cursor` returned. empties: the state is going to be stored, whatever there is.
         """
-        own = cute.domain_offset((row.tile * self.cursors,), rings.mCursor[slot, row.head, None])
-        word = own[0]
+        own, word = cursor
         length = rings.mU.shape[1]
         mask = (1 << BYTE) - 1
         begin, count, pending = word & mask, (word >> BYTE) & mask, word >> 2 * BYTE
@@ -98,16 +103,22 @@ class Records:
         )
 
     @cute.jit
-    def fetch(self, fetched: Fetched, ring: Ring, row: Row, first):
-        """Brings the certain records from `first` on to shared memory; a barrier must follow. There is one at least."""
-        gK, gU, gDecay = ring.gK, ring.gU, ring.gDecay
-        k = self.read(gK, self.dim_k, ring, row, first)
-        u = self.read(gU, self.tile_v, ring, row, first)
+    def fetch(self, ring: Ring, row: Row, first):
+        """Returns the thread's share of the certain records from `first` on, and of others if they are fewer."""
+        k = self.read(ring.gK, self.dim_k, ring, row, first)
+        u = self.read(ring.gU, self.tile_v, ring, row, first)
         if cutlass.const_expr(self.channels):
-            decay = self.read(gDecay, self.dim_k, ring, row, first)
+            return k, u, self.read(ring.gDecay, self.dim_k, ring, row, first)
+        return k, u, ring.gDecay[self.number(ring, first + row.tidx % CHUNK)]
+
+    @cute.jit
+    def keep(self, share, fetched: Fetched, row: Row):
+        """Writes what `fetch` returned to shared memory; a barrier must follow."""
+        k, u, decay = share
+        if cutlass.const_expr(self.channels):
             self.write(decay, fetched.sDecay, self.dim_k, row)
         elif row.tidx < CHUNK:
-            fetched.sDecay[row.tidx, 0] = gDecay[self.number(ring, first + row.tidx)]
+            fetched.sDecay[row.tidx, 0] = decay
         self.write(k, fetched.sK, self.dim_k, row)
         self.write(u, fetched.sU, self.tile_v, row)
 

@@ -169,9 +169,10 @@ class Rows(Tile):
                         sums[self.rows + r] = sums[self.rows + r] + value * rQ[j][i]
         sums = all_sums(sums, self.lanes)
         strength, qk = staged.sNumbers[t, STRENGTH], staged.sNumbers[t, QK]
+        values = staged_part(staged.sV, t, place.row, self.rows)
         steps, out = [], Float32(0.0)
         for r in cutlass.range_constexpr(self.rows):
-            steps.append(strength * (staged.sV[t, place.row + r] - sums[r]))
+            steps.append(strength * (values[r] - sums[r]))
             if cutlass.const_expr(outputs):
                 value = sums[self.rows + r] + qk * steps[r]
                 out = cutlass.select_(row.tidx % self.lanes == r, value, out)
@@ -212,7 +213,7 @@ class Rows(Tile):
     @cute.jit
     def steps(self, sU: cute.Tensor, number, place: Place):
         """Returns what a record adds to the thread's rows, over the key."""
-        return [sU[number, place.row + r] for r in range(self.rows)]
+        return staged_part(sU, number, place.row, self.rows)
 
     @cute.jit
     def record_steps(self, ring: Ring, row: Row, steps, t: cutlass.Constexpr, place: Place):

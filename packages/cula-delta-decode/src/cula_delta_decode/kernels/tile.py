@@ -47,14 +47,16 @@ class Tile:
     ):
         """Loads the tile, runs the tokens through it, and stores what is wanted. token: what `fetch` returned."""
         place = self.states.place(row)
-        rState = ring = None
-        if cutlass.const_expr(not self.replayed):
+        rState = ring = cursor = None
+        if cutlass.const_expr(self.replayed):
+            cursor = self.records.cursor(rings, slot, row)
+        else:
             rState = self.states.load(gState, place)
         shared = self.allocate()
         if cutlass.const_expr(self.direct):
             sFactor = self.gates.allocate()
             if cutlass.const_expr(self.replayed):
-                ring, rState = self.catch_up(gState, row, rings, slot, accepted, place)
+                ring, rState = self.catch_up(gState, row, rings, slot, cursor, accepted, place)
             if row.length > 0:
                 read = token if token is not None else self.fetch(row, numbers)
                 factors = self.factors(sFactor, read, numbers, row, place)
@@ -72,7 +74,7 @@ class Tile:
             else:
                 self.staging.fill(staged, row, numbers)
                 if cutlass.const_expr(self.replayed):
-                    ring, rState = self.catch_up(gState, row, rings, slot, accepted, place)
+                    ring, rState = self.catch_up(gState, row, rings, slot, cursor, accepted, place)
                 else:
                     cute.arch.sync_threads()
                 self.several_tokens(rState, row, numbers, targets, ring, staged, shared, place)
@@ -138,9 +140,9 @@ class Tile:
         return True
 
     @cute.jit
-    def catch_up(self, gState, row: Row, rings: Rings, slot, accepted, place: Place):
+    def catch_up(self, gState, row: Row, rings: Rings, slot, cursor, accepted, place: Place):
         """Returns the ring, and the tile with what it lacks, stored if the ring is full; barriers are among it."""
-        ring = self.records.open(rings, slot, row, accepted)
+        ring = self.records.open(rings, slot, row, cursor, accepted)
         rState = self.replay(gState, ring, row, place)
         if ring.full:
             self.states.store(rState, gState, place)
@@ -150,18 +152,18 @@ class Tile:
     def replay(self, gState: cute.Tensor, ring: Ring, row: Row, place: Place):
         """Returns the tile behind the certain records.
 
-        They are fetched first: behind the reads of the state they would wait for all of it.
+        They are asked for first: behind the reads of the state they would wait for all of it.
         """
         fetched = self.records.allocate()
-        if ring.count > 0:
-            self.records.fetch(fetched, ring, row, 0)
-        cute.arch.sync_threads()
+        share = self.records.fetch(ring, row, 0)
         rState = self.states.load(gState, place)
+        self.records.keep(share, fetched, row)
+        cute.arch.sync_threads()
         self.apply(rState, fetched, cutlass.min(ring.count, Int32(CHUNK)), place)
         for first in range(CHUNK, ring.count, CHUNK):
             # The next records take the place of these.
             cute.arch.sync_threads()
-            self.records.fetch(fetched, ring, row, first)
+            self.records.keep(self.records.fetch(ring, row, first), fetched, row)
             cute.arch.sync_threads()
             self.apply(rState, fetched, cutlass.min(ring.count - first, Int32(CHUNK)), place)
         return rState
