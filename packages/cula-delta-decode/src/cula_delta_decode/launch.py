@@ -25,7 +25,7 @@ from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
 from .config import DTYPES as NAMES
 from .kernels.decode import DeltaDecode
 from .kernels.flush import Flush
-from .plan import FEW_STATES, select, supports_overlap
+from .plan import few_states, select, supports_overlap
 
 _NOTHING_FUSED = Fused()
 _READ = tuple(getattr(torch, name) for name in NAMES)
@@ -435,7 +435,7 @@ def _launch(problem: Problem, x: Arguments) -> None:
     if x.rows == 0:
         return
     device = x.k.device
-    few = x.v is not None and x.rows * x.v.shape[2] <= FEW_STATES
+    few = x.v is not None and x.rows * x.v.shape[2] <= few_states(problem)
     run = kernel_for(problem, device, few)
     arguments = flush_arguments(x) if problem.flushes else x
     if device.index != torch.cuda.current_device():

@@ -218,9 +218,11 @@ class Rows(Tile):
     @cute.jit
     def record_steps(self, ring: Ring, row: Row, steps, t: cutlass.Constexpr, place: Place):
         """Writes what each row adds to the state, over the norm of the key."""
+        lane, own = row.tidx % self.lanes, Float32(0.0)
         for r in cutlass.range_constexpr(self.rows):
-            if row.tidx % self.lanes == r:
-                ring.gU[(ring.first + t) & ring.last, place.row + r] = steps[r]
+            own = cutlass.select_(lane == r, steps[r], own)
+        if lane < self.rows:
+            ring.gU[(ring.first + t) & ring.last, place.row + lane] = own
 
     @cute.jit
     def record_factors(self, ring: Ring, factors, place: Place):
