@@ -13,7 +13,7 @@ from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import launch
 from cula_delta_decode.config import Fused, Problem
-from cula_delta_decode.plan import select
+from cula_delta_decode.plan import MANY_STATES, select
 from cula_testing.compiled import emulated_kernel
 
 
@@ -37,7 +37,7 @@ def run(emulated) -> Callable[..., Tensor]:
         norm: GatedNorm | None = None,
         commits: bool = False,
         long: bool = False,
-        few: bool = False,
+        few: int = MANY_STATES,
         **changes,
     ) -> Tensor | None:
         problem = problem_of(
@@ -80,7 +80,7 @@ def run(emulated) -> Callable[..., Tensor]:
 
     run.flush = flush
 
-    def compiled(problem: Problem, arch: str, few: bool = False):
+    def compiled(problem: Problem, arch: str, few: int = MANY_STATES):
         assert problem.illegal() is None
         return emulated_kernel(emulated, launch.unit(select(problem, arch, few=few), arch))
 

@@ -64,6 +64,7 @@ DECODES = DECODE + PACKED + REPLAY + TOKEN + FUSED
 BOTH, STEPS, EVERY = DECODE + COMMIT, DECODES + COMMIT, tuple(FUNCTIONS)
 RINGS = REPLAY + FLUSH
 STATES = tuple(mode for mode in EVERY if mode != "fill")  # what takes a pool of states
+LAUNCHED = tuple(mode for mode in STATES if mode != "new ring")  # and looks at its address
 RING_NAMES = {"k": "ring_k", "u": "ring_u", "decay": "ring_decay", "cursor": "cursor"}
 _TABLE = Table(BOTH)
 change, several, value = _TABLE.change, _TABLE.several, _TABLE.value
@@ -274,7 +275,7 @@ WRONG = [
     entry("a pool smaller than the batch",
           lambda a: {"state": a["state"][:1], "state_indices": None},
           ValueError, "state", "at least N = 2 states", "1", DECODE + PACKED + COMMIT),
-    change("state at an odd address", "state", shifted, ValueError, "multiples of 16 bytes", "strides", STATES, CUDA),
+    change("state at an odd address", "state", shifted, ValueError, "multiples of 16 bytes", "strides", LAUNCHED, CUDA),
 
     *(
         wrong

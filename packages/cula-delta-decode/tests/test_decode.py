@@ -249,7 +249,7 @@ def test_one_compile_serves_all_sizes(cuda, relative_rmse):
         expected, state = exact(case, x)
         assert_rounded_once(decode(case, x), expected)
         assert relative_rmse(x.state[:rows], state[:rows]) <= 1e-6
-    # One for few states, one for any number of them.
+    # One for very few states, one for few.
     assert launch.compile.cache_info().misses == 2
 
 

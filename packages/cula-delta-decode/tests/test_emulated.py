@@ -219,15 +219,20 @@ def test_several_tokens_are_several_calls(run, relative_rmse, v_first):
     assert relative_rmse(x.state, after) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "tokens, state_dtype", [(1, "float32"), (1, "bfloat16"), (1, "float16"), (3, "float32")]
+)
 @pytest.mark.parametrize("gate", [("softplus", False), ("safe", True)])
-def test_few_states_have_more_threads_and_the_same_bits(run, gate):
-    case = Case(gate=gate, dims=(128, 128))
+def test_few_states_have_more_threads_and_the_same_bits(run, gate, tokens, state_dtype):
+    case = Case(gate=gate, dims=(128, 128), tokens=tokens, state_dtype=state_dtype)
+    tiles = {few: select(problem_of(case), "sm_90a", few=few) for few in (0, 1, 2)}
+    assert tiles[2] != tiles[0]
     results = []
-    for few in (False, True):
+    for few in {tile: few for few, tile in tiles.items()}.values():
         x = make_inputs(case)
         results.append((run(case, x, next_state=x.state, few=few), x.state))
-    assert all(same(a, b) for a, b in zip(*results))
-    assert select(problem_of(case), "sm_90a") != select(problem_of(case), "sm_90a", few=True)
+    for other in results[1:]:
+        assert all(same(a, b) for a, b in zip(results[0], other))
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -25,7 +25,7 @@ from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
 from .config import DTYPES as NAMES
 from .kernels.decode import DeltaDecode
 from .kernels.flush import Flush
-from .plan import few_states, select, supports_overlap
+from .plan import MANY_STATES, crowding, select, supports_overlap
 
 _NOTHING_FUSED = Fused()
 _READ = tuple(getattr(torch, name) for name in NAMES)
@@ -207,8 +207,8 @@ def compile(config: Config, arch: str, *options: object):
 
 
 @once
-def kernel_for(problem: Problem, device: torch.device, few: bool = False):
-    """Returns the compiled kernel of a problem; compiles on first use (about a second).
+def kernel_for(problem: Problem, device: torch.device, few: int = MANY_STATES):
+    """Returns the compiled kernel of a problem; compiles on first use (about a second). few: as `crowding` says.
 
     Raises ValueError for a problem that no kernel serves, RuntimeError for a GPU that is too old.
     """
@@ -435,7 +435,7 @@ def _launch(problem: Problem, x: Arguments) -> None:
     if x.rows == 0:
         return
     device = x.k.device
-    few = x.v is not None and x.rows * x.v.shape[2] <= few_states(problem)
+    few = MANY_STATES if x.v is None else crowding(problem, x.rows * x.v.shape[2])
     run = kernel_for(problem, device, few)
     arguments = flush_arguments(x) if problem.flushes else x
     if device.index != torch.cuda.current_device():

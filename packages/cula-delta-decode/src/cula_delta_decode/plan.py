@@ -16,9 +16,14 @@ _ONE_TOKEN = {
     (False, False, False): (128, 256, 16, 3),
     (False, False, True): (128, 256, 16, 3),
 }
-# One token of so few states that they do not fill the GPU: more threads for each, which sum up in the same order. By
-# fp32 state, [V, K].
-_FEW = {True: (8, 128, 32, 12), False: (16, 128, 16, 8)}
+# One token of a [V, K] state where `crowding` is 1 or 2: more threads for each state, which sum up in the same order.
+# By fp32 state.
+_FEW = {
+    True: {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
+    False: {1: (16, 64, 16, 16), 2: (16, 128, 16, 8)},
+}
+# One token of 16-bit [V, K] states where few multiprocessors share the card's memory, so that arithmetic counts.
+_NARROW, _FEW_MULTIPROCESSORS = (32, 64, 16, 0), 100
 # Several tokens, by (state_v_first, gate per channel, more than 4).
 _SEVERAL_TOKENS = {
     (True, False, False): (64, 128, 16, 0),
@@ -27,16 +32,15 @@ _SEVERAL_TOKENS = {
     (True, True, True): (32, 128, 16, 0),
     (False, False, False): (64, 256, 16, 4),
     (False, True, False): (64, 128, 16, 0),
-    (False, False, True): (64, 256, 16, 4),
-    (False, True, True): (64, 256, 16, 4),
+    (False, False, True): (32, 128, 8, 7),
+    (False, True, True): (32, 128, 8, 7),
 }
-# Tokens and records of earlier ones, which every tile of a state reads, by (state_v_first, one token).
-_REPLAY = {
-    (True, True): (64, 128, 16, 4),
-    (True, False): (32, 128, 16, 0),
-    (False, True): (64, 128, 16, 0),
-    (False, False): (64, 128, 16, 0),
-}
+_SEVERAL_CHANNELS_16 = (64, 128, 16, 0)  # up to 4 tokens of 16-bit [V, K] states
+# Several tokens of [V, K] states where `crowding` is 2, by gate per channel.
+_SEVERAL_FEW = {False: (16, 256, 16, 0), True: (16, 128, 16, 0)}
+# Tokens and records of earlier ones, which every tile of a state reads. [K, V] states, and 2 to 4 tokens without a gate
+# per channel, run in more registers.
+_REPLAY, _REPLAY_WIDE = (64, 128, 16, 4), (64, 128, 16, 0)
 # With a norm of the output alone, by a cluster that has all of V.
 _NORM = (32, 128, 16, 0)
 # With a convolution, which every CTA of a head repeats for q and k, by gate per channel; more threads where the states
@@ -53,8 +57,9 @@ _NORM_ALONE = {
     (False, False, False): (64, 128, 16, 0),
     (False, False, True): (64, 128, 16, 0),
 }
-# States of a call up to which they are few. With a convolution a state is a CTA, and as many run at once.
-_FEW_STATES, _FEW_CONVOLVED = 64, 128
+# States up to which `crowding` is 2 and 1. With a convolution a state is a CTA, and as many run at once.
+_UP_TO_VERY_FEW, _UP_TO_FEW, _UP_TO_FEW_CONVOLVED = 64, 256, 128
+MANY_STATES, FEW_STATES, VERY_FEW_STATES = range(3)
 _TILES = (8, 16, 32, 64, 128)
 _THREADS = (32, 64, 128, 256, 512, 1024)
 _LANES = (4, 8, 16, 32)
@@ -71,28 +76,34 @@ def candidates(problem: Problem) -> list[Config]:
     return [c for c in found if c.illegal() is None and c.bytes_per_thread >= 32]
 
 
-def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = False) -> Config:
-    """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: the call has up to `few_states` states, which
-    changes no bit of the result."""
+def select(
+    problem: Problem, arch: str, multiprocessors: int = 132, few: int = MANY_STATES
+) -> Config:
+    """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: what `crowding` says of a call, which changes no
+    bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
-    channels = problem.gate.channels
     clusters = _at_least_sm90(arch)
-    several = problem.tokens > 1
+    several, channels = problem.tokens > 1, problem.gate.channels
+    few = few if v_first else MANY_STATES
     if problem.fused.norm and not clusters:
         tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
     elif problem.fused.norm and problem.fused.convolution:
-        tile = _BOTH_SEVERAL if several else _BOTH[channels]
-        tile = _BOTH_FEW if few and v_first else tile
+        tile = _BOTH_FEW if few else _BOTH_SEVERAL if several else _BOTH[channels]
     elif problem.fused.norm:
         tile = _NORM
-    elif problem.flushes:
-        tile = _REPLAY[v_first, False]
     elif problem.replay:
-        tile = _REPLAY[v_first, problem.tokens == 1]
+        wider = not v_first or (not channels and 1 < problem.tokens <= 4)
+        tile = _REPLAY_WIDE if wider else _REPLAY
     elif several or problem.fused:
         tile = _SEVERAL_TOKENS[v_first, channels, problem.tokens > 4]
-    elif few and v_first:
-        tile = _FEW[wide]
+        if v_first and channels and not wide and problem.tokens <= 4:
+            tile = _SEVERAL_CHANNELS_16
+        if several and few == VERY_FEW_STATES and not problem.fused:
+            tile = _SEVERAL_FEW[channels]
+    elif few:
+        tile = _FEW[wide][few]
+    elif not wide and v_first and multiprocessors < _FEW_MULTIPROCESSORS:
+        tile = _NARROW
     else:
         tile = _ONE_TOKEN[wide, v_first, channels]
     tile_v, threads, lanes, resident = tile
@@ -111,9 +122,13 @@ def select(problem: Problem, arch: str, multiprocessors: int = 132, few: bool = 
     return Config(problem, found.tile_v, found.threads, found.lanes, resident)
 
 
-def few_states(problem: Problem) -> int:
-    """Returns up to how many states a call has few of them."""
-    return _FEW_CONVOLVED if problem.fused.convolution else _FEW_STATES
+def crowding(problem: Problem, states: int) -> int:
+    """Returns whether a call's states fill a GPU (0), leave some of it idle (1), or most of it (2)."""
+    if problem.fused.convolution:
+        return FEW_STATES if states <= _UP_TO_FEW_CONVOLVED else MANY_STATES
+    if states <= _UP_TO_VERY_FEW:
+        return VERY_FEW_STATES
+    return FEW_STATES if states <= _UP_TO_FEW else MANY_STATES
 
 
 def supports_overlap(arch: str) -> bool:
