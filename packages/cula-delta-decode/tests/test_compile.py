@@ -77,7 +77,7 @@ def stores(config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Records of a replay, staged tokens, before a norm their outputs, activated gates and sums of squares, and of
+    """Records of a replay, the factors of a single token, staged tokens, before a norm their outputs, activated gates and sums of squares, and of
     [K, V] states the sums of the warps and what each column adds."""
     problem = config.problem
     factors = problem.head_dim_k if problem.gate.channels else 1
@@ -85,7 +85,9 @@ def shared_bytes(config: Config) -> int:
     if problem.flushes:
         return records
     staged = records
-    if not config.problem.direct:
+    if problem.direct and problem.gate.channels:
+        staged += 4 * problem.head_dim_k
+    if not problem.direct:
         rows = [problem.head_dim_k] * 2 + [config.tile_v, factors, 3]
         rows += [config.tile_v] * 2 if problem.fused.norm else []
         rows += [config.cluster] if config.cluster > 1 else []
@@ -115,12 +117,23 @@ def test_convolution_and_norm_of_the_largest_states_spill_nothing(
     problem = Problem(
         "bfloat16", state_dtype, 128, 128, tokens, v_first, gate, **MODES[mode]
     )  # fmt: skip
-    assert_machine_code(problem, "sm_90a")
+    for few in {select(problem, "sm_90a", few=few): few for few in (0, 1)}.values():
+        assert_machine_code(problem, "sm_90a", few)
 
 
-def assert_machine_code(problem: Problem, arch: str) -> None:
+@pytest.mark.parametrize("few", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("gate", [GDN, KDA])
+@pytest.mark.parametrize("state_dtype", DTYPES)
+def test_machine_code_for_few_states(state_dtype, gate, tokens, few):
+    problem = Problem("bfloat16", state_dtype, 128, 128, tokens, True, gate)
+    if select(problem, "sm_90a", few=few) != select(problem, "sm_90a"):
+        assert_machine_code(problem, "sm_90a", few)
+
+
+def assert_machine_code(problem: Problem, arch: str, few: int = 0) -> None:
     assert problem.illegal() is None
-    config = select(problem, arch)
+    config = select(problem, arch, few=few)
     unit = launch.unit(config, arch)
     kernel, ptx = report(unit).kernel, artifacts(unit).ptx
     if problem.fused.norm:

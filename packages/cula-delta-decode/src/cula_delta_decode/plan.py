@@ -20,7 +20,7 @@ _ONE_TOKEN = {
 # By fp32 state.
 _FEW = {
     True: {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
-    False: {1: (16, 64, 16, 16), 2: (16, 128, 16, 8)},
+    False: {1: (16, 64, 16, 14), 2: (16, 128, 16, 8)},
 }
 # One token of 16-bit [V, K] states where few multiprocessors share the card's memory, so that arithmetic counts.
 _NARROW, _FEW_MULTIPROCESSORS = (32, 64, 16, 0), 100
@@ -30,7 +30,7 @@ _SEVERAL_TOKENS = {
     (True, True, False): (32, 128, 16, 0),
     (True, False, True): (32, 128, 16, 0),
     (True, True, True): (32, 128, 16, 0),
-    (False, False, False): (64, 256, 16, 4),
+    (False, False, False): (32, 128, 8, 0),
     (False, True, False): (64, 128, 16, 0),
     (False, False, True): (32, 128, 8, 7),
     (False, True, True): (32, 128, 8, 7),
@@ -88,7 +88,9 @@ def select(
     if problem.fused.norm and not clusters:
         tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
     elif problem.fused.norm and problem.fused.convolution:
-        tile = _BOTH_FEW if few else _BOTH_SEVERAL if several else _BOTH[channels]
+        tile = _BOTH_SEVERAL if several else _BOTH[channels]
+        if few or (problem.replay and not several):  # with records 256 threads have too few registers
+            tile = _BOTH_FEW
     elif problem.fused.norm:
         tile = _NORM
     elif problem.replay:
@@ -107,8 +109,8 @@ def select(
     else:
         tile = _ONE_TOKEN[wide, v_first, channels]
     tile_v, threads, lanes, resident = tile
-    if problem.fused:
-        resident = 0  # the registers of a thread would not suffice
+    if problem.fused or (problem.head_dim_k, problem.head_dim_v) != (128, 128):
+        resident = 0  # the registers of a thread might not suffice
     bytes_per_thread = tile_v * 512 // threads if wide else tile_v * 256 // threads
     found = min(
         (c for c in candidates(problem) if clusters or c.cluster == 1),
