@@ -35,7 +35,8 @@ _SEVERAL_TOKENS = {
     (False, False, True): (32, 128, 8, 7),
     (False, True, True): (32, 128, 8, 7),
 }
-_SEVERAL_CHANNELS_16 = (64, 128, 16, 0)  # up to 4 tokens of 16-bit [V, K] states
+# [V, K] states with a gate per channel: up to 4 tokens of 16-bit states, two or three of others.
+_SEVERAL_CHANNELS_16, _TWO_OR_THREE_CHANNELS = (64, 128, 16, 0), (64, 128, 16, 4)
 # Several tokens of [V, K] states where `crowding` is 2, by gate per channel.
 _SEVERAL_FEW = {False: (16, 256, 16, 0), True: (16, 128, 16, 0)}
 # Tokens and records of earlier ones, which every tile of a state reads. [K, V] states, and 2 to 4 tokens without a gate
@@ -98,8 +99,11 @@ def select(
         tile = _REPLAY_WIDE if wider else _REPLAY
     elif several or problem.fused:
         tile = _SEVERAL_TOKENS[v_first, channels, problem.tokens > 4]
-        if v_first and channels and not wide and problem.tokens <= 4:
-            tile = _SEVERAL_CHANNELS_16
+        if v_first and channels and problem.tokens <= 4:
+            if not wide:
+                tile = _SEVERAL_CHANNELS_16
+            elif 2 <= problem.tokens <= 3:
+                tile = _TWO_OR_THREE_CHANNELS
         if several and few == VERY_FEW_STATES and not problem.fused:
             tile = _SEVERAL_FEW[channels]
     elif few:
