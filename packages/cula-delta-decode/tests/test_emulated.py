@@ -220,11 +220,21 @@ def test_several_tokens_are_several_calls(run, relative_rmse, v_first):
 
 
 @pytest.mark.parametrize(
-    "tokens, state_dtype", [(1, "float32"), (1, "bfloat16"), (1, "float16"), (3, "float32")]
+    "tokens, state_dtype, v_first",
+    [
+        (1, "float32", True),
+        (1, "bfloat16", True),
+        (1, "float16", True),
+        (3, "float32", True),
+        (1, "float32", False),
+        (1, "bfloat16", False),
+    ],
 )
 @pytest.mark.parametrize("gate", [("softplus", False), ("safe", True)])
-def test_few_states_have_more_threads_and_the_same_bits(run, gate, tokens, state_dtype):
-    case = Case(gate=gate, dims=(128, 128), tokens=tokens, state_dtype=state_dtype)
+def test_few_states_have_other_tiles_and_the_same_bits(run, gate, tokens, state_dtype, v_first):
+    case = Case(
+        gate=gate, dims=(128, 128), tokens=tokens, state_dtype=state_dtype, state_v_first=v_first
+    )
     tiles = {few: select(problem_of(case), "sm_90a", few=few) for few in (0, 1, 2)}
     assert tiles[2] != tiles[0]
     results = []

@@ -16,11 +16,13 @@ _ONE_TOKEN = {
     (False, False, False): (128, 256, 16, 3),
     (False, False, True): (128, 256, 16, 3),
 }
-# One token of a [V, K] state where `crowding` is 1 or 2: more threads for each state, which sum up in the same order.
-# By fp32 state.
+# One token where `crowding` is 1 or 2: smaller tiles or more threads for each state, which sum up in the same order. By
+# (fp32 state, state_v_first); what is not here stays as it is.
 _FEW = {
-    True: {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
-    False: {1: (16, 64, 16, 14), 2: (16, 128, 16, 8)},
+    (True, True): {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
+    (True, False): {2: (16, 64, 4, 12)},
+    (False, True): {1: (16, 64, 16, 14), 2: (16, 128, 16, 8)},
+    (False, False): {1: (32, 64, 4, 8), 2: (32, 64, 4, 8)},
 }
 # One token of 16-bit [V, K] states where few multiprocessors share the card's memory, so that arithmetic counts.
 _NARROW, _FEW_MULTIPROCESSORS = (32, 64, 16, 0), 100
@@ -85,12 +87,11 @@ def select(
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
     clusters = _at_least_sm90(arch)
     several, channels = problem.tokens > 1, problem.gate.channels
-    few = few if v_first else MANY_STATES
     if problem.fused.norm and not clusters:
         tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
     elif problem.fused.norm and problem.fused.convolution:
         tile = _BOTH_SEVERAL if several else _BOTH[channels]
-        if few or (problem.replay and not several):  # with records 256 threads have too few registers
+        if (few and v_first) or (problem.replay and not several):  # with records 256 threads have too few registers
             tile = _BOTH_FEW
     elif problem.fused.norm:
         tile = _NORM
@@ -104,10 +105,10 @@ def select(
                 tile = _SEVERAL_CHANNELS_16
             elif 2 <= problem.tokens <= 3:
                 tile = _TWO_OR_THREE_CHANNELS
-        if several and few == VERY_FEW_STATES and not problem.fused:
+        if several and v_first and few == VERY_FEW_STATES and not problem.fused:
             tile = _SEVERAL_FEW[channels]
-    elif few:
-        tile = _FEW[wide][few]
+    elif few in _FEW[wide, v_first]:
+        tile = _FEW[wide, v_first][few]
     elif not wide and v_first and multiprocessors < _FEW_MULTIPROCESSORS:
         tile = _NARROW
     else:

@@ -8,17 +8,23 @@ _WARP = 32
 
 
 @cute.jit
-def reduce_scatter(values, count: cutlass.Constexpr, step: cutlass.Constexpr):
+def reduce_scatter(
+    values,
+    count: cutlass.Constexpr,
+    step: cutlass.Constexpr,
+    neighbours_first: cutlass.Constexpr = False,
+):
     """Sums lists over `count` threads that lie `step` lanes apart.
 
     While there are values to halve, each exchange keeps half of them, so that a thread ends with a few finished sums:
     returns the number of the first one, whether this thread is the one to write them, and the sums. The values are as
-    many as a power of two.
+    many as a power of two. neighbours_first: threads that are `step` lanes apart exchange first, and those that are
+    farthest apart last.
     """
     lane = cute.arch.lane_idx()
     index, owner = Int32(0), Boolean(True)
-    offset = count * step // 2
-    while cutlass.const_expr(offset >= step):
+    offset = step if neighbours_first else count * step // 2
+    while cutlass.const_expr(step <= offset < count * step):
         upper = (lane & offset) != 0
         half = len(values) // 2
         if cutlass.const_expr(half > 0):
@@ -32,7 +38,7 @@ def reduce_scatter(values, count: cutlass.Constexpr, step: cutlass.Constexpr):
         else:
             values = [values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=offset)]
             owner = owner and not upper
-        offset //= 2
+        offset = offset * 2 if neighbours_first else offset // 2
     return index, owner, values
 
 

@@ -38,11 +38,19 @@ class Shared(NamedTuple):
     sSteps: cute.Tensor
 
 
+def in_pairs(values):
+    """Returns the sum of neighbours, of neighbouring sums of two, and so on."""
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2])]
+    return values[0]
+
+
 class Columns(Tile):
     """What a column of V sums up over K lies in all warps.
 
     x = S'^T k and y = S'^T q are summed inside each warp by shuffles and over the warps in shared memory, where
-    `tile_v` threads make u = b (v - x) and o = y + (q.k) u of them; then every thread adds k u^T.
+    `tile_v` threads make u = b (v - x) and o = y + (q.k) u of them; then every thread adds k u^T. Partial sums are added
+    in pairs of neighbours, in a warp and over the warps, so that tiles whose threads have as many rows add in one order.
     """
 
     def __init__(self, config: Config):
@@ -124,19 +132,18 @@ class Columns(Tile):
         self.hand_over(sums, shared, place, row)
         lane, warp = row.tidx % WARP, row.tidx // WARP
         for i in cutlass.range_constexpr(3):
-            offset = WARP // 2
-            while cutlass.const_expr(offset >= self.lanes):
+            offset = self.lanes
+            while cutlass.const_expr(offset < WARP):
                 squares[i] = squares[i] + cute.arch.shuffle_sync_bfly(squares[i], offset=offset)
-                offset //= 2
+                offset *= 2
             if lane == i:
                 shared.sSquares[warp, i] = squares[i]
         cute.arch.sync_threads()
         if row.tidx < self.tile_v:
             x, y = self.sums(shared, row.tidx)
-            kk, qq, qk = Float32(0.0), Float32(0.0), Float32(0.0)
-            for w in cutlass.range_constexpr(self.warps):
-                kk, qq = kk + shared.sSquares[w, 0], qq + shared.sSquares[w, 1]
-                qk = qk + shared.sSquares[w, 2]
+            kk, qq, qk = (
+                in_pairs([shared.sSquares[w, i] for w in range(self.warps)]) for i in range(3)
+            )
             norm_k, norm_q = Float32(1.0), numbers.scale
             if cutlass.const_expr(self.l2norm):
                 norm_k = cute.math.rsqrt(kk + NORM_EPS)
@@ -221,7 +228,7 @@ class Columns(Tile):
     @cute.jit
     def hand_over(self, sums, shared: Shared, place: Place, row: Row):
         """Writes each warp's part of x and y."""
-        index, owner, sums = reduce_scatter(sums, WARP // self.lanes, self.lanes)
+        index, owner, sums = reduce_scatter(sums, WARP // self.lanes, self.lanes, True)
         if owner:
             for i in cutlass.range_constexpr(len(sums)):
                 which, column = (index + i) // self.vector, (index + i) % self.vector
@@ -230,9 +237,8 @@ class Columns(Tile):
     @cute.jit
     def sums(self, shared: Shared, column):
         """Returns x and y of a column of V."""
-        x, y = Float32(0.0), Float32(0.0)
-        for w in cutlass.range_constexpr(self.warps):
-            x, y = x + shared.sSums[w, 0, column], y + shared.sSums[w, 1, column]
+        warps = range(self.warps)
+        x, y = (in_pairs([shared.sSums[w, i, column] for w in warps]) for i in range(2))
         return x, y
 
     @cute.jit
