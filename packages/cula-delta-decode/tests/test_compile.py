@@ -77,8 +77,8 @@ def stores(config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Records of a replay, the factors of a single token, staged tokens, before a norm their outputs, activated gates and sums of squares, and of
-    [K, V] states the sums of the warps and what each column adds."""
+    """Records of a replay, the factors of a single token, staged tokens, before a norm their outputs, activated gates
+    and sums of squares, and of [K, V] states the sums of the warps and what each column adds."""
     problem = config.problem
     factors = problem.head_dim_k if problem.gate.channels else 1
     records = 4 * CHUNK * (problem.head_dim_k + config.tile_v + factors) if problem.replay else 0
@@ -124,7 +124,9 @@ def test_convolution_and_norm_of_the_largest_states_spill_nothing(
 @pytest.mark.parametrize("few", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("gate", [GDN, KDA])
-@pytest.mark.parametrize("state_dtype, v_first", [*((d, True) for d in DTYPES), (DTYPES[0], False), (DTYPES[2], False)])
+@pytest.mark.parametrize(
+    "state_dtype, v_first", [*((d, True) for d in DTYPES), (DTYPES[0], False), (DTYPES[2], False)]
+)
 def test_machine_code_for_few_states(state_dtype, v_first, gate, tokens, few):
     problem = Problem("bfloat16", state_dtype, 128, 128, tokens, v_first, gate)
     if select(problem, "sm_90a", few=few) != select(problem, "sm_90a"):

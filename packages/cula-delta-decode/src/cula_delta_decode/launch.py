@@ -452,9 +452,16 @@ def _launch(problem: Problem, x: Arguments) -> None:
 
 
 def aligned(*activations: Tensor | None) -> bool:
-    """Whether every token and head of all of them begins at a multiple of 16 bytes; those of one number do not count."""
+    """Whether every token and head of all of them begins at a multiple of 16 bytes; tensors of numbers do not
+    count."""
     return not any(
-        (x.data_ptr() | x.stride(0) * x.itemsize | x.stride(1) * x.itemsize | x.stride(2) * x.itemsize) % 16
+        (
+            x.data_ptr()
+            | x.stride(0) * x.itemsize
+            | x.stride(1) * x.itemsize
+            | x.stride(2) * x.itemsize
+        )
+        % 16
         for x in activations
         if x is not None and x.dim() == 4
     )

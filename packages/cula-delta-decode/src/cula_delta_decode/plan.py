@@ -82,8 +82,8 @@ def candidates(problem: Problem) -> list[Config]:
 def select(
     problem: Problem, arch: str, multiprocessors: int = 132, few: int = MANY_STATES
 ) -> Config:
-    """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: what `crowding` says of a call, which changes no
-    bit of the result."""
+    """Returns the tile for an architecture ("sm_80", "sm_90a", ...). few: what `crowding` says of a call, which changes
+    no bit of the result."""
     wide, v_first = problem.state_dtype == "float32", problem.state_v_first
     clusters = _at_least_sm90(arch)
     several, channels = problem.tokens > 1, problem.gate.channels
@@ -91,7 +91,9 @@ def select(
         tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
     elif problem.fused.norm and problem.fused.convolution:
         tile = _BOTH_SEVERAL if several else _BOTH[channels]
-        if (few and v_first) or (problem.replay and not several):  # with records 256 threads have too few registers
+        if (few and v_first) or (
+            problem.replay and not several
+        ):  # with records 256 threads have too few registers
             tile = _BOTH_FEW
     elif problem.fused.norm:
         tile = _NORM

@@ -49,8 +49,9 @@ class Columns(Tile):
     """What a column of V sums up over K lies in all warps.
 
     x = S'^T k and y = S'^T q are summed inside each warp by shuffles and over the warps in shared memory, where
-    `tile_v` threads make u = b (v - x) and o = y + (q.k) u of them; then every thread adds k u^T. Partial sums are added
-    in pairs of neighbours, in a warp and over the warps, so that tiles whose threads have as many rows add in one order.
+    `tile_v` threads make u = b (v - x) and o = y + (q.k) u of them; then every thread adds k u^T. Partial sums are
+    added in pairs of neighbours, in a warp and over the warps, so that tiles whose threads have as many rows add in one
+    order.
     """
 
     def __init__(self, config: Config):

@@ -172,7 +172,7 @@ class Tile:
     def apply(self, rState: cute.Tensor, fetched: Fetched, count, place: Place):
         """Applies records, with one multiplication and addition for every element and record.
 
-        The tile fades once, by all factors. What a record adds fades by those behind it, so its key takes their product.
+        The tile fades once, by all factors. What a record adds fades by those behind it: its key takes their product.
         """
         faded = self.products()
         for number in range(count):
