@@ -14,7 +14,6 @@ from torch import Tensor
 from cula._arguments import (
     Dims,
     activations,
-    checkpoints,
     decays,
     decode_dims,
     like_tokens,
@@ -353,9 +352,10 @@ def _prefill(
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
     split_count(num_splits)
     dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
-    checkpoints(
-        state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, dtype, requires_grad
-    )
+    arguments.checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, q, dims.dim_v, state_v_first, dtype, ("HV", dims.value_heads)
+    )  # fmt: skip
+    arguments.not_with_gradients("state_checkpoints", state_checkpoints, requires_grad)
 
 
 def _states(

@@ -22,6 +22,8 @@ ACTIVATIONS: Mapping[str, tuple[torch.dtype, ...]] = {
 }
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OFFSETS = (torch.int32, torch.int64)
+# States on the way are kept after multiples of so many tokens.
+CHECKPOINT_UNIT = 64
 _SHOWN = 16
 
 
@@ -386,3 +388,46 @@ def pool_rows(name: str, indices: Tensor, pool_name: str, rows: int, updated: bo
     live = indices[indices >= 0]
     if updated and live.unique().numel() < live.numel():
         value_error(name, f"a row of {pool_name} once at most", indices[:_SHOWN].tolist())
+
+
+def checkpoints(
+    buffer: Tensor | None,
+    every: int | None,
+    q: Tensor,
+    dim_v: int,
+    v_first: bool,
+    dtype: torch.dtype,
+    heads: tuple[str, int],
+    *,
+    aligned: bool = False,
+) -> None:
+    """Checks the buffer for the states after every n tokens, in the dtype of states, and n: both or neither.
+
+    heads: the letters for the number of heads of a state, and that number. aligned: see `states`.
+    """
+    if buffer is None and every is None:
+        return
+    name = "checkpoint_every_n_tokens"
+    if every is None:
+        value_error(name, f"a multiple of {CHECKPOINT_UNIT} beside state_checkpoints", None)
+    if type(every) is not int:
+        type_error(name, "an int or None", type(every).__name__)
+    if every < 1 or every % CHECKPOINT_UNIT:
+        value_error(name, f"a positive multiple of {CHECKPOINT_UNIT}", every)
+    name = "state_checkpoints"
+    if buffer is None:
+        value_error(name, "a tensor beside checkpoint_every_n_tokens", None)
+    tensor(name, buffer)
+    batch, tokens, _, dim_k = q.shape
+    matrix, letters = ((dim_v, dim_k), "V, K") if v_first else ((dim_k, dim_v), "K, V")
+    shape = (batch, tokens // every, heads[1], *matrix)
+    if buffer.shape != shape:
+        expected = f"[B, T // n, {heads[0]}, {letters}] = {list(shape)}"
+        value_error(name, expected, list(buffer.shape))
+    if buffer.dtype != dtype:
+        type_error(name, dtype_name(dtype), dtype_name(buffer.dtype))
+    device(name, buffer, q)
+    if not buffer.is_contiguous():
+        value_error(name, "a contiguous tensor", f"strides {buffer.stride()}")
+    if aligned and buffer.is_cuda and is_real(buffer) and buffer.data_ptr() % 16:
+        value_error(name, "an address that is a multiple of 16 bytes", buffer.data_ptr())
