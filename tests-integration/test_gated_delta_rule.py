@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from cula.lightning import chunk_gated_delta_rule
 from cula_core.reference.gated_delta_rule import gated_delta_rule
-from cula_testing.gated_delta_rule import CHOICES, HEADS, LENGTHS, Case, arguments, cases
+from cula_testing import refusals
+from cula_testing.gated.cases import CHOICES, HEADS, LENGTHS, Case, arguments, cases
+from cula_testing.gated.contract import WRONG, WRONG_WITH_GRADIENTS, good_arguments
 from cula_testing.kda.problems import one_thread
 
 DIM = 16
@@ -45,3 +48,23 @@ def test_16_bits_lose_what_their_rounding_does() -> None:
     assert found.dtype == torch.bfloat16 and states.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected.out, rtol=2**-8, atol=1e-5)
     torch.testing.assert_close(states.double(), expected.states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong, mode", refusals.cases([*WRONG, *WRONG_WITH_GRADIENTS], "cpu"))
+def test_wrong_arguments_are_refused(wrong: refusals.Wrong, mode: str) -> None:
+    refusals.assert_refused(chunk_gated_delta_rule, wrong, good_arguments(mode, dim=DIM))
+
+
+@pytest.mark.parametrize("mode", ["dense", "packed"])
+def test_good_arguments_are_accepted(mode: str) -> None:
+    given = good_arguments(mode, dim=DIM)
+    o, states = chunk_gated_delta_rule(**given)
+    assert o is given["out"] and not (o == 9).any()
+    assert states is given.get("state_pool", states) and states.isfinite().all()
+
+
+def test_every_argument_has_a_wrong_value() -> None:
+    """Those that other functions have too are in the table of meta's tests."""
+    known = {"scale", "cu_seqlens", "cu_seqlens_cpu", "initial_state", "impl"}
+    taken = {*inspect.signature(chunk_gated_delta_rule).parameters}
+    assert taken - known <= {wrong.argument for wrong in [*WRONG, *WRONG_WITH_GRADIENTS]} <= taken

@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 
 from cula_core.reference.delta_decode import Gates, delta_rule_decode
 from cula_core.reference.gated_delta_rule import gated_delta_rule
-from cula_testing.gated_delta_rule import HEADS, Case, arguments
+from cula_testing.gated.cases import HEADS, Case, arguments
 from cula_testing.tensors import int32
 
 DOUBLE, DIM = torch.float64, 8

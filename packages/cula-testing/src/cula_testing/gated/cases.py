@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import normalize
 
-from .tensors import normals
+from ..tensors import normals
 
 # Heads of q, k and v: alike, queries grouped (HQ > HV), and values grouped (HV > HQ).
 HEADS = ((1, 1, 1), (6, 2, 2), (2, 2, 4), (16, 16, 32), (16, 16, 64))
