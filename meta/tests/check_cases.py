@@ -101,7 +101,7 @@ OF_LIGHTNING_PREFILL = {
     "use_qk_l2norm_in_kernel", "exact_state", "state_checkpoints", "checkpoint_every_n_tokens", "num_splits",
     "update_state_pool",
 }  # fmt: skip
-# Those that chunk_gated_delta_rule alone has; test_check_gated.py is about them.
+# Those that chunk_gated_delta_rule alone has; `cula_testing.gated.contract` is about them.
 OF_GATED = {
     "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
     "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "use_intracard_cp",
