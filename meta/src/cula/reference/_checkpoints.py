@@ -30,8 +30,7 @@ def checkpoint_writer(
     # [NC, B], or [NC, 1] where all rows of a batch are alike.
     due = (chunks.valid[:, -1] & (length % every == 0))[:, None]
     if live is not None:
-        packed = isinstance(chunks, PackedChunks)
-        due = due & (live[chunks.sequence][:, None] if packed else live)
+        due = due & (live[chunks.sequence][:, None] if isinstance(chunks, PackedChunks) else live)
     row = (chunks.start // every + length // every - 1).clamp(0, buffer.shape[1] - 1)
 
     def write(chunk: int, state: Tensor) -> None:

@@ -60,7 +60,7 @@ def arguments(
     dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Returns arguments of `chunk_gated_delta_rule`, with final states; K = V = dim, and keys are of norm 1.
 

@@ -6,12 +6,14 @@ What it shares with every function of `cula`, such as packing and the dtypes of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..refusals import CPU, Arguments, Table, Wrong, on_device, resized
-from ..tensors import int32, spaced
+from ..refusals import CPU, Arguments, Error, Table, Wrong, on_device, resized
+from ..tensors import int32, spaced, turned
 from .cases import Case, arguments
 
 TOKENS, POOL, EVERY = 140, 5, 64
@@ -42,20 +44,26 @@ def indices(name: str) -> list[Wrong]:
     ]  # fmt: skip
 
 
-def checkpoints(
-    label: str, name: str, says: str, got: str, error: type[Exception] = ValueError, **given
+def buffer(
+    label: str, how: Callable[[Tensor], Tensor], says: str, got: str, error: Error = ValueError
 ) -> Wrong:
-    """Wrong values of the two arguments about checkpoints."""
-    makers = {n: x if callable(x) else (lambda a, x=x: x) for n, x in given.items()}
-    return several(label, makers, error, name, says, got, PACKED)
-
-
-def buffer(how) -> dict:
     """Another buffer for checkpoints."""
-    return {"state_checkpoints": lambda a: how(a["state_checkpoints"])}
+    return change(label, "state_checkpoints", how, error, says, got, PACKED)
 
 
-NO_GATE = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None}
+NO_GATE: dict[str, Any] = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None}
+
+
+def log_decay(bad: float) -> Wrong:
+    """Decays that no state may have."""
+
+    def change(a: Arguments) -> Arguments:
+        return NO_GATE | {"g": torch.full_like(a["g"], bad)}
+
+    label = f"a log decay of {bad}"
+    return Wrong(label, change, ValueError, "g", "values <= 0", str(bad), BOTH, CPU)
+
+
 WRONG = [
     several("heads of k that states are no multiple of", {"k": resized("k", (2, 3))}, ValueError, "k",
             "a number of heads HK that divides HS = max(HQ, HV) = 4", "3"),
@@ -79,8 +87,7 @@ WRONG = [
     *(values(name, ValueError, "None unless there are g and use_gate_in_kernel", "a tensor",
              **NO_GATE | {"g": None, name: torch.zeros(4)}) for name in ("A_log", "dt_bias")),
     values("A_log", ValueError, "a tensor with use_gate_in_kernel", "None", A_log=None),
-    *(Wrong(f"a log decay of {bad}", lambda a, bad=bad: NO_GATE | {"g": torch.full_like(a["g"], bad)}, ValueError, "g",
-            "values <= 0", str(bad), BOTH, CPU) for bad in (0.5, math.nan)),
+    *(log_decay(bad) for bad in (0.5, math.nan)),
     values("allow_neg_eigval", ValueError, "False unless there are beta and use_beta_sigmoid_in_kernel",
            "True with use_beta_sigmoid_in_kernel=False", use_beta_sigmoid_in_kernel=False),
     *(value(name, wrong, TypeError, "a float", type(wrong).__name__)
@@ -127,22 +134,18 @@ WRONG = [
 
     no_tensor("state_checkpoints", 1.0, PACKED),
     away("state_checkpoints", PACKED),
-    *(checkpoints(f"every {n!r}", "checkpoint_every_n_tokens", says, got, error, checkpoint_every_n_tokens=n)
+    *(value("checkpoint_every_n_tokens", n, error, says, got, PACKED)
       for n, error, says, got in (
         (None, ValueError, "a multiple of 64 beside state_checkpoints", "None"),
         (64.0, TypeError, "an int or None", "float"),
         (32, ValueError, "a positive multiple of 64", "32"), (-64, ValueError, "a positive multiple of 64", "-64"),
     )),
-    checkpoints("no buffer", "state_checkpoints", "a tensor beside checkpoint_every_n_tokens", "None",
-                state_checkpoints=None),
-    checkpoints("checkpoints of another n", "state_checkpoints", "[B, T // n, HS, K, V] = [1, 1, 4, ", "[1, 2, 4, ",
-                checkpoint_every_n_tokens=128),
-    checkpoints("checkpoints of fewer heads", "state_checkpoints", "[1, 2, 4, ", "[1, 2, 2, ",
-                **buffer(lambda x: x[:, :, :2])),
-    checkpoints("checkpoints of bfloat16", "state_checkpoints", "float32", "bfloat16", TypeError,
-                **buffer(Tensor.bfloat16)),
-    checkpoints("checkpoints turned", "state_checkpoints", "a contiguous tensor", "strides",
-                **buffer(lambda x: x.mT.contiguous().mT)),
+    value("state_checkpoints", None, ValueError, "a tensor beside checkpoint_every_n_tokens", "None", PACKED),
+    values("state_checkpoints", ValueError, "[B, T // n, HS, K, V] = [1, 1, 4, ", "[1, 2, 4, ", PACKED,
+           checkpoint_every_n_tokens=128),
+    buffer("checkpoints of fewer heads", lambda x: x[:, :, :2], "[1, 2, 4, ", "[1, 2, 2, "),
+    buffer("checkpoints of bfloat16", Tensor.bfloat16, "float32", "bfloat16", TypeError),
+    buffer("checkpoints turned", turned, "a contiguous tensor", "strides"),
 
     *(value("operand_dtype", wrong, TypeError, "torch.float16, torch.bfloat16 or None", repr(wrong))
       for wrong in (torch.float32, "float16", 16)),
