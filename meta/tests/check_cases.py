@@ -92,12 +92,20 @@ KDA = ("chunk_kda", "fused_recurrent_kda")
 CHUNKED = ("chunk_kda", "chunk_gated_delta_rule")
 RECURRENT = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
 DELTA = (*CHUNKED, *RECURRENT)
+# Heads of q, k and v are grouped in any way, states have HS heads, and g and beta are optional.
+GATED = "chunk_gated_delta_rule"
 DECODE = ("linear_attention_decode", "linear_attention_commit")
 META = torch.device("meta")
 # The arguments that Lightning prefill functions alone have; test_check_prefill.py is about those.
 OF_LIGHTNING_PREFILL = {
     "use_qk_l2norm_in_kernel", "exact_state", "state_checkpoints", "checkpoint_every_n_tokens", "num_splits",
     "update_state_pool",
+}  # fmt: skip
+# Those that chunk_gated_delta_rule alone has; `cula_testing.gated.contract` is about them.
+OF_GATED = {
+    "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
+    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "use_intracard_cp",
+    "operand_dtype",
 }  # fmt: skip
 
 
@@ -186,7 +194,9 @@ def cases() -> list[Case]:
                 "v",
                 change("v", lambda x: x[:, :, :3]),
                 ValueError,
-                "heads HV that is a multiple of H = 2, got 3",
+                "heads HV that is a multiple of HQ = 2 or divides it, got 3"
+                if function == GATED
+                else "heads HV that is a multiple of H = 2, got 3",
             )
             add(
                 function,
@@ -202,7 +212,7 @@ def cases() -> list[Case]:
                 ValueError,
                 "a head dimension V of at least 1",
             )
-        if function in PREFILL:
+        if function in PREFILL and function != GATED:
             add(function, "k", change("k", lambda x: x[:, :, :1]), ValueError, "the shape of q")
         add(function, "impl", {"impl": "nothing"}, ValueError, "'auto' or one of")
         add(function, "impl", {"impl": None}, TypeError, "a str, got NoneType")
@@ -235,7 +245,7 @@ def cases() -> list[Case]:
                 "out",
                 {"out": lambda args: torch.zeros_like(args["v"])[:, 1:]},
                 ValueError,
-                "the shape of v",
+                "[B, T, HS, V] = [2, 3, 4, 6]" if function == GATED else "the shape of v",
             )
             add(
                 function,
@@ -271,14 +281,14 @@ def cases() -> list[Case]:
         "initial_state",
         {"initial_state": lambda args: torch.zeros(B, HV, V, K)},
         ValueError,
-        "[N, HV, K, V] = [N, 4, 8, 6]",
+        ", K, V] = [N, 4, 8, 6]",
     )
     add(
         DENSE,
         "initial_state",
         {**state, "state_v_first": True},
         ValueError,
-        "[N, HV, V, K] = [N, 4, 6, 8]",
+        ", V, K] = [N, 4, 6, 8]",
     )
     add(
         DENSE,
@@ -360,6 +370,10 @@ def cases() -> list[Case]:
 
     for name in ("g", "beta"):
         tensor(DELTA, name)
+        letters = (("[B, T, HS] = ", (GATED,)), ("[B, T, HV", (*KDA, *RECURRENT)))
+        for expected, functions in letters:
+            wrong = change(name, lambda x: x[:, :, :H])
+            add(functions, name, wrong, ValueError, expected)
         add(
             DELTA,
             name,
@@ -367,7 +381,6 @@ def cases() -> list[Case]:
             TypeError,
             "float32 or bfloat16 or float16 or float64, got int64",
         )
-        add(DELTA, name, change(name, lambda x: x[:, :, :H]), ValueError, "[B, T, HV")
     add(KDA, "g", change("g", strided), ValueError, "a contiguous last dimension")
     tensor("chunk_simple_gla", "g")
     add(
@@ -407,14 +420,14 @@ def cases() -> list[Case]:
         add(DELTA, name, {name: 1}, TypeError, "a bool, got int")
     doubled = {"allow_neg_eigval": True}
     for functions, expected in (
-        (CHUNKED, "use_beta_sigmoid_in_kernel=True with it"),
-        (RECURRENT, "False unless there are beta and use_beta_sigmoid_in_kernel"),
+        (("chunk_kda",), "use_beta_sigmoid_in_kernel=True with it"),
+        ((*RECURRENT, GATED), "False unless there are beta and use_beta_sigmoid_in_kernel"),
     ):
         add(functions, "allow_neg_eigval", doubled, ValueError, expected)
     add(CHUNKED, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
     for functions, expected in (
-        (CHUNKED, "None unless use_gate_in_kernel is True, got Tensor"),
-        (RECURRENT, "None unless there are g and use_gate_in_kernel, got a tensor"),
+        (("chunk_kda",), "None unless use_gate_in_kernel is True, got Tensor"),
+        ((*RECURRENT, GATED), "None unless there are g and use_gate_in_kernel, got a tensor"),
     ):
         for name in ("A_log", "dt_bias"):
             add(functions, name, {name: torch.zeros(HV)}, ValueError, expected)
@@ -426,7 +439,7 @@ def cases() -> list[Case]:
         "a tensor with use_gate_in_kernel",
     )
     tensor(DELTA, "A_log", lambda args: torch.zeros(HV), use_gate_in_kernel=True)
-    add(DELTA, "A_log", {**gate, "A_log": torch.zeros(H)}, ValueError, "[HV] = [4], got [2]")
+    add(DELTA, "A_log", {**gate, "A_log": torch.zeros(H)}, ValueError, "] = [4], got [2]")
     add(
         DELTA,
         "A_log",
@@ -435,7 +448,7 @@ def cases() -> list[Case]:
         "float32 or bfloat16 or float16 or float64, got int64",
     )
     add(DELTA, "dt_bias", {**gate, "dt_bias": [0.0]}, TypeError, "a torch.Tensor, got list")
-    add(DELTA, "dt_bias", {**gate, "dt_bias": torch.zeros(HV + 1)}, ValueError, "[HV")
+    add(DELTA, "dt_bias", {**gate, "dt_bias": torch.zeros(HV + 1)}, ValueError, "[H")
     add(
         DELTA,
         "dt_bias",
@@ -458,6 +471,11 @@ def cases() -> list[Case]:
         "a tensor on cpu, as q, got meta",
     )
 
+    for function in (GATED, "fused_recurrent_gated_delta_rule"):
+        raw, logits = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"
+        add(function, raw, {**gate, "g": None}, ValueError, "False without g, got True")
+        without = {"beta": None, logits: True}
+        add(function, logits, without, ValueError, "False without beta, got True")
     rule = "fused_recurrent_gated_delta_rule"
     for name, dim, letter in (("gk", K, "K"), ("gv", V, "V")):
         decays = torch.zeros(B, T, HV, dim)
@@ -470,9 +488,6 @@ def cases() -> list[Case]:
             (decays + 0.25, ValueError, "values <= 0, got 0.25"),
         ):
             add(rule, name, {name: bad}, error, expected)
-    add(rule, "use_gate_in_kernel", {**gate, "g": None}, ValueError, "False without g, got True")
-    logits = {"beta": None, "use_beta_sigmoid_in_kernel": True}
-    add(rule, "use_beta_sigmoid_in_kernel", logits, ValueError, "False without beta, got True")
 
     for name in ("safe_gate", "disable_recompute", "return_intermediate_states"):
         add("chunk_kda", name, {name: "yes"}, TypeError, "a bool, got str")

@@ -473,8 +473,24 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         "output_final_state": False, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": False,
         "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "state_v_first": True,
     }  # fmt: skip
-    op = "lightning.gated_delta_rule"
-    assert seen.pop() == {"op": op, "function": "chunk_gated_delta_rule", **common, **flags}
+    op, of_rule = "lightning.gated_delta_rule", "chunk_gated_delta_rule"
+    more = {
+        "grouped_queries": False, "softplus": False, "state_pool": False, "update_state_pool": True,
+        "has_initial_state": False, "checkpoints": False, "use_intracard_cp": "auto", "operand_dtype": None,
+    }  # fmt: skip
+    assert seen.pop() == {"op": op, "function": of_rule, **common, **flags, **more}
+
+    lightning.chunk_gated_delta_rule(
+        x["v"][..., :K], x["k"], x["v"][:, :, :1], state_pool=state, update_state_pool=False,
+        has_initial_state=torch.ones(1, dtype=torch.bool), softplus_threshold=30.0, use_intracard_cp=False,
+        operand_dtype=torch.bfloat16, state_checkpoints=torch.empty(1, 1, HV, K, V), checkpoint_every_n_tokens=64,
+    )  # fmt: skip
+    facts = seen.pop()
+    assert facts.items() >= {
+        "grouped_queries": True, "softplus": True, "state_pool": True, "update_state_pool": False,
+        "has_initial_state": True, "checkpoints": True, "use_intracard_cp": False, "operand_dtype": torch.bfloat16,
+        "group": 1, "gate_dtype": None, "beta_dtype": None, "state_dtype": torch.float32, "initial_state": False,
+    }.items()  # fmt: skip
 
     op = "lightning.gated_delta_decode"
     kernel(op, lambda *a, **o: ("o", None), supports=supports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -101,7 +102,52 @@ def test_gated_delta_rule() -> None:
         lightning.chunk_gated_delta_rule, *x.values(), 0.3, state, True, cu_seqlens=CU, use_gate_in_kernel=True,
         A_log=torch.rand(HV), dt_bias=torch.rand(HV), use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    assert SEEN == ["chunk_gated_delta_rule"]
+    # Without gates the adapter makes some that change nothing.
+    q, k, v, _, beta = x.values()
+    both(lightning.chunk_gated_delta_rule, q, k, v, beta=beta, scale=0.3)
+    both(lightning.chunk_gated_delta_rule, q, k, v, x["g"], out=torch.empty_like(v))
+    assert SEEN == ["chunk_gated_delta_rule"] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"v": torch.randn(1, 3, 1, V)}, "needs as many heads of k as of q, and no fewer of v"),
+        ({"k": torch.randn(1, 3, 1, K)}, "needs as many heads of k as of q, and no fewer of v"),
+        ({"softplus_beta": 2.0}, "has no softplus_beta and softplus_threshold"),
+        ({"softplus_threshold": 9.0}, "has no softplus_beta and softplus_threshold"),
+        ({"state_pool": torch.zeros(1, 2, K, V)}, "updates no state_pool"),
+        (
+            {
+                "initial_state": torch.zeros(1, 2, K, V),
+                "has_initial_state": torch.zeros(1, dtype=torch.bool),
+            },
+            "has no has_initial_state",
+        ),
+        (
+            {
+                "state_checkpoints": torch.zeros(1, 0, 2, K, V),
+                "checkpoint_every_n_tokens": 64,
+            },
+            "writes no state_checkpoints",
+        ),
+        ({"operand_dtype": torch.float16}, "has no operand_dtype"),
+        (
+            {"use_intracard_cp": True},
+            "splits sequences by settings of its own, not by use_intracard_cp=True",
+        ),
+    ],
+)
+def test_what_the_gated_delta_rule_lacks(options: dict[str, Any], reason: str) -> None:
+    """It is refused by name, and left to the reference otherwise; what nothing has is refused in any case."""
+    x = {name: torch.randn(1, 3, 2, dim) for name, dim in (("q", K), ("k", K), ("v", V))} | options
+    x |= {name: x[name].bfloat16() for name in ("q", "k", "v")}
+    run = lightning.chunk_gated_delta_rule
+    with pytest.raises(RuntimeError, match=f"^impl='fla' cannot serve .*: {re.escape(reason)}$"):
+        run(**x, impl="fla")
+    if options.get("use_intracard_cp") is not True:
+        assert run(**x)[0].isfinite().all()
+    assert not SEEN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

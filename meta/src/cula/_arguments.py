@@ -13,8 +13,6 @@ from torch import Tensor
 from cula_core import arguments
 from cula_core.dtypes import dtype_name
 
-CHECKPOINT_UNIT = 64
-
 
 class Dims(NamedTuple):
     """Sizes of a call: batch, tokens, query/key heads, value heads, key and value head dimensions, sequences."""
@@ -109,43 +107,6 @@ def seed_of_rounding(seed: Tensor | int, state: Tensor) -> None:
         arguments.type_error(name, expected, type(seed).__name__)
     elif not -(1 << 63) <= seed < 1 << 63:
         arguments.value_error(name, "a 64-bit integer", seed)
-
-
-def checkpoints(
-    buffer: Tensor | None,
-    every: int | None,
-    q: Tensor,
-    dims: Dims,
-    state_v_first: bool,
-    dtype: torch.dtype,
-    requires_grad: bool,
-) -> None:
-    """The buffer for the states after every n tokens, in the dtype of states, and n: both or neither."""
-    if buffer is None and every is None:
-        return
-    name = "checkpoint_every_n_tokens"
-    if every is None:
-        arguments.value_error(name, "a multiple of 64 beside state_checkpoints", None)
-    if type(every) is not int:
-        arguments.type_error(name, "an int or None", type(every).__name__)
-    if every < 1 or every % CHECKPOINT_UNIT:
-        arguments.value_error(name, f"a positive multiple of {CHECKPOINT_UNIT}", every)
-    name = "state_checkpoints"
-    if buffer is None:
-        arguments.value_error(name, "a tensor beside checkpoint_every_n_tokens", None)
-    arguments.tensor(name, buffer)
-    matrix = (dims.dim_v, dims.dim_k) if state_v_first else (dims.dim_k, dims.dim_v)
-    shape = (dims.batch, dims.tokens // every, dims.value_heads, *matrix)
-    if buffer.shape != shape:
-        letters = "V, K" if state_v_first else "K, V"
-        expected = f"[B, T // n, HV, {letters}] = {list(shape)}"
-        arguments.value_error(name, expected, list(buffer.shape))
-    if buffer.dtype != dtype:
-        arguments.type_error(name, dtype_name(dtype), dtype_name(buffer.dtype))
-    arguments.device(name, buffer, q)
-    if not buffer.is_contiguous():
-        arguments.value_error(name, "a contiguous tensor", f"strides {buffer.stride()}")
-    arguments.not_with_gradients(name, buffer, requires_grad)
 
 
 def split_count(num_splits: int | None) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from cula._arguments import (
     Dims,
     activations,
-    checkpoints,
     decays,
     decode_dims,
     like_tokens,
@@ -23,7 +22,13 @@ from cula._arguments import (
     token_dims,
 )
 from cula_core import arguments
-from cula_core.delta_rule.contract import SAFE_LOWER_BOUND
+from cula_core.delta_decode.gates import check_softplus
+from cula_core.delta_rule.contract import (
+    SAFE_LOWER_BOUND,
+    check_cp_context,
+    check_operand_dtype,
+    check_split_choice,
+)
 from cula_core.dtypes import dtype_name
 
 MAX_DECODE_TOKENS = 8
@@ -69,10 +74,16 @@ def chunk_kda(
         **flags,
     )
     dims = token_dims(q, k, v, out, cu_seqlens, cu_seqlens_cpu, requires_grad)
-    _delta_rule(
-        q, v, g, beta, dims, scale, initial_state, state_v_first,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context, channels=True,
-    )  # fmt: skip
+    heads = tuple(v.shape[:3])
+    like_tokens("g", g, q, (*heads, dims.dim_k), "[B, T, HV, K]")
+    arguments.last_dim("g", g)
+    like_tokens("beta", beta, q, heads, "[B, T, HV]")
+    arguments.number("scale", scale)
+    _states(q, v, dims, state_v_first, initial_state=initial_state)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        other = "use_beta_sigmoid_in_kernel"
+        arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
+    check_cp_context(cp_context)
     _gate(q, g, dims, lower_bound, A_log, dt_bias, use_gate_in_kernel, safe_gate)
     if return_intermediate_states and disable_recompute:
         arguments.value_error(
@@ -88,60 +99,16 @@ def chunk_kda(
         )
 
 
-def split_choice(use_intracard_cp: bool | str) -> None:
-    """The part of the contract of `chunk_kda` on which choosing an implementation depends."""
-    if not (isinstance(use_intracard_cp, bool) or use_intracard_cp == "auto"):
-        arguments.value_error("use_intracard_cp", "'auto', True or False", repr(use_intracard_cp))
-
-
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None,
-    initial_state: Tensor | None,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_indices: Tensor | None,
-    cp_context: object,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    out: Tensor | None,
-    requires_grad: bool,
-    **flags: bool,
-) -> Dims:
-    """The contract of `chunk_gated_delta_rule`; `flags` are the remaining booleans by name."""
-    arguments.booleans(
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        **flags,
-    )
-    dims = token_dims(q, k, v, out, cu_seqlens, cu_seqlens_cpu, requires_grad)
-    _delta_rule(
-        q, v, g, beta, dims, scale, initial_state, state_v_first,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_context, channels=False,
-    )  # fmt: skip
-    _gate(q, g, dims, None, A_log, dt_bias, use_gate_in_kernel, None)
-    if chunk_indices is not None:
-        arguments.tensor("chunk_indices", chunk_indices)
-        if cu_seqlens is None:
-            arguments.value_error("chunk_indices", "None without cu_seqlens", "a tensor")
-        if chunk_indices.dtype not in arguments.OFFSETS:
-            expected = arguments.names(arguments.OFFSETS)
-            arguments.type_error("chunk_indices", expected, dtype_name(chunk_indices.dtype))
-        if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
-            arguments.value_error("chunk_indices", "[NT, 2]", list(chunk_indices.shape))
-        arguments.device("chunk_indices", chunk_indices, q)
-    return dims
+def kernel_choices(
+    use_intracard_cp: bool | str,
+    operand_dtype: torch.dtype | None,
+    softplus_beta: float,
+    softplus_threshold: float,
+) -> None:
+    """The part of the contract of `chunk_gated_delta_rule`, beside operands, that choosing an implementation needs."""
+    check_split_choice(use_intracard_cp)
+    check_operand_dtype(operand_dtype)
+    check_softplus(softplus_beta, softplus_threshold)
 
 
 def chunk_simple_gla(
@@ -251,6 +218,15 @@ def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
     return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
 
 
+def grouped_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, bool]:
+    """The same where heads may be grouped in any way: K, V, HS // HQ, and whether heads of q share one of k or v."""
+    dim_k, dim_v, _ = prefill_operands(q, v)
+    arguments.four_dims("k", k, "[B, T, HK, K]")
+    heads, heads_v = q.shape[2], v.shape[2]
+    group = index(max(heads, heads_v) // heads)
+    return dim_k, dim_v, group, bool(k.shape[2] != heads or heads_v < heads)
+
+
 def dtype_of(name: str, x: Tensor | None) -> torch.dtype | None:
     """The dtype of an optional tensor."""
     if x is None:
@@ -353,9 +329,10 @@ def _prefill(
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
     split_count(num_splits)
     dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
-    checkpoints(
-        state_checkpoints, checkpoint_every_n_tokens, q, dims, state_v_first, dtype, requires_grad
-    )
+    arguments.checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, q, dims.dim_v, state_v_first, dtype, ("HV", dims.value_heads)
+    )  # fmt: skip
+    arguments.not_with_gradients("state_checkpoints", state_checkpoints, requires_grad)
 
 
 def _states(
@@ -383,41 +360,6 @@ def _states(
     )
 
 
-def _delta_rule(
-    q: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    dims: Dims,
-    scale: float | None,
-    initial_state: Tensor | None,
-    state_v_first: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    cp_context: object,
-    *,
-    channels: bool,
-) -> None:
-    """What KDA and the gated delta rule share beyond q, k and v. channels: whether each of K has a g of its own."""
-    heads = tuple(v.shape[:3])
-    if channels:
-        like_tokens("g", g, q, (*heads, dims.dim_k), "[B, T, HV, K]")
-        arguments.last_dim("g", g)
-    else:
-        like_tokens("g", g, q, heads, "[B, T, HV]")
-    like_tokens("beta", beta, q, heads, "[B, T, HV]")
-    arguments.number("scale", scale)
-    _states(q, v, dims, state_v_first, initial_state=initial_state)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        other = "use_beta_sigmoid_in_kernel"
-        arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
-    if cp_context is not None:
-        raise NotImplementedError(
-            f"cp_context: expected None, got {type(cp_context).__name__}; sequences are not split over several GPUs, "
-            "only within one (use_intracard_cp)"
-        )
-
-
 def _gate(
     q: Tensor,
     g: Tensor,
@@ -426,11 +368,11 @@ def _gate(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     inside: bool,
-    safe: bool | None,
+    safe: bool,
 ) -> None:
     """The log decay g, or what a gate inside makes one of: A_log, dt_bias and lower_bound.
 
-    inside: use_gate_in_kernel. safe: safe_gate, or None where there is no such argument.
+    inside: use_gate_in_kernel. safe: safe_gate.
     """
     _lower_bound(lower_bound, inside, safe)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
@@ -446,15 +388,13 @@ def _gate(
     if A_log is not None:
         arguments.vector("A_log", A_log, "HV", dims.value_heads)
     elif inside and lower_bound is None:
-        bounded = " and no lower_bound" if g.dim() == 4 else ""
-        arguments.value_error("A_log", f"a tensor with use_gate_in_kernel{bounded}", None)
+        expected = "a tensor with use_gate_in_kernel and no lower_bound"
+        arguments.value_error("A_log", expected, None)
     if dt_bias is not None:
-        shapes: dict[str, tuple[int, ...]] = {"[HV]": (dims.value_heads,)}
-        if g.dim() == 4:
-            shapes = {
-                "[HV * K]": (dims.value_heads * dims.dim_k,),
-                "[HV, K]": (dims.value_heads, dims.dim_k),
-            }
+        shapes: dict[str, tuple[int, ...]] = {
+            "[HV * K]": (dims.value_heads * dims.dim_k,),
+            "[HV, K]": (dims.value_heads, dims.dim_k),
+        }
         if tuple(dt_bias.shape) not in shapes.values():
             expected = " or ".join(
                 f"{letters} = {list(sizes)}" for letters, sizes in shapes.items()
@@ -463,7 +403,7 @@ def _gate(
         arguments.last_dim("dt_bias", dt_bias)
 
 
-def _lower_bound(lower_bound: float | None, inside: bool, safe: bool | None) -> None:
+def _lower_bound(lower_bound: float | None, inside: bool, safe: bool) -> None:
     arguments.number("lower_bound", lower_bound)
     if lower_bound is None:
         if inside and safe:
@@ -471,8 +411,8 @@ def _lower_bound(lower_bound: float | None, inside: bool, safe: bool | None) -> 
             arguments.value_error("lower_bound", expected, None)
         return
     if not (inside or safe):
-        flags = "use_gate_in_kernel" if safe is None else "use_gate_in_kernel or safe_gate"
-        arguments.value_error("lower_bound", f"None unless {flags} is True", lower_bound)
+        expected = "None unless use_gate_in_kernel or safe_gate is True"
+        arguments.value_error("lower_bound", expected, lower_bound)
     if not lower_bound < 0:
         arguments.value_error("lower_bound", "a number below 0", lower_bound)
     if safe and lower_bound < SAFE_LOWER_BOUND:

@@ -28,6 +28,7 @@ _DELTA_RULE_FACTS = (
     "allow_neg_eigval",
     "state_v_first",
 )
+# grouped_queries: whether heads of q share one of k or v; softplus: whether its numbers are others than 1 and 20.
 # decay_requires_grad: whether the constant decay of a head does; checkpoints: whether states on the way are written.
 _PREFILL_FACTS = (
     "decay_requires_grad",
@@ -65,7 +66,17 @@ FACTS: dict[str, tuple[str, ...]] = {
         "state_v_first",
         *_PREFILL_FACTS,
     ),
-    "chunk_gated_delta_rule": _DELTA_RULE_FACTS,
+    "chunk_gated_delta_rule": (
+        *_DELTA_RULE_FACTS,
+        "grouped_queries",
+        "softplus",
+        "state_pool",
+        "update_state_pool",
+        "has_initial_state",
+        "checkpoints",
+        "use_intracard_cp",
+        "operand_dtype",
+    ),
     "chunk_kda": (
         *_DELTA_RULE_FACTS,
         "safe_gate",

@@ -18,6 +18,7 @@ from torch import Tensor
 from cula import _check
 from cula._registry import KERNELS_ONLY, arch_of, resolve, self_checking
 from cula_core.delta_decode.recurrent import check_fused_recurrent_kda
+from cula_core.delta_rule.contract import check_split_choice
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "kda_prefill_hopper"]
 
@@ -117,7 +118,7 @@ def chunk_kda(
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
-    _check.split_choice(use_intracard_cp)
+    check_split_choice(use_intracard_cp)
     run = resolve(
         "chunk_kda",
         impl,

@@ -10,14 +10,15 @@ and `o_t = scale * S_t^T q_t`. Decays are in natural log units per token: `decay
 
 What every function here shares. Activations are bfloat16, float16, float32 or float64, of one dtype on one device, and
 may be strided as long as the last dimension is contiguous. HV is a multiple of H; value head h reads query and key head
-`h // (HV // H)`. States are `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`, float32 unless said otherwise
-(float64 is accepted with float64 activations). `cu_seqlens` `[N + 1]`, int32 or int64 on the device of q, packs N
-sequences, some possibly empty, into B = 1; its values are checked when it lies on the CPU, and a device is never read
-back by cula itself. `impl` is "auto" or the name of an implementation, which then serves or raises; see `cula.explain`.
-TypeError and ValueError name the argument that does not fit and nothing was changed; RuntimeError says why the
-implementation asked for cannot serve.
+`h // (HV // H)`, and `chunk_gated_delta_rule` takes heads that are grouped in other ways too. States are
+`[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`, float32 unless said otherwise (float64 is accepted with
+float64 activations). `cu_seqlens` `[N + 1]`, int32 or int64 on the device of q, packs N sequences, some possibly empty,
+into B = 1; its values are checked when it lies on the CPU, and a device is never read back by cula itself. `impl` is
+"auto" or the name of an implementation, which then serves or raises; see `cula.explain`. TypeError and ValueError name
+the argument that does not fit and nothing was changed; RuntimeError says why the implementation asked for cannot serve.
 
-The four Lightning and simple GLA prefill functions also share these keyword arguments:
+The four Lightning and simple GLA prefill functions also share these keyword arguments, of which
+`chunk_gated_delta_rule` has those about norms and checkpoints:
 
     use_qk_l2norm_in_kernel      normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per token and head
     exact_state                  a kernel carries the state update in two 16-bit terms instead of one, which brings it
@@ -48,6 +49,7 @@ from torch import Tensor
 from cula import _check
 from cula._registry import resolve, self_checking
 from cula_core.delta_decode.recurrent import check_fused_recurrent_gated_delta_rule
+from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -419,8 +421,8 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -436,38 +438,75 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    use_intracard_cp: bool | str = "auto",
+    operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule (Gated Delta Networks, arXiv 2412.06464), in the argument order of flash-linear-attention 0.6.
 
+    Heads of q, k and v may be grouped in any way: states and outputs have HS = max(HQ, HV) heads, a multiple of HQ, HK
+    and HV, and head s reads head `s // (HS // HQ)` of q, `s // (HS // HK)` of k and `s // (HS // HV)` of v.
+
     Args:
-        q, k: `[B, T, H, K]`.
+        q: `[B, T, HQ, K]`.
+        k: `[B, T, HK, K]`.
         v: `[B, T, HV, V]`.
-        g: `[B, T, HV]`, any floating dtype: natural-log decay, <= 0 (checked on the CPU); or the raw gate with
-            `use_gate_in_kernel`.
-        beta: `[B, T, HV]`, any floating dtype: write strength; or its logits with `use_beta_sigmoid_in_kernel`.
+        g: `[B, T, HS]`, any floating dtype and strides: natural-log decay, <= 0 (checked on the CPU); or the raw gate
+            with `use_gate_in_kernel`. None: no decay.
+        beta: `[B, T, HS]`, any floating dtype and strides: write strength; or its logits with
+            `use_beta_sigmoid_in_kernel`. None: a strength of 1.
         scale: factor of the output, finite; None: `K ** -0.5`.
-        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; N is B, or the number of packed
-            sequences. None: zero.
+        initial_state: `[N, HS, K, V]`, or `[N, HS, V, K]` with `state_v_first`; N is B, or the number of packed
+            sequences. It is left as it is. None: zero.
         output_final_state: whether to return the final states.
         use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
-        use_beta_sigmoid_in_kernel: use `sigmoid(beta)`.
+        use_beta_sigmoid_in_kernel: use `sigmoid(beta)`; needs `beta`.
         allow_neg_eigval: use `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
         state_v_first: layout of the states.
-        cu_seqlens: `[N + 1]` for packed input.
+        cu_seqlens: `[N + 1]` for packed input. A sequence without tokens keeps its state.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
         chunk_indices: `[NT, 2]` int32 or int64, the schedule `cula.varlen.chunk_indices(cu_seqlens, 64, NT)` with
             the exact NT, for implementations that take one.
         cp_context: None; context parallelism over several GPUs is not supported.
-        use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`.
-        A_log: `[HV]`, any floating dtype, needed with `use_gate_in_kernel`.
-        dt_bias: `[HV]`, bias of the raw gate; None: 0.
-        out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`; needs `g` and `A_log`.
+        A_log: `[HS]`, any floating dtype, log of the gate's rate.
+        dt_bias: `[HS]`, any floating dtype, bias of the raw gate; None: 0.
+        softplus_beta, softplus_threshold: `softplus(x)` is `log(1 + exp(softplus_beta * x)) / softplus_beta`, and x
+            where `softplus_beta * x` is above the threshold.
+        state_pool: `[pool, HS, K, V]`, or `[pool, HS, V, K]` with `state_v_first`, in place of an initial_state.
+            Sequence n starts from one of its rows and leaves its final state in one, unless `update_state_pool` is
+            False; an updated pool excludes gradients.
+        state_indices: `[N]` int32, any stride: the row where every sequence starts. Negative: a padding slot, no row is
+            read or written, no checkpoint is written, and the outputs are zero. None: sequence n uses row n.
+        output_state_indices: `[N]` int32, any stride: the row for every final state; negative: it is not stored. None:
+            the row where the sequence starts. A row that is written belongs to one sequence alone, which is checked on
+            the CPU and undefined elsewhere.
+        update_state_pool: False only reads the pool and returns the final states by themselves.
+        null_slot: one more index that means what a negative one does.
+        has_initial_state: `[N]` bool. Where it is False the sequence starts from zero and its row of initial_state or
+            state_pool is not read, whatever it holds. None: all True.
+        state_checkpoints, checkpoint_every_n_tokens: see the module; heads are HS.
+        use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
+            False.
+        operand_dtype: torch.float16 or torch.bfloat16, what a kernel hands to the tensor cores: the first is more
+            precise, the second takes values of any size. None: as the kernel finds best. No effect on the reference.
+        out: `[B, T, HS, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
     Returns:
-        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the state after the last token, or None.
+        `(o, final_state)`: o `[B, T, HS, V]` in the dtype of v; the state after the last token (zero for a padding
+        slot), or None. With a pool that is updated `(o, state_pool)`.
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
@@ -476,7 +515,7 @@ def chunk_gated_delta_rule(
     Example:
         >>> import torch
         >>> from cula.lightning import chunk_gated_delta_rule
-        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, H, K]
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, HQ, K] and [B, T, HK, K]
         >>> v = torch.randn(1, 100, 4, 32)  # [B, T, HV, V]: two value heads for each head of q and k
         >>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
         >>> o, state = chunk_gated_delta_rule(
@@ -484,44 +523,35 @@ def chunk_gated_delta_rule(
         ... )
         >>> o.shape, state.shape
         (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 32]))
+
+        Two packed sequences on a pool: the first goes on from row 5, the second is new, whatever row 2 holds.
+
+        >>> pool = torch.full((8, 4, 32, 32), float("nan"))
+        >>> pool[5] = state[0]
+        >>> o, pool = chunk_gated_delta_rule(
+        ...     q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 60, 100]), state_pool=pool,
+        ...     state_indices=torch.tensor([5, 2], dtype=torch.int32), has_initial_state=torch.tensor([True, False]),
+        ... )
+        >>> o.isfinite().all().item(), pool.isfinite().flatten(1).all(1).nonzero().flatten().tolist()
+        (True, [2, 5])
     """
-    requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    dims = _check.chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_indices=chunk_indices,
-        cp_context=cp_context,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        out=out,
-        requires_grad=requires_grad,
-    )
+    states = initial_state if state_pool is None else state_pool
+    requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
+    dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
+    _check.kernel_choices(use_intracard_cp, operand_dtype, softplus_beta, softplus_threshold)
     run = resolve(
         "chunk_gated_delta_rule",
         impl,
         q.device,
         q.dtype,
-        index(dims.dim_k),
-        index(dims.dim_v),
+        dim_k,
+        dim_v,
         requires_grad,
-        None if initial_state is None else initial_state.dtype,
-        g.dtype,
-        beta.dtype,
+        _check.dtype_of("initial_state" if state_pool is None else "state_pool", states),
+        _check.dtype_of("g", g),
+        _check.dtype_of("beta", beta),
         cu_seqlens is not None,
-        index(dims.value_heads // dims.heads),
+        group,
         initial_state is not None,
         output_final_state,
         use_qk_l2norm_in_kernel,
@@ -529,29 +559,32 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
         state_v_first,
+        grouped_queries,
+        (softplus_beta, softplus_threshold) != (1.0, 20.0),
+        state_pool is not None,
+        update_state_pool,
+        has_initial_state is not None,
+        state_checkpoints is not None,
+        use_intracard_cp,
+        operand_dtype,
     )
-    return run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_indices=chunk_indices,
-        cp_context=None,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        out=out,
-    )
+    # fmt: off
+    options: dict[str, Any] = {
+        "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices, "cp_context": cp_context,
+        "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "softplus_beta": softplus_beta,
+        "softplus_threshold": softplus_threshold, "state_pool": state_pool, "state_indices": state_indices,
+        "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,
+        "has_initial_state": has_initial_state, "state_checkpoints": state_checkpoints,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "use_intracard_cp": use_intracard_cp,
+        "operand_dtype": operand_dtype, "out": out,
+    }
+    # fmt: on
+    if run not in self_checking:
+        check_chunk_gated_delta_rule(q, k, v, g, beta, **options, requires_grad=requires_grad)
+    return run(q, k, v, g, beta, **options)
 
 
 def fused_recurrent_gated_delta_rule(

@@ -54,6 +54,14 @@ def test_softplus_has_no_seam_and_no_overflow(x):
     assert -g.item() == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.parametrize("beta, threshold", [(1.0, 20.0), (2.0, 3.0), (0.25, 8.0)])
+def test_softplus_may_bend_elsewhere_and_end_in_a_line(beta, threshold):
+    for x in (-30.0, 0.0, 1.0, 1.6, 31.9, 32.1):
+        g = log_decay(torch.full((1, 1), x, dtype=torch.float64), None, softplus=(beta, threshold))
+        expected = x if beta * x > threshold else math.log1p(math.exp(beta * x)) / beta
+        assert -g.item() == pytest.approx(expected, rel=1e-14)
+
+
 def test_gate_per_head():
     x, A_log, bias = randn(1, 3, 2, 1), randn(2, seed=1), randn(2, seed=2)
     expected = -A_log.exp() * torch.log1p((x[..., 0] + bias).exp())

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from cula._installed import importable
-from cula.reference._common import expand_heads
-from cula.reference.lightning import live_states, only_live
+from cula.reference._common import expand_heads, live_states, only_live
 from cula_core.reference.common import normalized
 from cula_core.reference.lightning_decode import pool_slots, store_live
 
@@ -83,6 +82,11 @@ def supports(
     stochastic_rounding: bool = False,
     return_intermediate_states: bool = False,
     use_intracard_cp: bool | str = "auto",
+    grouped_queries: bool = False,
+    softplus: bool = False,
+    state_pool: bool = False,
+    has_initial_state: bool = False,
+    operand_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> str | None:
     """Why a problem is refused, or None."""
@@ -106,6 +110,10 @@ def supports(
         return "has no exact_state"
     if checkpoints:
         return "writes no state_checkpoints"
+    if function == "chunk_gated_delta_rule":
+        reason = _lacks(grouped_queries, softplus, state_pool, has_initial_state, operand_dtype)
+        if reason is not None:
+            return reason
     if num_splits not in (None, 1):
         return f"does not split sequences (num_splits={num_splits})"
     if requires_grad and function in INFERENCE_ONLY:
@@ -126,6 +134,27 @@ def supports(
         if function in guard.functions
     )
     return next((reason for reason in refusals if reason is not None), None)
+
+
+def _lacks(
+    grouped_queries: bool,
+    softplus: bool,
+    state_pool: bool,
+    has_initial_state: bool,
+    operand_dtype: torch.dtype | None,
+) -> str | None:
+    """What its prefill of the gated delta rule lacks of what is asked for, or None."""
+    if grouped_queries:
+        return "needs as many heads of k as of q, and no fewer of v"
+    if softplus:
+        return "has no softplus_beta and softplus_threshold"
+    if state_pool:
+        return "updates no state_pool"
+    if has_initial_state:
+        return "has no has_initial_state"
+    if operand_dtype is not None:
+        return "has no operand_dtype"
+    return None
 
 
 def _guarded(
@@ -223,11 +252,24 @@ def _fused_recurrent_gated_delta_rule(
     return _into(out, o, _in_dtype_of(initial_state, final))
 
 
+# Arguments of chunk_gated_delta_rule that FLA has not; `supports` has refused what they would change.
+_UNKNOWN_TO_FLA = (
+    "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
+    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "use_intracard_cp",
+    "operand_dtype",
+)  # fmt: skip
+
+
 def _chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, out: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, *, out: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+    # FLA takes both.
+    g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    for name in _UNKNOWN_TO_FLA:
+        del options[name]
     return _into(out, *chunk_gated_delta_rule(q, k, v, g, beta, **options))
 
 

@@ -27,15 +27,17 @@ def checkpoint_writer(
         return lambda chunk, state: None
     target = buffer.detach()
     length = chunks.token[:, -1] + 1 - chunks.start
-    due = chunks.valid[:, -1] & (length % every == 0)
-    if live is not None and isinstance(chunks, PackedChunks):
-        due = due & live[chunks.sequence]
+    # [NC, B], or [NC, 1] where all rows of a batch are alike.
+    due = (chunks.valid[:, -1] & (length % every == 0))[:, None]
+    if live is not None:
+        due = due & (live[chunks.sequence][:, None] if isinstance(chunks, PackedChunks) else live)
     row = (chunks.start // every + length // every - 1).clamp(0, buffer.shape[1] - 1)
 
     def write(chunk: int, state: Tensor) -> None:
         here = row[chunk : chunk + 1]
         state = (state.mT if state_v_first else state).detach().to(target.dtype)
         kept = target.index_select(1, here)
-        target.index_copy_(1, here, torch.where(due[chunk], state[:, None], kept))
+        now = due[chunk][:, None, None, None, None]
+        target.index_copy_(1, here, torch.where(now, state[:, None], kept))
 
     return write

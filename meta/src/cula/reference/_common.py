@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cula.varlen import sequence_ids
+
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, T, H, D]` -> `[B, T, HV, D]`: value head h reads query/key head `h // (HV // H)`."""
@@ -67,3 +69,20 @@ def walk_tokens(
         states.append(final)
     outputs.append(torch.zeros_like(v[:, bounds[-1] :]))
     return torch.cat(outputs, dim=1), torch.cat(states)
+
+
+def live_states(pool: Tensor, slots: Tensor, live: Tensor) -> Tensor:
+    """The row of every sequence, zeros for a padding slot; see pool_slots. A pool without rows has only those."""
+    if len(pool) == 0:
+        return pool.new_zeros(len(slots), *pool.shape[1:])
+    return torch.where(live[:, None, None, None], pool.index_select(0, slots), 0)
+
+
+def only_live(o: Tensor, live: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The tokens `[B, T, HV, V]` with zeros where they belong to a padding slot."""
+    if cu_seqlens is None:
+        return torch.where(live[:, None, None, None], o, 0)
+    if len(live) == 0:
+        return o
+    owner = sequence_ids(cu_seqlens, o.shape[1]).clamp(min=0)
+    return torch.where(live[owner][:, None, None], o, 0)

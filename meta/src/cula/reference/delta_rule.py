@@ -12,15 +12,19 @@ Sources: Kimi Linear, arXiv 2510.26692; Gated Delta Networks, arXiv 2412.06464; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cula.reference._checkpoints import checkpoint_writer
 from cula.reference._chunks import CHUNK, Chunks, chunks_of, packed_chunks
 from cula.reference._common import (
     expand_heads,
     incoming_state,
+    live_states,
+    only_live,
     outgoing_state,
     outgoing_tokens,
     walk_tokens,
@@ -28,7 +32,9 @@ from cula.reference._common import (
 from cula.reference._decay import decayed_products
 from cula.varlen import chunk_offsets
 from cula_core.reference.common import normalized, work_dtype
+from cula_core.reference.delta_decode import row_slots
 from cula_core.reference.gates import log_decay, write_strength
+from cula_core.reference.lightning_decode import store_live
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -37,8 +43,8 @@ def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
     scale: float | None,
     *,
     use_qk_l2norm_in_kernel: bool = False,
@@ -48,20 +54,28 @@ def _prepare(
     lower_bound: float | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    softplus: tuple[float, float] | None = None,
     state: Tensor | None = None,
 ) -> _Inputs:
-    """q (scaled), k, v, log decay `[B, T, HV, K or 1]`, beta `[B, T, HV, 1]`: HV heads each, in the computing dtype."""
-    dtype, heads = work_dtype(q, k, v, state), v.shape[2]
+    """q (scaled), k, v, log decay `[B, T, HV, K or 1]`, beta `[B, T, HV, 1]`: HV heads each, in the computing dtype.
+
+    Where q has more heads than v, HV stands for the number of heads of q. g, beta: None for no decay, a strength of 1.
+    """
+    dtype, heads = work_dtype(q, k, v, state), max(q.shape[2], v.shape[2])
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    per_head = (*v.shape[:2], heads)
+    g = v.new_zeros(per_head) if g is None else g.to(dtype)
+    beta = v.new_ones(per_head) if beta is None else beta.to(dtype)
     g = g[..., None] if g.dim() == 3 else g
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     if use_gate_in_kernel:
-        g = log_decay(g, A_log, dt_bias, lower_bound)
+        g = log_decay(g, A_log, dt_bias, lower_bound, softplus)
     if use_beta_sigmoid_in_kernel:
         beta = write_strength(beta, allow_neg_eigval)
-    return expand_heads(q * scale, heads), expand_heads(k, heads), v, g, beta[..., None]
+    q, k, v = (expand_heads(x, heads) for x in (q * scale, k, v))
+    return q, k, v, g, beta[..., None]
 
 
 def _step(
@@ -83,9 +97,16 @@ def _step(
 
 
 def _walk_chunks(
-    inputs: _Inputs, chunks: Chunks, initial: Tensor, keep_states: bool
+    inputs: _Inputs,
+    chunks: Chunks,
+    initial: Tensor,
+    keep_states: bool = False,
+    checkpoint: Callable[[int, Tensor], None] = lambda chunk, state: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(o [B, T, HV, V], final [N, HV, K, V], state before each chunk [NC or 0, B, HV, K, V])`."""
+    """`(o [B, T, HV, V], final [N, HV, K, V], state before each chunk [NC or 0, B, HV, K, V])`.
+
+    checkpoint: told every chunk and the states `[B, HV, K, V]` after it.
+    """
     q, k, v, g, beta = inputs
     batch, heads, size = v.shape[0], v.shape[2], chunks.size
     o = v.new_zeros(batch, v.shape[1] + 1, heads, v.shape[-1])
@@ -113,6 +134,7 @@ def _walk_chunks(
             outputs.append(carried + scores[i] @ correction)
             state = kept[i] * state + writers[i] @ correction
             final = chunks.leave(chunk, state, final)
+            checkpoint(chunk, state)
         o = chunks.scatter(o, torch.stack(outputs), group)
     return o[:, :-1], chunks.end(final), torch.cat(before)
 
@@ -282,8 +304,8 @@ def fused_recurrent_gated_delta_rule(
         q,
         k,
         v,
-        v.new_zeros(v.shape[:3]) if g is None else g,
-        v.new_ones(v.shape[:3]) if beta is None else beta,
+        g,
+        beta,
         scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
@@ -339,6 +361,14 @@ def recurrent_gated_delta_rule(
     )
 
 
+def _check_one_device(cp_context: object) -> None:
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context: context parallelism over several devices needs a GPU kernel package; "
+            "the torch reference expects None"
+        )
+
+
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -391,11 +421,7 @@ def chunk_kda(
         >>> torch.allclose(chunk_kda(q, k, v, g, beta)[0], recurrent_kda(q, k, v, g, beta)[0])
         True
     """
-    if cp_context is not None:
-        raise NotImplementedError(
-            "cp_context: context parallelism over several devices needs a GPU kernel package; "
-            "the torch reference expects None"
-        )
+    _check_one_device(cp_context)
     q, k, values, g, beta = _prepare(
         q,
         k,
@@ -430,8 +456,8 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -447,11 +473,26 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    use_intracard_cp: bool | str = "auto",
+    operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule: `chunk_kda` with one decay per head, g `[B, T, HV]`, and dt_bias `[HV]`.
+    """Gated delta rule, 64 tokens at a time: one decay per head, g `[B, T, HS]`; differentiable.
 
-    `cu_seqlens_cpu` and `chunk_indices` are neither needed nor read.
+    q `[B, T, HQ, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, results `[B, T, HS, V]` with HS = max(HQ, HV), a multiple
+    of HQ, HK and HV. g, beta: None for no decay and a strength of 1. Pools, checkpoints and all else are as in
+    `cula.lightning.chunk_gated_delta_rule`. `cu_seqlens_cpu` and `chunk_indices` are neither needed nor read;
+    `use_intracard_cp` and `operand_dtype` change nothing here.
 
     Example:
         >>> import torch
@@ -463,24 +504,46 @@ def chunk_gated_delta_rule(
         >>> torch.allclose(chunk_gated_delta_rule(q, k, v, g, beta)[0], expected)
         True
     """
-    o, final_state, *_ = chunk_kda(
+    _check_one_device(cp_context)
+    inputs = _prepare(
         q,
         k,
         v,
         g,
         beta,
         scale,
-        initial_state,
-        output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cp_context=cp_context,
         A_log=A_log,
         dt_bias=dt_bias,
-        out=out,
+        softplus=(softplus_beta, softplus_threshold),
     )
-    return o, final_state
+    pool = state_pool.detach() if state_pool is not None and update_state_pool else state_pool
+    slots = live = None
+    if pool is not None:
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        slots, live = row_slots(state_indices, null_slot, sequences, pool)
+        read = live if has_initial_state is None else live & has_initial_state
+        initial_state = live_states(pool, slots, read)
+    elif initial_state is not None and has_initial_state is not None:
+        initial_state = torch.where(has_initial_state[:, None, None, None], initial_state, 0)
+    initial = incoming_state(initial_state, inputs[1], inputs[2], cu_seqlens, state_v_first)
+    chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
+    checkpoint = checkpoint_writer(
+        chunks, state_checkpoints, checkpoint_every_n_tokens, state_v_first, live
+    )
+    o, final, _ = _walk_chunks(inputs, chunks, initial, checkpoint=checkpoint)
+    o = outgoing_tokens(o if live is None else only_live(o, live, cu_seqlens), v, out)
+    if pool is None or slots is None or live is None:
+        return o, outgoing_state(final, state_v_first) if output_final_state else None
+    final = outgoing_state(final, state_v_first)
+    if not update_state_pool:
+        final = torch.where(live[:, None, None, None], final, 0)
+        return o, final if output_final_state else None
+    if output_state_indices is not None:
+        slots, kept = row_slots(output_state_indices, null_slot, len(live), pool)
+        live = live & kept
+    store_live(pool, final.detach(), slots, live)
+    return o, state_pool

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula.reference._common import outgoing_tokens
+from cula.reference._common import live_states, only_live, outgoing_tokens
 from cula.reference.simple_gla import chunk_simple_gla, chunked_simple_gla
-from cula.varlen import sequence_ids
 from cula_core.reference.lightning_decode import pool_slots, store_live
 
 
@@ -139,18 +138,3 @@ def lightning_attn_fwd_varlen(
         store_live(pool, final.detach(), slots, live)
         return o, state_pool
     return o, torch.where(live[:, None, None, None], final, 0) if output_final_state else None
-
-
-def live_states(pool: Tensor, slots: Tensor, live: Tensor) -> Tensor:
-    """The row of every sequence, zeros for a padding slot; see pool_slots. A pool without rows has only those."""
-    if len(pool) == 0:
-        return pool.new_zeros(len(slots), *pool.shape[1:])
-    return torch.where(live[:, None, None, None], pool.index_select(0, slots), 0)
-
-
-def only_live(o: Tensor, live: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The tokens `[1, T, HV, V]` with zeros where they belong to a padding slot."""
-    if len(live) == 0:
-        return o
-    owner = sequence_ids(cu_seqlens, o.shape[1]).clamp(min=0)
-    return torch.where(live[owner][:, None, None], o, 0)

@@ -22,6 +22,8 @@ ACTIVATIONS: Mapping[str, tuple[torch.dtype, ...]] = {
 }
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OFFSETS = (torch.int32, torch.int64)
+# States on the way are kept after multiples of so many tokens.
+CHECKPOINT_UNIT = 64
 _SHOWN = 16
 
 
@@ -182,20 +184,33 @@ def number(name: str, x: object) -> None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, head_dims: Collection[int] | None
-) -> None:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    head_dims: Collection[int] | None,
+    *,
+    grouped: bool = False,
+) -> int:
     """Checks q, k [B, T, H, K], v and out [B, T, HV, V]; on a GPU, K and V are among `head_dims`.
 
     Without head_dims, every head dimension and every dtype of the CPU is good everywhere.
+    grouped: q has HQ, k HK and v HV heads, each of which divides HS = max(HQ, HV), the heads of states and of out.
+    Returns the number of heads of out.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         tensor(name, x)
     kind = leading("q", q, anywhere=head_dims is None)
     if q.dim() != 4:
         value_error("q", "4 dimensions [B, T, H, K]", list(q.shape))
-    if k.shape != q.shape:
-        value_error("k", f"the shape of q, {list(q.shape)}", list(k.shape))
     batch, tokens, heads, dim_k = q.shape
+    if grouped:
+        four_dims("k", k, "[B, T, HK, K]")
+        if k.shape[:2] != q.shape[:2] or k.shape[3] != dim_k:
+            expected = f"[B, T, HK, K] with B, T, K = {batch}, {tokens}, {dim_k} as in q"
+            value_error("k", expected, list(k.shape))
+    elif k.shape != q.shape:
+        value_error("k", f"the shape of q, {list(q.shape)}", list(k.shape))
     if v.dim() != 4 or v.shape[0] != batch or v.shape[1] != tokens:
         expected = f"[B, T, HV, V] with B, T = {batch}, {tokens} as in q"
         value_error("v", expected, list(v.shape))
@@ -206,14 +221,35 @@ def attention(
             value_error(name, f"a head dimension {letter} of {served}", dim)
         if dim < 1:
             value_error(name, f"a head dimension {letter} of at least 1", dim)
-    value_heads("v", heads_v, heads)
+    heads_out = heads_v
+    if grouped:
+        heads_out = _state_heads(heads, k.shape[2], heads_v)
+    else:
+        value_heads("v", heads_v, heads)
     if out is not None:
         tensor("out", out)
-        if out.shape != v.shape:
-            value_error("out", f"the shape of v, {list(v.shape)}", list(out.shape))
+        shape = (batch, tokens, heads_out, dim_v)
+        if out.shape != shape:
+            expected = "[B, T, HS, V] =" if grouped else "the shape of v,"
+            value_error("out", f"{expected} {list(shape)}", list(out.shape))
     # Without an output of the caller's v stands in, and passes like it.
     for name, x in (("q", q), ("k", k), ("v", v), ("out", v if out is None else out)):
         activation(name, x, q)
+    return heads_out
+
+
+def _state_heads(heads_q: int, heads_k: int, heads_v: int) -> int:
+    """Checks the numbers of heads of grouped activations and returns that of their states."""
+    if heads_q == 0:
+        value_error("q", "at least one head", heads_q)
+    if heads_v == 0 or (heads_v % heads_q and heads_q % heads_v):
+        expected = f"a number of heads HV that is a multiple of HQ = {heads_q} or divides it"
+        value_error("v", expected, heads_v)
+    heads = max(heads_q, heads_v)
+    if heads_k == 0 or heads % heads_k:
+        expected = f"a number of heads HK that divides HS = max(HQ, HV) = {heads}"
+        value_error("k", expected, heads_k)
+    return heads
 
 
 def value_heads(name: str, heads_v: int, heads: int) -> None:
@@ -294,20 +330,23 @@ def states(
     dtypes: Collection[torch.dtype] | None = None,
     aligned: bool = True,
     lead_name: str = "q",
+    heads: tuple[str, int] | None = None,
 ) -> None:
     """Checks states [rows, HV, K, V], or V, K: fp32 (fp64 beside fp64 activations), each a dense matrix.
 
     The matrices may lie transposed. On a GPU their addresses are multiples of 16 bytes where they must be `aligned`.
-    dtypes: others than these two. lead_name: an argument on the device of v, which a message names.
+    dtypes: others than these two. lead_name: an argument on the device of v, which a message names. heads: the letters
+    for the number of heads of a state, and that number, where it is not that of v.
     """
-    heads_v, dim_v = v.shape[2:]
+    dim_v = v.shape[3]
+    letter, count = ("HV", v.shape[2]) if heads is None else heads
     matrix = (dim_v, dim_k) if v_first else (dim_k, dim_v)
     tensor(name, x)
-    if x.dim() != 4 or x.shape[1:] != (heads_v, *matrix):
+    if x.dim() != 4 or x.shape[1:] != (count, *matrix):
         letters = "V, K" if v_first else "K, V"
         first = "pool" if name in ("state", "state_pool") else "N"
-        sizes = f"[{first}, {heads_v}, {matrix[0]}, {matrix[1]}]"
-        value_error(name, f"[{first}, HV, {letters}] = {sizes}", list(x.shape))
+        sizes = f"[{first}, {count}, {matrix[0]}, {matrix[1]}]"
+        value_error(name, f"[{first}, {letter}, {letters}] = {sizes}", list(x.shape))
     if dtypes is None:
         dtypes = state_dtypes(v)
     if x.dtype not in dtypes:
@@ -354,10 +393,36 @@ def state_or_pool(
 
     updated: the pool is written, so that no two sequences may have the same row. aligned: see `states`.
     """
+    initial_states(
+        initial_state, state_pool, indices is None, q, v, sequences, v_first, aligned=aligned
+    )
+    if indices is not None:
+        name = "initial_state_indices"
+        if state_pool is None:
+            value_error(name, "None without a state_pool", type(indices).__name__)
+        int32_vector(name, indices, "N", sequences, q)
+        pool_rows(name, indices, "state_pool", state_pool.shape[0], updated)
+
+
+def initial_states(
+    initial_state: Tensor | None,
+    state_pool: Tensor | None,
+    in_order: bool,
+    q: Tensor,
+    v: Tensor,
+    sequences: int,
+    v_first: bool,
+    *,
+    aligned: bool = True,
+    heads: tuple[str, int] | None = None,
+) -> None:
+    """Checks an initial_state with a row for every sequence, or a state_pool, which needs one where sequence n has row
+    n (`in_order`). aligned, heads: see `states`.
+    """
     dim_k = q.shape[3]
     if initial_state is not None:
         name = "initial_state"
-        states(name, initial_state, v, dim_k, v_first, aligned=aligned)
+        states(name, initial_state, v, dim_k, v_first, aligned=aligned, heads=heads)
         if initial_state.shape[0] != sequences:
             expected = f"one state for each of {sequences} sequences"
             value_error(name, expected, initial_state.shape[0])
@@ -365,16 +430,10 @@ def state_or_pool(
         name = "state_pool"
         if initial_state is not None:
             value_error(name, "None beside an initial_state", type(state_pool).__name__)
-        states(name, state_pool, v, dim_k, v_first, aligned=aligned)
-        if indices is None and state_pool.shape[0] < sequences:
+        states(name, state_pool, v, dim_k, v_first, aligned=aligned, heads=heads)
+        if in_order and state_pool.shape[0] < sequences:
             expected = f"a pool of at least N = {sequences} states when there are no indices"
             value_error(name, expected, state_pool.shape[0])
-    if indices is not None:
-        name = "initial_state_indices"
-        if state_pool is None:
-            value_error(name, "None without a state_pool", type(indices).__name__)
-        int32_vector(name, indices, "N", sequences, q)
-        pool_rows(name, indices, "state_pool", state_pool.shape[0], updated)
 
 
 def pool_rows(name: str, indices: Tensor, pool_name: str, rows: int, updated: bool = True) -> None:
@@ -386,3 +445,46 @@ def pool_rows(name: str, indices: Tensor, pool_name: str, rows: int, updated: bo
     live = indices[indices >= 0]
     if updated and live.unique().numel() < live.numel():
         value_error(name, f"a row of {pool_name} once at most", indices[:_SHOWN].tolist())
+
+
+def checkpoints(
+    buffer: Tensor | None,
+    every: int | None,
+    q: Tensor,
+    dim_v: int,
+    v_first: bool,
+    dtype: torch.dtype,
+    heads: tuple[str, int],
+    *,
+    aligned: bool = False,
+) -> None:
+    """Checks the buffer for the states after every n tokens, in the dtype of states, and n: both or neither.
+
+    heads: the letters for the number of heads of a state, and that number. aligned: see `states`.
+    """
+    if buffer is None and every is None:
+        return
+    name = "checkpoint_every_n_tokens"
+    if every is None:
+        value_error(name, f"a multiple of {CHECKPOINT_UNIT} beside state_checkpoints", None)
+    if type(every) is not int:
+        type_error(name, "an int or None", type(every).__name__)
+    if every < 1 or every % CHECKPOINT_UNIT:
+        value_error(name, f"a positive multiple of {CHECKPOINT_UNIT}", every)
+    name = "state_checkpoints"
+    if buffer is None:
+        value_error(name, "a tensor beside checkpoint_every_n_tokens", None)
+    tensor(name, buffer)
+    batch, tokens, _, dim_k = q.shape
+    matrix, letters = ((dim_v, dim_k), "V, K") if v_first else ((dim_k, dim_v), "K, V")
+    shape = (batch, tokens // every, heads[1], *matrix)
+    if buffer.shape != shape:
+        expected = f"[B, T // n, {heads[0]}, {letters}] = {list(shape)}"
+        value_error(name, expected, list(buffer.shape))
+    if buffer.dtype != dtype:
+        type_error(name, dtype_name(dtype), dtype_name(buffer.dtype))
+    device(name, buffer, q)
+    if not buffer.is_contiguous():
+        value_error(name, "a contiguous tensor", f"strides {buffer.stride()}")
+    if aligned and buffer.is_cuda and is_real(buffer) and buffer.data_ptr() % 16:
+        value_error(name, "an address that is a multiple of 16 bytes", buffer.data_ptr())

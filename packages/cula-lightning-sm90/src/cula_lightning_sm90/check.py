@@ -8,7 +8,7 @@ from torch import Tensor
 from cula_core import arguments
 from cula_core.dtypes import dtype_name
 
-from .config import CHUNK, HEAD_DIMS
+from .config import HEAD_DIMS
 
 _NO_BACKWARD = "no backward; cula.lightning with flash-linear-attention has one"
 
@@ -84,14 +84,10 @@ def check_prefill(
         state_v_first,
         update,
     )
-    if checkpoints is not None or checkpoint_every is not None:
-        matrix = (dim_v, q.shape[3]) if state_v_first else (q.shape[3], dim_v)
-        state_dtype = q.dtype if q.dtype == torch.float64 else torch.float32
-        if state is not None:
-            state_dtype = state.dtype
-        _check_checkpoints(
-            checkpoints, checkpoint_every, q, heads_v, matrix, state_v_first, state_dtype
-        )
+    state_dtype = arguments.state_dtypes(q)[-1] if state is None else state.dtype
+    arguments.checkpoints(
+        checkpoints, checkpoint_every, q, dim_v, state_v_first, state_dtype, ("HV", heads_v), aligned=True
+    )  # fmt: skip
     if num_splits is not None:
         if type(num_splits) is not int:
             arguments.type_error("num_splits", "an int or None", type(num_splits).__name__)
@@ -118,40 +114,3 @@ def check_layer(layer_idx: int, num_layers: int) -> None:
 def check_packed(cu_seqlens: Tensor) -> None:
     """Checks that sequences are packed, for functions that need it; the rest is checked with the other arguments."""
     arguments.tensor("cu_seqlens", cu_seqlens)
-
-
-def _check_checkpoints(
-    checkpoints: Tensor | None,
-    every: int | None,
-    q: Tensor,
-    heads_v: int,
-    matrix: tuple[int, int],
-    v_first: bool,
-    state_dtype: torch.dtype,
-) -> None:
-    name = "checkpoint_every_n_tokens"
-    if every is None:
-        arguments.value_error(name, "a multiple of 64 beside state_checkpoints", None)
-    if type(every) is not int:
-        arguments.type_error(name, "an int or None", type(every).__name__)
-    if every < 1 or every % CHUNK:
-        arguments.value_error(name, f"a positive multiple of {CHUNK}", every)
-    name = "state_checkpoints"
-    if checkpoints is None:
-        arguments.value_error(name, "a tensor beside checkpoint_every_n_tokens", None)
-    arguments.tensor(name, checkpoints)
-    shape = (q.shape[0], q.shape[1] // every, heads_v, *matrix)
-    if checkpoints.shape != shape:
-        letters = "V, K" if v_first else "K, V"
-        arguments.value_error(
-            name, f"[B, T // n, HV, {letters}] = {list(shape)}", list(checkpoints.shape)
-        )
-    if checkpoints.dtype != state_dtype:
-        arguments.type_error(name, dtype_name(state_dtype), dtype_name(checkpoints.dtype))
-    arguments.device(name, checkpoints, q)
-    if not checkpoints.is_contiguous():
-        arguments.value_error(name, "a contiguous tensor", f"strides {checkpoints.stride()}")
-    if checkpoints.is_cuda and arguments.is_real(checkpoints) and checkpoints.data_ptr() % 16:
-        arguments.value_error(
-            name, "an address that is a multiple of 16 bytes", checkpoints.data_ptr()
-        )

@@ -45,15 +45,7 @@ def check_gates(
             arguments.value_error("g", expected, g.max().item())
     check_strength(sizes, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_lower_bound(lower_bound, use_gate_in_kernel)
-    for name, number in (
-        ("softplus_beta", softplus_beta),
-        ("softplus_threshold", softplus_threshold),
-    ):
-        if number is None:
-            arguments.type_error(name, "a float", "NoneType")
-        arguments.number(name, number)
-    if not softplus_beta > 0:
-        arguments.value_error("softplus_beta", "a number above 0", softplus_beta)
+    check_softplus(softplus_beta, softplus_threshold)
     used = g is not None and use_gate_in_kernel
     check_parameters(sizes, has_channels(g, sizes), used, A_log, dt_bias)
 
@@ -76,7 +68,7 @@ def check_strength(
     """Checks beta and whether it may be doubled."""
     if beta is not None:
         per_head = (*sizes.lead.shape[:2], sizes.heads_v)
-        check_gate("beta", beta, "[B, T, HV]", (per_head,), sizes)
+        check_gate("beta", beta, f"[B, T, {sizes.heads_name}]", (per_head,), sizes)
     if allow_neg_eigval and not (use_beta_sigmoid and beta is not None):
         got = "no beta" if beta is None else "use_beta_sigmoid_in_kernel=False"
         expected = "False unless there are beta and use_beta_sigmoid_in_kernel"
@@ -95,6 +87,19 @@ def check_lower_bound(lower_bound: float | None, use_gate_in_kernel: bool) -> No
         arguments.value_error("lower_bound", expected, lower_bound)
 
 
+def check_softplus(softplus_beta: float, softplus_threshold: float) -> None:
+    """Checks what the softplus of the gate is made with."""
+    for name, number in (
+        ("softplus_beta", softplus_beta),
+        ("softplus_threshold", softplus_threshold),
+    ):
+        if number is None:
+            arguments.type_error(name, "a float", "NoneType")
+        arguments.number(name, number)
+    if not softplus_beta > 0:
+        arguments.value_error("softplus_beta", "a number above 0", softplus_beta)
+
+
 def check_parameters(
     sizes: Sizes, channels: bool, used: bool, A_log: Tensor | None, dt_bias: Tensor | None
 ) -> None:
@@ -110,9 +115,9 @@ def check_parameters(
             )
         arguments.device(name, x, sizes.lead, sizes.lead_name)
     if A_log is not None:
-        arguments.vector("A_log", A_log, "HV", heads_v)
+        arguments.vector("A_log", A_log, sizes.heads_name, heads_v)
     if dt_bias is not None and not channels:
-        arguments.vector("dt_bias", dt_bias, "HV", heads_v)
+        arguments.vector("dt_bias", dt_bias, sizes.heads_name, heads_v)
     elif dt_bias is not None:
         if dt_bias.shape != (heads_v * dim_k,) and dt_bias.shape != (heads_v, dim_k):
             expected = f"[HV * K] = [{heads_v * dim_k}] or [HV, K] = [{heads_v}, {dim_k}]"

@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     """What the sizes of a call are. tokens: the most of a row. lengths: the tokens of every row, where they are known.
 
     kind: "cuda" where dtypes are those of kernels. lead: the tensor whose device all others are on, and what it is
-    called.
+    called. heads_v, heads_name: the number of heads of a state, and the letters for it.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Sizes(NamedTuple):
     lead: Tensor
     lead_name: str = "k"
     limits: Limits | None = None
+    heads_name: str = "HV"
 
 
 def check_states(name: str, x: Tensor, v: Tensor, sizes: Sizes, state_v_first: bool) -> None:
@@ -144,33 +145,35 @@ def check_slot_values(
     sizes: Sizes,
     commit: bool,
     null_slot: int | None,
+    name: str = "state",
 ) -> None:
-    """Checks the slots of a decode, where they can be read: within the pool, and written by one row and once."""
+    """Checks the slots of rows, where they can be read: within the pool, and written by one row and once.
+
+    name: of the pool.
+    """
     tables = (state_indices, output_state_indices, token_state_indices, num_accepted)
     if not all(x is None or arguments.is_readable(x) for x in (sizes.lead, *tables)):
         return
     begins = _begin_slots(state_indices, num_accepted, sizes.rows, null_slot)
-    _within("state_indices", begins, state)
+    _within("state_indices", begins, state, name)
     readers = _readers(begins)
     taken: set[int] = set()
     if commit:
-        name, ends = "state_indices", begins
+        table, ends = "state_indices", begins
         if output_state_indices is not None:
-            name, ends = "output_state_indices", _live(output_state_indices.tolist(), null_slot)
-            _within(name, ends, state)
+            table, ends = "output_state_indices", _live(output_state_indices.tolist(), null_slot)
+            _within(table, ends, state, name)
             ends = [-1 if begin < 0 else end for begin, end in zip(begins, ends)]
-        _written_once(name, [[end] for end in ends], readers, taken)
+        _written_once(table, [[end] for end in ends], readers, taken)
     if token_state_indices is not None:
-        name = "token_state_indices"
+        table = "token_state_indices"
         used = _token_slots(token_state_indices, begins, sizes, null_slot)
-        pool, pool_name = (
-            (state, "state") if token_states is None else (token_states, "token_states")
-        )
-        _within(name, [slot for row in used for slot in row], pool, pool_name)
+        pool, pool_name = (state, name) if token_states is None else (token_states, "token_states")
+        _within(table, [slot for row in used for slot in row], pool, pool_name)
         if token_states is None:
-            _written_once(name, used, readers, taken)
+            _written_once(table, used, readers, taken)
         else:
-            _written_once(name, used, {}, set())
+            _written_once(table, used, {}, set())
 
 
 def check_slots_once(

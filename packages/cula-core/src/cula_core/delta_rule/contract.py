@@ -72,7 +72,11 @@ def check_prefill(
         other = "use_beta_sigmoid_in_kernel"
         arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
     _check_gate(q, g, heads_v, lower_bound, A_log, dt_bias, flags)
-    _check_unsupported(cp_context, flags["return_intermediate_states"])
+    if flags["return_intermediate_states"]:
+        raise NotImplementedError(
+            "return_intermediate_states: expected False, got True; this kernel keeps no states on the way"
+        )
+    check_cp_context(cp_context)
     arguments.state_or_pool(
         initial_state,
         state_pool,
@@ -84,10 +88,8 @@ def check_prefill(
         flags["update_state_pool"],
     )
 
-    if operand_dtype not in (None, *(getattr(torch, name) for name in OPERAND_DTYPES)):
-        names = ", ".join(f"torch.{name}" for name in OPERAND_DTYPES)
-        arguments.type_error("operand_dtype", f"{names} or None", repr(operand_dtype))
-    _check_intracard_cp(use_intracard_cp, tokens, cu_seqlens, cu_seqlens_cpu)
+    check_operand_dtype(operand_dtype)
+    check_segments(use_intracard_cp, tokens, cu_seqlens, cu_seqlens_cpu)
     if workspace is not None:
         whole = workspace_bytes(batch, tokens, heads_v, sequences)
         _check_workspace(workspace, heads_v, whole if use_intracard_cp is True else None, q)
@@ -166,11 +168,8 @@ def _check_gate(
         arguments.last_dim("dt_bias", dt_bias)
 
 
-def _check_unsupported(cp_context: object, return_intermediate_states: bool) -> None:
-    if return_intermediate_states:
-        raise NotImplementedError(
-            "return_intermediate_states: expected False, got True; this kernel keeps no states on the way"
-        )
+def check_cp_context(cp_context: object) -> None:
+    """Refuses context parallelism over several GPUs."""
     if cp_context is not None:
         raise NotImplementedError(
             f"cp_context: expected None, got {type(cp_context).__name__}; sequences are not split over several GPUs, "
@@ -178,14 +177,27 @@ def _check_unsupported(cp_context: object, return_intermediate_states: bool) -> 
         )
 
 
-def _check_intracard_cp(
+def check_operand_dtype(operand_dtype: torch.dtype | None) -> None:
+    """Refuses anything but the dtypes that kernels hand to the tensor cores, and None."""
+    if operand_dtype not in (None, *(getattr(torch, name) for name in OPERAND_DTYPES)):
+        names = ", ".join(f"torch.{name}" for name in OPERAND_DTYPES)
+        arguments.type_error("operand_dtype", f"{names} or None", repr(operand_dtype))
+
+
+def check_split_choice(choice: bool | str) -> None:
+    """Refuses anything but "auto", True and False."""
+    if not (isinstance(choice, bool) or (isinstance(choice, str) and choice == "auto")):
+        arguments.value_error("use_intracard_cp", "'auto', True or False", repr(choice))
+
+
+def check_segments(
     choice: bool | str, tokens: int, cu_seqlens: Tensor | None, copy: Tensor | None
 ) -> None:
+    """Checks the choice of a kernel's segments: where they are asked for, a sequence is long enough for two."""
     name = "use_intracard_cp"
-    if choice is False or (isinstance(choice, str) and choice == "auto"):
-        return
+    check_split_choice(choice)
     if choice is not True:
-        arguments.value_error(name, "'auto', True or False", repr(choice))
+        return
     longest = tokens
     for offsets in (copy, cu_seqlens):
         if offsets is not None and arguments.is_readable(offsets):

@@ -364,13 +364,8 @@ def _decays(
     g = g.reshape(len(g), heads, 1 if scalar else dim_k)
     if kind == "log":
         return g.exp()
-    if kind == "safe":
-        return log_decay(g, A_log, dt_bias, gates.lower_bound).exp()
-    if dt_bias is not None:
-        g = g + dt_bias.to(g.dtype).reshape(g.shape[1:])
-    rate = 1.0 if A_log is None else A_log.to(g.dtype).exp()[:, None]
-    beta, threshold = gates.softplus_beta, gates.softplus_threshold
-    return (-rate * torch.nn.functional.softplus(g, beta, threshold)).exp()
+    softplus = (gates.softplus_beta, gates.softplus_threshold)
+    return log_decay(g, A_log, dt_bias, gates.lower_bound, softplus).exp()
 
 
 def _strengths(beta: Tensor | None, gates: Gates, like: Tensor) -> Tensor:

@@ -55,13 +55,17 @@ def recurrent_prefill(
     beta_sigmoid: bool = False,
     neg_eigval: bool = False,
     state_v_first: bool = False,
+    checkpoints: Tensor | None = None,
+    checkpoint_every: int = 0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in `dtype`; None: in fp64 if q is fp64 and in fp32 otherwise.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV]. A_log: [HV], None: 0. dt_bias: [HV * K] or
     [HV, K], None: 0. initial_state: [rows, HV, K, V] ([rows, HV, V, K] with `state_v_first`) or None. state_indices:
-    row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1.
+    row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1. checkpoints:
+    [B, T // n, HV, K, V] (or V, K) with n = checkpoint_every, written with the states after every n tokens of a
+    sequence; where it begins at token a, from row a // n on.
     Returns the outputs [B, T, HV, V] and the final states [N, HV, K, V] (or V, K), unrounded, both zero for padding.
     """
     work = dtype or work_dtype(q)
@@ -100,6 +104,11 @@ def recurrent_prefill(
         error = v_t - (k_t * state).sum(2)
         state += k_t * (strength[..., None] * error)[:, :, None]
         outputs[rows] = scale * (q_t * state).sum(2)
+        if checkpoints is not None and (t + 1) % checkpoint_every == 0:
+            number = (t + 1) // checkpoint_every - 1
+            places = starts[:running] % q.shape[1] // checkpoint_every + number
+            kept = state.transpose(2, 3) if state_v_first else state
+            checkpoints[starts[:running] // q.shape[1], places] = kept.to(checkpoints.dtype)
     finals[live] = states
     return outputs.view(v.shape), finals.transpose(2, 3) if state_v_first else finals
 
