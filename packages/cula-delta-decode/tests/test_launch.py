@@ -189,3 +189,41 @@ def test_recurrent(problems, tokens, packed):
     close(final, wide)
     assert torch.equal(x.state, start)
     assert problems[0].long == (tokens > 8)
+
+
+@pytest.mark.parametrize("offset", [1, 8])
+def test_views_that_are_not_aligned_get_a_kernel_of_their_own(problems, monkeypatch, offset):
+    """The host code of the first kernel refuses them; any other refusal is an error."""
+    of_problem = launch.kernel_for
+
+    def refusing(problem, device, few):
+        run = of_problem(problem, device, few)
+
+        def host_code(*arguments):
+            x = launch.Arguments(*arguments)
+            if problem.aligned and not launch.aligned(x.q, x.k, x.g):
+                raise ValueError("Misaligned Tensor data")
+            if x.scale == 0.0:
+                raise ValueError("another reason")
+            run(*arguments)
+
+        return host_code
+
+    monkeypatch.setattr(launch, "kernel_for", refusing)
+    case = Case(gate=("safe", True), dims=(64, 128))
+    x = make_inputs(case)
+    expected, _ = exact(case, x)
+    width = x.q[0, 0].numel()
+    whole = torch.full((4, 1, width + offset + 3), torch.nan, dtype=torch.bfloat16)
+    x.q = whole[..., offset : offset + width].unflatten(2, x.q.shape[2:]).copy_(x.q)
+    out = delta_rule_decode(x.q, x.k, x.v, **public(case, x))
+    live = x.slots >= 0
+    close(out[live], expected[live])
+    assert [p.aligned for p in problems] == [True, False]
+
+    given = public(case, x) | {"scale": 0.0}
+    with pytest.raises(ValueError, match="another reason"):
+        delta_rule_decode(x.q, x.k, x.v, **given)
+    aligned = x.q.contiguous()
+    with pytest.raises(ValueError, match="another reason"):
+        delta_rule_decode(aligned, x.k, x.v, **given)
