@@ -115,6 +115,7 @@ DELTA_MODES = {
     "replay": {"ends": False, "replay": True, "counted": True},
     "commit": {"commits": True, "counted": True},
     "flush": {"replay": True, "flushes": True},
+    "unaligned": {"aligned": False},
     "long": {"slots": 0, "long": True},
     "long_from_zero": {"begins": False, "slots": 0, "long": True},
     "convolution": {"fused": {"convolution": "float32"}},
