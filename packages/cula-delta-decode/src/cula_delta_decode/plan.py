@@ -90,10 +90,10 @@ def select(
     if problem.fused.norm and not clusters:
         tile = _NORM_ALONE[v_first, not several, problem.tokens > 4]
     elif problem.fused.norm and problem.fused.convolution:
+        # Beside the records of a single token 256 threads have too few registers.
+        crowded = problem.replay and not several
         tile = _BOTH_SEVERAL if several else _BOTH[channels]
-        if (few and v_first) or (
-            problem.replay and not several
-        ):  # with records 256 threads have too few registers
+        if crowded or (few and v_first):
             tile = _BOTH_FEW
     elif problem.fused.norm:
         tile = _NORM
