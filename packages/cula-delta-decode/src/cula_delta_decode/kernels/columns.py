@@ -1,6 +1,5 @@
 """The tokens of a row on [K, V] states: every thread has a few columns of V and part of K."""
 
-import operator
 from typing import NamedTuple
 
 import cutlass
@@ -21,7 +20,6 @@ from .operands import (
     Row,
     Staged,
     Token,
-    first_token,
     neighbours,
     staged_part,
     widened,
@@ -32,9 +30,11 @@ from .tile import Tile
 
 
 class Shared(NamedTuple):
-    """sSums [warps, x or y, tile_v]: each warp's part. sSteps [1, tile_v]: what a token adds to each column."""
+    """sSums [warps, x or y, tile_v]: each warp's part. sSquares [warps, 3]: of k.k, q.q and q.k. sSteps [1, tile_v]:
+    what a token adds to each column."""
 
     sSums: cute.Tensor
+    sSquares: cute.Tensor
     sSteps: cute.Tensor
 
 
@@ -61,8 +61,6 @@ class Columns(Tile):
         self.stores = problem.ends or problem.every_token or problem.long
         self.pieces = [self.rows]
         self.tile_v, self.warps = config.tile_v, config.threads // WARP
-        # Channels of k and q that a lane sums up for its warp.
-        self.share = problem.head_dim_k // WARP
 
     @property
     def unordered(self) -> bool:
@@ -77,20 +75,16 @@ class Columns(Tile):
             order = tuple(reversed(range(len(shape))))
             return smem.allocate_tensor(Float32, cute.make_ordered_layout(shape, order=order), 16)
 
-        return Shared(tensor(self.warps, 2, self.tile_v), tensor(1, self.tile_v))
+        return Shared(
+            tensor(self.warps, 2, self.tile_v), tensor(self.warps, 3), tensor(1, self.tile_v)
+        )
 
     # ---- one token ---------------------------------------------------------------------------------------------------
 
     @cute.jit
     def values(self, row: Row, place: Place):
-        """Returns v of the column that the thread finishes, if it finishes one, and what it sums up of k and of q."""
-        v = row.gV[0, cutlass.min(row.tidx, Int32(self.tile_v - 1))]
-        first = row.tidx % WARP * self.share
-        k = neighbours(first_token(row.gK), first, self.share, self.aligned)
-        q = k
-        if cutlass.const_expr(row.gQ is not None):
-            q = neighbours(first_token(row.gQ), first, self.share, self.aligned)
-        return v, k, q
+        """Returns v of the column that the thread finishes, if it finishes one."""
+        return [row.gV[0, cutlass.min(row.tidx, Int32(self.tile_v - 1))]]
 
     @cute.jit
     def along(self, gX, place: Place):
@@ -125,24 +119,37 @@ class Columns(Tile):
         rK = [widened(token.rK[0])]
         # A commit has no q, and then no output.
         rQ = rK if token.rQ is None else [widened(token.rQ[0])]
-        gain, norm_k, norm_q, qk = Float32(1.0), Float32(1.0), Float32(1.0), Float32(0.0)
-        if row.tidx // WARP * WARP < self.tile_v:
-            # Before the state is there.
-            norm_k, norm_q, qk = self.norms(token, numbers)
-            gain = norm_k * self.gates.strength(token.beta)
-        sums = [Float32(0.0)] * (2 * self.vector)
+        strength = self.gates.strength(token.beta)
+        sums, squares = [Float32(0.0)] * (2 * self.vector), [Float32(0.0)] * 3
         for r in cutlass.range_constexpr(self.rows):
-            values = self.states.row(rState, r)
+            values, k, q = self.states.row(rState, r), rK[0][r], rQ[0][r]
+            products = (k * k, q * q, k * q)
+            squares = [a + b for a, b in zip(squares, products)]
             # The tile fades when it is updated; until then q and k do.
-            k, q = rK[0][r] * factors[0][r], rQ[0][r] * factors[0][r]
+            k, q = k * factors[0][r], q * factors[0][r]
             for i in cutlass.range_constexpr(self.vector):
                 sums[i] = sums[i] + values[i, 0] * k
                 sums[self.vector + i] = sums[self.vector + i] + values[i, 0] * q
         self.hand_over(sums, shared, place, row)
+        lane, warp = row.tidx % WARP, row.tidx // WARP
+        for i in cutlass.range_constexpr(3):
+            offset = self.lanes
+            while cutlass.const_expr(offset < WARP):
+                squares[i] = squares[i] + cute.arch.shuffle_sync_bfly(squares[i], offset=offset)
+                offset *= 2
+            if lane == i:
+                shared.sSquares[warp, i] = squares[i]
         cute.arch.sync_threads()
         if row.tidx < self.tile_v:
             x, y = self.sums(shared, row.tidx)
-            step = gain * (token.values[0].to(Float32) - norm_k * x)
+            kk, qq, qk = (
+                in_pairs([shared.sSquares[w, i] for w in range(self.warps)]) for i in range(3)
+            )
+            norm_k, norm_q = Float32(1.0), numbers.scale
+            if cutlass.const_expr(self.l2norm):
+                norm_k = cute.math.rsqrt(kk + NORM_EPS)
+                norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
+            step = norm_k * strength * (token.values[0].to(Float32) - norm_k * x)
             shared.sSteps[0, row.tidx] = step
             if cutlass.const_expr(row.gOut is not None):
                 row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
@@ -161,21 +168,6 @@ class Columns(Tile):
             self.records.keys(ring, row, 0)
             if row.tile == 0 and row.tidx % self.lanes == 0:
                 self.record_factors(ring, factors, row, place)
-
-    @cute.jit
-    def norms(self, token: Token, numbers: Numbers):
-        """Returns what k and q are multiplied by, and q.k as given; each warp sums for itself."""
-        _, own_k, own_q = token.values
-        rK, rQ = widened(own_k), widened(own_q)
-        kk, qq, qk = Float32(0.0), Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(self.share):
-            kk, qq, qk = kk + rK[i] * rK[i], qq + rQ[i] * rQ[i], qk + rK[i] * rQ[i]
-        norm_k, norm_q = Float32(1.0), numbers.scale
-        if cutlass.const_expr(self.l2norm):
-            norm_k = cute.math.rsqrt(cute.arch.warp_reduction(kk, operator.add) + NORM_EPS)
-            qq = cute.arch.warp_reduction(qq, operator.add)
-            norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
-        return norm_k, norm_q, cute.arch.warp_reduction(qk, operator.add)
 
     @cute.jit
     def record_factors(self, ring: Ring, factors, row: Row, place: Place):
