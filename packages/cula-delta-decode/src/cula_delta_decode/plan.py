@@ -20,7 +20,7 @@ _ONE_TOKEN = {
 # (fp32 state, state_v_first); what is not here stays as it is.
 _FEW = {
     (True, True): {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
-    (True, False): {1: (64, 256, 16, 4), 2: (16, 64, 4, 12)},
+    (True, False): {2: (16, 64, 4, 12)},
     (False, True): {1: (16, 64, 16, 14), 2: (16, 128, 16, 8)},
     (False, False): {1: (32, 64, 4, 8), 2: (32, 64, 4, 8)},
 }
