@@ -43,6 +43,7 @@ DELTA = (
     ("delta_decode", *GRAPH, "eager-host", "--settings", "*-B1-T1-*-vk", "--join"),
     ("delta_decode", *SUSTAINED),
     ("delta_decode_fused", *GRAPH),
+    ("delta_decode_slots", *GRAPH),
     ("delta_decode_variants", *GRAPH),
 )
 DECODE_80SM = (

@@ -4,6 +4,7 @@ OPS = (
     "delta_decode",
     "delta_decode_80sm",
     "delta_decode_fused",
+    "delta_decode_slots",
     "delta_decode_variants",
     "delta_decode_variants_80sm",
 )

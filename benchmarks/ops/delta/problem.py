@@ -3,7 +3,8 @@
     S' = diag(exp(d)) S        u = b (v - S'^T k)        S = S' + k u^T        o = scale * S^T q
 
 d is the softplus gate of raw inputs, one per head (GDN) or per channel of K (KDA), b the sigmoid of logits, and q and k
-are normalised; kernels do all of that. Every row has a slot of a pool of states, in an order drawn at random.
+are normalised; kernels do all of that. Every row has a slot of a pool of states, in an order drawn at random unless a
+setting is `ordered`.
 
 A setting has one of four modes:
     write     T tokens, and the state after the last one is stored where it was
@@ -83,8 +84,12 @@ def setting(
     heads: int | None = None,
     heads_v: int = HEADS_V,
     records: int = RECORDS,
+    ordered: bool = False,
 ) -> Setting:
-    """A problem, named like gdn-B64-T4-fp32-vk-verify; layout "vk" is [B,HV,V,K], and "kv" is [B,HV,K,V]."""
+    """A problem, named like gdn-B64-T4-fp32-vk-verify; layout "vk" is [B,HV,V,K], and "kv" is [B,HV,K,V].
+
+    ordered: row n has slot n.
+    """
     usual = HEADS if gate == "gdn" else heads_v
     heads = usual if heads is None else heads
     name = f"{gate}-B{batch}-T{tokens}-{state}-{layout}"
@@ -96,6 +101,9 @@ def setting(
     if mode == "step":
         params["L"] = records
         name += f"-L{records}" if records != RECORDS else ""
+    if ordered:
+        params["ordered"] = True
+        name += "-ordered"
     return Setting(name, params)
 
 
@@ -126,6 +134,8 @@ def make_inputs(problem: Setting, device: Any, seed: int, spare: int = 0) -> Inp
         return torch.rand(shape, generator=generator, device=device)
 
     def order(count: int) -> Tensor:
+        if p.get("ordered"):
+            return torch.arange(count, device=device, dtype=torch.int32)
         return torch.randperm(count, generator=generator, device=device).to(torch.int32)
 
     def pool(slots: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -133,9 +134,20 @@ def test_machine_code_for_any_number_of_states(state_dtype, v_first, gate, token
         assert_machine_code(problem, "sm_90a", few)
 
 
-def assert_machine_code(problem: Problem, arch: str, few: int = 0) -> None:
+@pytest.mark.parametrize("gate", [GDN, KDA])
+@pytest.mark.parametrize("state_dtype, v_first", [("float32", False), ("bfloat16", True)])
+def test_machine_code_for_few_multiprocessors(state_dtype, v_first, gate):
+    problem = Problem("bfloat16", state_dtype, 128, 128, 1, v_first, gate)
+    for mode in ("decode", "redirected", "every_token"):
+        asked = replace(problem, **MODES[mode])
+        assert_machine_code(asked, "sm_90a", multiprocessors=80)
+
+
+def assert_machine_code(
+    problem: Problem, arch: str, few: int = 0, multiprocessors: int = 132
+) -> None:
     assert problem.illegal() is None
-    config = select(problem, arch, few=few)
+    config = select(problem, arch, multiprocessors, few)
     unit = launch.unit(config, arch)
     kernel, ptx = report(unit).kernel, artifacts(unit).ptx
     if problem.fused.norm:

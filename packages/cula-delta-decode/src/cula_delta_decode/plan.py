@@ -9,7 +9,7 @@ from .config import Config, Problem
 _ONE_TOKEN = {
     (True, True, False): (8, 32, 32, 0),
     (True, True, True): (8, 32, 32, 0),
-    (True, False, False): (64, 256, 16, 3),
+    (True, False, False): (64, 256, 16, 0),
     (True, False, True): (64, 256, 16, 3),
     (False, True, False): (16, 64, 16, 16),
     (False, True, True): (16, 32, 16, 0),
@@ -26,8 +26,14 @@ _FEW = {
     (False, True): {1: (16, 64, 16, 14), 2: (16, 128, 16, 8)},
     (False, False): {1: (32, 64, 4, 8), 2: (32, 64, 4, 8)},
 }
-# One token of 16-bit [V, K] states where few multiprocessors share the card's memory, so that arithmetic counts.
-_NARROW, _FEW_MULTIPROCESSORS = (32, 64, 16, 0), 100
+# One token where few multiprocessors share the card's memory, so that each has to do more: by (fp32 state,
+# state_v_first, gate per channel); what is not here stays as it is.
+_NARROW = {
+    (False, True, False): (32, 64, 16, 0),
+    (False, True, True): (32, 64, 16, 0),
+    (True, False, False): (64, 256, 16, 4),
+}
+_FEW_MULTIPROCESSORS = 100
 # Several tokens, by (state_v_first, gate per channel, more than 4).
 _SEVERAL_TOKENS = {
     (True, False, False): (64, 128, 16, 0),
@@ -113,8 +119,8 @@ def select(
             tile = _SEVERAL_FEW[channels]
     elif few in _FEW[wide, v_first]:
         tile = _FEW[wide, v_first][few]
-    elif not wide and v_first and multiprocessors < _FEW_MULTIPROCESSORS:
-        tile = _NARROW
+    elif multiprocessors < _FEW_MULTIPROCESSORS and (wide, v_first, channels) in _NARROW:
+        tile = _NARROW[wide, v_first, channels]
     else:
         tile = _ONE_TOKEN[wide, v_first, channels]
         if problem.state_dtype == "float16" and not v_first:

@@ -140,21 +140,21 @@ class Columns(Tile):
             if lane == i:
                 shared.sSquares[warp, i] = squares[i]
         cute.arch.sync_threads()
-        if row.tidx < self.tile_v:
-            x, y = self.sums(shared, row.tidx)
-            kk, qq, qk = (
-                in_pairs([shared.sSquares[w, i] for w in range(self.warps)]) for i in range(3)
-            )
+        if row.tidx < max(self.tile_v, WARP):
+            kk, qq, qk = self.squares(shared, lane)
             norm_k, norm_q = Float32(1.0), numbers.scale
             if cutlass.const_expr(self.l2norm):
                 norm_k = cute.math.rsqrt(kk + NORM_EPS)
                 norm_q = numbers.scale * cute.math.rsqrt(qq + NORM_EPS)
-            step = norm_k * strength * (token.values[0].to(Float32) - norm_k * x)
-            shared.sSteps[0, row.tidx] = step
-            if cutlass.const_expr(row.gOut is not None):
-                row.gOut[0, row.tidx] = (norm_q * (y + qk * step)).to(row.gOut.element_type)
-            if cutlass.const_expr(self.replayed):
-                ring.gU[ring.first, row.tidx] = step
+            if row.tidx < self.tile_v:
+                x, y = self.sums(shared, row.tidx)
+                step = norm_k * strength * (token.values[0].to(Float32) - norm_k * x)
+                shared.sSteps[0, row.tidx] = step
+                if cutlass.const_expr(row.gOut is not None):
+                    out = norm_q * (y + qk * step)
+                    row.gOut[0, row.tidx] = out.to(row.gOut.element_type)
+                if cutlass.const_expr(self.replayed):
+                    ring.gU[ring.first, row.tidx] = step
         if cutlass.const_expr(self.stores):
             cute.arch.sync_threads()
             steps = self.steps(shared.sSteps, 0, place)
@@ -241,6 +241,19 @@ class Columns(Tile):
         warps = range(self.warps)
         x, y = (in_pairs([shared.sSums[w, i, column] for w in warps]) for i in range(2))
         return x, y
+
+    @cute.jit
+    def squares(self, shared: Shared, lane):
+        """Returns k.k, q.q and q.k, which the lanes of a warp add up together."""
+        found = []
+        for i in cutlass.range_constexpr(3):
+            value = shared.sSquares[lane % self.warps, i]
+            offset = 1
+            while cutlass.const_expr(offset < self.warps):
+                value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+                offset *= 2
+            found.append(value)
+        return found
 
     @cute.jit
     def steps(self, sU: cute.Tensor, number, place: Place):
