@@ -39,10 +39,10 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
 
 
 def settings(quick: bool) -> list[Setting]:
-    """Every state type and layout with 64 and 256 rows, in both orders."""
+    """Every state type and layout with 64, 256 and 8 rows, in both orders."""
     return [
         setting(gate, batch, state=state, layout=layout, ordered=ordered)
-        for batch in ((64,) if quick else (64, 256))
+        for batch in ((64,) if quick else (64, 256, 8))
         for state in (("bf16",) if quick else ("fp32", "bf16", "fp16"))
         for gate in GATES
         for layout in delta_decode.LAYOUTS

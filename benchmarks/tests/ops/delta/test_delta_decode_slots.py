@@ -23,7 +23,7 @@ def negate_as(peers, wrong: bool):
 def test_every_setting_is_there_in_both_orders():
     names = [s.name for s in delta_decode_slots.settings(False)]
     ordered = {name for name in names if name.endswith("-ordered")}
-    assert len(set(names)) == len(names) == 48 and len(ordered) == 24
+    assert len(set(names)) == len(names) == 72 and len(ordered) == 36
     assert {f"{name}-ordered" for name in names if name not in ordered} == ordered
     assert {s.name for s in delta_decode_slots.settings(True)} < set(names)
 

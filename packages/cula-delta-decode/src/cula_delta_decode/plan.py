@@ -16,14 +16,14 @@ _ONE_TOKEN = {
     (False, False, False): (128, 256, 16, 3),
     (False, False, True): (128, 256, 16, 3),
 }
-# [K, V] states of fp16 are widened once, for which 80 registers do not suffice; not timed.
-_COLUMNS_OF_FLOAT16 = (128, 256, 16, 2)
+# [K, V] states of fp16 with a gate per channel, for which 80 registers do not suffice.
+_CHANNELS_OF_FLOAT16 = (128, 256, 16, 2)
 # One token where `crowding` is 1 or 2: smaller tiles or more threads for each state, which sum up in the same order. By
 # (fp32 state, state_v_first); what is not here stays as it is.
 _FEW = {
     (True, True): {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
     (True, False): {2: (16, 64, 4, 12)},
-    (False, True): {1: (16, 64, 16, 14), 2: (16, 128, 16, 8)},
+    (False, True): {1: (16, 64, 16, 16), 2: (16, 128, 16, 8)},
     (False, False): {1: (32, 64, 4, 8), 2: (32, 64, 4, 8)},
 }
 # One token where few multiprocessors share the card's memory, so that each has to do more: by (fp32 state,
@@ -123,8 +123,8 @@ def select(
         tile = _NARROW[wide, v_first, channels]
     else:
         tile = _ONE_TOKEN[wide, v_first, channels]
-        if problem.state_dtype == "float16" and not v_first:
-            tile = _COLUMNS_OF_FLOAT16
+        if problem.state_dtype == "float16" and channels and not v_first:
+            tile = _CHANNELS_OF_FLOAT16
     tile_v, threads, lanes, resident = tile
     if problem.fused or (problem.head_dim_k, problem.head_dim_v) != (128, 128):
         resident = 0  # the registers of a thread might not suffice

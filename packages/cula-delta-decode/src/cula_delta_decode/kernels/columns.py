@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 
 from cula_core.cute.functions import fma
 from cula_core.cute.warp import reduce_scatter
+from cula_core.cute.widen import widened
 
 from ..config import Config
 from .operands import (
@@ -22,7 +23,6 @@ from .operands import (
     Token,
     neighbours,
     staged_part,
-    widened,
 )
 from .records import Ring
 from .states import Place, Targets

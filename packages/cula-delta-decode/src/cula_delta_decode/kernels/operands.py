@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32
 
 from cula_core.cute.functions import exp2, sigmoid
 from cula_core.cute.types import LOG2_E
@@ -196,28 +196,6 @@ def staged_part(sX: cute.Tensor, t, first, count: cutlass.Constexpr):
     source = sX[t, None].iterator + cute.assume(first, divby=count)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), rX)
     return rX
-
-
-@cute.jit
-def widened(rX, again: cutlass.Constexpr = False):
-    """Returns the elements as fp32. again: by other instructions, so that the compiler does not keep what it widened
-    before in registers."""
-    rWide = cute.make_rmem_tensor(rX.shape, Float32)
-    count = cute.size(rX)
-    if cutlass.const_expr(rX.element_type is cutlass.BFloat16 and count % 2 == 0):
-        # One instruction for each element; the compiler takes two for the upper one of a pair.
-        pairs = cute.recast_tensor(cute.make_tensor(rX.iterator, cute.make_layout(count)), Uint32)
-        bits = cute.recast_tensor(cute.make_tensor(rWide.iterator, cute.make_layout(count)), Uint32)
-        for i in cutlass.range_constexpr(count // 2):
-            if cutlass.const_expr(again):
-                bits[2 * i] = Uint32(cute.arch.prmt(pairs[i], 0, 0x1044))
-                bits[2 * i + 1] = Uint32(cute.arch.prmt(pairs[i], 0, 0x3244))
-            else:
-                bits[2 * i] = pairs[i] << Uint32(16)
-                bits[2 * i + 1] = pairs[i] & Uint32(0xFFFF0000)
-    else:
-        rWide.store(rX.load().to(Float32))
-    return rWide
 
 
 class Staged(NamedTuple):

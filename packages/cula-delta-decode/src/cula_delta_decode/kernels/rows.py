@@ -6,6 +6,7 @@ from cutlass import Float32
 
 from cula_core.cute.functions import fma
 from cula_core.cute.warp import all_sums
+from cula_core.cute.widen import widened
 
 from ..config import Config
 from .operands import (
@@ -19,7 +20,6 @@ from .operands import (
     Token,
     neighbours,
     staged_part,
-    widened,
 )
 from .records import Ring
 from .states import Place, Targets

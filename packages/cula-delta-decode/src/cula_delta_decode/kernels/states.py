@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cula_core.cute.types import DTYPES
+from cula_core.cute.widen import widened
 
 from ..config import Config
-from .operands import Numbers, Row, widened
+from .operands import Numbers, Row
 
 
 class Targets(NamedTuple):
