@@ -24,7 +24,7 @@ _FEW = {
     (True, True): {1: (8, 64, 32, 16), 2: (8, 128, 32, 12)},
     (True, False): {2: (16, 64, 4, 12)},
     (False, True): {1: (16, 64, 16, 16), 2: (16, 128, 16, 8)},
-    (False, False): {1: (32, 64, 4, 8), 2: (32, 64, 4, 8)},
+    (False, False): {1: (32, 64, 4, 9), 2: (32, 64, 4, 9)},
 }
 # One token where few multiprocessors share the card's memory, so that each has to do more: by (fp32 state,
 # state_v_first, gate per channel); what is not here stays as it is.
