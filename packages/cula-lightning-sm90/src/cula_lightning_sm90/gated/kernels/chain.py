@@ -1,0 +1,268 @@
+"""The warpgroup that holds the state: what needs it, chunk after chunk, for 64 columns of v.
+
+With the state S [K, V] before a chunk, and what the other roles have made of its tokens:
+
+    x_i = v_i - 2^G_i r(k_i) S^T k_i        u = T' x        o_i = scale 2^G_i r(q_i) S^T q_i + (Aqk u)_i
+    S   <- 2^G_L S + sum_j k_j (2^(G_L - G_j) r(k_j) u_j)^T
+
+The state is transposed, S^T [64 V x 128 K] in fp32, and every product takes its first operand from registers: neither
+it nor x and u ever touch shared memory, and q and k enter all products as they were loaded.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from cula_core.cute.memory import repeated
+from cula_core.cute.output import OutputTiles
+from cula_core.cute.types import F32, I32
+from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.work import SLOTS, receive
+
+from ..config import CHUNK, HEAD_DIM, V_TILE, Config
+from .layout import (
+    ADDED,
+    BARRIER_OUTPUT,
+    INVERSE_SLOTS,
+    K_SLOTS,
+    PRODUCT_SLOTS,
+    Q_SLOTS,
+    READ,
+    SEEN,
+    TABLE_SLOTS,
+    TABLES,
+    TOTAL,
+    V_SLOTS,
+    Item,
+    Layout,
+    Memory,
+    Pipes,
+    by_pairs,
+    give_back,
+    release,
+)
+
+MAX_F16 = 65504.0
+
+
+class Chain(Layout):
+    """The state of 64 columns of v, transposed, [64, K] in fp32, in one warpgroup's registers from end to end."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT)
+
+    @cute.jit
+    def run(
+        self,
+        pipes: Pipes,
+        memory: Memory,
+        tma_o,
+        mO: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_every: cutlass.Int32,
+        tidx: cutlass.Int32,
+    ):
+        """Computes the states and outputs of all items."""
+        lane = tidx % 32
+        mma_x = mma(self.dtype, CHUNK, OperandMajorMode.K)
+        mma_u = mma(self.operand, CHUNK, OperandMajorMode.K)
+        mma_s = mma(self.dtype, HEAD_DIM, OperandMajorMode.MN)
+        part_x, part_u, part_s = (m.get_slice(tidx) for m in (mma_x, mma_u, mma_s))
+        k = mma_x.make_fragment_B(part_x.partition_B(self.keys(memory.k)))
+        q = mma_x.make_fragment_B(part_x.partition_B(self.queries(memory.q)))
+        kt = mma_s.make_fragment_B(part_s.partition_B(self.keys(memory.k, "mn")))
+        inverse = mma_u.make_fragment_B(
+            part_u.partition_B(self.square(memory.inverse, INVERSE_SLOTS))
+        )
+        aqk = mma_u.make_fragment_B(part_u.partition_B(self.square(memory.products, PRODUCT_SLOTS)))
+        load_v = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_x
+        ).get_slice(tidx)
+        v_source = load_v.partition_S(self.values(memory.v, "mn"))
+        tables = self.by_column(memory.tables, TABLES, TABLE_SLOTS, lane)
+        totals = self.by_token(memory.tables, TABLES, TABLE_SLOTS)
+        store_o = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_x
+        ).get_slice(tidx)
+        sO = repeated(memory.o, (CHUNK, V_TILE), "k", self.dtype, SLOTS)
+        tOsO = store_o.partition_D(repeated(memory.o, (V_TILE, CHUNK), "mn", self.dtype, SLOTS))
+
+        s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, HEAD_DIM)), F32)
+        o = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
+        x = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
+        w = cute.make_rmem_tensor((2, 2, CHUNK // 8), F32)
+        s_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, HEAD_DIM)))
+        x_a = mma_u.make_fragment_A(mma_u.partition_shape_A((V_TILE, CHUNK)))
+        hi = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
+        lo = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
+        v = cute.make_rmem_tensor(x.shape, self.dtype)
+        o_pairs, x_pairs, v_pairs = by_pairs(o), by_pairs(x), by_pairs(v)
+        factor = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+        consumer = pipeline.PipelineUserType.Consumer
+        k_at = pipeline.make_pipeline_state(consumer, K_SLOTS)
+        q_at = pipeline.make_pipeline_state(consumer, Q_SLOTS)
+        v_at = pipeline.make_pipeline_state(consumer, V_SLOTS)
+        item_at = pipeline.make_pipeline_state(consumer, SLOTS)
+        turn = I32(0)  # chunks stored so far: which output slot is next
+
+        item = receive(Item, pipes.items, item_at, memory.items)
+        item_at.advance()
+        while item.valid != 0:
+            token, batch, length = item.token, item.batch, item.length
+            head, column, chunks = item.head, item.tile, item.chunks
+            if item.row < 0:
+                self.outputs.clear(out, batch, token, length, head, column, tidx)
+            self.start(s, initial, item, part_s)
+            rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
+            gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
+            for c in cutlass.range(chunks, unroll=1):
+                s_a.store(as_operand(s, s_a).load().to(self.dtype))
+                pipes.v.consumer_wait(v_at)
+                left = length - c * CHUNK
+                self.load_values(load_v, v_source[None, None, None, v_at.index], v, left, lane)
+                release(pipes.v, v_at)
+                pipes.k.consumer_wait(k_at)
+                pipes.q.consumer_wait(q_at)
+                pipes.tables.consumer_wait(k_at)
+                table = tables[None, None, None, k_at.index]
+                total = totals[TOTAL, k_at.index]
+                for i in cutlass.range_constexpr(cute.size(s)):
+                    s[i] = s[i] * total
+                warpgroup.fence()
+                issue(mma_x, x, s_a, k[None, None, None, k_at.index], True)
+                issue(mma_x, o, s_a, q[None, None, None, q_at.index], True)
+                if c > 0:
+                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, 0, tidx)
+                cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
+                warpgroup.wait_group(1)
+                for n in cutlass.range_constexpr(CHUNK // 8):
+                    for a in cutlass.range_constexpr(2):
+                        for b in cutlass.range_constexpr(2):
+                            seen = factor[a, n] * x_pairs[a, b, n]
+                            x_pairs[a, b, n] = v_pairs[a, b, n].to(F32) - seen
+                x_a.store(as_operand(x, x_a).load().to(self.operand))
+                pipes.inverse.consumer_wait(q_at)
+                warpgroup.fence()
+                issue(mma_u, x, x_a, inverse[None, None, None, q_at.index], True)
+                cute.autovec_copy(table[None, None, READ // CHUNK], factor)
+                warpgroup.wait_group(1)
+                self.scale(o_pairs, o_pairs, factor)
+                cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
+                warpgroup.wait_group(0)
+                self.scale(w, x_pairs, factor)
+                if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
+                    self.clamp(w)
+                hi.store(as_operand(w, hi).load().to(self.dtype))
+                warpgroup.fence()
+                issue(mma_s, s, hi, kt[None, None, None, k_at.index], False)
+                if cutlass.const_expr(self.config.two_terms):
+                    rounded = hi.load().to(F32)
+                    lo.store((as_operand(w, lo).load() - rounded).to(self.dtype))
+                    warpgroup.fence()
+                    issue(mma_s, s, lo, kt[None, None, None, k_at.index], False)
+                x_a.store(as_operand(x, x_a).load().to(self.operand))
+                pipes.products.consumer_wait(v_at)
+                warpgroup.fence()
+                issue(mma_u, o, x_a, aqk[None, None, None, v_at.index], False)
+                warpgroup.wait_group(0)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    give_back(pipes.k, k_at)
+                    give_back(pipes.tables, k_at)
+                    give_back(pipes.q, q_at)
+                    give_back(pipes.inverse, q_at)
+                    give_back(pipes.products, v_at)
+                k_at.advance()
+                q_at.advance()
+                v_at.advance()
+                self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                turn = turn + 1
+                if cutlass.const_expr(self.config.checkpoints):
+                    done = (c + 1) * CHUNK
+                    if (left >= CHUNK) & (done % checkpoint_every == 0):
+                        first = self.checkpoint_row(item, checkpoint_every, out)
+                        row = first + done // checkpoint_every - 1
+                        self.put(s, part_s, checkpoints, row, head, column)
+            if chunks > 0:
+                self.outputs.finish(
+                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, 0, tidx
+                )  # fmt: skip
+            if cutlass.const_expr(self.config.final_state):
+                self.save(s, final, item, part_s)
+            item = receive(Item, pipes.items, item_at, memory.items)
+            item_at.advance()
+        if tidx < 32:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def scale(self, scaled: cute.Tensor, pairs: cute.Tensor, factor: cute.Tensor):
+        """Multiplies columns, as `by_pairs` sees them, by a factor each."""
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            for a in cutlass.range_constexpr(2):
+                for b in cutlass.range_constexpr(2):
+                    scaled[a, b, n] = pairs[a, b, n] * factor[a, n]
+
+    @cute.jit
+    def clamp(self, w: cute.Tensor):
+        """Holds w in fp16's range: over the norm of a tiny key it may leave it, and infinity times zero is no zero."""
+        for i in cutlass.range_constexpr(cute.size(w)):
+            w[i] = MAX_F16 if w[i] > MAX_F16 else w[i]
+            w[i] = -MAX_F16 if w[i] < -MAX_F16 else w[i]
+
+    @cute.jit
+    def load_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, lane):
+        """Loads v^T of a chunk in the order of an accumulator; it is zero past the end."""
+        cute.copy(load_v, source, load_v.retile(v))
+        if cutlass.const_expr(self.config.packed):
+            # Tokens of the next sequence may hold anything, and 0 * inf is no zero.
+            if left < CHUNK:
+                values = by_pairs(v)
+                for n in cutlass.range_constexpr(CHUNK // 8):
+                    for a in cutlass.range_constexpr(2):
+                        for b in cutlass.range_constexpr(2):
+                            beyond = 8 * n + lane % 4 * 2 + a >= left
+                            values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def transposed(self, pool, row, head, column):
+        """Returns 64 columns of v of a state as [V, K], whatever its layout."""
+        state = pool[row, head, None, None]
+        if not self.config.state_v_first:
+            state = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
+        return cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
+
+    @cute.jit
+    def put(self, s: cute.Tensor, part_s, pool, row, head, column):
+        cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
+
+    @cute.jit
+    def start(self, s: cute.Tensor, initial, item: Item, part_s):
+        """Sets the registers to the state in front of an item."""
+        s.fill(0.0)
+        if cutlass.const_expr(self.config.initial_state):
+            if (item.row >= 0) & (item.begins != 0):
+                own = self.transposed(initial, item.row, item.head, item.tile)
+                cute.autovec_copy(part_s.partition_C(own), s)
+
+    @cute.jit
+    def save(self, s: cute.Tensor, final, item: Item, part_s):
+        """Writes the state behind a sequence; of padding nothing in place, zero where results are separate."""
+        if cutlass.const_expr(self.config.in_place):
+            if (item.row >= 0) & (item.target >= 0):
+                self.put(s, part_s, final, item.target, item.head, item.tile)
+        else:
+            self.put(s, part_s, final, item.sequence, item.head, item.tile)
+
+    @cute.jit
+    def checkpoint_row(self, item: Item, checkpoint_every, out):
+        """Returns the row of a sequence's first checkpoint."""
+        if cutlass.const_expr(self.config.packed):
+            return item.token // checkpoint_every
+        else:
+            return item.sequence * (out.shape[1] // checkpoint_every)

@@ -1,0 +1,210 @@
+"""The warpgroup that makes Aqk, the norms of q and k, and every factor that belongs to a token."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from cula_core.cute.functions import exp2
+from cula_core.cute.output import GROUP, row_units
+from cula_core.cute.types import F32
+from cula_core.cute.wgmma import issue, mma
+from cula_core.cute.work import SLOTS, receive
+
+from ..config import CHUNK, HEAD_DIM, SUB
+from .layout import (
+    ADDED,
+    BARRIER_PRODUCTS,
+    BEHIND,
+    GATE_SLOTS,
+    GATES,
+    K_SLOTS,
+    NEAR,
+    NORM,
+    PRODUCT_SLOTS,
+    Q_SLOTS,
+    READ,
+    SEEN,
+    SUM,
+    TABLE_SLOTS,
+    TABLES,
+    TOTAL,
+    WIDE,
+    Item,
+    Layout,
+    Memory,
+    Pipes,
+    by_pairs,
+    commit,
+    release,
+)
+from .weights import weigh_left, weighed_diagonal
+
+NORM_EPS = 1e-6
+
+
+class Products(Layout):
+    """Aqk_ij = scale r(q_i) r(k_j) (q_i . k_j) 2^(G_i - G_j), j <= i, as blocks of 16 x 16 on and below the diagonal.
+
+    r is 1 over the norm, or 1. Warp w has tokens 16 w ... In blocks left of the diagonal the decay is a product of what
+    the row and the column have to do with the end E of the column's block, both at most 1. The tables hold, by token:
+
+        SEEN 2^G r(k)    READ scale 2^G r(q)    ADDED 2^(behind) r(k)    NEAR 2^(E - G) r(k)    NORM r(k)
+    """
+
+    @cute.jit
+    def run(self, pipes: Pipes, memory: Memory, scale: cutlass.Float32, tidx: cutlass.Int32):
+        """Makes tables and products of every chunk, as far ahead of the chain as there are slots."""
+        lane, w = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
+        product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        part = product.get_slice(tidx)
+        sQ, sK = self.queries(memory.q), self.keys(memory.k)
+        queries = product.make_fragment_A(part.partition_A(sQ))
+        keys = product.make_fragment_B(part.partition_B(sK))
+        acc = cute.make_rmem_tensor(product.partition_shape_C((CHUNK, CHUNK)), F32)
+        p = by_pairs(acc)
+        sP = self.square(memory.products, PRODUCT_SLOTS)
+        gates = self.by_token(memory.gates, GATES, GATE_SLOTS)
+        tables = self.by_token(memory.tables, TABLES, TABLE_SLOTS)
+        q_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_SLOTS)
+        k_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_SLOTS)
+        table_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TABLE_SLOTS)
+        out_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PRODUCT_SLOTS)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        item = receive(Item, pipes.items, item_at, memory.items)
+        item_at.advance()
+        while item.valid != 0:
+            for c in cutlass.range(item.chunks, unroll=1):
+                pipes.k.consumer_wait(k_at)
+                if cutlass.const_expr(self.config.packed):
+                    left = item.length - c * CHUNK
+                    if left < CHUNK:
+                        self.clear_keys(sK[None, None, k_at.index], left, tidx)
+                pipes.q.consumer_wait(q_at)
+                warpgroup.fence()
+                tQ, tK = queries[None, None, None, q_at.index], keys[None, None, None, k_at.index]
+                issue(product, acc, tQ, tK, True)
+                # 1 over the norms of the rows of an accumulator that this thread has, and of token lane % 16.
+                rows_q, own_q, own_k = (F32(1.0), F32(1.0)), F32(1.0), F32(1.0)
+                if cutlass.const_expr(self.config.l2norm):
+                    rows_q, own_q = self.norms(memory.q, q_at.index, w, lane)
+                    _, own_k = self.norms(memory.k, k_at.index, w, lane)
+                pipes.gates.consumer_wait(k_at)
+                gate, table = gates[None, k_at.index], tables[None, table_at.index]
+                pipes.tables.producer_acquire(table_at)
+                self.write_tables(gate, table, own_q * scale, own_k, w, lane)
+                commit(pipes.tables, table_at)
+                cute.arch.barrier(barrier_id=BARRIER_PRODUCTS, number_of_threads=GROUP)
+                sums = (gate[SUM + SUB * w + lane // 4], gate[SUM + SUB * w + lane // 4 + 8])
+                strengths = (rows_q[0] * scale, rows_q[1] * scale)
+                warpgroup.wait_group(0)
+                weigh_left(p, strengths, sums, gate, table, w, lane)
+                diagonal = weighed_diagonal(p, strengths, sums, gate, table, w, lane, True)
+                pipes.products.producer_acquire(out_at)
+                self.store(p, diagonal, sP[None, None, out_at.index], w, lane)
+                cute.arch.fence_view_async_shared()
+                commit(pipes.products, out_at)
+                release(pipes.gates, k_at)
+                q_at.advance()
+                k_at.advance()
+                table_at.advance()
+                out_at.advance()
+            item = receive(Item, pipes.items, item_at, memory.items)
+            item_at.advance()
+
+    @cute.jit
+    def clear_keys(self, keys: cute.Tensor, left, tidx):
+        """Writes zeros over what lies past the end of a packed sequence: tokens of the next one, of any value."""
+        units = row_units(self.dtype, tidx)
+        target = units.partition_D(keys)
+        zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+            if tidx // 8 + 16 * i >= left:
+                for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
+                    cute.copy(units, zeros, target[None, i, j])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BARRIER_PRODUCTS, number_of_threads=GROUP)
+
+    @cute.jit
+    def norms(self, base: cute.Pointer, slot, w, lane):
+        """Returns 1 / |x| of this thread's rows of an accumulator, and of token lane % 16 of the warp.
+
+        A row's square lies on the diagonal of the product of 8 rows with themselves. The first operand has 16, of which
+        the others are whatever is there: the four matrices of 8 columns that ldmatrix loads are chosen so that the
+        first two of them are the second operand as they lie in registers.
+
+        | | k = 0-7 | k = 8-15 |
+        |---|---|---|
+        | rows of the first operand | 0, any | 2, any |
+        | second operand | 0 | 1 |
+        """
+        op = warp.MmaF16BF16Op(self.dtype, F32, (SUB, 8, SUB))
+        block = cute.make_tiled_mma(op, permutation_mnk=(SUB, 8, SUB))
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        a = block.make_fragment_A(block.partition_shape_A((SUB, SUB)))
+        b = block.make_fragment_B(block.partition_shape_B((8, SUB)))
+        b = cute.make_tensor(a.iterator, b.layout)
+        halves = [cute.make_rmem_tensor(block.partition_shape_C((SUB, 8)), F32) for _ in range(2)]
+        # Where the 128-byte swizzle puts a lane's 8 elements of the first 16 columns. Of the next ones only two bits
+        # differ. Matrices 1 and 2 are the same.
+        row, right = lane % 8, (lane // 8 + 1) // 2 % 2
+        unit = row * 64 + (right ^ row) * 8
+        rows = base + cute.assume(slot * WIDE + w * (SUB * 64), divby=8)
+        for half in halves:
+            half.fill(0.0)
+        for k in cutlass.range_constexpr(HEAD_DIM // SUB):
+            for half in cutlass.range_constexpr(2):
+                panel = k // 4 * (CHUNK * 64) + half * (8 * 64)
+                source = rows + cute.assume(unit ^ k % 4 * SUB, divby=8) + panel
+                eight = cute.make_layout((8, 1))
+                cute.copy(
+                    load, cute.make_tensor(source, eight), cute.make_tensor(a.iterator, eight)
+                )
+                cute.gemm(block, halves[half], a, b, halves[half])
+        squares = []
+        for half in cutlass.range_constexpr(2):
+            flat = cute.make_tensor(halves[half].iterator, cute.make_layout((2, 2)))
+            squares.append(cutlass.select_(lane // 4 % 2 == 0, flat[0, 0], flat[1, 0]))
+        found = [cute.math.rsqrt(square + NORM_EPS) for square in squares]
+        # Row r of 8 is on the diagonal where lane / 4 = r and the columns are those of r / 2.
+        by_row = [cute.arch.shuffle_sync(x, lane // 4 * 4 + lane // 8) for x in found]
+        token = lane % 8
+        by_token = [cute.arch.shuffle_sync(x, token * 4 + token // 2) for x in found]
+        return (by_row[0], by_row[1]), cutlass.select_(lane % 16 < 8, by_token[0], by_token[1])
+
+    @cute.jit
+    def write_tables(self, gate, table, q_factor, k_factor, w, lane):
+        """Writes what belongs to the warp's 16 tokens; half of the lanes write what looks back, half what looks on."""
+        token = SUB * w + lane % SUB
+        here = gate[SUM + token]
+        if lane < SUB:
+            kept = exp2(here)
+            table[SEEN + token] = kept * k_factor
+            table[READ + token] = kept * q_factor
+            table[NORM + token] = k_factor
+        else:
+            table[ADDED + token] = exp2(gate[BEHIND + token]) * k_factor
+            table[NEAR + token] = exp2(gate[SUM + SUB * w + SUB - 1] - here) * k_factor
+        if (w == 0) & (lane == 0):
+            table[TOTAL] = exp2(gate[SUM + CHUNK - 1])
+
+    @cute.jit
+    def store(self, p: cute.Tensor, diagonal: cute.Tensor, target: cute.Tensor, w, lane):
+        """Rounds the warp's blocks left of the diagonal and on it, and stores them."""
+        block = cute.make_tiled_mma(
+            warp.MmaF16BF16Op(self.operand, F32, (SUB, 8, SUB)), permutation_mnk=(SUB, SUB, SUB)
+        )
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.operand)
+        save = cute.make_tiled_copy_C(atom, block).get_slice(lane)
+        rounded = cute.make_rmem_tensor(block.partition_shape_C((SUB, SUB)), self.operand)
+        for j in cutlass.range_constexpr(CHUNK // SUB):
+            if j < w:
+                exact = cute.make_tensor(p.iterator + 8 * j, rounded.layout)
+                rounded.store(exact.load().to(self.operand))
+                tile = cute.local_tile(target, (SUB, SUB), (w, j))
+                cute.copy(save, save.retile(rounded), save.partition_D(tile))
+        exact = cute.make_tensor(diagonal.iterator, rounded.layout)
+        rounded.store(exact.load().to(self.operand))
+        tile = cute.local_tile(target, (SUB, SUB), (w, w))
+        cute.copy(save, save.retile(rounded), save.partition_D(tile))

@@ -1,0 +1,334 @@
+"""The compiled prefill of the gated delta rule on the CPU, under every schedule, with race detection."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cula_core.cute.schedule import COLUMNS
+from cula_core.reference.gated_delta_rule import Outcome, gated_delta_rule
+from cula_emulator import mutation
+from cula_emulator.memory import loose_strides, poisoned_memory
+from cula_lightning_sm90.gated import launch
+from cula_lightning_sm90.gated.config import HEAD_DIM, Config, TableConfig
+from cula_testing.comparing import relative_rmse, same
+from cula_testing.compiled import emulated_kernel
+from cula_testing.tensors import normals
+
+MAX_ERROR = 3e-3
+WHOLE = 1 << 30  # tokens of a segment: sequences stay whole
+NULL_SLOT = 7  # of the tests with indices: a padding row beside the negative ones
+PACKED = (70, 0, 1, 64, 130)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected"."""
+
+    lengths: tuple[int, ...]
+    packed: bool = False
+    heads: tuple[int, int, int] = (1, 1, 1)
+    dtype: str = "bfloat16"
+    operand: str = "float16"
+    gate: str | None = "log"
+    gate_dtype: str = "float32"
+    strength: str | None = "given"
+    l2norm: bool = True
+    state: str | None = None
+    v_first: bool = False
+    fresh: bool = False
+    every: int = 0
+    ctas: int = 132
+
+    @property
+    def config(self) -> Config:
+        in_place = self.state in ("in place", "redirected")
+        return Config(
+            self.dtype, self.operand, self.gate, self.gate_dtype, bias=self.gate == "softplus", strength=self.strength,
+            strength_dtype=self.gate_dtype, l2norm=self.l2norm, packed=self.packed, state_v_first=self.v_first,
+            initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
+            redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place, checkpoints=self.every > 0,
+        )  # fmt: skip
+
+
+CASES = {
+    "one head": Case((150,)),
+    "full chunks": Case((128,), state="given"),
+    "nothing optional": Case((70,), gate=None, strength=None, l2norm=False),
+    "packed, grouped values": Case(PACKED, True, (1, 1, 2), state="given"),
+    "packed, grouped queries": Case(PACKED, True, (2, 1, 1), state="given", v_first=True),
+    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", ctas=1, every=64),
+    "raw gates": Case(
+        (150, 150), heads=(1, 1, 2), gate="softplus", gate_dtype="bfloat16", strength="logits"
+    ),
+    "in place": Case((70, 70, 70), strength="doubled logits", state="in place", ctas=3),
+    "redirected": Case(PACKED, True, state="redirected", fresh=True, every=64, v_first=True),
+    "float16": Case((150,), dtype="float16", state="given"),
+    "float16, packed, keys of norm 1": Case(PACKED, True, dtype="float16", l2norm=False, ctas=2),
+    "keys of norm 1": Case((150,), l2norm=False, state="given"),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A case's tensors. q, k, v and the gates are followed by tokens that hold NaN and infinities."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    rates: Tensor | None
+    biases: Tensor | None
+    states: Tensor | None
+    indices: tuple[int, ...]
+    targets: tuple[int, ...]
+    begins: tuple[bool, ...]
+
+    def expected(self) -> Outcome:
+        """What the reference makes of it, in fp64; states and checkpoints as the kernel stores them."""
+        case, states, options = self.case, self.states, {}
+        checkpoints = None
+        if case.every:
+            batch, tokens, heads = self.out_shape[:3]
+            shape = (batch, tokens // case.every, heads, HEAD_DIM, HEAD_DIM)
+            checkpoints = torch.full(shape, math.nan)
+        if case.state in ("indexed", "in place", "redirected"):
+            options = {
+                "state_pool": states,
+                "state_indices": torch.tensor(self.indices),
+                "update_state_pool": case.config.in_place,
+                "null_slot": NULL_SLOT,
+            }
+            if case.config.redirected:
+                options["output_state_indices"] = torch.tensor(self.targets)
+            if case.fresh:
+                options["has_initial_state"] = torch.tensor(self.begins)
+            states = None
+        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0) if case.packed else None
+        return gated_delta_rule(
+            self.q, self.k, self.v, self.g, self.beta, initial_state=states, use_qk_l2norm_in_kernel=case.l2norm,
+            use_beta_sigmoid_in_kernel=case.strength in ("logits", "doubled logits"),
+            allow_neg_eigval=case.strength == "doubled logits", state_v_first=case.v_first, cu_seqlens=cu_seqlens,
+            use_gate_in_kernel=case.gate == "softplus", A_log=self.rates, dt_bias=self.biases,
+            state_checkpoints=checkpoints, checkpoint_every_n_tokens=case.every or None, **options,
+        )  # fmt: skip
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:2], max(self.case.heads), HEAD_DIM)
+
+
+def make_call(case: Case, seed: int = 0) -> Call:
+    generator = torch.Generator().manual_seed(seed)
+    normal = normals(generator)
+    batch = 1 if case.packed else len(case.lengths)
+    tokens = sum(case.lengths) if case.packed else case.lengths[0]
+    heads, dtype = max(case.heads), getattr(torch, case.dtype)
+    gate_dtype = getattr(torch, case.gate_dtype)
+    q, k, v = (normal(batch, tokens, count, HEAD_DIM) for count in case.heads)
+    if not case.l2norm:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+
+    def loose(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The tensor as a view of a larger one: tokens behind it, and of a gate its neighbours, are not numbers."""
+        if x is None:
+            return None
+        wide = torch.full((batch, tokens + 3, *x.shape[2:]), math.nan, dtype=dtype)
+        wide[:, -2] = math.inf
+        return wide[:, :tokens].copy_(x)
+
+    g = beta = rates = biases = None
+    if case.gate:
+        g = normal(batch, tokens, heads)
+        if case.gate == "log":
+            g = torch.where(g > 2, -30.0, -0.05 * g.abs())
+        else:
+            rates, biases = normal(heads).float(), normal(heads).float() - 3
+    if case.strength:
+        beta = normal(batch, tokens, heads)
+        beta = beta.sigmoid() if case.strength == "given" else beta
+    sequences = len(case.lengths)
+    states = 0.5 * normal(sequences + 4, heads, HEAD_DIM, HEAD_DIM).float()
+    if case.state == "given":
+        states = states[:sequences]
+    indices = (3, -1, 5, 0, NULL_SLOT)[:sequences] if sequences > 1 else (3,)
+    targets = (1, 4, -1, 2, 6)[:sequences]
+    begins = tuple(n != 0 for n in range(sequences))
+    return Call(
+        case, *(loose(x, dtype) for x in (q, k, v)), loose(g, gate_dtype), loose(beta, gate_dtype), rates, biases,
+        None if case.state is None else states, indices, targets, begins,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(emulated) -> Callable[..., Outcome]:
+    """run(call) launches a call with guards around and NaN in all it may write; what it writes, as the reference."""
+
+    def compiled(config: Config | TableConfig):
+        return emulated_kernel(emulated, launch.unit(config))
+
+    def run(call: Call, **changes) -> Outcome:
+        case, config = call.case, call.case.config
+        heads, sequences = max(case.heads), len(case.lengths)
+
+        def matrices(count: int) -> Tensor:
+            shape = (count, heads, HEAD_DIM, HEAD_DIM)
+            stride = loose_strides(shape, 4, dense=2)
+            return emulated.empty(shape, torch.float32, stride=stride)
+
+        out_stride = loose_strides(call.out_shape, 8)
+        out = emulated.empty(call.out_shape, getattr(torch, case.dtype), stride=out_stride)
+        initial = final = checkpoints = segments = counter = None
+        if call.states is not None:
+            initial = matrices(len(call.states)).copy_(call.states)
+        final = initial if config.in_place else matrices(sequences)
+        if case.every:
+            checkpoints = matrices(call.out_shape[0] * (call.out_shape[1] // case.every))
+        int32 = {"dtype": torch.int32}
+        with poisoned_memory():
+            if case.packed:
+                cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
+                segments = torch.empty(1 + sequences, COLUMNS, **int32)
+                counter = torch.empty(1, **int32)
+                table = compiled(TableConfig("int32"))
+                table(cu_seqlens, segments, counter, WHOLE, max(*case.lengths, 1))
+            compiled(config)(
+                call.q, call.k, call.v, out, call.g, call.beta, call.rates, call.biases, initial,
+                torch.tensor(call.indices, **int32) if config.indexed else None,
+                torch.tensor(call.targets, **int32) if config.redirected else None,
+                torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
+                final, checkpoints, segments, counter, HEAD_DIM**-0.5, 1.0, 20.0, NULL_SLOT, max(case.every, 1),
+                case.ctas, **changes,
+            )  # fmt: skip
+        if checkpoints is not None:
+            checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))
+        if initial is not None and not config.in_place:
+            assert same(initial, call.states), "initial states are read only"
+        return Outcome(out, final, initial if config.in_place else None, checkpoints)
+
+    run.compiled = compiled
+    return run
+
+
+def assert_right(call: Call, found: Outcome, limit: float = MAX_ERROR) -> None:
+    expected = call.expected()
+    errors = {"out": relative_rmse(found.out, expected.out)}
+    if found.pool is None:
+        errors["states"] = relative_rmse(found.states, expected.states)
+    else:
+        errors["pool"] = relative_rmse(found.pool, expected.pool)
+        same_before = (expected.pool == call.states).flatten(1).all(1)
+        assert same(found.pool[same_before], call.states[same_before])
+    if expected.checkpoints is not None:
+        owned = ~expected.checkpoints.isnan()
+        assert found.checkpoints[~owned].isnan().all(), "a checkpoint that nobody owns"
+        taken, wanted = found.checkpoints[owned], expected.checkpoints[owned]
+        errors["checkpoints"] = relative_rmse(taken, wanted)
+    assert all(error <= limit for error in errors.values()), errors
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prefill(run, case):
+    call = make_call(case)
+    assert_right(call, run(call))
+
+
+@pytest.mark.emulated
+def test_bfloat16_operands(run):
+    """Their rounding is eight times as coarse, their range fp32's: values of 1e6 would be infinite in fp16."""
+    call = make_call(Case((150,), operand="bfloat16", state="given"))
+    assert_right(call, run(call), limit=8e-3)
+    call = replace(call, v=1e6 * call.v, states=1e6 * call.states)
+    assert_right(call, run(call), limit=8e-3)
+
+
+KEYS = {
+    # What is written, once for every token of a class of keys, grows without bound where the inverse is wrong.
+    "one key": lambda k: k[:, :1].expand_as(k),
+    "eight keys": lambda k: k[:, torch.arange(k.shape[1]) % 8],
+    "keys that resemble each other": lambda k: k[:, :1] + 0.3 * k,
+}
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_that_repeat(run, keys, dtype):
+    call = make_call(Case((150,), dtype=dtype, gate="log", strength="given", state="given"))
+    g, beta = torch.full_like(call.g, -1e-4), torch.ones_like(call.beta)
+    call = replace(call, k=keys(call.k).contiguous(), g=g, beta=beta)
+    assert_right(call, run(call))
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("gate", [-1e4, -math.inf])
+def test_gates_that_forget_everything(run, gate):
+    """What a product of sums of log decays would lose: after such a gate the others still count."""
+    call = make_call(Case((150,), state="given"))
+    g = call.g.clone()
+    g[:, [20, 64, 70, 127]] = gate
+    call = replace(call, g=g)
+    assert_right(call, run(call))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_sequences_do_not_see_each_other(run, dtype, l2norm):
+    """Whatever some sequences hold, the bits of the others stay, and those of padding are zero."""
+    case = Case(PACKED, True, (1, 1, 2), dtype, l2norm=l2norm, state="indexed")
+    call = replace(make_call(case), indices=(3, 1, 5, 0, -1))
+    clean = run(call)
+    tensors = {name: getattr(call, name).clone() for name in ("q", "k", "v", "g", "beta")}
+    starts = [sum(PACKED[:n]) for n in range(len(PACKED) + 1)]
+    for n in (3, 4):
+        for tensor, value in zip(
+            tensors.values(), (math.inf, math.nan, -math.inf, math.nan, math.inf)
+        ):
+            tensor[:, starts[n] : starts[n + 1]] = value
+            tensor[:, starts[n] + 1 : starts[n + 1] : 2] = math.nan
+    found = run(replace(call, **tensors))
+    assert same(found.out[:, : starts[3]], clean.out[:, : starts[3]])
+    assert same(found.states[:3], clean.states[:3])
+    assert not found.out[:, starts[4] :].any() and not found.states[4].any()
+    assert found.out[:, starts[3] : starts[4]].isnan().all()
+
+
+# Some waits follow from others: of the chain for k and q, and of those that invert for k, from that for tables, whose
+# maker waited for the same; of who fills a slot of k, of tables or of T' from that for the slot of what it is made of,
+# which is given back together with it. Products of one wait may be one group. The emulator takes a later fence of
+# another thread for one of the writer, runs a warp's matrix copies in step, and keeps memory longer than its CTA.
+UNNOTICED = Counter(
+    {
+        "mbarrier.try_wait.parity.shared.b64": 6,
+        "bar.warp.sync": 4,
+        "fence.proxy.async.shared::cta": 2,
+        "wgmma.commit_group.sync.aligned": 2,
+        "cp.async.bulk.wait_group 0": 1,
+    }
+)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_matters(run):
+    """One CTA with more items, and more chunks, than there are slots for."""
+    call = make_call(Case((400, 60, 0, 128, 30), True, state="indexed", ctas=1))
+    before = run(call)
+
+    def check(options) -> None:
+        found = run(call, **vars(options))
+        assert same(found.out, before.out) and same(found.states, before.states)
+
+    kernel = run.compiled(call.case.config)
+    report = mutation.run(check, kernel, schedules=mutation.SCHEDULES[:3])
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED, str(report)
+    assert not report.not_reached, str(report)
