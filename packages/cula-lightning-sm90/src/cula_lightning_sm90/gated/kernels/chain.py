@@ -125,6 +125,8 @@ class Chain(Layout):
                 pipes.v.consumer_wait(v_at)
                 left = length - c * CHUNK
                 self.load_values(load_v, v_source[None, None, None, v_at.index], v, left, lane)
+                # Without a fence the next copy may overtake these reads, though they come before the arrival.
+                cute.arch.fence_view_async_shared()
                 release(pipes.v, v_at)
                 pipes.k.consumer_wait(k_at)
                 pipes.q.consumer_wait(q_at)
@@ -161,8 +163,8 @@ class Chain(Layout):
                 warpgroup.fence()
                 issue(mma_s, s, hi, kt[None, None, None, k_at.index], False)
                 if cutlass.const_expr(self.config.two_terms):
-                    rounded = hi.load().to(F32)
-                    lo.store((as_operand(w, lo).load() - rounded).to(self.dtype))
+                    self.subtract(w, hi)
+                    lo.store(as_operand(w, lo).load().to(self.dtype))
                     warpgroup.fence()
                     issue(mma_s, s, lo, kt[None, None, None, k_at.index], False)
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
@@ -206,6 +208,22 @@ class Chain(Layout):
             for a in cutlass.range_constexpr(2):
                 for b in cutlass.range_constexpr(2):
                     scaled[a, b, n] = pairs[a, b, n] * factor[a, n]
+
+    @cute.jit
+    def subtract(self, w: cute.Tensor, rounded: cute.Tensor):
+        """Subtracts from w what it was rounded to, two numbers of bfloat16 to a word: the rest that they lack."""
+        count = cute.size(w)
+        flat = cute.make_tensor(w.iterator, cute.make_layout(count))
+        words = cute.recast_tensor(
+            cute.make_tensor(rounded.iterator, cute.make_layout(count)), cutlass.Uint32
+        )
+        wide = cute.make_rmem_tensor(2, F32)
+        bits = cute.recast_tensor(wide, cutlass.Uint32)
+        for i in cutlass.range_constexpr(count // 2):
+            bits[0] = words[i] << cutlass.Uint32(16)
+            bits[1] = words[i] & cutlass.Uint32(0xFFFF0000)
+            flat[2 * i] = flat[2 * i] - wide[0]
+            flat[2 * i + 1] = flat[2 * i + 1] - wide[1]
 
     @cute.jit
     def clamp(self, w: cute.Tensor):
