@@ -18,6 +18,7 @@ from cula_core.cute.memory import repeated
 from cula_core.cute.output import OutputTiles
 from cula_core.cute.types import F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.widen import widened
 from cula_core.cute.work import SLOTS, receive
 
 from ..config import CHUNK, HEAD_DIM, V_TILE, Config
@@ -40,7 +41,6 @@ from .layout import (
     Pipes,
     by_pairs,
     give_back,
-    release,
 )
 
 MAX_F16 = 65504.0
@@ -101,7 +101,7 @@ class Chain(Layout):
         hi = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
         lo = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
         v = cute.make_rmem_tensor(x.shape, self.dtype)
-        o_pairs, x_pairs, v_pairs = by_pairs(o), by_pairs(x), by_pairs(v)
+        o_pairs, x_pairs = by_pairs(o), by_pairs(x)
         factor = cute.make_rmem_tensor((2, CHUNK // 8), F32)
         consumer = pipeline.PipelineUserType.Consumer
         k_at = pipeline.make_pipeline_state(consumer, K_SLOTS)
@@ -122,35 +122,30 @@ class Chain(Layout):
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             for c in cutlass.range(chunks, unroll=1):
                 s_a.store(as_operand(s, s_a).load().to(self.dtype))
-                pipes.v.consumer_wait(v_at)
-                left = length - c * CHUNK
-                self.load_values(load_v, v_source[None, None, None, v_at.index], v, left, lane)
-                # Without a fence the next copy may overtake these reads, though they come before the arrival.
-                cute.arch.fence_view_async_shared()
-                release(pipes.v, v_at)
-                pipes.k.consumer_wait(k_at)
-                pipes.q.consumer_wait(q_at)
+                # Whoever made the tables had k and q.
                 pipes.tables.consumer_wait(k_at)
                 table = tables[None, None, None, k_at.index]
                 total = totals[TOTAL, k_at.index]
-                for i in cutlass.range_constexpr(cute.size(s)):
-                    s[i] = s[i] * total
                 warpgroup.fence()
                 issue(mma_x, x, s_a, k[None, None, None, k_at.index], True)
                 issue(mma_x, o, s_a, q[None, None, None, q_at.index], True)
-                if c > 0:
-                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, 0, tidx)
+                pipes.v.consumer_wait(v_at)
+                left = length - c * CHUNK
+                self.load_values(load_v, v_source[None, None, None, v_at.index], v, left, lane)
                 cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
                 warpgroup.wait_group(1)
+                v_pairs = by_pairs(widened(v))
                 for n in cutlass.range_constexpr(CHUNK // 8):
                     for a in cutlass.range_constexpr(2):
                         for b in cutlass.range_constexpr(2):
                             seen = factor[a, n] * x_pairs[a, b, n]
-                            x_pairs[a, b, n] = v_pairs[a, b, n].to(F32) - seen
+                            x_pairs[a, b, n] = v_pairs[a, b, n] - seen
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 pipes.inverse.consumer_wait(q_at)
                 warpgroup.fence()
                 issue(mma_u, x, x_a, inverse[None, None, None, q_at.index], True)
+                for i in cutlass.range_constexpr(cute.size(s)):
+                    s[i] = s[i] * total
                 cute.autovec_copy(table[None, None, READ // CHUNK], factor)
                 warpgroup.wait_group(1)
                 self.scale(o_pairs, o_pairs, factor)
@@ -162,18 +157,23 @@ class Chain(Layout):
                 hi.store(as_operand(w, hi).load().to(self.dtype))
                 warpgroup.fence()
                 issue(mma_s, s, hi, kt[None, None, None, k_at.index], False)
+                # Here, because code behind a wait stays there: the rest of w is made while the tensor cores work.
+                pipes.products.consumer_wait(v_at)
                 if cutlass.const_expr(self.config.two_terms):
-                    self.subtract(w, hi)
-                    lo.store(as_operand(w, lo).load().to(self.dtype))
+                    rest = as_operand(w, lo).load() - as_operand(widened(hi), lo).load()
+                    lo.store(rest.to(self.dtype))
                     warpgroup.fence()
                     issue(mma_s, s, lo, kt[None, None, None, k_at.index], False)
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
-                pipes.products.consumer_wait(v_at)
                 warpgroup.fence()
                 issue(mma_u, o, x_a, aqk[None, None, None, v_at.index], False)
+                if c > 0:
+                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, 0, tidx)
                 warpgroup.wait_group(0)
+                # All at the end: a copy may overtake reads before an arrival that comes right behind them.
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
+                    give_back(pipes.v, v_at)
                     give_back(pipes.k, k_at)
                     give_back(pipes.tables, k_at)
                     give_back(pipes.q, q_at)
@@ -208,22 +208,6 @@ class Chain(Layout):
             for a in cutlass.range_constexpr(2):
                 for b in cutlass.range_constexpr(2):
                     scaled[a, b, n] = pairs[a, b, n] * factor[a, n]
-
-    @cute.jit
-    def subtract(self, w: cute.Tensor, rounded: cute.Tensor):
-        """Subtracts from w what it was rounded to, two numbers of bfloat16 to a word: the rest that they lack."""
-        count = cute.size(w)
-        flat = cute.make_tensor(w.iterator, cute.make_layout(count))
-        words = cute.recast_tensor(
-            cute.make_tensor(rounded.iterator, cute.make_layout(count)), cutlass.Uint32
-        )
-        wide = cute.make_rmem_tensor(2, F32)
-        bits = cute.recast_tensor(wide, cutlass.Uint32)
-        for i in cutlass.range_constexpr(count // 2):
-            bits[0] = words[i] << cutlass.Uint32(16)
-            bits[1] = words[i] & cutlass.Uint32(0xFFFF0000)
-            flat[2 * i] = flat[2 * i] - wide[0]
-            flat[2 * i + 1] = flat[2 * i + 1] - wide[1]
 
     @cute.jit
     def clamp(self, w: cute.Tensor):

@@ -9,9 +9,10 @@ from cula_core.cute.functions import exp2
 from cula_core.cute.output import GROUP, row_units
 from cula_core.cute.types import F32
 from cula_core.cute.wgmma import issue, mma
+from cula_core.cute.widen import widened
 from cula_core.cute.work import SLOTS, receive
 
-from ..config import CHUNK, HEAD_DIM, SUB
+from ..config import CHUNK, SUB
 from .layout import (
     ADDED,
     BARRIER_PRODUCTS,
@@ -76,19 +77,20 @@ class Products(Layout):
         while item.valid != 0:
             for c in cutlass.range(item.chunks, unroll=1):
                 pipes.k.consumer_wait(k_at)
+                pipes.q.consumer_wait(q_at)
                 if cutlass.const_expr(self.config.packed):
                     left = item.length - c * CHUNK
                     if left < CHUNK:
                         self.clear_keys(sK[None, None, k_at.index], left, tidx)
-                pipes.q.consumer_wait(q_at)
                 warpgroup.fence()
                 tQ, tK = queries[None, None, None, q_at.index], keys[None, None, None, k_at.index]
                 issue(product, acc, tQ, tK, True)
                 # 1 over the norms of the rows of an accumulator that this thread has, and of token lane % 16.
-                rows_q, own_q, own_k = (F32(1.0), F32(1.0)), F32(1.0), F32(1.0)
+                rows_q, own_q, own_k = [F32(1.0), F32(1.0)], F32(1.0), F32(1.0)
                 if cutlass.const_expr(self.config.l2norm):
-                    rows_q, own_q = self.norms(memory.q, q_at.index, w, lane)
-                    _, own_k = self.norms(memory.k, k_at.index, w, lane)
+                    own_q = self.norm(memory.q, q_at.index, w, lane)
+                    own_k = self.norm(memory.k, k_at.index, w, lane)
+                    rows_q = [cute.arch.shuffle_sync(own_q, lane // 4 + 8 * b) for b in range(2)]
                 pipes.gates.consumer_wait(k_at)
                 gate, table = gates[None, k_at.index], tables[None, table_at.index]
                 pipes.tables.producer_acquire(table_at)
@@ -127,51 +129,25 @@ class Products(Layout):
         cute.arch.barrier(barrier_id=BARRIER_PRODUCTS, number_of_threads=GROUP)
 
     @cute.jit
-    def norms(self, base: cute.Pointer, slot, w, lane):
-        """Returns 1 / |x| of this thread's rows of an accumulator, and of token lane % 16 of the warp.
+    def norm(self, base: cute.Pointer, slot, w, lane):
+        """Returns 1 / |x| of token lane % 16 of the warp, whose halves the lanes of two half warps sum up.
 
-        A row's square lies on the diagonal of the product of 8 rows with themselves. The first operand has 16, of which
-        the others are whatever is there: the four matrices of 8 columns that ldmatrix loads are chosen so that the
-        first two of them are the second operand as they lie in registers.
-
-        | | k = 0-7 | k = 8-15 |
-        |---|---|---|
-        | rows of the first operand | 0, any | 2, any |
-        | second operand | 0 | 1 |
+        By ordinary arithmetic: tensor cores are what the chain waits for.
         """
-        op = warp.MmaF16BF16Op(self.dtype, F32, (SUB, 8, SUB))
-        block = cute.make_tiled_mma(op, permutation_mnk=(SUB, 8, SUB))
-        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        a = block.make_fragment_A(block.partition_shape_A((SUB, SUB)))
-        b = block.make_fragment_B(block.partition_shape_B((8, SUB)))
-        b = cute.make_tensor(a.iterator, b.layout)
-        halves = [cute.make_rmem_tensor(block.partition_shape_C((SUB, 8)), F32) for _ in range(2)]
-        # Where the 128-byte swizzle puts a lane's 8 elements of the first 16 columns. Of the next ones only two bits
-        # differ. Matrices 1 and 2 are the same.
-        row, right = lane % 8, (lane // 8 + 1) // 2 % 2
-        unit = row * 64 + (right ^ row) * 8
-        rows = base + cute.assume(slot * WIDE + w * (SUB * 64), divby=8)
-        for half in halves:
-            half.fill(0.0)
-        for k in cutlass.range_constexpr(HEAD_DIM // SUB):
-            for half in cutlass.range_constexpr(2):
-                panel = k // 4 * (CHUNK * 64) + half * (8 * 64)
-                source = rows + cute.assume(unit ^ k % 4 * SUB, divby=8) + panel
-                eight = cute.make_layout((8, 1))
-                cute.copy(
-                    load, cute.make_tensor(source, eight), cute.make_tensor(a.iterator, eight)
-                )
-                cute.gemm(block, halves[half], a, b, halves[half])
-        squares = []
-        for half in cutlass.range_constexpr(2):
-            flat = cute.make_tensor(halves[half].iterator, cute.make_layout((2, 2)))
-            squares.append(cutlass.select_(lane // 4 % 2 == 0, flat[0, 0], flat[1, 0]))
-        found = [cute.math.rsqrt(square + NORM_EPS) for square in squares]
-        # Row r of 8 is on the diagonal where lane / 4 = r and the columns are those of r / 2.
-        by_row = [cute.arch.shuffle_sync(x, lane // 4 * 4 + lane // 8) for x in found]
-        token = lane % 8
-        by_token = [cute.arch.shuffle_sync(x, token * 4 + token // 2) for x in found]
-        return (by_row[0], by_row[1]), cutlass.select_(lane % 16 < 8, by_token[0], by_token[1])
+        token = SUB * w + lane % SUB
+        # Where the 128-byte swizzle puts the token's first 8 elements of a half; the others differ in three bits.
+        row = base + cute.assume(slot * WIDE + lane // SUB * (CHUNK * 64) + token * 64, divby=64)
+        sums = [F32(0.0)] * 4
+        for unit in cutlass.range_constexpr(64 // 8):
+            at = row + cute.assume((unit ^ token % 8) * 8, divby=8)
+            eight = cute.make_rmem_tensor(8, self.dtype)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), eight)
+            wide = widened(eight)
+            for i in cutlass.range_constexpr(8):
+                sums[i % 4] = sums[i % 4] + wide[i] * wide[i]
+        square = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        square = square + cute.arch.shuffle_sync_bfly(square, SUB)
+        return cute.math.rsqrt(square + NORM_EPS)
 
     @cute.jit
     def write_tables(self, gate, table, q_factor, k_factor, w, lane):
