@@ -38,6 +38,7 @@ FLAGS = {"cut"}
 TITLES = {
     "decode_design_study": "Lightning decode: structures that were tried",
     "delta_design_study": "Decode with the delta rule: structures that were tried",
+    "gated_design_study": "Gated delta rule prefill: structures that were tried",
     "lite_design_study": "Skip-list attention: steps of its design",
     "ncu_decode": "Lightning decode: hardware counters",
     kda_tables.OP: "KDA prefill on Blackwell, as a model predicts it",
@@ -485,6 +486,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     "ncu_decode": _counters,
     "decode_design_study": _study,
     "delta_design_study": _study,
+    "gated_design_study": _study,
     "lite_design_study": _study,
     "time": _suite,
 }

@@ -303,14 +303,14 @@ def test_sequences_do_not_see_each_other(run, dtype, l2norm):
     assert found.out[:, starts[3] : starts[4]].isnan().all()
 
 
-# Some waits follow from others: of the chain for k and q, and of those that invert for k, from that for tables, whose
-# maker waited for the same; of who fills a slot of k, of tables or of T' from that for the slot of what it is made of,
-# which is given back together with it. Products of one wait may be one group. The emulator takes a later fence of
-# another thread for one of the writer, runs a warp's matrix copies in step, and keeps memory longer than its CTA.
+# Some waits follow from others: of those that invert for k, from that for tables, whose maker waited for k; of who
+# fills a slot of k, q, tables or T', from that for another slot that is given back together with it. Products of one
+# wait may be one group. The emulator takes a later fence of another thread for one of the writer, runs a warp's matrix
+# copies in step, and keeps memory longer than its CTA.
 UNNOTICED = Counter(
     {
-        "mbarrier.try_wait.parity.shared.b64": 6,
-        "bar.warp.sync": 4,
+        "mbarrier.try_wait.parity.shared.b64": 5,
+        "bar.warp.sync": 3,
         "fence.proxy.async.shared::cta": 2,
         "wgmma.commit_group.sync.aligned": 2,
         "cp.async.bulk.wait_group 0": 1,

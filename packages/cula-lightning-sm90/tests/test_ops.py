@@ -270,7 +270,7 @@ def launched(monkeypatch) -> list[Call]:
         ops._run_on_cpu(call)
 
     monkeypatch.setattr(ops, "is_plain_cuda_call", lambda q: type(q) is Tensor)
-    monkeypatch.setattr(ops, "_require_hopper", lambda device: None)
+    monkeypatch.setattr(ops, "require_hopper", lambda device: None)
     monkeypatch.setattr(ops, "_launch", lambda: run)
     return calls
 
@@ -417,9 +417,9 @@ def test_hopper_is_asked_once(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     device = torch.device("cuda", 93)
-    ops._require_hopper(device)
-    ops._require_hopper(device)
-    ops._require_hopper.cache_clear()
+    ops.require_hopper(device)
+    ops.require_hopper(device)
+    ops.require_hopper.cache_clear()
     assert asked == [device]
 
 

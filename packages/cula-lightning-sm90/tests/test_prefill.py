@@ -675,13 +675,13 @@ def test_wrong_gpu(hopper, monkeypatch, capability):
     """One line that says what is missing; nothing is written."""
     x = make(hopper, 1, 100, 1, 2, **DECAY)
     out = torch.full_like(x.v, math.nan)
-    ops._require_hopper.cache_clear()
+    ops.require_hopper.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     try:
         with pytest.raises(RuntimeError, match=r"needs compute capability 9\.0") as error:
             attend(x, out=out)
     finally:
         monkeypatch.undo()
-        ops._require_hopper.cache_clear()
+        ops.require_hopper.cache_clear()
     assert "\n" not in str(error.value) and out.isnan().all()
     assert torch.isfinite(attend(x)[0]).all()

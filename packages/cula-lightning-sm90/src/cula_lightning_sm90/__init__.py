@@ -1,5 +1,7 @@
-"""Lightning attention and simple GLA prefill for NVIDIA Hopper: one pass over q, k and v by TMA and WGMMA."""
+"""Lightning attention, simple GLA and gated delta rule prefill for NVIDIA Hopper: one pass over q, k and v by TMA and
+WGMMA."""
 
+from .gated.ops import chunk_gated_delta_rule
 from .ops import (
     chunk_lightning_attn,
     chunk_simple_gla,
@@ -9,6 +11,7 @@ from .ops import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "chunk_gated_delta_rule",
     "chunk_lightning_attn",
     "chunk_simple_gla",
     "lightning_attn_fwd",

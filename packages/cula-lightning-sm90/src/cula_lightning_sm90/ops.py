@@ -64,7 +64,7 @@ def _run_on_cpu(call: Call) -> None:
 
 
 def _run_on_gpu(call: Call) -> None:
-    _require_hopper(call.q.device)
+    require_hopper(call.q.device)
     if call.out.numel() == 0 or (call.initial is not None and call.initial.shape[0] == 0):
         # No token at all, or nothing but padding.
         call.out.zero_()
@@ -100,7 +100,7 @@ _prefill_op = torch.ops.cula_lightning_sm90.prefill.default
 
 
 @functools.cache
-def _require_hopper(device: torch.device) -> None:
+def require_hopper(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         raise RuntimeError(
@@ -373,7 +373,7 @@ def _prefill(
     """Checks, allocates and runs for every public function. update: the state is replaced, not only read."""
     plain = is_plain_cuda_call(q)
     if plain:
-        _require_hopper(q.device)
+        require_hopper(q.device)
     check_prefill(
         q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
         state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits, out,

@@ -1,4 +1,4 @@
-"""Compiles configs. The only host module that imports the DSL."""
+"""Compiles configs and launches calls. The only host module of the kernel that imports the DSL."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass.cute.runtime import make_fake_tensor
 
+from cula_core import tensors
 from cula_core.cute import fake
 from cula_core.cute.artifacts import Unit
 from cula_core.cute.compile import compile as compile_kernel
-from cula_core.cute.schedule import SegmentTable
+from cula_core.cute.schedule import COLUMNS, SegmentTable
 from cula_core.cute.types import DTYPES, INDICES
+from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
-from .config import CHUNK, HEAD_DIM, Config, TableConfig
+from .call import Call
+from .config import CHUNK, HEAD_DIM, V_TILE, Config, TableConfig
 from .kernels.prefill import GatedDeltaPrefill
 
 ARCH = "sm_90a"
+WHOLE = 1 << 30  # tokens of a segment: sequences stay whole
+Kernels = Callable[[Config | TableConfig], Callable[..., None]]
 
 
 def kernel(config: Config | TableConfig) -> tuple[object, ...]:
@@ -80,3 +86,52 @@ def unit(config: Config | TableConfig) -> Unit:
 def compile(config: Config | TableConfig, *options: object) -> Callable[..., None]:
     """Returns a callable for one config, reused for every size and stride. options: further ones of `cute.compile`."""
     return compile_kernel(*kernel(config), arch=ARCH, options=options)
+
+
+def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = compile) -> None:
+    """Launches one call on torch's current stream.
+
+    The call's tensors are as the kernel reads them, and there is at least one token. multiprocessors, their number, and
+    kernels, which turns a config into what is called, stand in for a GPU in tests.
+    """
+    q, initial, pool = call.q, call.initial, call.state_pool
+    tokens, heads, sequences = q.shape[1], call.out.shape[2], call.sequences
+    strength = None
+    if call.beta is not None:
+        strength = "given"
+        if call.beta_logits:
+            strength = "doubled logits" if call.doubled else "logits"
+    config = Config(
+        dtype_name(q.dtype),
+        operand=dtype_name(call.operand_dtype or torch.float16),
+        gate=None if call.g is None else "softplus" if call.raw_gate else "log",
+        gate_dtype="float32" if call.g is None else dtype_name(call.g.dtype),
+        bias=call.dt_bias is not None,
+        strength=strength,
+        strength_dtype="float32" if call.beta is None else dtype_name(call.beta.dtype),
+        l2norm=call.l2norm,
+        packed=call.cu_seqlens is not None,
+        state_v_first=call.state_v_first,
+        initial_state=initial is not None,
+        final_state=pool is not None or call.final_state is not None,
+        indexed=call.state_indices is not None,
+        redirected=call.output_state_indices is not None,
+        fresh=call.has_initial_state is not None,
+        in_place=pool is not None,
+        checkpoints=call.checkpoints is not None,
+    )
+    segments = counter = None
+    if call.cu_seqlens is not None:
+        segments = q.new_empty((1 + sequences, COLUMNS), dtype=torch.int32)
+        counter = q.new_empty(1, dtype=torch.int32)
+        table = kernels(TableConfig(dtype_name(call.cu_seqlens.dtype)))
+        table(call.cu_seqlens, segments, counter, WHOLE, tokens)
+    count = multiprocessors or tensors.multiprocessors(q.device)
+    fresh, saved = call.has_initial_state, call.checkpoints
+    kernels(config)(
+        q, call.k, call.v, call.out, call.g, call.beta, call.A_log, call.dt_bias, initial, call.state_indices,
+        call.output_state_indices, None if fresh is None else fresh.view(torch.uint8),
+        call.final_state if pool is None else pool, None if saved is None else saved.flatten(0, 1), segments, counter,
+        call.scale, call.softplus_beta, call.softplus_threshold, -1 if call.null_slot is None else call.null_slot,
+        max(call.checkpoint_every, CHUNK), min(sequences * heads * (HEAD_DIM // V_TILE), count),
+    )  # fmt: skip

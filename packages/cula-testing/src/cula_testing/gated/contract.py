@@ -72,7 +72,7 @@ WRONG = [
     several("heads of v beside those of q", {"v": resized("v", (2, 3))}, ValueError, "v",
             "a number of heads HV that is a multiple of HQ = 4 or divides it", "3"),
     several("no heads of v", {"v": resized("v", (2, 0))}, ValueError, "v", "multiple of HQ = 4", "0"),
-    several("no heads of q", {"q": resized("q", (2, 0))}, ValueError, "q", "at least one head", ", 0, "),
+    several("no heads of q", {"q": resized("q", (2, 0))}, ValueError, "q", "at least one head", "0"),
     change("k of fewer tokens", "k", lambda k: k[:, :9], ValueError, "[B, T, HK, K] with B, T, K = ", ", 9, 1, "),
     several("k of another K", {"k": resized("k", (3, 8))}, ValueError, "k", " as in q", ", 1, 8]"),
     change("k of 3 dimensions", "k", lambda k: k[0], ValueError, "4 dimensions [B, T, HK, K]", ", 1, "),

@@ -1,0 +1,65 @@
+"""One call of the operator: its arguments by name, as the operator's schema has them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The pool of an in-place call has an argument of its own, so that no tensor is passed under two names.
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor(a!)? state_pool, Tensor? state_indices, Tensor? output_state_indices, Tensor? has_initial_state, "
+    "Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, float scale, bool raw_gate, "
+    "bool beta_logits, bool doubled, bool state_v_first, bool l2norm, float softplus_beta, float softplus_threshold, "
+    "int? null_slot, int checkpoint_every, ScalarType? operand_dtype) -> ()"
+)
+
+
+class Call(NamedTuple):
+    """The checked arguments. It is a tuple, so that it can be passed to the operator as its arguments.
+
+    Tensors are those of the public function. initial_state, final_state, state_pool: [rows, HS, K, V], or V, K with
+    `state_v_first`. state_pool is updated in place, at the rows that state_indices and output_state_indices name, and
+    replaces both others. checkpoints and checkpoint_every: both or None and 0. raw_gate: g is what the softplus makes a
+    decay of. beta_logits, doubled: of what strengths are made.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    state_pool: Tensor | None
+    state_indices: Tensor | None
+    output_state_indices: Tensor | None
+    has_initial_state: Tensor | None
+    final_state: Tensor | None
+    checkpoints: Tensor | None
+    cu_seqlens: Tensor | None
+    out: Tensor
+    scale: float
+    raw_gate: bool
+    beta_logits: bool
+    doubled: bool
+    state_v_first: bool
+    l2norm: bool
+    softplus_beta: float
+    softplus_threshold: float
+    null_slot: int | None
+    checkpoint_every: int
+    operand_dtype: torch.dtype | None
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The states that are read: `initial_state`, or the pool."""
+        return self.initial_state if self.state_pool is None else self.state_pool
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1

@@ -1,0 +1,297 @@
+"""The torch operator and the public function. The kernel is imported when a CUDA tensor comes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cula_core import arguments
+from cula_core.delta_decode.slots import Limits
+from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
+from cula_core.reference.gated_delta_rule import gated_delta_rule
+from cula_core.tensors import DENSE, aligned, as_stored, is_aligned, is_plain_cuda_call
+
+from ..ops import require_hopper
+from .call import SCHEMA, Call
+from .config import HEAD_DIM
+
+_PREFILL = "cula_lightning_sm90::gated_prefill"
+torch.library.define(_PREFILL, SCHEMA)
+
+# Sequences and heads: twice their product, the items of work, is a 32-bit integer.
+_LIMITS = Limits((HEAD_DIM,), 32767)
+
+
+def _run_on_cpu(call: Call) -> None:
+    pooled = call.state_indices is not None or call.state_pool is not None
+    found = gated_delta_rule(
+        call.q, call.k, call.v, call.g, call.beta, call.scale,
+        initial_state=None if pooled else call.initial, use_qk_l2norm_in_kernel=call.l2norm,
+        use_beta_sigmoid_in_kernel=call.beta_logits, allow_neg_eigval=call.doubled, state_v_first=call.state_v_first,
+        cu_seqlens=call.cu_seqlens, use_gate_in_kernel=call.raw_gate, A_log=call.A_log, dt_bias=call.dt_bias,
+        softplus_beta=call.softplus_beta, softplus_threshold=call.softplus_threshold,
+        state_pool=call.initial if pooled else None, state_indices=call.state_indices,
+        output_state_indices=call.output_state_indices, update_state_pool=call.state_pool is not None,
+        null_slot=call.null_slot, has_initial_state=call.has_initial_state, state_checkpoints=call.checkpoints,
+        checkpoint_every_n_tokens=call.checkpoint_every or None,
+    )  # fmt: skip
+    call.out.copy_(found.out)
+    if call.state_pool is not None:
+        call.state_pool.copy_(found.pool)
+    if call.final_state is not None:
+        call.final_state.copy_(found.states)
+    if call.checkpoints is not None:
+        call.checkpoints.copy_(found.checkpoints)
+
+
+def _run_on_gpu(call: Call) -> None:
+    require_hopper(call.q.device)
+    if call.out.numel() == 0 or call.sequences == 0:
+        _move_states(call)
+        return
+    out = call.out
+    changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
+    changes |= {name: _narrow(getattr(call, name)) for name in ("g", "beta")}
+    changes |= {name: _vector(getattr(call, name)) for name in ("A_log", "dt_bias")}
+    for name in ("state_indices", "output_state_indices", "has_initial_state"):
+        x = getattr(call, name)
+        changes[name] = None if x is None else x.contiguous()
+    if call.checkpoints is not None and call.checkpoints.numel() == 0:
+        changes |= {"checkpoints": None, "checkpoint_every": 0}
+    if not is_aligned(out):
+        changes["out"] = torch.empty_like(out, memory_format=DENSE)
+    call = call._replace(**changes)
+    _launch()(call)
+    if call.out is not out:
+        out.copy_(call.out)
+
+
+def _narrow(x: Tensor | None) -> Tensor | None:
+    """Returns a gate in a dtype that the kernel reads."""
+    return x.float() if x is not None and x.dtype == torch.float64 else x
+
+
+def _vector(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
+def _move_states(call: Call) -> None:
+    """What a call without tokens does: states go where they belong, and nothing is read back from the device."""
+    rows = torch.arange(call.sequences, device=call.q.device)
+    source, live = rows, rows >= 0
+    given, pool = call.initial, call.state_pool
+    if call.state_indices is not None:
+        source, live = _slots(call.state_indices, call.null_slot)
+    reads = live if call.has_initial_state is None else live & call.has_initial_state
+    if given is None or given.shape[0] == 0:
+        states = None
+    else:
+        states = torch.where(reads[:, None, None, None], given[source], 0.0)
+    if pool is None:
+        if call.final_state is not None:
+            call.final_state.copy_(0.0 if states is None else states)  # type: ignore[arg-type]
+    elif states is not None:
+        target, kept = source, live
+        if call.output_state_indices is not None:
+            target, kept = _slots(call.output_state_indices, call.null_slot)
+        # What is not kept goes to a row behind the pool.
+        target = torch.where(kept & live, target, pool.shape[0])
+        wider = torch.cat((pool, pool[:1])).index_copy(0, target, states)
+        pool.copy_(wider[:-1])
+
+
+def _slots(indices: Tensor, null_slot: int | None) -> tuple[Tensor, Tensor]:
+    """Returns rows of a pool, some row for padding, and which are none."""
+    live = indices >= 0
+    if null_slot is not None:
+        live = live & (indices != null_slot)
+    return indices.clamp(min=0).long(), live
+
+
+@functools.cache
+def _launch() -> Callable[[Call], None]:
+    from .launch import run
+
+    return run
+
+
+torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
+torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
+torch.library.register_fake(_PREFILL, lambda *_: None)
+
+_prefill_op = torch.ops.cula_lightning_sm90.gated_prefill.default
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    use_intracard_cp: bool | str = "auto",
+    operand_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule (Gated Delta Networks, arXiv 2412.06464), in the argument order of flash-linear-attention 0.6.
+
+    With the state S `[K, V]` of a sequence and head, the log decay d and the write strength b of a token:
+
+        S <- exp(d) S        S <- S + b k (v - S^T k)^T        o = scale * S^T q
+
+    Heads of q, k and v may be grouped in any way: states and outputs have HS = max(HQ, HV) heads, and head s reads head
+    `s // (HS // HQ)` of q, `s // (HS // HK)` of k and `s // (HS // HV)` of v. On a GPU q, k, v are bfloat16 or float16
+    and K = V = 128; the kernel reads by TMA, so that views whose address or strides are no multiples of 16 bytes are
+    copied first. On the CPU any dimensions, and float32 and float64 too. States are float32.
+
+    Args:
+        q: `[B, T, HQ, K]`.
+        k: `[B, T, HK, K]`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HS]`, any floating dtype and strides: log decays <= 0 (checked on the CPU), or with
+            `use_gate_in_kernel` what `-exp(A_log) * softplus(g + dt_bias)` makes them of. None: nothing decays.
+        beta: `[B, T, HS]`, any floating dtype and strides: strengths, or their logits with
+            `use_beta_sigmoid_in_kernel`. None: 1.
+        scale: factor of the outputs; None: K ** -0.5.
+        initial_state: `[N, HS, K, V]`, or `[N, HS, V, K]` with `state_v_first`; it is not changed. None: zero.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: strengths are `sigmoid(beta)`, and twice that with both.
+        state_v_first: layout of all states.
+        cu_seqlens: `[N + 1]` int32 or int64 on the device of q packs N sequences into B = 1; never read back. An empty
+            sequence keeps its state.
+        cu_seqlens_cpu, chunk_indices: accepted because callers may have them; not used.
+        cp_context: None; sequences are not split over several GPUs.
+        A_log, dt_bias: `[HS]`, of raw gates.
+        softplus_beta, softplus_threshold: of the softplus of raw gates.
+        state_pool: `[pool, HS, K, V]` or V, K: sequence n starts from one of its rows, and leaves its final state in
+            one unless `update_state_pool` is False, which only reads the pool.
+        state_indices: `[N]` int32: the row of each sequence. Negative, or `null_slot`: padding, no row is read or
+            written and the outputs are zero. None: row n.
+        output_state_indices: `[N]` int32: the row for each final state; negative: it is not stored. None: as it began.
+        has_initial_state: `[N]` bool: False: the sequence starts from zero, whatever its row holds.
+        state_checkpoints, checkpoint_every_n_tokens: with n, a multiple of 64, the state after every n tokens of each
+            sequence goes to `[B, T // n, HS, K, V]` (or V, K; contiguous); a packed sequence at [a, b) writes its
+            i-th to row a // n + i. Other rows keep their contents.
+        use_intracard_cp: "auto" or False: this kernel never cuts a sequence.
+        operand_dtype: of what the kernel makes and multiplies again. None: float16; torch.bfloat16 takes values of any
+            size, is less precise, and needs bfloat16 activations. No effect on the CPU.
+        out: `[B, T, HS, V]` in the dtype of v, written and returned. None: allocated.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HS, V]` in the dtype of v; the states after the last token (zero for padding), or
+        None. With a pool that is updated `(o, state_pool)`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, gradients included (there is no backward); nothing was changed.
+        NotImplementedError: `cp_context` is given.
+        RuntimeError: the GPU is not of compute capability 9.0.
+
+    Example:
+        >>> import torch
+        >>> from cula_lightning_sm90 import chunk_gated_delta_rule
+        >>> q, k = torch.randn(2, 1, 100, 2, 32)  # [B, T, HQ, K] and [B, T, HK, K]
+        >>> v = torch.randn(1, 100, 4, 32)  # two value heads for each head of q and k
+        >>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+        >>> norm = {"use_qk_l2norm_in_kernel": True}
+        >>> whole, _ = chunk_gated_delta_rule(q, k, v, g, beta, **norm)
+        >>> first = [x[:, :64] for x in (q, k, v, g, beta)]
+        >>> rest = [x[:, 64:] for x in (q, k, v, g, beta)]
+        >>> o, state = chunk_gated_delta_rule(*first, output_final_state=True, **norm)
+        >>> o, _ = chunk_gated_delta_rule(*rest, initial_state=state, **norm)
+        >>> state.shape, torch.allclose(o, whole[:, 64:], atol=1e-5)
+        (torch.Size([1, 4, 32, 32]), True)
+    """
+    plain = is_plain_cuda_call(q)
+    if plain:
+        require_hopper(q.device)
+    check_chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices, cp_context=cp_context,
+        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, softplus_beta=softplus_beta,
+        softplus_threshold=softplus_threshold, state_pool=state_pool, state_indices=state_indices,
+        output_state_indices=output_state_indices, update_state_pool=update_state_pool, null_slot=null_slot,
+        has_initial_state=has_initial_state, state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens, use_intracard_cp=use_intracard_cp,
+        operand_dtype=operand_dtype, out=out, limits=_LIMITS, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    if use_intracard_cp is True:
+        arguments.value_error(
+            "use_intracard_cp", "'auto' or False, this kernel never cuts a sequence", True
+        )
+    if operand_dtype == torch.bfloat16 and q.dtype == torch.float16:
+        expected = "None or torch.float16 beside float16 activations"
+        arguments.value_error("operand_dtype", expected, operand_dtype)
+    states, turned = as_stored(initial_state if state_pool is None else state_pool)
+    v_first = state_v_first != turned
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state_pool is not None and state_indices is None:
+        if null_slot is not None or output_state_indices is not None:
+            state_indices = torch.arange(sequences, dtype=torch.int32, device=q.device)
+    pool = states if state_pool is not None and update_state_pool else None
+    heads = max(q.shape[2], v.shape[2])
+    final: Tensor | None = None
+    if pool is None and output_final_state:
+        dims = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
+        wide = q.dtype if q.dtype == torch.float64 else torch.float32
+        dtype = wide if states is None else states.dtype
+        final = torch.empty(sequences, heads, *dims, dtype=dtype, device=q.device)
+    saved = state_checkpoints
+    if turned and state_checkpoints is not None:
+        # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
+        saved = state_checkpoints.transpose(3, 4).contiguous()
+    if out is None:
+        out = torch.empty(*q.shape[:2], heads, v.shape[3], dtype=v.dtype, device=v.device)
+    call = Call(
+        q, k, v, g, beta, A_log, dt_bias, None if pool is not None else states, pool, state_indices,
+        output_state_indices, has_initial_state, final, saved, cu_seqlens, out,
+        q.shape[3] ** -0.5 if scale is None else float(scale),
+        raw_gate=use_gate_in_kernel,
+        beta_logits=use_beta_sigmoid_in_kernel,
+        doubled=allow_neg_eigval,
+        state_v_first=v_first,
+        l2norm=use_qk_l2norm_in_kernel,
+        softplus_beta=softplus_beta,
+        softplus_threshold=softplus_threshold,
+        null_slot=null_slot,
+        checkpoint_every=checkpoint_every_n_tokens or 0,
+        operand_dtype=operand_dtype,
+    )  # fmt: skip
+    if plain:
+        _run_on_gpu(call)
+    else:
+        _prefill_op(*call)
+    if state_checkpoints is not None and saved is not None and saved is not state_checkpoints:
+        state_checkpoints.copy_(saved.transpose(3, 4))
+    if pool is not None:
+        return out, state_pool
+    return out, final.transpose(2, 3) if turned and final is not None else final
