@@ -10,6 +10,7 @@ from cula_core.cute.types import DTYPES, F32, LOG2_E
 from cula_core.cute.work import SLOTS, receive
 
 from ..config import CHUNK, Config
+from .chunks import sums_of_decays
 from .layout import GATE_SLOTS, PAIR_SLOTS, Item, Layout, floored
 
 
@@ -82,19 +83,8 @@ class Gates(Layout):
     @cute.jit
     def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
         """Writes the sums of a chunk, from the log2 decays of every lane's two tokens, to a slot for the weights."""
-        upto = behind = steps[0] + steps[1]
-        for k in cutlass.range_constexpr(5):
-            left = cute.arch.shuffle_sync_up(upto, 1 << k, mask_and_clamp=0)
-            upto = upto + left if lane >= 1 << k else upto
-            right = cute.arch.shuffle_sync_down(behind, 1 << k)
-            behind = behind + right if lane < 32 - (1 << k) else behind
-        left = cute.arch.shuffle_sync_up(upto, 1, mask_and_clamp=0)
-        right = cute.arch.shuffle_sync_down(behind, 1)
         found = cute.make_rmem_tensor((2, 2), F32)
-        found[0, 0] = steps[0] + left if lane > 0 else steps[0]
-        found[1, 0] = upto
-        found[1, 1] = right if lane < 31 else F32(0.0)
-        found[0, 1] = steps[1] + found[1, 1]
+        sums_of_decays(steps, found, lane)
         by_lane = cute.make_tensor(sums, cute.make_layout((2, 32, 2, GATE_SLOTS)))
         gates.producer_acquire(at)
         cute.autovec_copy(found, by_lane[None, lane, None, at.index])

@@ -6,12 +6,13 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cula_core.cute.functions import exp2_pinned
-from cula_core.cute.output import GROUP, row_units
+from cula_core.cute.output import GROUP
 from cula_core.cute.types import F32
 from cula_core.cute.wgmma import issue, mma
 from cula_core.cute.work import SLOTS, receive
 
 from ..config import CHUNK
+from .chunks import clear_past
 from .layout import BARRIER_WEIGHTS, GATE_SLOTS, TABLE, Item, Layout, exp2_in_two
 
 
@@ -82,7 +83,7 @@ class Weights(Layout):
                 ring.consumer_wait(at)
                 if cutlass.const_expr(self.problem.packed and self.forward):
                     if left < CHUNK:
-                        self.clear_keys(sK[None, None, at.index], left, tidx)
+                        clear_past(sK[None, None, at.index], left, BARRIER_WEIGHTS, tidx)
                 if cutlass.const_expr(self.forward):
                     warpgroup.fence()
                     tQ, tK = tPrQ[None, None, None, at.index], tPrK[None, None, None, at.index]
@@ -183,20 +184,6 @@ class Weights(Layout):
                             factor = exp2_pinned(row_sums[b] - column_sums[a, n]) * scale
                             past = row + 8 * b >= column + 8 * n + a
                             factors[a, b, n] = factor if past else F32(0.0)
-
-    @cute.jit
-    def clear_keys(self, keys: cute.Tensor, left, tidx):
-        """Writes zeros over what lies past the end of a packed sequence: tokens of the next one, of any value."""
-        units = row_units(self.dtype, tidx)
-        target = units.partition_D(keys)
-        zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
-        zeros.fill(0.0)
-        for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-            if tidx // 8 + 16 * i >= left:
-                for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
-                    cute.copy(units, zeros, target[None, i, j])
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=BARRIER_WEIGHTS, number_of_threads=GROUP)
 
     @cute.jit
     def inverse_norm(self, stage: cute.Pointer, tidx):

@@ -8,6 +8,7 @@ from cula_core.cute.functions import exp2, sigmoid
 from cula_core.cute.types import F32, LOG2_E
 from cula_core.cute.work import SLOTS, receive
 
+from ...kernels.chunks import sums_of_decays
 from ..config import CHUNK
 from .layout import GATE_SLOTS, GATES, Item, Layout, Memory, Pipes
 
@@ -128,19 +129,8 @@ class Gates(Layout):
     @cute.jit
     def publish(self, gates, at, base: cute.Pointer, steps, strengths, lane):
         """Writes a chunk's sums and strengths to a slot, from those of every lane's two tokens."""
-        upto = behind = steps[0] + steps[1]
-        for k in cutlass.range_constexpr(5):
-            left = cute.arch.shuffle_sync_up(upto, 1 << k, mask_and_clamp=0)
-            upto = upto + left if lane >= 1 << k else upto
-            right = cute.arch.shuffle_sync_down(behind, 1 << k)
-            behind = behind + right if lane < 32 - (1 << k) else behind
-        left = cute.arch.shuffle_sync_up(upto, 1, mask_and_clamp=0)
-        right = cute.arch.shuffle_sync_down(behind, 1)
         found = cute.make_rmem_tensor((2, 3), F32)
-        found[0, 0] = steps[0] + left if lane > 0 else steps[0]
-        found[1, 0] = upto
-        found[1, 1] = right if lane < 31 else F32(0.0)
-        found[0, 1] = steps[1] + found[1, 1]
+        sums_of_decays(steps, found, lane)
         found[0, 2], found[1, 2] = strengths[0], strengths[1]
         layout = cute.make_layout((2, 32, 3, GATE_SLOTS), stride=(1, 2, CHUNK, GATES))
         by_lane = cute.make_tensor(base, layout)

@@ -6,12 +6,13 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cula_core.cute.functions import exp2
-from cula_core.cute.output import GROUP, row_units
+from cula_core.cute.output import GROUP
 from cula_core.cute.types import F32
 from cula_core.cute.wgmma import issue, mma
 from cula_core.cute.widen import widened
 from cula_core.cute.work import SLOTS, receive
 
+from ...kernels.chunks import clear_past
 from ..config import CHUNK, SUB
 from .layout import (
     ADDED,
@@ -81,7 +82,7 @@ class Products(Layout):
                 if cutlass.const_expr(self.config.packed):
                     left = item.length - c * CHUNK
                     if left < CHUNK:
-                        self.clear_keys(sK[None, None, k_at.index], left, tidx)
+                        clear_past(sK[None, None, k_at.index], left, BARRIER_PRODUCTS, tidx)
                 warpgroup.fence()
                 tQ, tK = queries[None, None, None, q_at.index], keys[None, None, None, k_at.index]
                 issue(product, acc, tQ, tK, True)
@@ -113,20 +114,6 @@ class Products(Layout):
                 out_at.advance()
             item = receive(Item, pipes.items, item_at, memory.items)
             item_at.advance()
-
-    @cute.jit
-    def clear_keys(self, keys: cute.Tensor, left, tidx):
-        """Writes zeros over what lies past the end of a packed sequence: tokens of the next one, of any value."""
-        units = row_units(self.dtype, tidx)
-        target = units.partition_D(keys)
-        zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, self.dtype)
-        zeros.fill(0.0)
-        for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-            if tidx // 8 + 16 * i >= left:
-                for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
-                    cute.copy(units, zeros, target[None, i, j])
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=BARRIER_PRODUCTS, number_of_threads=GROUP)
 
     @cute.jit
     def norm(self, base: cute.Pointer, slot, w, lane):
