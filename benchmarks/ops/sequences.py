@@ -97,8 +97,8 @@ def sequences_of(problem: Setting) -> int:
 
 
 def query_heads(problem: Setting) -> int:
-    heads = problem.params["H"]
-    return heads // GROUP if has(problem, "gva") else heads
+    p = problem.params
+    return p.get("HQ", p["H"] // GROUP if has(problem, "gva") else p["H"])
 
 
 def lengths_of(sequences: int, tokens: int, kind: str, seed: int = 0) -> list[int]:

@@ -47,9 +47,15 @@ def setting(
     heads: int = 64,
     sequences: int | None = None,
     lengths: str = "uniform",
+    heads_q: int | None = None,
 ) -> Setting:
-    """A dense problem of B x T tokens, or with `sequences` a packed one of T tokens in all."""
-    return seq.named(tokens, batch, heads, sequences, lengths, None)
+    """A dense problem of B x T tokens, or with `sequences` a packed one of T tokens in all.
+
+    heads_q: heads of q and k where they are fewer than those of v; the name ends in -Q16 then.
+    """
+    more = {} if heads_q is None else {"HQ": heads_q}
+    suffix = "" if heads_q is None else f"-Q{heads_q}"
+    return seq.named(tokens, batch, heads, sequences, lengths, None, suffix, **more)
 
 
 def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
@@ -61,7 +67,8 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    q, k, v = (randn(*tokens, dim) for _ in range(3))
+    q, k = (randn(*tokens[:2], seq.query_heads(problem), dim) for _ in range(2))
+    v = randn(*tokens, dim)
     shared = {
         "q": q.bfloat16(),
         "k": torch.nn.functional.normalize(k, dim=-1).bfloat16(),
@@ -110,7 +117,9 @@ def delta_oracle(
     problem: Setting, x: lightning.Inputs, beta: Tensor | None, heads: list[int]
 ) -> Result:
     """fp64 outputs [B,T,heads,V] and final states [N,heads,K,V] of a delta rule; beta None is 1."""
-    q, k, v = (t[:, :, heads].double() for t in (x.q, x.k, x.v))
+    group = problem.params["H"] // seq.query_heads(problem)
+    q, k = (t[:, :, [h // group for h in heads]].double() for t in (x.q, x.k))
+    v = x.v[:, :, heads].double()
     if x.gate is not None:
         log_decay = x.gate[:, :, heads].double()
     else:

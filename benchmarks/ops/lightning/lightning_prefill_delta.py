@@ -27,7 +27,7 @@ NOTES = (
     "flashinfer_* are FlashInfer's chunk_gated_delta_rule, fla_delta is that of flash-linear-attention. They solve a "
     "delta rule, which is strictly more arithmetic than Lightning attention and simple GLA: besides the products that "
     "these have, each chunk of 64 tokens needs the overlaps of its keys, the inverse of a triangular matrix and two "
-    "products more. They have no switch that leaves this out, and cula has no gated delta rule kernel for Hopper yet.",
+    "products more. They have no switch that leaves this out, and the op gated_prefill has cula's gated delta rule.",
     "flashinfer_decay gets the decays of cula_decay, flashinfer_gate the gates of cula, both without beta, which is 1 "
     "then; flashinfer_delta and fla_delta get the gates and beta. FlashInfer takes the exponentials of log decays per "
     "token and head; these, and beta, are computed before the call.",

@@ -327,7 +327,7 @@ def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
 def test_notes_say_what_the_peers_do_more():
     text = " ".join(NOTES)
     assert "strictly more arithmetic" in text
-    assert "no gated delta rule kernel for Hopper yet" in text
+    assert "gated_prefill has cula's gated delta rule" in text
     assert "use_cp='auto'" in text
 
 

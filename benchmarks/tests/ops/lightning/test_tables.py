@@ -96,4 +96,4 @@ def test_the_page_of_all_results_shows_it(result, tmp_path):
         "N=10, lengths=random, H=64, L2 cold",
         "N=20, lengths=random, H=64, L2 cold",
     ]
-    assert any("no gated delta rule kernel for Hopper yet" in note for note in section.notes)
+    assert any("gated_prefill has cula's gated delta rule" in note for note in section.notes)

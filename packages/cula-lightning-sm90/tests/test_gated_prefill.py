@@ -1,0 +1,117 @@
+"""Prefill of the gated delta rule on a Hopper GPU, beside the reference in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cula_core.reference.gated_delta_rule import gated_delta_rule
+from cula_lightning_sm90 import chunk_gated_delta_rule
+from cula_testing.comparing import relative_rmse, same
+from cula_testing.gated.cases import Case, arguments, cases
+from cula_testing.gated.contract import WRONG, good_arguments
+from cula_testing.refusals import assert_refused
+from cula_testing.refusals import cases as refusals
+
+pytestmark = pytest.mark.gpu
+
+MAX_ERROR = 3e-3
+CUDA = torch.device("cuda")
+
+
+def assert_close(a: dict[str, Any], limit: float = MAX_ERROR) -> None:
+    """A call beside the reference; what it allocates is not cleared, so memory is filled with NaN before."""
+    given = {name: x for name, x in a.items() if name not in ("out", "output_final_state")}
+    want = gated_delta_rule(**given)
+    torch.full((1 << 26,), float("nan"), device=CUDA)
+    o, state = chunk_gated_delta_rule(**a)
+    pool = a.get("state_pool") is not None and a.get("update_state_pool", True)
+    errors = [relative_rmse(o, want.out)]
+    if state is not None:
+        errors.append(relative_rmse(state, want.pool if pool else want.states))
+    if want.checkpoints is not None:
+        errors.append(relative_rmse(a["state_checkpoints"], want.checkpoints))
+    assert max(errors) <= limit, errors
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_heads_lengths_and_choices(case):
+    assert_close(arguments(case, device=CUDA))
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("mode", ["dense", "packed"])
+def test_every_argument(mode, state_v_first):
+    """Pools and their rows, sequences without a state, checkpoints, raw gates, logits of strengths, norms inside."""
+    a = good_arguments(mode, CUDA) | {"use_qk_l2norm_in_kernel": True}
+    assert_close(a | {"state_v_first": state_v_first})
+
+
+def test_float16():
+    a = good_arguments("packed", CUDA) | {"use_qk_l2norm_in_kernel": True, "out": None}
+    assert_close(a | {name: a[name].half() for name in ("q", "k", "v")})
+
+
+KEYS = {
+    "one key": lambda k: k[:, :1].expand_as(k),
+    "eight keys": lambda k: k[:, torch.arange(k.shape[1], device=k.device) % 8],
+    "keys that resemble each other": lambda k: k[:, :1] + 0.3 * k,
+}
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_keys_that_repeat(keys):
+    """Where nothing fades, what is written must not grow."""
+    a = arguments(Case((2, 2, 2), (1024,), True, True, None), device=CUDA)
+    a["k"] = torch.nn.functional.normalize(keys(a["k"]).float(), dim=-1).bfloat16()
+    assert_close(a | {"g": torch.full_like(a["g"], -1e-4), "beta": torch.ones_like(a["beta"])})
+
+
+@pytest.mark.parametrize("wrong, mode", refusals(WRONG, "cuda"))
+def test_refusals(wrong, mode):
+    assert_refused(chunk_gated_delta_rule, wrong, good_arguments(mode, CUDA))
+
+
+def bits(*tensors: Tensor) -> list[Tensor]:
+    return [x.clone() for x in tensors]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_same_bits_in_every_run(norm):
+    """On all multiprocessors, so that loads are as slow as they get."""
+    a = arguments(Case((64, 64, 64), (4096,), True, True, None), device=CUDA)
+    a |= {"use_qk_l2norm_in_kernel": norm}
+    first = bits(*chunk_gated_delta_rule(**a))
+    for _ in range(500):
+        assert all(same(x, y) for x, y in zip(chunk_gated_delta_rule(**a), first))
+
+
+def test_copies_do_not_overtake_reads():
+    """Every value is the number of its chunk, and every output has to be that number."""
+    tokens, heads = 4096, 64
+    at = torch.arange(tokens, device=CUDA)
+    k = torch.zeros(1, tokens, heads, 128, device=CUDA, dtype=torch.bfloat16)
+    k[:, at, :, at % 64] = 1
+    v = (at // 64).bfloat16().view(1, tokens, 1, 1).expand_as(k).contiguous()
+    for _ in range(200):
+        assert chunk_gated_delta_rule(k, k, v, scale=1.0)[0].equal(v)
+
+
+def test_a_graph_replays_with_other_lengths():
+    a = arguments(Case((2, 2, 4), (200, 100, 212), True, True, None), device=CUDA)
+    pool = torch.randn(5, 4, 128, 128, device=CUDA)
+    rows = torch.tensor([4, -1, 0], dtype=torch.int32, device=CUDA)
+    a |= {"state_pool": pool.clone(), "state_indices": rows, "out": torch.empty_like(a["v"])}
+    chunk_gated_delta_rule(**a)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chunk_gated_delta_rule(**a)
+    a["cu_seqlens"].copy_(torch.tensor([0, 0, 321, 512], device=CUDA))
+    rows.copy_(torch.tensor([1, 2, 3], device=CUDA))
+    a["state_pool"].copy_(pool)
+    graph.replay()
+    want = chunk_gated_delta_rule(**a | {"state_pool": pool, "out": None})
+    assert same(a["out"], want[0]) and same(a["state_pool"], want[1])
