@@ -10,12 +10,18 @@ kernels runs under the tool.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from gpu_oracle import check, make
 
+from cula_core.reference.gated_delta_rule import gated_delta_rule
+from cula_lightning_sm90 import chunk_gated_delta_rule
+from cula_testing.comparing import relative_rmse
+from cula_testing.gated.cases import Case, arguments
+from cula_testing.gated.contract import good_arguments
 from cula_testing.sanitizing import run_checks
 
 LENGTHS = [70, 0, 1, 130, 64]
@@ -57,6 +63,32 @@ PROBLEMS = (
     Problem("packed, many items", {"state": "pool", "l2norm": True}, lengths=[3, 0, 70, 1] * 10),
 )
 
+NORM = {"use_qk_l2norm_in_kernel": True}
+GATED_LIMIT = 3e-3
+# Arguments of chunk_gated_delta_rule, on the CPU.
+GATED: dict[str, Callable[[], dict[str, Any]]] = {
+    "gated, dense": lambda: good_arguments("dense"),
+    "gated, pool, checkpoints": lambda: good_arguments("packed") | NORM,
+    "gated, V first": lambda: good_arguments("packed") | NORM | {"state_v_first": True},
+    "gated, log decays": lambda: arguments(Case((1, 1, 2), tuple(LENGTHS), True, True, None)),
+    "gated, nothing optional": lambda: arguments(Case((2, 1, 1), (130,), False, False, None)),
+}
+
+
+def gated_errors(make_arguments: Callable[[], dict[str, Any]]) -> str:
+    """Errors of outputs and of states; raises where one is too large."""
+    a = make_arguments()
+    left_out = ("out", "output_final_state")
+    want = gated_delta_rule(**{name: x for name, x in a.items() if name not in left_out})
+    there = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in a.items()}
+    o, state = chunk_gated_delta_rule(**there)
+    errors = {"output": relative_rmse(o.cpu(), want.out)}
+    if state is not None:
+        expected = want.states if want.pool is None else want.pool
+        errors["state"] = relative_rmse(state.cpu(), expected)
+    assert max(errors.values()) <= GATED_LIMIT, errors
+    return "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
+
 
 def run_here(first: int = 0, step: int = 1) -> int:
     """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
@@ -70,8 +102,9 @@ def run_here(first: int = 0, step: int = 1) -> int:
         errors = check(inputs, **problem.options, device="cuda")
         return "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
 
-    problems = list(enumerate(PROBLEMS))[first::step]
-    return run_checks((f"{p.name:28}", partial(errors_of, seed, p)) for seed, p in problems)
+    checks = [(f"{p.name:28}", partial(errors_of, seed, p)) for seed, p in enumerate(PROBLEMS)]
+    checks += [(f"{name:28}", partial(gated_errors, made)) for name, made in GATED.items()]
+    return run_checks(checks[first::step])
 
 
 if __name__ == "__main__":
