@@ -57,6 +57,7 @@ PREFILL = (
     ("lightning_prefill", *SUSTAINED),
     ("lightning_prefill_delta", *GRAPH),
 )
+GATED = (("gated_prefill", *GRAPH),)
 KDA = tuple(
     (op, *GRAPH)
     for op in (
@@ -116,7 +117,7 @@ HOPPER_PACKAGES = (
     "liteattention-sm89",
 )
 HOPPER = ((9, 0),)
-HOPPER_OPS = (*DECODE, *DELTA, *PREFILL, *KDA, *LITE)
+HOPPER_OPS = (*DECODE, *DELTA, *PREFILL, *GATED, *KDA, *LITE)
 ANY_PACKAGES = ("cula-lightning-decode", "cula-delta-decode", "liteattention-sm89")
 CARDS = {
     "h20": Card(
