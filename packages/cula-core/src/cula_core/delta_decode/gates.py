@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .. import arguments
@@ -51,24 +52,33 @@ def check_gates(
 
 
 def check_gate(
-    name: str, x: Tensor, letters: str, shapes: Sequence[tuple[int, ...]], sizes: Sizes
+    name: str,
+    x: Tensor,
+    letters: str,
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sizes,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Checks a gate or beta."""
+    """Checks a gate or beta. dtypes: those that are taken; None: of states."""
     arguments.tensor(name, x)
     if all(x.shape != shape for shape in shapes):
         expected = f"{letters} = {' or '.join(str(list(shape)) for shape in shapes)}"
         arguments.value_error(name, expected, list(x.shape))
-    check_dtype(name, x, STATES[sizes.kind])
+    check_dtype(name, x, dtypes or STATES[sizes.kind])
     arguments.device(name, x, sizes.lead, sizes.lead_name)
 
 
 def check_strength(
-    sizes: Sizes, beta: Tensor | None, use_beta_sigmoid: bool, allow_neg_eigval: bool
+    sizes: Sizes,
+    beta: Tensor | None,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Checks beta and whether it may be doubled."""
+    """Checks beta and whether it may be doubled. dtypes: of beta, as in `check_gate`."""
     if beta is not None:
         per_head = (*sizes.lead.shape[:2], sizes.heads_v)
-        check_gate("beta", beta, f"[B, T, {sizes.heads_name}]", (per_head,), sizes)
+        check_gate("beta", beta, f"[B, T, {sizes.heads_name}]", (per_head,), sizes, dtypes)
     if allow_neg_eigval and not (use_beta_sigmoid and beta is not None):
         got = "no beta" if beta is None else "use_beta_sigmoid_in_kernel=False"
         expected = "False unless there are beta and use_beta_sigmoid_in_kernel"

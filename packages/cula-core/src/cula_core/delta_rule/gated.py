@@ -86,7 +86,9 @@ def check_chunk_gated_delta_rule(
     check_softplus(softplus_beta, softplus_threshold)
     if use_beta_sigmoid_in_kernel and beta is None:
         arguments.value_error("use_beta_sigmoid_in_kernel", "False without beta", True)
-    check_strength(sizes, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check_strength(
+        sizes, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval, arguments.FLOATING
+    )
 
     heads = (sizes.heads_name, sizes.heads_v)
     states = initial_state if state_pool is None else state_pool
@@ -168,7 +170,7 @@ def _check_decay(
             arguments.value_error("use_gate_in_kernel", "False without g", True)
     else:
         shape = (*sizes.lead.shape[:2], sizes.heads_v)
-        check_gate("g", g, f"[B, T, {sizes.heads_name}]", (shape,), sizes)
+        check_gate("g", g, f"[B, T, {sizes.heads_name}]", (shape,), sizes, arguments.FLOATING)
         if not raw:
             arguments.sign("g", g, -1)
     check_parameters(sizes, False, raw, A_log, dt_bias)
