@@ -65,3 +65,12 @@ def test_what_the_gpu_refuses(case, complaint):
     encoded = aligned(torch.frombuffer(bytearray(case.maps[0].encode(address)), dtype=torch.uint8))
     with pytest.raises(emulator.InvalidOperation, match=complaint):
         module.launch(case.name, (1,), (32,), (source, out, 0, encoded))
+
+
+def test_a_copy_between_ctas_is_counted_where_it_arrives():
+    """PTX wants the mbarrier in the CTA of the destination."""
+    case = copies.between_ctas(2, barrier="%r20")
+    module = emulator.EmulatedModule(module_text([case]))
+    complaint = "must lie in that of the destination"
+    with pytest.raises(emulator.InvalidOperation, match=complaint):
+        module.launch(case.name, (2,), (32,), (aligned(case.source), case.output(), 0, 0), cluster=(2,))

@@ -205,29 +205,33 @@ def _reductions(fill: str, done: str) -> list[Case]:
     return cases
 
 
-def _clusters() -> list[Case]:
-    cases = []
-    next_cta = (
-        "mov.u32 %r21, %cluster_ctarank; mov.u32 %r22, %cluster_nctarank; add.u32 %r23, %r21, 1;"
-    )
-    next_cta += "rem.u32 %r23, %r23, %r22; mapa.shared::cluster.u32 %r24, %r30, %r23;"
-    next_cta += "mapa.shared::cluster.u32 %r25, %r20, %r23;"
+_NEXT_CTA = (
+    "mov.u32 %r21, %cluster_ctarank; mov.u32 %r22, %cluster_nctarank; add.u32 %r23, %r21, 1;"
+    "rem.u32 %r23, %r23, %r22; mapa.shared::cluster.u32 %r24, %r30, %r23;"
+    "mapa.shared::cluster.u32 %r25, %r20, %r23;"
+)
+
+
+def between_ctas(cluster: int, barrier: str = "%r25") -> Case:
+    """Each CTA sends 512 bytes to the next one. barrier: where that is counted; %r20 is the sender's own."""
     fill = "mad.lo.u32 %r31, %r2, 16, %r30; mul.wide.u32 %rd7, %r5, 16; add.s64 %rd7, %rd7, %rd1;"
     fill += "ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd7]; st.shared.v4.b32 [%r31], {%r10, %r11, %r12, %r13};"
     body = (
-        _LEADER + next_cta + fill + _INIT + "fence.proxy.async.shared::cta;" + _MEET + "@%p9 bra W;"
+        _LEADER + _NEXT_CTA + fill + _INIT + "fence.proxy.async.shared::cta;" + _MEET + "@%p9 bra W;"
     )
     body += "mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 512;"
-    body += "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r24+1024], [%r30], 512, [%r25];"
+    body += "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+    body += f"[%r24+1024], [%r30], 512, [{barrier}];"
     body += _WAIT + "add.u32 %r30, %r30, 1024;" + _read(128) + _MEET
-    for cluster in (2, 4):
-        expected = torch.roll(_X[: 128 * cluster], 128)
-        cases.append(
-            _case(f"bulk_cta_to_cta_{cluster}", body, expected, grid=cluster, cluster=cluster)
-        )
+    expected = torch.roll(_X[: 128 * cluster], 128)
+    return _case(f"bulk_cta_to_cta_{cluster}", body, expected, grid=cluster, cluster=cluster)
+
+
+def _clusters() -> list[Case]:
+    cases = [between_ctas(cluster) for cluster in (2, 4)]
     # Each CTA loads its part of 512 bytes and sends it to the CTAs of the mask.
     for cluster, mask in ((2, 3), (4, 15), (4, 5)):
-        load = _LEADER + next_cta + _INIT
+        load = _LEADER + _NEXT_CTA + _INIT
         load += "mov.u32 %r9, -1; mad.lo.u32 %r31, %r2, 4, %r30;"
         load += (
             "".join(f"st.shared.b32 [%r31+{128 * i}], %r9;" for i in range(4 * cluster))
