@@ -18,6 +18,7 @@ from cula import _discovery, _registry
 from cula._discovery import FIRST_PARTY
 from cula._facts import COMMON_FACTS, FACTS, OPS
 from cula_core import spec as core_spec
+from cula_testing.gated.contract import good_arguments
 
 SPECS = {name: import_module(f"{noxfile._import_name(name)}._spec") for name in noxfile.PACKAGES}
 SERVED = {name: (spec.OP,) if isinstance(spec.OP, str) else spec.OP for name, spec in SPECS.items()}
@@ -436,7 +437,8 @@ def test_the_registry_knows_what_packages_of_this_repository_serve() -> None:
     assert all(spec.NAME == name for name, spec in SPECS.items())
 
 
-PREFILL = [function for name, function in FUNCTIONS if name == "cula-lightning-sm90"]
+GATED = "chunk_gated_delta_rule"
+PREFILL = list(OPS["lightning.prefill"])
 
 
 def prefill_arguments(function: str, **changes: Any) -> dict[str, Any]:
@@ -660,6 +662,65 @@ def test_recurrences_go_to_the_package_that_can_serve_them(
         assert str(caught.value).endswith(str(reason))
     if given.get("requires_grad"):
         assert found is getattr(cula.reference, function)
+
+
+FLOAT_GATES = "float32, bfloat16, float16, float64"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, None),
+        ({"gate_dtype": torch.float64, "beta_dtype": torch.float16}, None),
+        ({"state_dtype": torch.float32, "state_pool": True, "varlen": True}, None),
+        ({"grouped_queries": True, "softplus": True, "checkpoints": True}, None),
+        ({"use_intracard_cp": False, "operand_dtype": torch.bfloat16}, None),
+        ({"requires_grad": True}, "no backward"),
+        ({"head_dim_k": 64}, "K must be 128, not 64"),
+        ({"head_dim_v": 256}, "V must be 128, not 256"),
+        ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
+        ({"state_dtype": torch.float64}, "states must be float32, not torch.float64"),
+        ({"gate_dtype": torch.int32}, f"g must be {FLOAT_GATES}, not torch.int32"),
+        ({"beta_dtype": torch.int32}, f"beta must be {FLOAT_GATES}, not torch.int32"),
+        ({"use_intracard_cp": True}, "does not split sequences (use_intracard_cp=True)"),
+        (
+            {"dtype": torch.float16, "operand_dtype": torch.bfloat16},
+            "float16 activations are multiplied in float16 (operand_dtype)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_the_gated_delta_rule_goes_to_the_package_that_can_serve_it(
+    card: Callable[[int, int], Tensor],
+    capability: tuple[int, int],
+    facts: dict[str, Any],
+    reason: str | None,
+) -> None:
+    device = card(*capability).device
+    given = {"dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128} | facts
+    (row,) = [r for r in cula.explain(GATED, **given).rows if r.name == "cula-lightning-sm90"]
+    hopper = capability == (9, 0)
+    assert row.chosen == (hopper and reason is None)
+    names = (*COMMON_FACTS, *FACTS[GATED])
+    key = tuple(given.get(name, False if name == "requires_grad" else None) for name in names)
+    kernel = SPECS["cula-lightning-sm90"].load(GATED)
+    if hopper and reason is None:
+        assert _registry.resolve(GATED, "auto", device, *key) is kernel
+        return
+    with pytest.raises(RuntimeError, match="^impl='cula-lightning-sm90' cannot serve ") as caught:
+        _registry.resolve(GATED, "cula-lightning-sm90", device, *key)
+    if hopper:
+        assert row.reason == reason and str(caught.value).endswith(str(reason))
+
+
+def test_the_gated_delta_rule_of_the_package_and_of_cula_agree_on_a_cpu() -> None:
+    for mode in ("dense", "packed"):
+        ours = good_arguments(mode)
+        theirs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in ours.items()}
+        of_cula = cula.lightning.chunk_gated_delta_rule(**ours)
+        of_the_package = SPECS["cula-lightning-sm90"].load(GATED)(**theirs)
+        for x, y in zip(of_cula, of_the_package, strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-2, atol=4e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((10, 0), "sm100"), ((10, 3), "sm103")])

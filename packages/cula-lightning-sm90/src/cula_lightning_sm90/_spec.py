@@ -6,9 +6,10 @@ from cula_core.dtypes import dtype_name
 from cula_core.spec import loader, missing_language
 
 from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS
+from .gated.config import HEAD_DIM
 
 NAME = "cula-lightning-sm90"
-OP = "lightning.prefill"
+OP = ("lightning.prefill", "lightning.gated_delta_rule")
 ARCHS = ("sm90",)
 PRIORITY = 10
 
@@ -21,12 +22,17 @@ def supports(
     dtype: object = None,
     state_dtype: object = None,
     gate_dtype: object = None,
+    beta_dtype: object = None,
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
     requires_grad: bool = False,
+    function: str = "",
+    use_intracard_cp: bool | str = "auto",
+    operand_dtype: object = None,
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it; every flag is served."""
+    gated = function == "chunk_gated_delta_rule"
     missing = missing_language(NAME)
     if missing:
         return missing
@@ -36,11 +42,18 @@ def supports(
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) != "float32":
         return f"states must be float32, not {state_dtype}"
-    if gate_dtype is not None and dtype_name(gate_dtype) not in _GATES:
-        return f"g must be {', '.join(_GATES)}, not {gate_dtype}"
+    for name, gate in (("g", gate_dtype), ("beta", beta_dtype)):
+        if gate is not None and dtype_name(gate) not in _GATES:
+            return f"{name} must be {', '.join(_GATES)}, not {gate}"
+    dims = (HEAD_DIM,) if gated else HEAD_DIMS
     for name, dim in (("K", head_dim_k), ("V", head_dim_v)):
-        if dim is not None and dim not in HEAD_DIMS:
-            return f"{name} must be one of {HEAD_DIMS}, not {dim}"
+        if dim is not None and dim not in dims:
+            return f"{name} must be {HEAD_DIM if gated else f'one of {HEAD_DIMS}'}, not {dim}"
+    if gated and use_intracard_cp is True:
+        return "does not split sequences (use_intracard_cp=True)"
+    if gated and operand_dtype is not None and dtype is not None:
+        if (dtype_name(dtype), dtype_name(operand_dtype)) == ("float16", "bfloat16"):
+            return "float16 activations are multiplied in float16 (operand_dtype)"
     return None
 
 
