@@ -50,7 +50,9 @@ FIRST_PARTY = (
         ("delta.decode", "kda.decode", "lightning.gated_delta_decode"),
         SM80_AND_NEWER,
     ),
-    FirstParty("cula_lightning_sm90", ("lightning.prefill", "lightning.gated_delta_rule"), ("sm90",)),
+    FirstParty(
+        "cula_lightning_sm90", ("lightning.prefill", "lightning.gated_delta_rule"), ("sm90",)
+    ),
     FirstParty("cula_cp_sm90", ("kda.prefill",), ("sm90",)),
     FirstParty("cula_kda_sm100", ("kda.prefill",), ("sm100", "sm103")),
     FirstParty("liteattention_sm89", ("lite.attention",), SM80_AND_NEWER),

@@ -73,4 +73,6 @@ def test_a_copy_between_ctas_is_counted_where_it_arrives():
     module = emulator.EmulatedModule(module_text([case]))
     complaint = "must lie in that of the destination"
     with pytest.raises(emulator.InvalidOperation, match=complaint):
-        module.launch(case.name, (2,), (32,), (aligned(case.source), case.output(), 0, 0), cluster=(2,))
+        module.launch(
+            case.name, (2,), (32,), (aligned(case.source), case.output(), 0, 0), cluster=(2,)
+        )

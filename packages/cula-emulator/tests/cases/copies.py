@@ -217,7 +217,13 @@ def between_ctas(cluster: int, barrier: str = "%r25") -> Case:
     fill = "mad.lo.u32 %r31, %r2, 16, %r30; mul.wide.u32 %rd7, %r5, 16; add.s64 %rd7, %rd7, %rd1;"
     fill += "ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd7]; st.shared.v4.b32 [%r31], {%r10, %r11, %r12, %r13};"
     body = (
-        _LEADER + _NEXT_CTA + fill + _INIT + "fence.proxy.async.shared::cta;" + _MEET + "@%p9 bra W;"
+        _LEADER
+        + _NEXT_CTA
+        + fill
+        + _INIT
+        + "fence.proxy.async.shared::cta;"
+        + _MEET
+        + "@%p9 bra W;"
     )
     body += "mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 512;"
     body += "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "

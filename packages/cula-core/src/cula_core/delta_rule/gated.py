@@ -86,9 +86,7 @@ def check_chunk_gated_delta_rule(
     check_softplus(softplus_beta, softplus_threshold)
     if use_beta_sigmoid_in_kernel and beta is None:
         arguments.value_error("use_beta_sigmoid_in_kernel", "False without beta", True)
-    check_strength(
-        sizes, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval, arguments.FLOATING
-    )
+    check_strength(sizes, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval, arguments.FLOATING)
 
     heads = (sizes.heads_name, sizes.heads_v)
     states = initial_state if state_pool is None else state_pool
