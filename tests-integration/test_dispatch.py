@@ -553,6 +553,12 @@ def refused_alike(function: str, blamed: str, changes: dict[str, Any]) -> None:
 KDA = [name for name, op in PAIRS if op == "kda.prefill"]
 
 
+def facts_in_order(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """What `_registry.resolve` is told of a call, with None for what is not given."""
+    names = (*COMMON_FACTS, *FACTS[function])
+    return tuple(given.get(name, False if name == "requires_grad" else None) for name in names)
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Tensor]]:
     """Makes torch claim a GPU of a compute capability; returns a tensor on it that has no memory."""
@@ -652,8 +658,7 @@ def test_recurrences_go_to_the_package_that_can_serve_them(
     told = cula.explain(function, **given)
     (row,) = [row for row in told.rows if row.name == "cula-delta-decode"]
     assert (row.chosen, row.reason) == (chosen, reason)
-    names = (*COMMON_FACTS, *FACTS[function])
-    key = tuple(given.get(name, False if name == "requires_grad" else None) for name in names)
+    key = facts_in_order(function, given)
     found = _registry.resolve(function, "auto", device, *key)
     assert (found is DELTA.load(function)) == chosen
     if not chosen:
@@ -685,7 +690,7 @@ FLOAT_GATES = "float32, bfloat16, float16, float64"
         ({"use_intracard_cp": True}, "does not split sequences (use_intracard_cp=True)"),
         (
             {"dtype": torch.float16, "operand_dtype": torch.bfloat16},
-            "float16 activations are multiplied in float16 (operand_dtype)",
+            "float16 activations are multiplied in float16, not bfloat16",
         ),
     ],
 )
@@ -701,8 +706,7 @@ def test_the_gated_delta_rule_goes_to_the_package_that_can_serve_it(
     (row,) = [r for r in cula.explain(GATED, **given).rows if r.name == "cula-lightning-sm90"]
     hopper = capability == (9, 0)
     assert row.chosen == (hopper and reason is None)
-    names = (*COMMON_FACTS, *FACTS[GATED])
-    key = tuple(given.get(name, False if name == "requires_grad" else None) for name in names)
+    key = facts_in_order(GATED, given)
     kernel = SPECS["cula-lightning-sm90"].load(GATED)
     if hopper and reason is None:
         assert _registry.resolve(GATED, "auto", device, *key) is kernel

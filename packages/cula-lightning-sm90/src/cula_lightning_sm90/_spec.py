@@ -6,7 +6,7 @@ from cula_core.dtypes import dtype_name
 from cula_core.spec import loader, missing_language
 
 from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS
-from .gated.config import HEAD_DIM
+from .gated.config import HEAD_DIM, Config
 
 NAME = "cula-lightning-sm90"
 OP = ("lightning.prefill", "lightning.gated_delta_rule")
@@ -45,15 +45,14 @@ def supports(
     for name, gate in (("g", gate_dtype), ("beta", beta_dtype)):
         if gate is not None and dtype_name(gate) not in _GATES:
             return f"{name} must be {', '.join(_GATES)}, not {gate}"
-    dims = (HEAD_DIM,) if gated else HEAD_DIMS
+    dims, allowed = ((HEAD_DIM,), f"{HEAD_DIM}") if gated else (HEAD_DIMS, f"one of {HEAD_DIMS}")
     for name, dim in (("K", head_dim_k), ("V", head_dim_v)):
         if dim is not None and dim not in dims:
-            return f"{name} must be {HEAD_DIM if gated else f'one of {HEAD_DIMS}'}, not {dim}"
+            return f"{name} must be {allowed}, not {dim}"
     if gated and use_intracard_cp is True:
         return "does not split sequences (use_intracard_cp=True)"
     if gated and operand_dtype is not None and dtype is not None:
-        if (dtype_name(dtype), dtype_name(operand_dtype)) == ("float16", "bfloat16"):
-            return "float16 activations are multiplied in float16 (operand_dtype)"
+        return Config(dtype_name(dtype), dtype_name(operand_dtype)).illegal()
     return None
 
 
