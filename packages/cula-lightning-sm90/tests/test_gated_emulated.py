@@ -16,7 +16,17 @@ from cula_core.reference.gated_delta_rule import Outcome, gated_delta_rule
 from cula_emulator import mutation
 from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90.gated import launch
-from cula_lightning_sm90.gated.config import HEAD_DIM, Config, TableConfig
+from cula_lightning_sm90.gated.config import (
+    BLOCK,
+    CHUNK,
+    HEAD_DIM,
+    Config,
+    PrepareConfig,
+    RecurrenceConfig,
+    TableConfig,
+    chunk_slots,
+)
+from cula_lightning_sm90.gated.plan import flag_count
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import normals
@@ -45,13 +55,22 @@ class Case:
     fresh: bool = False
     every: int = 0
     ctas: int = 132
+    tiles: int = 2
+    machines: int = 2
+    workers: int = 3
 
     @property
-    def config(self) -> Config:
+    def prepare(self) -> PrepareConfig:
+        return PrepareConfig(
+            self.dtype, self.operand, self.l2norm, self.packed, self.gate, self.gate_dtype,
+            bias=self.gate == "softplus", strength=self.strength, strength_dtype=self.gate_dtype,
+        )  # fmt: skip
+
+    @property
+    def recurrence(self) -> RecurrenceConfig:
         in_place = self.state in ("in place", "redirected")
-        return Config(
-            self.dtype, self.operand, self.gate, self.gate_dtype, bias=self.gate == "softplus", strength=self.strength,
-            strength_dtype=self.gate_dtype, l2norm=self.l2norm, packed=self.packed, state_v_first=self.v_first,
+        return RecurrenceConfig(
+            self.dtype, self.operand, self.l2norm, self.packed, self.tiles, state_v_first=self.v_first,
             initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
             redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place, checkpoints=self.every > 0,
         )  # fmt: skip
@@ -59,11 +78,12 @@ class Case:
 
 CASES = {
     "one head": Case((150,)),
-    "full chunks": Case((128,), state="given"),
+    "full chunks": Case((128,), state="given", tiles=1),
     "nothing optional": Case((70,), gate=None, strength=None, l2norm=False),
     "packed, grouped values": Case(PACKED, True, (1, 1, 2), state="given"),
     "packed, grouped queries": Case(PACKED, True, (2, 1, 1), state="given", v_first=True),
-    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", ctas=1, every=64),
+    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", ctas=1, every=64, machines=3),
+    "one CTA per tile": Case(PACKED, True, (1, 1, 2), state="given", ctas=2, tiles=1),
     "raw gates": Case(
         (150, 150), heads=(1, 1, 2), gate="softplus", gate_dtype="bfloat16", strength="logits"
     ),
@@ -104,10 +124,10 @@ class Call:
             options = {
                 "state_pool": states,
                 "state_indices": torch.tensor(self.indices),
-                "update_state_pool": case.config.in_place,
+                "update_state_pool": case.recurrence.in_place,
                 "null_slot": NULL_SLOT,
             }
-            if case.config.redirected:
+            if case.recurrence.redirected:
                 options["output_state_indices"] = torch.tensor(self.targets)
             if case.fresh:
                 options["has_initial_state"] = torch.tensor(self.begins)
@@ -172,12 +192,13 @@ def make_call(case: Case, seed: int = 0) -> Call:
 def run(emulated) -> Callable[..., Outcome]:
     """run(call) launches a call with guards around and NaN in all it may write; what it writes, as the reference."""
 
-    def compiled(config: Config | TableConfig):
+    def compiled(config: Config):
         return emulated_kernel(emulated, launch.unit(config))
 
-    def run(call: Call, **changes) -> Outcome:
-        case, config = call.case, call.case.config
+    def run(call: Call, of_prepare: dict = {}, of_recurrence: dict = {}) -> Outcome:
+        case, recurrence = call.case, call.case.recurrence
         heads, sequences = max(case.heads), len(case.lengths)
+        batch, tokens = call.out_shape[:2]
 
         def matrices(count: int) -> Tensor:
             shape = (count, heads, HEAD_DIM, HEAD_DIM)
@@ -189,7 +210,7 @@ def run(emulated) -> Callable[..., Outcome]:
         initial = final = checkpoints = segments = counter = None
         if call.states is not None:
             initial = matrices(len(call.states)).copy_(call.states)
-        final = initial if config.in_place else matrices(sequences)
+        final = initial if recurrence.in_place else matrices(sequences)
         if case.every:
             checkpoints = matrices(call.out_shape[0] * (call.out_shape[1] // case.every))
         int32 = {"dtype": torch.int32}
@@ -199,20 +220,29 @@ def run(emulated) -> Callable[..., Outcome]:
                 segments = torch.empty(1 + sequences, COLUMNS, **int32)
                 counter = torch.empty(1, **int32)
                 table = compiled(TableConfig("int32"))
-                table(cu_seqlens, segments, counter, WHOLE, max(*case.lengths, 1))
-            compiled(config)(
-                call.q, call.k, call.v, out, call.g, call.beta, call.rates, call.biases, initial,
-                torch.tensor(call.indices, **int32) if config.indexed else None,
-                torch.tensor(call.targets, **int32) if config.redirected else None,
-                torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
-                final, checkpoints, segments, counter, HEAD_DIM**-0.5, 1.0, 20.0, NULL_SLOT, max(case.every, 1),
-                case.ctas, **changes,
+                table(cu_seqlens, segments, counter, WHOLE, tokens)
+            slots = chunk_slots(batch, tokens, sequences if case.packed else None)
+            blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
+            chunks = -(-tokens // CHUNK)
+            sizes = (chunks, sequences * heads, slots * heads, case.machines, case.packed)
+            flags = emulated.empty((flag_count(*sizes),), torch.int32)
+            compiled(case.prepare)(
+                call.q, call.k, call.g, call.beta, call.rates, call.biases, segments, blocks, flags, HEAD_DIM**-0.5,
+                1.0, 20.0, case.machines, case.workers, **of_prepare,
+            )  # fmt: skip
+            compiled(recurrence)(
+                call.q, call.k, call.v, out, initial,
+                torch.tensor(call.indices, **int32) if recurrence.indexed else None,
+                torch.tensor(call.targets, **int32) if recurrence.redirected else None,
+                torch.tensor(call.begins, dtype=torch.uint8) if recurrence.fresh else None,
+                final, checkpoints, segments, counter, blocks, flags, NULL_SLOT, max(case.every, 1), case.machines,
+                case.ctas, **of_recurrence,
             )  # fmt: skip
         if checkpoints is not None:
             checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))
-        if initial is not None and not config.in_place:
+        if initial is not None and not recurrence.in_place:
             assert same(initial, call.states), "initial states are read only"
-        return Outcome(out, final, initial if config.in_place else None, checkpoints)
+        return Outcome(out, final, initial if recurrence.in_place else None, checkpoints)
 
     run.compiled = compiled
     return run

@@ -1,0 +1,448 @@
+"""What belongs to single chunks: T', Aqk and tables over tokens of every chunk and state head, written to blocks.
+
+    Akk_ij = beta_i r(k_i) r(k_j) (k_i . k_j) 2^(G_i - G_j), j < i        T' = (I + Akk)^-1 diag(beta)
+    Aqk_ij = scale r(q_i) r(k_j) (q_i . k_j) 2^(G_i - G_j), j <= i
+
+r is 1 over the norm, or 1. The recurrence runs beside this kernel: blocks come in the order in which it needs them, and
+each has a flag that says that it is there.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
+from cula_core.cute.output import GROUP
+from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.wgmma import issue, mma
+
+from ...kernels.chunks import clear_past
+from ..config import CHUNK, HEAD_DIM, SUB, TABLES, PrepareConfig
+from .gates import Gates
+from .layout import (
+    BY_TOKEN,
+    INVERSE,
+    PRODUCTS,
+    SQUARE,
+    WIDE,
+    by_pairs,
+    commit,
+    describe,
+    panels,
+    release,
+    square,
+)
+from .order import Order
+from .solve import SCRATCH_BYTES, Solve
+from .tokens import ALL_TABLES, GATES, NORM, STRENGTH, SUM, Tokens
+from .weights import weigh_left, weighed_diagonal
+
+GROUPS = 3  # chunks in work
+THREADS = GROUP * (GROUPS + 1)
+SLOTS = 2  # of gates and tables
+BARRIER = 1  # the first group's
+
+
+class Memory(NamedTuple):
+    """Where a group's things lie in shared memory. k, q: the chunk. inverse, products: T', Aqk. gates, tables: fp32 per
+    token. lefts: tokens of a chunk and behind it, zero when there are no more chunks. scratch: of `Solve`."""
+
+    k: cute.Pointer
+    q: cute.Pointer
+    inverse: cute.Pointer
+    products: cute.Pointer
+    gates: cute.Pointer
+    tables: cute.Pointer
+    lefts: cute.Pointer
+    scratch: cute.Pointer
+
+
+class Pipes(NamedTuple):
+    """Who of a group waits for whom: for k and q, for gates, for what is to be written out. Slots of all groups."""
+
+    loaded: object
+    gates: object
+    made: object
+
+
+class Place(NamedTuple):
+    """A group's slot of a pipeline, in the pipeline's own count."""
+
+    index: cutlass.Int32
+    phase: cutlass.Int32
+
+
+class GatedDeltaPrepare:
+    """Persistent CTAs of groups that work by themselves, on a chunk and state head at a time.
+
+    | thread role | warps | work |
+    |---|---|---|
+    | group i | 4 i ... | products of q and k, weights, the inverse |
+    | feeder of group i | 12 + i | finds the next chunk, loads it by TMA, makes its gates; writes the block before out |
+
+    | shared memory of a group | bytes | slots |
+    |---|---|---|
+    | k, q [64, 128] | 16384 each | 1 |
+    | T', Aqk [64, 64] | 8192 each | 1 |
+    | gates | 768 | 2 |
+    | tables | 1296 | 2 |
+    | scratch of the inverse | 13568 | 1 |
+    """
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.gates, self.tokens = Gates(config), Tokens(config, self.dtype)
+        self.solve, self.order = Solve(self.operand), Order(config.packed)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        rates: cute.Tensor,
+        biases: cute.Tensor,
+        segments: cute.Tensor,
+        blocks: cute.Tensor,
+        flags: cute.Tensor,
+        scale: cutlass.Float32,
+        softplus_beta: cutlass.Float32,
+        threshold: cutlass.Float32,
+        machines: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernel with the arguments of `launch.prepare_arguments`; what the config lacks is None."""
+        load, wide = cpasync.CopyBulkTensorTileG2SOp(), swizzled((CHUNK, HEAD_DIM), "k", self.dtype)
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), wide, (CHUNK, HEAD_DIM))
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
+        self.kernel(
+            tma_q, mQ, tma_k, mK, g, beta, rates, biases, segments, blocks, flags, scale, softplus_beta, threshold,
+            machines, q.shape[0], q.shape[1],
+        ).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=self.config.packed
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        rates: cute.Tensor,
+        biases: cute.Tensor,
+        segments: cute.Tensor,
+        blocks: cute.Tensor,
+        flags: cute.Tensor,
+        scale: cutlass.Float32,
+        softplus_beta: cutlass.Float32,
+        threshold: cutlass.Float32,
+        machines: cutlass.Int32,
+        batch: cutlass.Int32,
+        tokens: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        smem = SmemAllocator()
+        group = warp_idx // 4
+        if warp_idx >= 4 * GROUPS:
+            group = warp_idx - 4 * GROUPS
+        pipes = self.make_pipes(smem)
+        k = smem.allocate_array(self.dtype, GROUPS * WIDE, byte_alignment=1024)
+        q = smem.allocate_array(self.dtype, GROUPS * WIDE, byte_alignment=1024)
+        inverse = smem.allocate_array(self.operand, GROUPS * SQUARE, byte_alignment=1024)
+        products = smem.allocate_array(self.operand, GROUPS * SQUARE, byte_alignment=1024)
+        gates = smem.allocate_array(F32, GROUPS * SLOTS * GATES, byte_alignment=16)
+        tables = smem.allocate_array(F32, GROUPS * SLOTS * ALL_TABLES, byte_alignment=16)
+        lefts = smem.allocate_array(I32, GROUPS * SLOTS, byte_alignment=16)
+        scratch = smem.allocate_array(self.operand, GROUPS * (SCRATCH_BYTES // 2), byte_alignment=128)
+
+        def own(base, size, unit):
+            return base + cute.assume(group * size, divby=unit)
+
+        memory = Memory(
+            k=own(k, WIDE, WIDE),
+            q=own(q, WIDE, WIDE),
+            inverse=own(inverse, SQUARE, SQUARE),
+            products=own(products, SQUARE, SQUARE),
+            gates=own(gates, SLOTS * GATES, 4),
+            tables=own(tables, SLOTS * ALL_TABLES, 4),
+            lefts=lefts + group * SLOTS,
+            scratch=own(scratch, SCRATCH_BYTES // 2, 64),
+        )
+        cute.arch.mbarrier_init_fence()
+        worker, workers = block * GROUPS + group, ctas * GROUPS
+        if cutlass.const_expr(self.config.packed):  # the segment table is there
+            cute.arch.griddepcontrol_wait()
+        if (warp_idx >= 4 * GROUPS) & (group < GROUPS):
+            # By whoever will set them, so that no flag is cleared too late.
+            lane = cute.arch.lane_idx()
+            for i in cutlass.range(worker + lane * workers, flags.shape[0], 32 * workers, unroll=1):
+                flags[i] = I32(0)
+            cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        if warp_idx >= 4 * GROUPS:
+            if group < GROUPS:
+                self.feed(
+                    pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, segments, blocks, flags,
+                    softplus_beta, threshold, machines, batch, tokens, group, worker, workers,
+                )  # fmt: skip
+        else:
+            self.make(pipes, memory, scale, group, tidx % GROUP)
+
+    def make_pipes(self, smem):
+        """Returns the pipelines, on barriers of their own."""
+        thread = pipeline.Agent.Thread
+
+        def group(count):
+            return pipeline.CooperativeGroup(thread, count)
+
+        def made(slots, producers, consumers):
+            return pipeline.PipelineAsync.create(
+                barrier_storage=smem.allocate_array(cutlass.Int64, 2 * slots),
+                num_stages=slots,
+                producer_group=group(producers),
+                consumer_group=group(consumers),
+                defer_sync=True,
+            )
+
+        loaded = pipeline.PipelineTmaAsync.create(
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * GROUPS),
+            num_stages=GROUPS,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=group(4),
+            tx_count=2 * WIDE * self.dtype.width // 8,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+        return Pipes(loaded, made(GROUPS * SLOTS, 32, 4), made(GROUPS, 4, 1))
+
+    # ---- the feeder -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def feed(
+        self,
+        pipes: Pipes,
+        memory: Memory,
+        tma_q,
+        mQ: cute.Tensor,
+        tma_k,
+        mK: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        rates: cute.Tensor,
+        biases: cute.Tensor,
+        segments: cute.Tensor,
+        blocks: cute.Tensor,
+        flags: cute.Tensor,
+        softplus_beta: cutlass.Float32,
+        threshold: cutlass.Float32,
+        machines: cutlass.Int32,
+        sequences: cutlass.Int32,
+        tokens: cutlass.Int32,
+        group: cutlass.Int32,
+        worker: cutlass.Int32,
+        workers: cutlass.Int32,
+    ):
+        """Hands the worker's chunks to its group: those whose number is `worker` modulo `workers`."""
+        lane = cute.arch.lane_idx()
+        heads = blocks.shape[1]
+        group_q, group_k = heads // mQ.shape[2], heads // mK.shape[2]
+        sQ, sK = self.matrix(memory.q), self.matrix(memory.k)
+        lefts = cute.make_tensor(memory.lefts, cute.make_layout(SLOTS))
+        if cutlass.const_expr(self.config.packed):
+            sequences = segments[0, 0]
+        chains = sequences * heads
+        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        loaded_at = pipeline.make_pipeline_state(producer, 1)
+        gates_at = pipeline.make_pipeline_state(producer, SLOTS)
+        made_at = pipeline.make_pipeline_state(consumer, 1)
+        # The block that is in work, and the number of the one that is being written out.
+        slot, column, table, current, written = I32(0), I32(0), I32(0), I32(-1), I32(-1)
+        number, first, base = worker, I32(0), I32(0)
+        while first < chains:
+            width, chunks = self.order.set_at(segments, first, machines, heads, sequences, tokens)
+            end = base + width * chunks
+            while number < end:
+                chunk, chain = (number - base) // width, first + (number - base) % width
+                segment, head = chain // heads, chain % heads
+                start, batch, length, sequence = describe(
+                    self.config.packed, segments, segment, tokens
+                )
+                left = length - chunk * CHUNK
+                if left > 0:
+                    token = start + chunk * CHUNK
+                    own_g = self.gates.read(g, batch, token, head, left, lane)
+                    own_beta = self.gates.read(beta, batch, token, head, left, lane)
+                    at = self.place(loaded_at, group, 1)
+                    pipes.loaded.producer_acquire(at)
+                    full = pipes.loaded.producer_get_barrier(at)
+                    load_tile(tma_k, mK, token, head // group_k, batch, 0, sK, full)
+                    load_tile(tma_q, mQ, token, head // group_q, batch, 0, sQ, full)
+                    loaded_at.advance()
+                    self.publish(flags, written, lane)
+                    at = self.place(gates_at, group, SLOTS)
+                    pipes.gates.producer_acquire(at)
+                    self.gates.write(
+                        own_g, own_beta, rates, biases, softplus_beta, threshold, head, left,
+                        memory.gates + cute.assume(gates_at.index * GATES, divby=GATES), lane,
+                    )  # fmt: skip
+                    if lane == 0:
+                        lefts[gates_at.index] = left
+                    pipes.gates.producer_commit(at)
+                    if current >= 0:
+                        self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], lane)
+                        made_at.advance()
+                    written, current = current, number
+                    slot, column, table = self.slot(start, sequence, chunk, tokens), head, gates_at.index
+                    gates_at.advance()
+                number = number + workers
+            first, base = first + width, end
+        self.publish(flags, written, lane)
+        if current >= 0:
+            self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], lane)
+            self.publish(flags, current, lane)
+        at = self.place(gates_at, group, SLOTS)
+        pipes.gates.producer_acquire(at)
+        if lane == 0:
+            lefts[gates_at.index] = I32(0)
+        pipes.gates.producer_commit(at)
+
+    def place(self, at, group, slots):
+        """Returns a state of a group's own slots as one of the pipeline of all groups."""
+        return Place(group * slots + at.index, at.phase)
+
+    def slot(self, start, sequence, chunk, tokens):
+        """Returns the slot of a chunk."""
+        if self.config.packed:
+            return start // CHUNK + sequence + chunk
+        return sequence * cute.ceil_div(tokens, CHUNK) + chunk
+
+    @cute.jit
+    def write(self, pipes: Pipes, made_at, memory: Memory, group, table, block: cute.Tensor, lane):
+        """Copies a block to global memory, once it is made; on return its place in shared memory is free."""
+        bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
+        at = self.place(made_at, group, 1)
+        pipes.made.consumer_wait(at)
+        if lane == 0:
+            target = block.iterator.align(128)
+            for shared, offset in ((memory.inverse, INVERSE), (memory.products, PRODUCTS)):
+                for there, here, size in panels(offset):
+                    cute.copy(bulk, view(shared, here, size, unit=256), view(target, there, size, unit=256))
+            tables = memory.tables + cute.assume(table * ALL_TABLES, divby=ALL_TABLES)
+            tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
+            cute.copy(bulk, view(tables, 0, 2 * TABLES), view(target, BY_TOKEN, 2 * TABLES, unit=64))
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(at.index))
+
+    @cute.jit
+    def publish(self, flags: cute.Tensor, number: cutlass.Int32, lane):
+        """Waits until the block of that number, if there is one, is in global memory, and says so."""
+        if (lane == 0) & (number >= 0):
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.store(flags.iterator + number, I32(1), sem="release", scope="gpu")
+
+    # ---- a group ----------------------------------------------------------------------------------------------------
+
+    def matrix(self, base, major="k"):
+        """Returns k or q [64, 128]."""
+        return repeated(base, (CHUNK, HEAD_DIM), major, self.dtype, 1)[None, None, 0]
+
+    @cute.jit
+    def make(self, pipes: Pipes, memory: Memory, scale: cutlass.Float32, group, tidx):
+        """Makes T', Aqk and tables of the chunks that the group is fed with."""
+        lane, w = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
+        product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        part = product.get_slice(tidx)
+        sQ, sK = self.matrix(memory.q), self.matrix(memory.k)
+        tQ = product.make_fragment_A(part.partition_A(sQ))
+        tK = product.make_fragment_A(part.partition_A(sK))
+        keys = product.make_fragment_B(part.partition_B(sK))
+        shape = product.partition_shape_C((CHUNK, CHUNK))
+        acc_q, acc_k = cute.make_rmem_tensor(shape, F32), cute.make_rmem_tensor(shape, F32)
+        p, q = by_pairs(acc_k), by_pairs(acc_q)
+        sT = square(memory.inverse, self.operand, 1)[None, None, 0]
+        sP = square(memory.products, self.operand, 1)[None, None, 0]
+        every_gate = cute.make_tensor(memory.gates, cute.make_layout((GATES, SLOTS)))
+        every_table = cute.make_tensor(memory.tables, cute.make_layout((ALL_TABLES, SLOTS)))
+        lefts = cute.make_tensor(memory.lefts, cute.make_layout(SLOTS))
+        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        loaded_at = pipeline.make_pipeline_state(consumer, 1)
+        gates_at = pipeline.make_pipeline_state(consumer, SLOTS)
+        made_at = pipeline.make_pipeline_state(producer, 1)
+        pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
+        left = lefts[gates_at.index]
+        while left > 0:
+            gate, table = every_gate[None, gates_at.index], every_table[None, gates_at.index]
+            loaded, made = self.place(loaded_at, group, 1), self.place(made_at, group, 1)
+            pipes.loaded.consumer_wait(loaded)
+            if cutlass.const_expr(self.config.packed):
+                if left < CHUNK:
+                    clear_past(sK, left, BARRIER + group, tidx)
+            warpgroup.fence()
+            issue(product, acc_k, tK, keys, True)
+            issue(product, acc_q, tQ, keys, True)
+            # 1 over the norms of the rows of an accumulator that this thread has, and of token lane % 16.
+            rows_q, own_q, own_k = [F32(1.0), F32(1.0)], F32(1.0), F32(1.0)
+            if cutlass.const_expr(self.config.l2norm):
+                own_q = self.tokens.norm(memory.q, w, lane)
+                own_k = self.tokens.norm(memory.k, w, lane)
+                rows_q = [cute.arch.shuffle_sync(own_q, lane // 4 + 8 * b) for b in range(2)]
+            self.tokens.write_tables(gate, table, own_q * scale, own_k, w, lane)
+            cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
+            first = SUB * w + lane // 4
+            sums = (gate[SUM + first], gate[SUM + first + 8])
+            rows_q = (rows_q[0] * scale, rows_q[1] * scale)
+            rows_k = [-gate[STRENGTH + first + 8 * b] * table[NORM + first + 8 * b] for b in range(2)]
+            warpgroup.wait_group(0)
+            # What was read of k and q comes before the copy that overwrites them.
+            cute.arch.fence_view_async_shared()
+            release(pipes.loaded, loaded)
+            weigh_left(p, q, rows_k, rows_q, sums, gate, table, w, lane)
+            of_k, of_q = weighed_diagonal(p, q, rows_k, rows_q, sums, gate, table, w, lane)
+            pipes.made.producer_acquire(made)
+            store_products(self.operand, q, of_q, sP, w, lane)
+            self.solve.invert(p, of_k, gate, memory.scratch, sT, BARRIER + group, w, lane)
+            cute.arch.fence_view_async_shared()
+            commit(pipes.made, made)
+            release(pipes.gates, self.place(gates_at, group, SLOTS))
+            loaded_at.advance()
+            made_at.advance()
+            gates_at.advance()
+            pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
+            left = lefts[gates_at.index]
+
+
+@cute.jit
+def store_products(operand: cutlass.Constexpr, p: cute.Tensor, diagonal: cute.Tensor, target: cute.Tensor, w, lane):
+    """Rounds the warp's blocks left of the diagonal and on it, and stores them."""
+    block = cute.make_tiled_mma(
+        warp.MmaF16BF16Op(operand, F32, (SUB, 8, SUB)), permutation_mnk=(SUB, SUB, SUB)
+    )
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), operand)
+    save = cute.make_tiled_copy_C(atom, block).get_slice(lane)
+    rounded = cute.make_rmem_tensor(block.partition_shape_C((SUB, SUB)), operand)
+    for j in cutlass.range_constexpr(CHUNK // SUB):
+        if j < w:
+            exact = cute.make_tensor(p.iterator + 8 * j, rounded.layout)
+            rounded.store(exact.load().to(operand))
+            tile = cute.local_tile(target, (SUB, SUB), (w, j))
+            cute.copy(save, save.retile(rounded), save.partition_D(tile))
+    exact = cute.make_tensor(diagonal.iterator, rounded.layout)
+    rounded.store(exact.load().to(operand))
+    tile = cute.local_tile(target, (SUB, SUB), (w, w))
+    cute.copy(save, save.retile(rounded), save.partition_D(tile))

@@ -1,0 +1,308 @@
+"""The recurrence: it computes what needs the state, and begins as soon as the first blocks are there.
+
+It is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of every block.
+All CTAs of `prepare` have started by then, and wait for nothing themselves, so that no order of work can stop both.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cula_core.cute.memory import by_token, load_tile, swizzled, view
+from cula_core.cute.output import GROUP
+from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
+
+from ..config import CHUNK, HEAD_DIM, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
+from .chain import TALL, Chain, Item, Memory, Stages
+from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, describe, panels
+from .order import Order
+
+# Per thread of a chain where there are two, and of the warpgroup that loads: 3 x 168 together.
+REGISTERS = (240, 24)
+
+
+class GatedDeltaRecurrence:
+    """Persistent CTAs over items of work: (sequence, state head, tiles of 64 columns of v).
+
+    | thread role | warps | work |
+    |---|---|---|
+    | tile t | 4 t ... | state and outputs of 64 columns |
+    | load | the one behind | next item; q, k and v by TMA, blocks by bulk copies |
+
+    | shared memory | bytes | slots |
+    |---|---|---|
+    | k, q [64, 128], v [64, 64] per tile, T', Aqk [64, 64] | 49152 + 8192 tiles | 3 |
+    | tables | 784 | 3 |
+    | o [64, 64] | 8192 tiles | 2 |
+    """
+
+    def __init__(self, config: RecurrenceConfig):
+        self.config, self.tiles = config, config.tiles
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
+        self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
+        self.stages = Stages(config)
+        self.chain, self.order = Chain(config, self.stages), Order(config.packed)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
+        final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        segments: cute.Tensor,
+        counter: cute.Tensor,
+        blocks: cute.Tensor,
+        flags: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
+        machines: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernel with the arguments of `launch.recurrence_arguments`; what the config lacks is None."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        wide = swizzled((CHUNK, HEAD_DIM), "k", self.dtype)
+        tall = swizzled((CHUNK, V_TILE), "k", self.dtype)
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), wide, (CHUNK, HEAD_DIM))
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tall, (CHUNK, V_TILE))
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
+        self.kernel(
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
+            segments, counter, blocks, flags, null_slot, checkpoint_every, machines,
+        ).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
+        final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        segments: cute.Tensor,
+        counter: cute.Tensor,
+        blocks: cute.Tensor,
+        flags: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
+        machines: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = SmemAllocator()
+        thread, stages = pipeline.Agent.Thread, self.stages
+        memory = Memory(
+            stages=smem.allocate_array(self.operand, stages.count * stages.size, byte_alignment=1024),
+            o=smem.allocate_array(self.dtype, SLOTS * self.tiles * TALL, byte_alignment=1024),
+            tables=smem.allocate_array(F32, stages.count * TABLES, byte_alignment=16),
+            items=smem.allocate_array(I32, SLOTS * ITEM_WORDS, byte_alignment=16),
+        )
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * stages.count),
+            num_stages=stages.count,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=pipeline.CooperativeGroup(thread, 4 * self.tiles),
+            tx_count=2 * (2 * WIDE + self.tiles * TALL + 2 * TRIANGLE + 2 * TABLES),
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+        items = pipeline.PipelineAsync.create(
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * SLOTS),
+            num_stages=SLOTS,
+            producer_group=pipeline.CooperativeGroup(thread, 1),
+            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
+            defer_sync=True,
+        )
+        cute.arch.mbarrier_init_fence()
+        self.clear(memory.stages, tidx)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+
+        if warp_idx >= 4 * self.tiles:
+            if cutlass.const_expr(self.tiles > 1):
+                cute.arch.setmaxregister_decrease(REGISTERS[1])
+            if warp_idx == 4 * self.tiles:
+                self.load(
+                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, indices, targets, fresh, segments, counter,
+                    blocks, flags, null_slot, machines, out.shape[0], out.shape[1],
+                )  # fmt: skip
+        else:
+            if cutlass.const_expr(self.tiles > 1):
+                cute.arch.setmaxregister_increase(REGISTERS[0])
+            self.chain.run(
+                ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, warp_idx // 4,
+                tidx % GROUP,
+            )  # fmt: skip
+
+    @cute.jit
+    def clear(self, base: cute.Pointer, tidx):
+        """Writes zeros where T' and Aqk will be: nothing overwrites those above the diagonal."""
+        zeros = cute.make_rmem_tensor(8, self.operand)
+        zeros.fill(0.0)
+        for stage in cutlass.range_constexpr(self.stages.count):
+            first = stage * self.stages.size + self.stages.inverse
+            for unit in cutlass.range(tidx, 2 * SQUARE // 8, self.threads, unroll=1):
+                cute.autovec_copy(zeros, view(base, first + 8 * unit, 8))
+
+    # ---- items of work ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(
+        self,
+        ring,
+        items,
+        memory: Memory,
+        tma_q,
+        mQ: cute.Tensor,
+        tma_k,
+        mK: cute.Tensor,
+        tma_v,
+        mV: cute.Tensor,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
+        segments: cute.Tensor,
+        counter: cute.Tensor,
+        blocks: cute.Tensor,
+        flags: cute.Tensor,
+        null_slot: cutlass.Int32,
+        machines: cutlass.Int32,
+        sequences: cutlass.Int32,
+        tokens: cutlass.Int32,
+    ):
+        """Announces items to the other warps and loads their chunks, ahead of them."""
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        base, heads = memory.stages, blocks.shape[1]
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
+        sQ = self.stages.wide(base, self.stages.q)
+        sK = self.stages.wide(base, self.stages.k)
+        group_q, group_k, group_v = heads // mQ.shape[2], heads // mK.shape[2], heads // mV.shape[2]
+        per_head = V_TILES // self.tiles
+        if cutlass.const_expr(self.config.packed):
+            sequences = segments[0, 0]
+        count = sequences * heads * per_head
+        producer = pipeline.PipelineUserType.Producer
+        at = pipeline.make_pipeline_state(producer, self.stages.count)
+        item_at = pipeline.make_pipeline_state(producer, SLOTS)
+        first, first_number = I32(0), I32(0)
+        width, most = self.order.set_at(segments, first, machines, heads, sequences, tokens)
+        number = block
+        if cutlass.const_expr(self.config.packed):
+            number = draw(counter, lane)
+        while number < count:
+            chain, tile = number // per_head, number % per_head * self.tiles
+            while chain >= first + width:
+                first_number = first_number + width * most
+                first = first + width
+                width, most = self.order.set_at(segments, first, machines, heads, sequences, tokens)
+            segment, head = chain // heads, chain % heads
+            token, batch, length, sequence = describe(
+                self.config.packed, segments, segment, tokens
+            )
+            row, target, begins = self.states_of(sequence, indices, targets, fresh, null_slot)
+            post(
+                items, item_at, memory.items,
+                lambda: Item(1, token, batch, length, sequence, row, target, begins, head, tile),
+                lane,
+            )  # fmt: skip
+            item_at.advance()
+            chunks = cute.ceil_div(length, CHUNK)
+            if row < 0:
+                chunks = 0
+            slot = sequence * cute.ceil_div(tokens, CHUNK)
+            if cutlass.const_expr(self.config.packed):
+                slot = token // CHUNK + sequence
+            flag, ready = first_number + chain - first, I32(0)
+            for c in cutlass.range(chunks, unroll=1):
+                here = token + c * CHUNK
+                ring.producer_acquire(at)
+                full = ring.producer_get_barrier(at)
+                load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
+                load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
+                for i in cutlass.range_constexpr(self.tiles):
+                    sV = self.stages.values(base, i)[None, None, at.index]
+                    load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
+                if c >= ready:
+                    ready = c + self.wait(flags, flag + c * width, width, chunks - c, lane)
+                with cute.arch.elect_one():
+                    self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
+                at.advance()
+            if cutlass.const_expr(self.config.packed):
+                number = draw(counter, lane)
+            else:
+                number = number + ctas
+        post(items, item_at, memory.items, lambda: (0,), lane)
+        # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
+        cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def wait(self, flags: cute.Tensor, first, step, most, lane):
+        """Waits for the block of flag `first`; returns how many of the chain's next `most` ones are there, at most 32."""
+        found = I32(0)
+        while found == 0:
+            flag = I32(0)
+            if lane < most:
+                flag = cute.arch.load(
+                    flags.iterator + first + lane * step, I32, sem="relaxed", scope="gpu"
+                )
+            set_ = cute.arch.vote_ballot_sync(flag != 0)
+            found = I32(cute.arch.popc(set_ & ~(set_ + 1)))
+        # Blocks are read through another proxy than flags.
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.fence_proxy("async.global")
+        return found
+
+    @cute.jit
+    def fetch(self, bulk, block: cute.Tensor, memory: Memory, stage, barrier):
+        """Loads a block into a stage."""
+        source, first = block.iterator.align(128), stage * self.stages.size
+        for offset, place in ((INVERSE, self.stages.inverse), (PRODUCTS, self.stages.products)):
+            for there, here, size in panels(offset):
+                shared = view(memory.stages, first + place + here, size, unit=256)
+                cute.copy(bulk, view(source, there, size, unit=256), shared, mbar_ptr=barrier)
+        tables = memory.tables + cute.assume(stage * TABLES, divby=TABLES)
+        tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
+        shared = view(tables, 0, 2 * TABLES)
+        cute.copy(bulk, view(source, BY_TOKEN, 2 * TABLES, unit=64), shared, mbar_ptr=barrier)
+
+    @cute.jit
+    def states_of(self, sequence, indices, targets, fresh, null_slot):
+        """Returns (row, target, begins) of an item."""
+        row = sequence
+        if cutlass.const_expr(self.config.indexed):
+            row = indices[sequence]
+            row = cutlass.select_(row == null_slot, I32(-1), row)
+        target = row
+        if cutlass.const_expr(self.config.redirected):
+            target = targets[sequence]
+            target = cutlass.select_(target == null_slot, I32(-1), target)
+        begins = I32(1)
+        if cutlass.const_expr(self.config.fresh):
+            begins = I32(fresh[sequence])
+        return row, target, begins
