@@ -45,6 +45,8 @@ GROUPS = 3  # chunks in work
 THREADS = GROUP * (GROUPS + 1)
 SLOTS = 2  # of gates and tables
 BARRIER = 1  # the first group's
+# Per thread of a group, and of the feeders: 4 x 128 together.
+REGISTERS = (144, 80)
 
 
 class Memory(NamedTuple):
@@ -195,12 +197,14 @@ class GatedDeltaPrepare:
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp_idx >= 4 * GROUPS:
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
             if group < GROUPS:
                 self.feed(
                     pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, segments, blocks, flags,
                     softplus_beta, threshold, machines, batch, tokens, group, worker, workers,
                 )  # fmt: skip
         else:
+            cute.arch.setmaxregister_increase(REGISTERS[0])
             self.make(pipes, memory, scale, group, tidx % GROUP)
 
     def make_pipes(self, smem):
