@@ -11,28 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula_core.cute.schedule import COLUMNS
 from cula_core.reference.gated_delta_rule import Outcome, gated_delta_rule
 from cula_emulator import mutation
 from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90.gated import launch
 from cula_lightning_sm90.gated.config import (
     BLOCK,
-    CHUNK,
-    HEAD_DIM,
+        HEAD_DIM,
     Config,
     PrepareConfig,
     RecurrenceConfig,
-    TableConfig,
     chunk_slots,
 )
-from cula_lightning_sm90.gated.plan import flag_count
+from cula_lightning_sm90.gated.plan import Plan
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import normals
 
 MAX_ERROR = 3e-3
-WHOLE = 1 << 30  # tokens of a segment: sequences stay whole
 NULL_SLOT = 7  # of the tests with indices: a padding row beside the negative ones
 PACKED = (70, 0, 1, 64, 130)
 
@@ -54,15 +50,18 @@ class Case:
     v_first: bool = False
     fresh: bool = False
     every: int = 0
-    ctas: int = 132
     tiles: int = 2
     machines: int = 2
-    workers: int = 3
+    prepare_ctas: int = 2
+
+    @property
+    def index_dtype(self) -> str | None:
+        return "int32" if self.packed else None
 
     @property
     def prepare(self) -> PrepareConfig:
         return PrepareConfig(
-            self.dtype, self.operand, self.l2norm, self.packed, self.gate, self.gate_dtype,
+            self.dtype, self.operand, self.l2norm, self.index_dtype, self.gate, self.gate_dtype,
             bias=self.gate == "softplus", strength=self.strength, strength_dtype=self.gate_dtype,
         )  # fmt: skip
 
@@ -70,7 +69,7 @@ class Case:
     def recurrence(self) -> RecurrenceConfig:
         in_place = self.state in ("in place", "redirected")
         return RecurrenceConfig(
-            self.dtype, self.operand, self.l2norm, self.packed, self.tiles, state_v_first=self.v_first,
+            self.dtype, self.operand, self.l2norm, self.index_dtype, self.tiles, state_v_first=self.v_first,
             initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
             redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place, checkpoints=self.every > 0,
         )  # fmt: skip
@@ -82,15 +81,15 @@ CASES = {
     "nothing optional": Case((70,), gate=None, strength=None, l2norm=False),
     "packed, grouped values": Case(PACKED, True, (1, 1, 2), state="given"),
     "packed, grouped queries": Case(PACKED, True, (2, 1, 1), state="given", v_first=True),
-    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", ctas=1, every=64, machines=3),
-    "one CTA per tile": Case(PACKED, True, (1, 1, 2), state="given", ctas=2, tiles=1),
+    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", machines=1, every=64),
+    "one tile per CTA": Case(PACKED, True, (1, 1, 2), state="given", machines=3, tiles=1),
     "raw gates": Case(
         (150, 150), heads=(1, 1, 2), gate="softplus", gate_dtype="bfloat16", strength="logits"
     ),
-    "in place": Case((70, 70, 70), strength="doubled logits", state="in place", ctas=3),
+    "in place": Case((70, 70, 70), strength="doubled logits", state="in place", machines=4),
     "redirected": Case(PACKED, True, state="redirected", fresh=True, every=64, v_first=True),
     "float16": Case((150,), dtype="float16", state="given"),
-    "float16, packed, keys of norm 1": Case(PACKED, True, dtype="float16", l2norm=False, ctas=2),
+    "float16, packed, keys of norm 1": Case(PACKED, True, dtype="float16", l2norm=False, machines=3),
     "keys of norm 1": Case((150,), l2norm=False, state="given"),
 }
 
@@ -207,7 +206,7 @@ def run(emulated) -> Callable[..., Outcome]:
 
         out_stride = loose_strides(call.out_shape, 8)
         out = emulated.empty(call.out_shape, getattr(torch, case.dtype), stride=out_stride)
-        initial = final = checkpoints = segments = counter = None
+        initial = final = checkpoints = offsets = None
         if call.states is not None:
             initial = matrices(len(call.states)).copy_(call.states)
         final = initial if recurrence.in_place else matrices(sequences)
@@ -216,27 +215,23 @@ def run(emulated) -> Callable[..., Outcome]:
         int32 = {"dtype": torch.int32}
         with poisoned_memory():
             if case.packed:
-                cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
-                segments = torch.empty(1 + sequences, COLUMNS, **int32)
-                counter = torch.empty(1, **int32)
-                table = compiled(TableConfig("int32"))
-                table(cu_seqlens, segments, counter, WHOLE, tokens)
+                offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
+            plan = Plan(case.tiles, case.machines, -(-slots * heads // case.machines), case.prepare_ctas)
             blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
-            chunks = -(-tokens // CHUNK)
-            sizes = (chunks, sequences * heads, slots * heads, case.machines, case.packed)
-            flags = emulated.empty((flag_count(*sizes),), torch.int32)
+            carried = emulated.empty((plan.machines, HEAD_DIM, HEAD_DIM), torch.float32)
+            flags = torch.empty(plan.flags, **int32)
             compiled(case.prepare)(
-                call.q, call.k, call.g, call.beta, call.rates, call.biases, segments, blocks, flags, HEAD_DIM**-0.5,
-                1.0, 20.0, case.machines, case.workers, **of_prepare,
+                call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
+                1.0, 20.0, plan.machines, plan.share, plan.prepare_ctas, **of_prepare,
             )  # fmt: skip
             compiled(recurrence)(
                 call.q, call.k, call.v, out, initial,
                 torch.tensor(call.indices, **int32) if recurrence.indexed else None,
                 torch.tensor(call.targets, **int32) if recurrence.redirected else None,
                 torch.tensor(call.begins, dtype=torch.uint8) if recurrence.fresh else None,
-                final, checkpoints, segments, counter, blocks, flags, NULL_SLOT, max(case.every, 1), case.machines,
-                case.ctas, **of_recurrence,
+                final, checkpoints, offsets, carried, blocks, flags, NULL_SLOT, max(case.every, 1), plan.machines,
+                plan.share, plan.ctas, **of_recurrence,
             )  # fmt: skip
         if checkpoints is not None:
             checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))

@@ -32,13 +32,18 @@ class Operands:
     """What both kernels of a call have to know.
 
     dtype: of q, k, v and outputs. operand: of what the kernels make of them and multiply again. l2norm: q and k are
-    normalised. packed: the sequences are those of `cu_seqlens`.
+    normalised. index_dtype: of cu_seqlens, None for a dense batch.
     """
 
     dtype: str
     operand: str = "float16"
     l2norm: bool = False
-    packed: bool = False
+    index_dtype: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences are those of `cu_seqlens`."""
+        return self.index_dtype is not None
 
     @property
     def two_terms(self) -> bool:
@@ -112,11 +117,4 @@ class RecurrenceConfig(Operands):
         return super().illegal()
 
 
-@dataclass(frozen=True)
-class TableConfig:
-    """The kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
-
-    index_dtype: str
-
-
-Config = PrepareConfig | RecurrenceConfig | TableConfig
+Config = PrepareConfig | RecurrenceConfig

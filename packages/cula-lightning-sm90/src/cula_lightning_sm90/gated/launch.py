@@ -13,7 +13,6 @@ from cula_core import tensors
 from cula_core.cute import fake
 from cula_core.cute.artifacts import Unit
 from cula_core.cute.compile import compile as compile_kernel
-from cula_core.cute.schedule import COLUMNS, SegmentTable
 from cula_core.cute.types import DTYPES, INDICES
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
@@ -27,30 +26,26 @@ from .config import (
     Operands,
     PrepareConfig,
     RecurrenceConfig,
-    TableConfig,
     chunk_slots,
 )
 from .kernels.prepare import GatedDeltaPrepare
 from .kernels.recurrence import GatedDeltaRecurrence
-from .plan import Plan, flag_count, plan
+from .plan import Plan, plan
 
 ARCH = "sm_90a"
-WHOLE = 1 << 30  # tokens of a segment: sequences stay whole
 Kernels = Callable[[Config], Callable[..., None]]
 
 
 def kernel(config: Config) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
-    if isinstance(config, TableConfig):
-        return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
     if isinstance(config, PrepareConfig):
         return GatedDeltaPrepare(config), *prepare_arguments(config)
     return GatedDeltaRecurrence(config), *recurrence_arguments(config)
 
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
-    """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], the segment table, blocks [slots, HS,
-    BLOCK], flags, scale, beta and threshold of the softplus, chains at once, number of CTAs."""
+    """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], blocks [slots, HS,
+    BLOCK], flags, scale, beta and threshold of the softplus, machines, share of one, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def by_token(name: str):
@@ -67,7 +62,7 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         by_token(config.strength_dtype) if config.strength else None,
         fake.vector(cutlass.Float32, heads) if softplus else None,
         fake.vector(cutlass.Float32, heads) if softplus and config.bias else None,
-        fake.segment_table() if config.packed else None,
+        _offsets(config),
         _blocks(config, heads),
         fake.vector(cutlass.Int32),
         cutlass.Float32(1.0),
@@ -75,13 +70,15 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         cutlass.Float32(20.0),
         cutlass.Int32(1),
         cutlass.Int32(1),
+        cutlass.Int32(1),
     )
 
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
-    sequences begin with a state [N], final and checkpoints like initial, the segment table, counter [1], blocks [slots,
-    HS, BLOCK], flags, the padding row, tokens between checkpoints, chains at once, number of CTAs."""
+    sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states
+    between machines [machines, V, K], blocks [slots, HS, BLOCK], flags, the padding row, tokens between checkpoints,
+    machines, share of one, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def state():
@@ -96,11 +93,15 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         fake.vector(cutlass.Uint8) if config.fresh else None,
         state() if config.final_state else None,
         state() if config.checkpoints else None,
-        fake.segment_table() if config.packed else None,
-        fake.vector(cutlass.Int32) if config.packed else None,
+        _offsets(config),
+        make_fake_tensor(
+            cutlass.Float32, (cute.sym_int(), HEAD_DIM, HEAD_DIM), stride=(HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
+            assumed_align=16,
+        ),
         _blocks(config, heads),
         fake.vector(cutlass.Int32),
         cutlass.Int32(-1),
+        cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
@@ -110,6 +111,10 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
 def _activation(config: Operands, batch: object, tokens: object, heads: object = None):
     heads = cute.sym_int() if heads is None else heads
     return fake.rows(config.dtype, (batch, tokens, heads, HEAD_DIM))
+
+
+def _offsets(config: Operands):
+    return fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None
 
 
 def _blocks(config: Operands, heads: object):
@@ -143,34 +148,29 @@ def run(
     """
     q, k, initial, pool = call.q, call.k, call.initial, call.state_pool
     batch, tokens, heads = *q.shape[:2], call.out.shape[2]
-    packed = call.cu_seqlens is not None
+    offsets = call.cu_seqlens
     operands = {
         "dtype": dtype_name(q.dtype),
         "operand": dtype_name(call.operand_dtype or torch.float16),
         "l2norm": call.l2norm,
-        "packed": packed,
+        "index_dtype": None if offsets is None else dtype_name(offsets.dtype),
     }
     strength = None
     if call.beta is not None:
         strength = "given"
         if call.beta_logits:
             strength = "doubled logits" if call.doubled else "logits"
-    slots = chunk_slots(batch, tokens, call.sequences if packed else None)
-    chunks, chains, total = -(-tokens // CHUNK), call.sequences * heads, slots * heads
-    spread = planner(chunks, chains, total, multiprocessors or tensors.multiprocessors(q.device))
+    slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
+    # Of packed sequences no length is known here.
+    longest = -(-slots // call.sequences)
+    spread = planner(longest, slots * heads, multiprocessors or tensors.multiprocessors(q.device))
 
-    # One allocation less: flags lie behind the blocks.
-    words = flag_count(chunks, chains, total, spread.machines, packed)
-    memory = q.new_empty(total * BLOCK + 2 * words, dtype=torch.int16)
-    blocks = memory[: total * BLOCK].view(getattr(torch, operands["operand"]))
-    blocks = blocks.view(slots, heads, BLOCK)
-    flags = memory[total * BLOCK :].view(torch.int32)
-    segments = counter = None
-    if call.cu_seqlens is not None:
-        segments = q.new_empty((1 + call.sequences, COLUMNS), dtype=torch.int32)
-        counter = q.new_empty(1, dtype=torch.int32)
-        table = kernels(TableConfig(dtype_name(call.cu_seqlens.dtype)))
-        table(call.cu_seqlens, segments, counter, WHOLE, tokens)
+    # One allocation: blocks, states between machines, flags.
+    sizes = slots * heads * BLOCK, 2 * spread.machines * HEAD_DIM * HEAD_DIM, 2 * spread.flags
+    parts = q.new_empty(sum(sizes), dtype=torch.int16).split(sizes)
+    blocks = parts[0].view(getattr(torch, operands["operand"])).view(slots, heads, BLOCK)
+    carried = parts[1].view(torch.float32).view(-1, HEAD_DIM, HEAD_DIM)
+    flags = parts[2].view(torch.int32)
     config = PrepareConfig(
         **operands,
         gate=None if call.g is None else "softplus" if call.raw_gate else "log",
@@ -180,8 +180,8 @@ def run(
         strength_dtype="float32" if call.beta is None else dtype_name(call.beta.dtype),
     )
     kernels(config)(
-        q, k, call.g, call.beta, call.A_log, call.dt_bias, segments, blocks, flags, call.scale, call.softplus_beta,
-        call.softplus_threshold, spread.machines, spread.prepare_ctas,
+        q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
+        call.softplus_threshold, spread.machines, spread.share, spread.prepare_ctas,
     )  # fmt: skip
     walk = RecurrenceConfig(
         **operands,
@@ -199,7 +199,7 @@ def run(
     kernels(walk)(
         q, k, call.v, call.out, initial, call.state_indices, call.output_state_indices,
         None if fresh is None else fresh.view(torch.uint8), call.final_state if pool is None else pool,
-        None if saved is None else saved.flatten(0, 1), segments, counter, blocks, flags,
+        None if saved is None else saved.flatten(0, 1), offsets, carried, blocks, flags,
         -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), spread.machines,
-        spread.ctas,
+        spread.share, spread.ctas,
     )  # fmt: skip

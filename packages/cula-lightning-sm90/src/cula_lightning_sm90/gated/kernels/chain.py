@@ -24,31 +24,35 @@ from cula_core.cute.widen import widened
 from cula_core.cute.work import SLOTS, receive
 
 from ...kernels.chunks import clear_past
-from ..config import CHUNK, HEAD_DIM, TABLES, V_TILE, RecurrenceConfig
+from ..config import CHUNK, HEAD_DIM, TABLES, V_TILE, V_TILES, RecurrenceConfig
 from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square
 
 BARRIER_OUTPUT = 1  # the first tile's
 TALL = CHUNK * V_TILE
+CARRIED = 2  # how an item begins or ends: with a state that goes from machine to machine
 MAX_F16 = 65504.0
 
 
 class Item(NamedTuple):
     """What the loading warp announces about an item of work. An item that is not valid means that there are no more.
 
-    token, batch, length: the tokens to walk through. sequence: whose they are. row, target: of the states that it
-    begins and ends with, negative for padding. begins: whether there is a state to begin with. tile: the first of V.
+    token, length: the tokens to walk through. chunk: number of the first one's in its sequence. row, target: of the
+    states that the sequence begins and ends with, negative for padding. begins: 0 from zero, 1 from that state, CARRIED
+    from the machine before. ends: CARRIED where the next machine goes on, else 1. tile: the first of V.
     """
 
     valid: cutlass.Int32
     token: cutlass.Int32
-    batch: cutlass.Int32
+    chunk: cutlass.Int32
     length: cutlass.Int32
     sequence: cutlass.Int32
     row: cutlass.Int32
     target: cutlass.Int32
     begins: cutlass.Int32
+    ends: cutlass.Int32
     head: cutlass.Int32
     tile: cutlass.Int32
+    machine: cutlass.Int32
 
     @property
     def chunks(self):
@@ -117,10 +121,15 @@ class Chain:
         final: cute.Tensor,
         checkpoints: cute.Tensor,
         checkpoint_every: cutlass.Int32,
+        carried: cute.Tensor,
+        carried_flags: cute.Tensor,
         group: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
-        """Computes the states and outputs of all items, of their tile `group`."""
+        """Computes the states and outputs of all items, of their tile `group`.
+
+        carried [machines, 128 V, 128 K]: states that machines leave to the next one, each with a flag per tile.
+        """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
         mma_x = mma(self.dtype, CHUNK, OperandMajorMode.K)
@@ -168,11 +177,13 @@ class Chain:
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()
         while item.valid != 0:
-            token, batch, length = item.token, item.batch, item.length
+            token, batch, length = item.token, I32(0), item.length
+            if cutlass.const_expr(not self.config.packed):
+                batch = item.sequence
             head, column, chunks = item.head, item.tile + group, item.chunks
             if item.row < 0:
                 self.outputs.clear(out, batch, token, length, head, column, tidx)
-            self.start(s, initial, item, column, part_s)
+            self.start(s, initial, carried, carried_flags, item, column, part_s)
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             for c in cutlass.range(chunks, unroll=1):
@@ -229,7 +240,7 @@ class Chain:
                 self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                 turn = turn + 1
                 if cutlass.const_expr(self.config.checkpoints):
-                    done = (c + 1) * CHUNK
+                    done = (item.chunk + c + 1) * CHUNK
                     if (left >= CHUNK) & (done % checkpoint_every == 0):
                         first = self.checkpoint_row(item, checkpoint_every, out)
                         row = first + done // checkpoint_every - 1
@@ -238,7 +249,9 @@ class Chain:
                 self.outputs.finish(
                     tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
                 )  # fmt: skip
-            if cutlass.const_expr(self.config.final_state):
+            if item.ends == CARRIED:
+                self.hand_over(s, carried, carried_flags, item, column, group, part_s, tidx)
+            elif cutlass.const_expr(self.config.final_state):
                 self.save(s, final, item, column, part_s)
             item = receive(Item, items, item_at, memory.items)
             item_at.advance()
@@ -297,13 +310,39 @@ class Chain:
         cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
 
     @cute.jit
-    def start(self, s: cute.Tensor, initial, item: Item, column, part_s):
+    def start(
+        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, item: Item, column, part_s
+    ):  # fmt: skip
         """Sets the registers to the state in front of an item."""
         s.fill(0.0)
-        if cutlass.const_expr(self.config.initial_state):
-            if (item.row >= 0) & (item.begins != 0):
-                own = self.transposed(initial, item.row, item.head, column)
+        if item.row >= 0:
+            if item.begins == CARRIED:
+                flag = flags.iterator + (V_TILES * (item.machine - 1) + column)
+                there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
+                while there == 0:
+                    there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
+                own = cute.local_tile(
+                    carried[item.machine - 1, None, None], (V_TILE, HEAD_DIM), (column, 0)
+                )
                 cute.autovec_copy(part_s.partition_C(own), s)
+            elif cutlass.const_expr(self.config.initial_state):
+                if item.begins != 0:
+                    own = self.transposed(initial, item.row, item.head, column)
+                    cute.autovec_copy(part_s.partition_C(own), s)
+
+    @cute.jit
+    def hand_over(
+        self, s: cute.Tensor, carried: cute.Tensor, flags: cute.Tensor, item: Item, column, group, part_s, tidx
+    ):  # fmt: skip
+        """Leaves the state to the machine that has the rest of the chain."""
+        if item.row >= 0:
+            own = cute.local_tile(carried[item.machine, None, None], (V_TILE, HEAD_DIM), (column, 0))
+            cute.autovec_copy(s, part_s.partition_C(own))
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=BARRIER_OUTPUT + group, number_of_threads=GROUP)
+            if tidx == 0:
+                flag = flags.iterator + (V_TILES * item.machine + column)
+                cute.arch.store(flag, I32(1), sem="release", scope="gpu")
 
     @cute.jit
     def save(self, s: cute.Tensor, final, item: Item, column, part_s):
@@ -318,6 +357,6 @@ class Chain:
     def checkpoint_row(self, item: Item, checkpoint_every, out):
         """Returns the row of a sequence's first checkpoint."""
         if cutlass.const_expr(self.config.packed):
-            return item.token // checkpoint_every
+            return (item.token - item.chunk * CHUNK) // checkpoint_every
         else:
             return item.sequence * (out.shape[1] // checkpoint_every)

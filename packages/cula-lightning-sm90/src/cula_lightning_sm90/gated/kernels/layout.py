@@ -54,10 +54,3 @@ def release(pipe, at):
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(at.index))
 
-
-def describe(packed, segments, segment, tokens):
-    """Returns (first token, batch, length, sequence) of a segment: a sequence, the longest first where packed."""
-    if packed:
-        row = segments[1 + segment, None]
-        return row[0], cutlass.Int32(0), row[1], row[2]
-    return cutlass.Int32(0), segment, tokens, segment

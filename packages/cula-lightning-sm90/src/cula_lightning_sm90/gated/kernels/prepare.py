@@ -31,7 +31,6 @@ from .layout import (
     WIDE,
     by_pairs,
     commit,
-    describe,
     panels,
     release,
     square,
@@ -110,13 +109,14 @@ class GatedDeltaPrepare:
         beta: cute.Tensor,
         rates: cute.Tensor,
         biases: cute.Tensor,
-        segments: cute.Tensor,
+        cu_seqlens: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
         scale: cutlass.Float32,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
+        share: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
     ):
@@ -125,11 +125,9 @@ class GatedDeltaPrepare:
         tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), wide, (CHUNK, HEAD_DIM))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
         self.kernel(
-            tma_q, mQ, tma_k, mK, g, beta, rates, biases, segments, blocks, flags, scale, softplus_beta, threshold,
-            machines, q.shape[0], q.shape[1],
-        ).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=self.config.packed
-        )  # fmt: skip
+            tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags, scale, softplus_beta, threshold,
+            machines, share, q.shape[1],
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -142,14 +140,14 @@ class GatedDeltaPrepare:
         beta: cute.Tensor,
         rates: cute.Tensor,
         biases: cute.Tensor,
-        segments: cute.Tensor,
+        cu_seqlens: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
         scale: cutlass.Float32,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
-        batch: cutlass.Int32,
+        share: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -185,13 +183,14 @@ class GatedDeltaPrepare:
         )
         cute.arch.mbarrier_init_fence()
         worker, workers = block * GROUPS + group, ctas * GROUPS
-        if cutlass.const_expr(self.config.packed):  # the segment table is there
-            cute.arch.griddepcontrol_wait()
         if (warp_idx >= 4 * GROUPS) & (group < GROUPS):
-            # By whoever will set them, so that no flag is cleared too late.
-            lane = cute.arch.lane_idx()
-            for i in cutlass.range(worker + lane * workers, flags.shape[0], 32 * workers, unroll=1):
+            # By whoever will set them, so that no flag is cleared too late; behind them are those of the recurrence.
+            lane, numbers = cute.arch.lane_idx(), machines * share
+            for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
                 flags[i] = I32(0)
+            if worker == 0:
+                for i in cutlass.range(numbers + lane, flags.shape[0], 32, unroll=1):
+                    flags[i] = I32(0)
             cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
@@ -200,8 +199,8 @@ class GatedDeltaPrepare:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if group < GROUPS:
                 self.feed(
-                    pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, segments, blocks, flags,
-                    softplus_beta, threshold, machines, batch, tokens, group, worker, workers,
+                    pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags,
+                    softplus_beta, threshold, machines, share, tokens, group, worker, workers,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
@@ -249,13 +248,13 @@ class GatedDeltaPrepare:
         beta: cute.Tensor,
         rates: cute.Tensor,
         biases: cute.Tensor,
-        segments: cute.Tensor,
+        cu_seqlens: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
-        sequences: cutlass.Int32,
+        share: cutlass.Int32,
         tokens: cutlass.Int32,
         group: cutlass.Int32,
         worker: cutlass.Int32,
@@ -267,28 +266,22 @@ class GatedDeltaPrepare:
         group_q, group_k = heads // mQ.shape[2], heads // mK.shape[2]
         sQ, sK = self.matrix(memory.q), self.matrix(memory.k)
         lefts = cute.make_tensor(memory.lefts, cute.make_layout(SLOTS))
-        if cutlass.const_expr(self.config.packed):
-            sequences = segments[0, 0]
-        chains = sequences * heads
         producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
         loaded_at = pipeline.make_pipeline_state(producer, 1)
         gates_at = pipeline.make_pipeline_state(producer, SLOTS)
         made_at = pipeline.make_pipeline_state(consumer, 1)
-        # The block that is in work, and the number of the one that is being written out.
-        slot, column, table, current, written = I32(0), I32(0), I32(0), I32(-1), I32(-1)
-        number, first, base = worker, I32(0), I32(0)
-        while first < chains:
-            width, chunks = self.order.set_at(segments, first, machines, heads, sequences, tokens)
-            end = base + width * chunks
-            while number < end:
-                chunk, chain = (number - base) // width, first + (number - base) % width
-                segment, head = chain // heads, chain % heads
-                start, batch, length, sequence = describe(
-                    self.config.packed, segments, segment, tokens
-                )
-                left = length - chunk * CHUNK
+        # The chunk before: its block and number, and where its tables are.
+        slot, column, table, before = I32(0), I32(0), I32(0), I32(-1)
+        numbers = machines * share
+        for first in cutlass.range(worker, numbers, 32 * workers, unroll=1):
+            # Every lane finds one of the next 32 chunks.
+            found = self.find(cu_seqlens, first + lane * workers, machines, share, blocks, tokens)
+            for i in cutlass.range(32, unroll=1):
+                left = cute.arch.shuffle_sync(found[0], i)
                 if left > 0:
-                    token = start + chunk * CHUNK
+                    batch, token, head, own_slot = (
+                        cute.arch.shuffle_sync(x, i) for x in found[1:]
+                    )
                     own_g = self.gates.read(g, batch, token, head, left, lane)
                     own_beta = self.gates.read(beta, batch, token, head, left, lane)
                     at = self.place(loaded_at, group, 1)
@@ -297,7 +290,6 @@ class GatedDeltaPrepare:
                     load_tile(tma_k, mK, token, head // group_k, batch, 0, sK, full)
                     load_tile(tma_q, mQ, token, head // group_q, batch, 0, sQ, full)
                     loaded_at.advance()
-                    self.publish(flags, written, lane)
                     at = self.place(gates_at, group, SLOTS)
                     pipes.gates.producer_acquire(at)
                     self.gates.write(
@@ -307,18 +299,14 @@ class GatedDeltaPrepare:
                     if lane == 0:
                         lefts[gates_at.index] = left
                     pipes.gates.producer_commit(at)
-                    if current >= 0:
-                        self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], lane)
+                    if before >= 0:
+                        self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], flags, before, lane)
                         made_at.advance()
-                    written, current = current, number
-                    slot, column, table = self.slot(start, sequence, chunk, tokens), head, gates_at.index
+                    slot, column, table = own_slot, head, gates_at.index
+                    before = first + i * workers
                     gates_at.advance()
-                number = number + workers
-            first, base = first + width, end
-        self.publish(flags, written, lane)
-        if current >= 0:
-            self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], lane)
-            self.publish(flags, current, lane)
+        if before >= 0:
+            self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], flags, before, lane)
         at = self.place(gates_at, group, SLOTS)
         pipes.gates.producer_acquire(at)
         if lane == 0:
@@ -329,15 +317,26 @@ class GatedDeltaPrepare:
         """Returns a state of a group's own slots as one of the pipeline of all groups."""
         return Place(group * slots + at.index, at.phase)
 
-    def slot(self, start, sequence, chunk, tokens):
-        """Returns the slot of a chunk."""
-        if self.config.packed:
-            return start // CHUNK + sequence + chunk
-        return sequence * cute.ceil_div(tokens, CHUNK) + chunk
+    @cute.jit
+    def find(self, cu_seqlens, number, machines, share, blocks: cute.Tensor, tokens):
+        """Returns (tokens from the chunk to the end of its sequence, batch, first token, head, slot) of a number; no
+        tokens where it has no chunk."""
+        heads = blocks.shape[1]
+        left, batch, token, head, slot = I32(0), I32(0), I32(0), I32(0), I32(0)
+        if number < machines * share:
+            total = blocks.shape[0] * heads
+            step = self.order.numbered(cu_seqlens, number, machines, share, total, heads, tokens)
+            if step >= 0:
+                sequence, head, chunk, _ = self.order.find(cu_seqlens, step, heads, tokens)
+                batch, start, length, slot = self.order.tokens_of(cu_seqlens, sequence, tokens)
+                left, token, slot = length - chunk * CHUNK, start + chunk * CHUNK, slot + chunk
+        return left, batch, token, head, slot
 
     @cute.jit
-    def write(self, pipes: Pipes, made_at, memory: Memory, group, table, block: cute.Tensor, lane):
-        """Copies a block to global memory, once it is made; on return its place in shared memory is free."""
+    def write(
+        self, pipes: Pipes, made_at, memory: Memory, group, table, block: cute.Tensor, flags: cute.Tensor, number, lane
+    ):  # fmt: skip
+        """Copies a block to global memory once it is made, and sets its flag once it is there."""
         bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
         at = self.place(made_at, group, 1)
         pipes.made.consumer_wait(at)
@@ -352,11 +351,6 @@ class GatedDeltaPrepare:
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(at.index))
-
-    @cute.jit
-    def publish(self, flags: cute.Tensor, number: cutlass.Int32, lane):
-        """Waits until the block of that number, if there is one, is in global memory, and says so."""
-        if (lane == 0) & (number >= 0):
             cute.arch.cp_async_bulk_wait_group(0)
             cute.arch.store(flags.iterator + number, I32(1), sem="release", scope="gpu")
 

@@ -16,8 +16,8 @@ from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
 
 from ..config import CHUNK, HEAD_DIM, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
-from .chain import TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, describe, panels
+from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
+from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
 # Per thread of a chain where there are two, and of the warpgroup that loads: 3 x 168 together.
@@ -25,7 +25,7 @@ REGISTERS = (240, 24)
 
 
 class GatedDeltaRecurrence:
-    """Persistent CTAs over items of work: (sequence, state head, tiles of 64 columns of v).
+    """A CTA per machine and tiles of 64 columns of v; its items of work are chains and parts of chains (`Order`).
 
     | thread role | warps | work |
     |---|---|---|
@@ -41,6 +41,7 @@ class GatedDeltaRecurrence:
 
     def __init__(self, config: RecurrenceConfig):
         self.config, self.tiles = config, config.tiles
+        self.per_machine = V_TILES // config.tiles
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
         self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
@@ -60,13 +61,14 @@ class GatedDeltaRecurrence:
         fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
-        segments: cute.Tensor,
-        counter: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        carried: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         machines: cutlass.Int32,
+        share: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
     ):
@@ -80,7 +82,7 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            segments, counter, blocks, flags, null_slot, checkpoint_every, machines,
+            cu_seqlens, carried, blocks, flags, null_slot, checkpoint_every, machines, share,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
         )  # fmt: skip
@@ -103,13 +105,14 @@ class GatedDeltaRecurrence:
         fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
-        segments: cute.Tensor,
-        counter: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        carried: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         machines: cutlass.Int32,
+        share: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -147,15 +150,16 @@ class GatedDeltaRecurrence:
                 cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp_idx == 4 * self.tiles:
                 self.load(
-                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, indices, targets, fresh, segments, counter,
-                    blocks, flags, null_slot, machines, out.shape[0], out.shape[1],
+                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, indices, targets, fresh, cu_seqlens,
+                    blocks, flags, null_slot, machines, share, out.shape[1],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[0])
             self.chain.run(
-                ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, warp_idx // 4,
-                tidx % GROUP,
+                ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
+                cute.make_tensor(flags.iterator + machines * share, cute.make_layout(2 * machines)),
+                warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
     @cute.jit
@@ -185,78 +189,77 @@ class GatedDeltaRecurrence:
         indices: cute.Tensor,
         targets: cute.Tensor,
         fresh: cute.Tensor,
-        segments: cute.Tensor,
-        counter: cute.Tensor,
+        cu_seqlens: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
         null_slot: cutlass.Int32,
         machines: cutlass.Int32,
-        sequences: cutlass.Int32,
+        share: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
         """Announces items to the other warps and loads their chunks, ahead of them."""
-        block, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         base, heads = memory.stages, blocks.shape[1]
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
         sQ = self.stages.wide(base, self.stages.q)
         sK = self.stages.wide(base, self.stages.k)
         group_q, group_k, group_v = heads // mQ.shape[2], heads // mK.shape[2], heads // mV.shape[2]
-        per_head = V_TILES // self.tiles
-        if cutlass.const_expr(self.config.packed):
-            sequences = segments[0, 0]
-        count = sequences * heads * per_head
         producer = pipeline.PipelineUserType.Producer
         at = pipeline.make_pipeline_state(producer, self.stages.count)
         item_at = pipeline.make_pipeline_state(producer, SLOTS)
-        first, first_number = I32(0), I32(0)
-        width, most = self.order.set_at(segments, first, machines, heads, sequences, tokens)
-        number = block
-        if cutlass.const_expr(self.config.packed):
-            number = draw(counter, lane)
-        while number < count:
-            chain, tile = number // per_head, number % per_head * self.tiles
-            while chain >= first + width:
-                first_number = first_number + width * most
-                first = first + width
-                width, most = self.order.set_at(segments, first, machines, heads, sequences, tokens)
-            segment, head = chain // heads, chain % heads
-            token, batch, length, sequence = describe(
-                self.config.packed, segments, segment, tokens
-            )
-            row, target, begins = self.states_of(sequence, indices, targets, fresh, null_slot)
-            post(
-                items, item_at, memory.items,
-                lambda: Item(1, token, batch, length, sequence, row, target, begins, head, tile),
-                lane,
-            )  # fmt: skip
-            item_at.advance()
-            chunks = cute.ceil_div(length, CHUNK)
-            if row < 0:
-                chunks = 0
-            slot = sequence * cute.ceil_div(tokens, CHUNK)
-            if cutlass.const_expr(self.config.packed):
-                slot = token // CHUNK + sequence
-            flag, ready = first_number + chain - first, I32(0)
-            for c in cutlass.range(chunks, unroll=1):
-                here = token + c * CHUNK
-                ring.producer_acquire(at)
-                full = ring.producer_get_barrier(at)
-                load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
-                load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
-                for i in cutlass.range_constexpr(self.tiles):
-                    sV = self.stages.values(base, i)[None, None, at.index]
-                    load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
-                if c >= ready:
-                    ready = c + self.wait(flags, flag + c * width, width, chunks - c, lane)
-                with cute.arch.elect_one():
-                    self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
-                at.advance()
-            if cutlass.const_expr(self.config.packed):
-                number = draw(counter, lane)
+        # A ticket, because a machine waits for the one before it, which has to be there by then.
+        counter = cute.make_tensor(flags.iterator + (flags.shape[0] - 1), cute.make_layout(1))
+        ticket = draw(counter, lane)
+        machine, tile = ticket // self.per_machine, ticket % self.per_machine * self.tiles
+        total = blocks.shape[0] * heads
+        begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
+        step, until, number = cut, end, machine
+        while step >= 0:
+            if step < until:
+                sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
+                batch, start, length, slot = self.order.tokens_of(cu_seqlens, sequence, tokens)
+                row, target, begins = self.states_of(sequence, indices, targets, fresh, null_slot)
+                steps = cutlass.min(until - step, count - chunk)
+                first = start + chunk * CHUNK
+                length = cutlass.max(cutlass.min(length - chunk * CHUNK, steps * CHUNK), 0)
+                begins = cutlass.select_(chunk > 0, I32(CARRIED), begins)
+                ends = cutlass.select_(chunk + steps < count, I32(CARRIED), I32(1))
+                post(
+                    items, item_at, memory.items,
+                    lambda: Item(
+                        1, first, chunk, length, sequence, row, target, begins, ends, head, tile, machine
+                    ),
+                    lane,
+                )  # fmt: skip
+                item_at.advance()
+                chunks = cute.ceil_div(length, CHUNK)
+                if row < 0:
+                    chunks = 0
+                slot, ready = slot + chunk, I32(0)
+                for c in cutlass.range(chunks, unroll=1):
+                    here = first + c * CHUNK
+                    ring.producer_acquire(at)
+                    full = ring.producer_get_barrier(at)
+                    load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
+                    load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
+                    for i in cutlass.range_constexpr(self.tiles):
+                        sV = self.stages.values(base, i)[None, None, at.index]
+                        load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
+                    if c >= ready:
+                        ready = c + self.wait(flags, number + c * machines, machines, chunks - c, lane)
+                    with cute.arch.elect_one():
+                        self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
+                    at.advance()
+                number = number + steps * machines
+                step = step + steps
             else:
-                number = number + ctas
+                # The next of the three parts, or none.
+                if until == end:
+                    step, until, end = rest, cut, I32(-1)
+                elif until == cut:
+                    step, until, cut = begin, rest, I32(-1)
+                else:
+                    step = I32(-1)
         post(items, item_at, memory.items, lambda: (0,), lane)
         # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
         cute.arch.griddepcontrol_wait()
