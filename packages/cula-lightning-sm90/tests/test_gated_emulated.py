@@ -217,13 +217,13 @@ def run(emulated) -> Callable[..., Outcome]:
             if case.packed:
                 offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
-            plan = Plan(case.tiles, case.machines, -(-slots * heads // case.machines), case.prepare_ctas)
+            plan = Plan(case.tiles, case.machines, -(-slots * heads // case.machines), case.prepare_ctas, ahead=1 << 20)
             blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
             carried = emulated.empty((plan.machines, HEAD_DIM, HEAD_DIM), torch.float32)
             flags = torch.empty(plan.flags, **int32)
             compiled(case.prepare)(
                 call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
-                1.0, 20.0, plan.machines, plan.share, plan.prepare_ctas, **of_prepare,
+                1.0, 20.0, plan.machines, plan.share, plan.ahead, plan.prepare_ctas, **of_prepare,
             )  # fmt: skip
             compiled(recurrence)(
                 call.q, call.k, call.v, out, initial,

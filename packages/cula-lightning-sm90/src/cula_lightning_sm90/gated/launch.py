@@ -45,7 +45,8 @@ def kernel(config: Config) -> tuple[object, ...]:
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], blocks [slots, HS,
-    BLOCK], flags, scale, beta and threshold of the softplus, machines, share of one, number of CTAs."""
+    BLOCK], flags, scale, beta and threshold of the softplus, machines, share of one, steps
+    ahead of them, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def by_token(name: str):
@@ -68,6 +69,7 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         cutlass.Float32(20.0),
+        cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
@@ -181,7 +183,7 @@ def run(
     )
     kernels(config)(
         q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
-        call.softplus_threshold, spread.machines, spread.share, spread.prepare_ctas,
+        call.softplus_threshold, spread.machines, spread.share, spread.ahead, spread.prepare_ctas,
     )  # fmt: skip
     walk = RecurrenceConfig(
         **operands,

@@ -12,6 +12,7 @@ from .config import V_TILES
 CHAIN_US = {1: 1.14, 2: 1.78}
 PREPARE_US = 1.3
 WORKERS = 3  # of a multiprocessor that prepares
+AHEAD_STEPS = 8
 AHEAD = 0.7  # of the time of the recurrence that preparing may take
 
 
@@ -20,13 +21,15 @@ class Plan:
     """How a call is spread out.
 
     tiles: of 64 columns of v per CTA of the recurrence. machines: how many walk through chains, `share` steps each
-    (`kernels.order`). prepare_ctas: of the kernel beside it.
+    (`kernels.order`). prepare_ctas: of the kernel beside it, which prepares steps up to `ahead` of those that a machine
+    has come to.
     """
 
     tiles: int
     machines: int
     share: int
     prepare_ctas: int
+    ahead: int = AHEAD_STEPS
 
     @property
     def ctas(self) -> int:
@@ -35,8 +38,8 @@ class Plan:
 
     @property
     def flags(self) -> int:
-        """Words for flags: of chunks, of states between machines, and a counter."""
-        return self.machines * (self.share + V_TILES) + 1
+        """Words for flags: of chunks, of machines' progress, of states between them, and a counter."""
+        return self.machines * (self.share + 1 + V_TILES) + 1
 
 
 @functools.lru_cache(maxsize=4096)

@@ -37,14 +37,6 @@ def by_pairs(acc):
 
 
 @cute.jit
-def commit(pipe, at):
-    """Hands a slot over: by one lane, for what its warp has written."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        pipe.producer_commit(at)
-
-
-@cute.jit
 def release(pipe, at):
     """Gives a slot back: by one lane, for what its warp has read.
 

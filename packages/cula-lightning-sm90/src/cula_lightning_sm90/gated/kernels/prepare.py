@@ -30,7 +30,6 @@ from .layout import (
     SQUARE,
     WIDE,
     by_pairs,
-    commit,
     panels,
     release,
     square,
@@ -43,14 +42,16 @@ from .weights import weigh_left, weighed_diagonal
 GROUPS = 3  # chunks in work
 THREADS = GROUP * (GROUPS + 1)
 SLOTS = 2  # of gates and tables
+TASK = 4  # words of a task
 BARRIER = 1  # the first group's
+PATIENCE = 4000  # how often a feeder looks for a chain that does not come on, about 0.6 us each
 # Per thread of a group, and of the feeders: 4 x 128 together.
 REGISTERS = (144, 80)
 
 
 class Memory(NamedTuple):
     """Where a group's things lie in shared memory. k, q: the chunk. inverse, products: T', Aqk. gates, tables: fp32 per
-    token. lefts: tokens of a chunk and behind it, zero when there are no more chunks. scratch: of `Solve`."""
+    token. tasks: `Task`s. scratch: of `Solve`."""
 
     k: cute.Pointer
     q: cute.Pointer
@@ -58,16 +59,25 @@ class Memory(NamedTuple):
     products: cute.Pointer
     gates: cute.Pointer
     tables: cute.Pointer
-    lefts: cute.Pointer
+    tasks: cute.Pointer
     scratch: cute.Pointer
 
 
+class Task(NamedTuple):
+    """What a group is told about a chunk: its tokens and those behind it, none when there are no more chunks; its slot
+    and head, which are where its block goes, and its number."""
+
+    left: cutlass.Int32
+    slot: cutlass.Int32
+    head: cutlass.Int32
+    number: cutlass.Int32
+
+
 class Pipes(NamedTuple):
-    """Who of a group waits for whom: for k and q, for gates, for what is to be written out. Slots of all groups."""
+    """Who of a group waits for whom: for k and q, for tasks and their gates. Slots of all groups."""
 
     loaded: object
     gates: object
-    made: object
 
 
 class Place(NamedTuple):
@@ -82,8 +92,8 @@ class GatedDeltaPrepare:
 
     | thread role | warps | work |
     |---|---|---|
-    | group i | 4 i ... | products of q and k, weights, the inverse |
-    | feeder of group i | 12 + i | finds the next chunk, loads it by TMA, makes its gates; writes the block before out |
+    | group i | 4 i ... | products of q and k, weights, the inverse; writes the block out |
+    | feeder of group i | 12 + i | finds the next chunk, loads it by TMA, makes its gates |
 
     | shared memory of a group | bytes | slots |
     |---|---|---|
@@ -117,6 +127,7 @@ class GatedDeltaPrepare:
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        ahead: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
     ):
@@ -126,7 +137,7 @@ class GatedDeltaPrepare:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
         self.kernel(
             tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags, scale, softplus_beta, threshold,
-            machines, share, q.shape[1],
+            machines, share, ahead, q.shape[1],
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -148,6 +159,7 @@ class GatedDeltaPrepare:
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        ahead: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -165,7 +177,7 @@ class GatedDeltaPrepare:
         products = smem.allocate_array(self.operand, GROUPS * SQUARE, byte_alignment=1024)
         gates = smem.allocate_array(F32, GROUPS * SLOTS * GATES, byte_alignment=16)
         tables = smem.allocate_array(F32, GROUPS * SLOTS * ALL_TABLES, byte_alignment=16)
-        lefts = smem.allocate_array(I32, GROUPS * SLOTS, byte_alignment=16)
+        tasks = smem.allocate_array(I32, GROUPS * SLOTS * TASK, byte_alignment=16)
         scratch = smem.allocate_array(self.operand, GROUPS * (SCRATCH_BYTES // 2), byte_alignment=128)
 
         def own(base, size, unit):
@@ -178,7 +190,7 @@ class GatedDeltaPrepare:
             products=own(products, SQUARE, SQUARE),
             gates=own(gates, SLOTS * GATES, 4),
             tables=own(tables, SLOTS * ALL_TABLES, 4),
-            lefts=lefts + group * SLOTS,
+            tasks=own(tasks, SLOTS * TASK, 4),
             scratch=own(scratch, SCRATCH_BYTES // 2, 64),
         )
         cute.arch.mbarrier_init_fence()
@@ -200,11 +212,11 @@ class GatedDeltaPrepare:
             if group < GROUPS:
                 self.feed(
                     pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags,
-                    softplus_beta, threshold, machines, share, tokens, group, worker, workers,
+                    softplus_beta, threshold, machines, share, ahead, tokens, group, worker, workers,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self.make(pipes, memory, scale, group, tidx % GROUP)
+            self.make(pipes, memory, blocks, flags, scale, group, tidx % GROUP)
 
     def make_pipes(self, smem):
         """Returns the pipelines, on barriers of their own."""
@@ -212,15 +224,6 @@ class GatedDeltaPrepare:
 
         def group(count):
             return pipeline.CooperativeGroup(thread, count)
-
-        def made(slots, producers, consumers):
-            return pipeline.PipelineAsync.create(
-                barrier_storage=smem.allocate_array(cutlass.Int64, 2 * slots),
-                num_stages=slots,
-                producer_group=group(producers),
-                consumer_group=group(consumers),
-                defer_sync=True,
-            )
 
         loaded = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * GROUPS),
@@ -231,7 +234,14 @@ class GatedDeltaPrepare:
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
-        return Pipes(loaded, made(GROUPS * SLOTS, 32, 4), made(GROUPS, 4, 1))
+        gates = pipeline.PipelineAsync.create(
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * GROUPS * SLOTS),
+            num_stages=GROUPS * SLOTS,
+            producer_group=group(32),
+            consumer_group=group(4),
+            defer_sync=True,
+        )
+        return Pipes(loaded, gates)
 
     # ---- the feeder -------------------------------------------------------------------------------------------------
 
@@ -255,6 +265,7 @@ class GatedDeltaPrepare:
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        ahead: cutlass.Int32,
         tokens: cutlass.Int32,
         group: cutlass.Int32,
         worker: cutlass.Int32,
@@ -265,25 +276,24 @@ class GatedDeltaPrepare:
         heads = blocks.shape[1]
         group_q, group_k = heads // mQ.shape[2], heads // mK.shape[2]
         sQ, sK = self.matrix(memory.q), self.matrix(memory.k)
-        lefts = cute.make_tensor(memory.lefts, cute.make_layout(SLOTS))
-        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        tasks = cute.make_tensor(memory.tasks, cute.make_layout((TASK, SLOTS)))
+        producer = pipeline.PipelineUserType.Producer
         loaded_at = pipeline.make_pipeline_state(producer, 1)
         gates_at = pipeline.make_pipeline_state(producer, SLOTS)
-        made_at = pipeline.make_pipeline_state(consumer, 1)
-        # The chunk before: its block and number, and where its tables are.
-        slot, column, table, before = I32(0), I32(0), I32(0), I32(-1)
-        numbers = machines * share
+        numbers, patience = machines * share, I32(PATIENCE)
         for first in cutlass.range(worker, numbers, 32 * workers, unroll=1):
             # Every lane finds one of the next 32 chunks.
             found = self.find(cu_seqlens, first + lane * workers, machines, share, blocks, tokens)
             for i in cutlass.range(32, unroll=1):
                 left = cute.arch.shuffle_sync(found[0], i)
                 if left > 0:
-                    batch, token, head, own_slot = (
-                        cute.arch.shuffle_sync(x, i) for x in found[1:]
-                    )
+                    batch, token, head, slot = (cute.arch.shuffle_sync(x, i) for x in found[1:])
+                    number = first + i * workers
                     own_g = self.gates.read(g, batch, token, head, left, lane)
                     own_beta = self.gates.read(beta, batch, token, head, left, lane)
+                    patience = self.hold(
+                        flags, number // machines - ahead, number % machines, numbers, patience
+                    )
                     at = self.place(loaded_at, group, 1)
                     pipes.loaded.producer_acquire(at)
                     full = pipes.loaded.producer_get_barrier(at)
@@ -296,22 +306,35 @@ class GatedDeltaPrepare:
                         own_g, own_beta, rates, biases, softplus_beta, threshold, head, left,
                         memory.gates + cute.assume(gates_at.index * GATES, divby=GATES), lane,
                     )  # fmt: skip
-                    if lane == 0:
-                        lefts[gates_at.index] = left
+                    self.tell(tasks, gates_at.index, Task(left, slot, head, number), lane)
                     pipes.gates.producer_commit(at)
-                    if before >= 0:
-                        self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], flags, before, lane)
-                        made_at.advance()
-                    slot, column, table = own_slot, head, gates_at.index
-                    before = first + i * workers
                     gates_at.advance()
-        if before >= 0:
-            self.write(pipes, made_at, memory, group, table, blocks[slot, column, None], flags, before, lane)
         at = self.place(gates_at, group, SLOTS)
         pipes.gates.producer_acquire(at)
-        if lane == 0:
-            lefts[gates_at.index] = I32(0)
+        self.tell(tasks, gates_at.index, Task(I32(0), I32(0), I32(0), I32(0)), lane)
         pipes.gates.producer_commit(at)
+
+    @cute.jit
+    def tell(self, tasks: cute.Tensor, index, task: Task, lane):
+        """Writes a task to its slot."""
+        if lane == 0:
+            for i in cutlass.range_constexpr(TASK):
+                tasks[i, index] = task[i]
+
+    @cute.jit
+    def hold(self, flags: cute.Tensor, step, machine, numbers, patience):
+        """Waits until a machine has come to a step, so that it finds in the L2 what is loaded here; returns how often
+        it may still look.
+
+        Not for ever: the recurrence may not have started, and may not start before this kernel ends.
+        """
+        if patience > 0:
+            progress = flags.iterator + (numbers + machine)
+            reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
+            while (reached < step) & (patience > 0):
+                reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
+                patience = patience - 1
+        return patience
 
     def place(self, at, group, slots):
         """Returns a state of a group's own slots as one of the pipeline of all groups."""
@@ -332,28 +355,6 @@ class GatedDeltaPrepare:
                 left, token, slot = length - chunk * CHUNK, start + chunk * CHUNK, slot + chunk
         return left, batch, token, head, slot
 
-    @cute.jit
-    def write(
-        self, pipes: Pipes, made_at, memory: Memory, group, table, block: cute.Tensor, flags: cute.Tensor, number, lane
-    ):  # fmt: skip
-        """Copies a block to global memory once it is made, and sets its flag once it is there."""
-        bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
-        at = self.place(made_at, group, 1)
-        pipes.made.consumer_wait(at)
-        if lane == 0:
-            target = block.iterator.align(128)
-            for shared, offset in ((memory.inverse, INVERSE), (memory.products, PRODUCTS)):
-                for there, here, size in panels(offset):
-                    cute.copy(bulk, view(shared, here, size, unit=256), view(target, there, size, unit=256))
-            tables = memory.tables + cute.assume(table * ALL_TABLES, divby=ALL_TABLES)
-            tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
-            cute.copy(bulk, view(tables, 0, 2 * TABLES), view(target, BY_TOKEN, 2 * TABLES, unit=64))
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(at.index))
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.store(flags.iterator + number, I32(1), sem="release", scope="gpu")
-
     # ---- a group ----------------------------------------------------------------------------------------------------
 
     def matrix(self, base, major="k"):
@@ -361,7 +362,9 @@ class GatedDeltaPrepare:
         return repeated(base, (CHUNK, HEAD_DIM), major, self.dtype, 1)[None, None, 0]
 
     @cute.jit
-    def make(self, pipes: Pipes, memory: Memory, scale: cutlass.Float32, group, tidx):
+    def make(
+        self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, scale: cutlass.Float32, group, tidx
+    ):  # fmt: skip
         """Makes T', Aqk and tables of the chunks that the group is fed with."""
         lane, w = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
         product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
@@ -377,16 +380,17 @@ class GatedDeltaPrepare:
         sP = square(memory.products, self.operand, 1)[None, None, 0]
         every_gate = cute.make_tensor(memory.gates, cute.make_layout((GATES, SLOTS)))
         every_table = cute.make_tensor(memory.tables, cute.make_layout((ALL_TABLES, SLOTS)))
-        lefts = cute.make_tensor(memory.lefts, cute.make_layout(SLOTS))
-        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        tasks = cute.make_tensor(memory.tasks, cute.make_layout((TASK, SLOTS)))
+        consumer = pipeline.PipelineUserType.Consumer
         loaded_at = pipeline.make_pipeline_state(consumer, 1)
         gates_at = pipeline.make_pipeline_state(consumer, SLOTS)
-        made_at = pipeline.make_pipeline_state(producer, 1)
+        written = I32(-1)  # the number of the chunk before
         pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
-        left = lefts[gates_at.index]
+        left = tasks[0, gates_at.index]
         while left > 0:
+            task = Task(*(tasks[i, gates_at.index] for i in range(TASK)))
             gate, table = every_gate[None, gates_at.index], every_table[None, gates_at.index]
-            loaded, made = self.place(loaded_at, group, 1), self.place(made_at, group, 1)
+            loaded = self.place(loaded_at, group, 1)
             pipes.loaded.consumer_wait(loaded)
             if cutlass.const_expr(self.config.packed):
                 if left < CHUNK:
@@ -401,6 +405,8 @@ class GatedDeltaPrepare:
                 own_k = self.tokens.norm(memory.k, w, lane)
                 rows_q = [cute.arch.shuffle_sync(own_q, lane // 4 + 8 * b) for b in range(2)]
             self.tokens.write_tables(gate, table, own_q * scale, own_k, w, lane)
+            if tidx == 0:  # the block before has left its place
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
             first = SUB * w + lane // 4
             sums = (gate[SUM + first], gate[SUM + first + 8])
@@ -412,17 +418,44 @@ class GatedDeltaPrepare:
             release(pipes.loaded, loaded)
             weigh_left(p, q, rows_k, rows_q, sums, gate, table, w, lane)
             of_k, of_q = weighed_diagonal(p, q, rows_k, rows_q, sums, gate, table, w, lane)
-            pipes.made.producer_acquire(made)
+            self.publish(flags, written, tidx)
             store_products(self.operand, q, of_q, sP, w, lane)
             self.solve.invert(p, of_k, gate, memory.scratch, sT, BARRIER + group, w, lane)
             cute.arch.fence_view_async_shared()
-            commit(pipes.made, made)
+            cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
+            if tidx == 0:
+                self.write(memory, gates_at.index, blocks[task.slot, task.head, None])
+            # The first one at once: a chain waits for it.
+            first_one = written < 0
+            written = task.number
+            if first_one:
+                self.publish(flags, written, tidx)
             release(pipes.gates, self.place(gates_at, group, SLOTS))
             loaded_at.advance()
-            made_at.advance()
             gates_at.advance()
             pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
-            left = lefts[gates_at.index]
+            left = tasks[0, gates_at.index]
+        self.publish(flags, written, tidx)
+
+    @cute.jit
+    def write(self, memory: Memory, index, block: cute.Tensor):
+        """Starts the copies of a block to global memory, by one thread."""
+        bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
+        target = block.iterator.align(128)
+        for shared, offset in ((memory.inverse, INVERSE), (memory.products, PRODUCTS)):
+            for there, here, size in panels(offset):
+                cute.copy(bulk, view(shared, here, size, unit=256), view(target, there, size, unit=256))
+        tables = memory.tables + cute.assume(index * ALL_TABLES, divby=ALL_TABLES)
+        tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
+        cute.copy(bulk, view(tables, 0, 2 * TABLES), view(target, BY_TOKEN, 2 * TABLES, unit=64))
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def publish(self, flags: cute.Tensor, number, tidx):
+        """Sets the flag of the block that has that number, once it is in global memory; none if it is negative."""
+        if (tidx == 0) & (number >= 0):
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.store(flags.iterator + number, I32(1), sem="release", scope="gpu")
 
 
 @cute.jit

@@ -21,7 +21,7 @@ from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
 # Per thread of a chain where there are two, and of the warpgroup that loads: 3 x 168 together.
-REGISTERS = (240, 24)
+REGISTERS = (232, 40)
 
 
 class GatedDeltaRecurrence:
@@ -158,7 +158,7 @@ class GatedDeltaRecurrence:
                 cute.arch.setmaxregister_increase(REGISTERS[0])
             self.chain.run(
                 ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
-                cute.make_tensor(flags.iterator + machines * share, cute.make_layout(2 * machines)),
+                cute.make_tensor(flags.iterator + machines * (share + 1), cute.make_layout(V_TILES * machines)),
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
@@ -213,7 +213,8 @@ class GatedDeltaRecurrence:
         machine, tile = ticket // self.per_machine, ticket % self.per_machine * self.tiles
         total = blocks.shape[0] * heads
         begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
-        step, until, number = cut, end, machine
+        step, until, walked = cut, end, I32(0)
+        progress = flags.iterator + (machines * share + machine)
         while step >= 0:
             if step < until:
                 sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
@@ -239,6 +240,7 @@ class GatedDeltaRecurrence:
                 for c in cutlass.range(chunks, unroll=1):
                     here = first + c * CHUNK
                     ring.producer_acquire(at)
+                    self.report(progress, walked + c, lane)
                     full = ring.producer_get_barrier(at)
                     load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
                     load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
@@ -246,12 +248,13 @@ class GatedDeltaRecurrence:
                         sV = self.stages.values(base, i)[None, None, at.index]
                         load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
                     if c >= ready:
-                        ready = c + self.wait(flags, number + c * machines, machines, chunks - c, lane)
+                        number = machine + (walked + c) * machines
+                        ready = c + self.wait(flags, number, machines, chunks - c, lane)
                     with cute.arch.elect_one():
                         self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
                     at.advance()
-                number = number + steps * machines
-                step = step + steps
+                walked, step = walked + steps, step + steps
+                self.report(progress, walked, lane)
             else:
                 # The next of the three parts, or none.
                 if until == end:
@@ -263,6 +266,12 @@ class GatedDeltaRecurrence:
         post(items, item_at, memory.items, lambda: (0,), lane)
         # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
         cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def report(self, progress, walked, lane):
+        """Says how many steps lie behind the machine, to those who prepare the next ones."""
+        if lane == 0:
+            cute.arch.store(progress, walked, sem="relaxed", scope="gpu")
 
     @cute.jit
     def wait(self, flags: cute.Tensor, first, step, most, lane):
