@@ -41,3 +41,17 @@ def fma(a, b, c, *, loc=None, ip=None):
 def sigmoid(x):
     """Returns 1 / (1 + e^-x) with an approximate reciprocal."""
     return cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * x))
+
+
+@dsl_user_op
+def nanosleep(duration: int, *, loc=None, ip=None):
+    """Suspends the thread for about so many nanoseconds, at most 1,000,000."""
+    llvm.inline_asm(
+        None,
+        [],
+        f"nanosleep.u32 {duration};",
+        "",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

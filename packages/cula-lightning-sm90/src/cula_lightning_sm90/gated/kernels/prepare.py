@@ -15,6 +15,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from cula_core.cute.functions import nanosleep
 from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
@@ -40,13 +41,14 @@ from .tokens import ALL_TABLES, GATES, NORM, STRENGTH, SUM, Tokens
 from .weights import weigh_left, weighed_diagonal
 
 GROUPS = 3  # chunks in work
-THREADS = GROUP * (GROUPS + 1)
+THREADS = GROUP * (GROUPS + 2)
+FEEDERS, WRITERS = 4 * GROUPS, 4 * GROUPS + 4  # the first warps
 SLOTS = 2  # of gates and tables
 TASK = 4  # words of a task
 BARRIER = 1  # the first group's
-PATIENCE = 4000  # how often a feeder looks for a chain that does not come on, about 0.6 us each
-# Per thread of a group, and of the feeders: 4 x 128 together.
-REGISTERS = (144, 80)
+PATIENCE = 2000  # how often a feeder looks for a chain that does not come on, about 1 us each
+# Per thread of a group, and of the others: 5 x 96 together.
+REGISTERS = (120, 56)
 
 
 class Memory(NamedTuple):
@@ -74,10 +76,11 @@ class Task(NamedTuple):
 
 
 class Pipes(NamedTuple):
-    """Who of a group waits for whom: for k and q, for tasks and their gates. Slots of all groups."""
+    """Who of a group waits for whom: for k and q, for tasks and their gates, for a block. Slots of all groups."""
 
     loaded: object
     gates: object
+    made: object
 
 
 class Place(NamedTuple):
@@ -92,8 +95,9 @@ class GatedDeltaPrepare:
 
     | thread role | warps | work |
     |---|---|---|
-    | group i | 4 i ... | products of q and k, weights, the inverse; writes the block out |
+    | group i | 4 i ... | products of q and k, weights, the inverse |
     | feeder of group i | 12 + i | finds the next chunk, loads it by TMA, makes its gates |
+    | writer of group i | 16 + i | copies the block to global memory, and sets its flag |
 
     | shared memory of a group | bytes | slots |
     |---|---|---|
@@ -168,8 +172,8 @@ class GatedDeltaPrepare:
         ctas, _, _ = cute.arch.grid_dim()
         smem = SmemAllocator()
         group = warp_idx // 4
-        if warp_idx >= 4 * GROUPS:
-            group = warp_idx - 4 * GROUPS
+        if warp_idx >= FEEDERS:
+            group = warp_idx % 4
         pipes = self.make_pipes(smem)
         k = smem.allocate_array(self.dtype, GROUPS * WIDE, byte_alignment=1024)
         q = smem.allocate_array(self.dtype, GROUPS * WIDE, byte_alignment=1024)
@@ -195,11 +199,11 @@ class GatedDeltaPrepare:
         )
         cute.arch.mbarrier_init_fence()
         worker, workers = block * GROUPS + group, ctas * GROUPS
-        if (warp_idx >= 4 * GROUPS) & (group < GROUPS):
+        if (warp_idx >= FEEDERS) & (warp_idx < FEEDERS + GROUPS):
             # By whoever will set them, so that no flag is cleared too late; behind them are those of the recurrence.
             lane, numbers = cute.arch.lane_idx(), machines * share
             for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
-                flags[i] = I32(0)
+                flags[i % machines * share + i // machines] = I32(0)
             if worker == 0:
                 for i in cutlass.range(numbers + lane, flags.shape[0], 32, unroll=1):
                     flags[i] = I32(0)
@@ -207,16 +211,18 @@ class GatedDeltaPrepare:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
-        if warp_idx >= 4 * GROUPS:
+        if warp_idx >= FEEDERS:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
-            if group < GROUPS:
+            if warp_idx < FEEDERS + GROUPS:
                 self.feed(
                     pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags,
                     softplus_beta, threshold, machines, share, ahead, tokens, group, worker, workers,
                 )  # fmt: skip
+            if (warp_idx >= WRITERS) & (group < GROUPS):
+                self.write(pipes, memory, blocks, flags, machines, share, group)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self.make(pipes, memory, blocks, flags, scale, group, tidx % GROUP)
+            self.make(pipes, memory, scale, group, tidx % GROUP)
 
     def make_pipes(self, smem):
         """Returns the pipelines, on barriers of their own."""
@@ -224,6 +230,15 @@ class GatedDeltaPrepare:
 
         def group(count):
             return pipeline.CooperativeGroup(thread, count)
+
+        def made(slots, producers, consumers):
+            return pipeline.PipelineAsync.create(
+                barrier_storage=smem.allocate_array(cutlass.Int64, 2 * slots),
+                num_stages=slots,
+                producer_group=group(producers),
+                consumer_group=group(consumers),
+                defer_sync=True,
+            )
 
         loaded = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * GROUPS),
@@ -234,14 +249,7 @@ class GatedDeltaPrepare:
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
-        gates = pipeline.PipelineAsync.create(
-            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * GROUPS * SLOTS),
-            num_stages=GROUPS * SLOTS,
-            producer_group=group(32),
-            consumer_group=group(4),
-            defer_sync=True,
-        )
-        return Pipes(loaded, gates)
+        return Pipes(loaded, made(GROUPS * SLOTS, 32, 5), made(GROUPS, 4, 1))
 
     # ---- the feeder -------------------------------------------------------------------------------------------------
 
@@ -328,10 +336,11 @@ class GatedDeltaPrepare:
 
         Not for ever: the recurrence may not have started, and may not start before this kernel ends.
         """
-        if patience > 0:
+        if (patience > 0) & (step > 0):
             progress = flags.iterator + (numbers + machine)
             reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
             while (reached < step) & (patience > 0):
+                nanosleep(500)
                 reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
                 patience = patience - 1
         return patience
@@ -362,9 +371,7 @@ class GatedDeltaPrepare:
         return repeated(base, (CHUNK, HEAD_DIM), major, self.dtype, 1)[None, None, 0]
 
     @cute.jit
-    def make(
-        self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, scale: cutlass.Float32, group, tidx
-    ):  # fmt: skip
+    def make(self, pipes: Pipes, memory: Memory, scale: cutlass.Float32, group, tidx):
         """Makes T', Aqk and tables of the chunks that the group is fed with."""
         lane, w = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
         product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
@@ -381,23 +388,21 @@ class GatedDeltaPrepare:
         every_gate = cute.make_tensor(memory.gates, cute.make_layout((GATES, SLOTS)))
         every_table = cute.make_tensor(memory.tables, cute.make_layout((ALL_TABLES, SLOTS)))
         tasks = cute.make_tensor(memory.tasks, cute.make_layout((TASK, SLOTS)))
-        consumer = pipeline.PipelineUserType.Consumer
+        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
         loaded_at = pipeline.make_pipeline_state(consumer, 1)
         gates_at = pipeline.make_pipeline_state(consumer, SLOTS)
-        written = I32(-1)  # the number of the chunk before
+        made_at = pipeline.make_pipeline_state(producer, 1)
         pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
         left = tasks[0, gates_at.index]
         while left > 0:
-            task = Task(*(tasks[i, gates_at.index] for i in range(TASK)))
             gate, table = every_gate[None, gates_at.index], every_table[None, gates_at.index]
-            loaded = self.place(loaded_at, group, 1)
+            loaded, made = self.place(loaded_at, group, 1), self.place(made_at, group, 1)
             pipes.loaded.consumer_wait(loaded)
             if cutlass.const_expr(self.config.packed):
                 if left < CHUNK:
                     clear_past(sK, left, BARRIER + group, tidx)
             warpgroup.fence()
             issue(product, acc_k, tK, keys, True)
-            issue(product, acc_q, tQ, keys, True)
             # 1 over the norms of the rows of an accumulator that this thread has, and of token lane % 16.
             rows_q, own_q, own_k = [F32(1.0), F32(1.0)], F32(1.0), F32(1.0)
             if cutlass.const_expr(self.config.l2norm):
@@ -405,8 +410,9 @@ class GatedDeltaPrepare:
                 own_k = self.tokens.norm(memory.k, w, lane)
                 rows_q = [cute.arch.shuffle_sync(own_q, lane // 4 + 8 * b) for b in range(2)]
             self.tokens.write_tables(gate, table, own_q * scale, own_k, w, lane)
-            if tidx == 0:  # the block before has left its place
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            # Not before, because norms need registers.
+            warpgroup.fence()
+            issue(product, acc_q, tQ, keys, True)
             cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
             first = SUB * w + lane // 4
             sums = (gate[SUM + first], gate[SUM + first + 8])
@@ -418,44 +424,54 @@ class GatedDeltaPrepare:
             release(pipes.loaded, loaded)
             weigh_left(p, q, rows_k, rows_q, sums, gate, table, w, lane)
             of_k, of_q = weighed_diagonal(p, q, rows_k, rows_q, sums, gate, table, w, lane)
-            self.publish(flags, written, tidx)
+            pipes.made.producer_acquire(made)
             store_products(self.operand, q, of_q, sP, w, lane)
             self.solve.invert(p, of_k, gate, memory.scratch, sT, BARRIER + group, w, lane)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
-            if tidx == 0:
-                self.write(memory, gates_at.index, blocks[task.slot, task.head, None])
-            # The first one at once: a chain waits for it.
-            first_one = written < 0
-            written = task.number
-            if first_one:
-                self.publish(flags, written, tidx)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                pipes.made.producer_commit(made)
             release(pipes.gates, self.place(gates_at, group, SLOTS))
             loaded_at.advance()
             gates_at.advance()
+            made_at.advance()
             pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
             left = tasks[0, gates_at.index]
-        self.publish(flags, written, tidx)
+
+    # ---- the writer -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def write(self, memory: Memory, index, block: cute.Tensor):
-        """Starts the copies of a block to global memory, by one thread."""
+    def write(self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, machines, share, group):
+        """Copies the group's blocks to global memory, and sets their flags once they are there."""
+        lane = cute.arch.lane_idx()
         bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
-        target = block.iterator.align(128)
-        for shared, offset in ((memory.inverse, INVERSE), (memory.products, PRODUCTS)):
-            for there, here, size in panels(offset):
-                cute.copy(bulk, view(shared, here, size, unit=256), view(target, there, size, unit=256))
-        tables = memory.tables + cute.assume(index * ALL_TABLES, divby=ALL_TABLES)
-        tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
-        cute.copy(bulk, view(tables, 0, 2 * TABLES), view(target, BY_TOKEN, 2 * TABLES, unit=64))
-        cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def publish(self, flags: cute.Tensor, number, tidx):
-        """Sets the flag of the block that has that number, once it is in global memory; none if it is negative."""
-        if (tidx == 0) & (number >= 0):
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.store(flags.iterator + number, I32(1), sem="release", scope="gpu")
+        tasks = cute.make_tensor(memory.tasks, cute.make_layout((TASK, SLOTS)))
+        gates_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        made_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
+        task = Task(*(tasks[i, gates_at.index] for i in range(TASK)))
+        while task.left > 0:
+            made = self.place(made_at, group, 1)
+            pipes.made.consumer_wait(made)
+            if lane == 0:
+                block = blocks[task.slot, task.head, None].iterator.align(128)
+                for shared, offset in ((memory.inverse, INVERSE), (memory.products, PRODUCTS)):
+                    for there, here, size in panels(offset):
+                        cute.copy(bulk, view(shared, here, size, unit=256), view(block, there, size, unit=256))
+                tables = memory.tables + cute.assume(gates_at.index * ALL_TABLES, divby=ALL_TABLES)
+                tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
+                cute.copy(bulk, view(tables, 0, 2 * TABLES), view(block, BY_TOKEN, 2 * TABLES, unit=64))
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(made.index))
+                cute.arch.cp_async_bulk_wait_group(0)
+                flag = task.number % machines * share + task.number // machines
+                cute.arch.store(flags.iterator + flag, I32(1), sem="release", scope="gpu")
+            release(pipes.gates, self.place(gates_at, group, SLOTS))
+            gates_at.advance()
+            made_at.advance()
+            pipes.gates.consumer_wait(self.place(gates_at, group, SLOTS))
+            task = Task(*(tasks[i, gates_at.index] for i in range(TASK)))
 
 
 @cute.jit

@@ -10,6 +10,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cula_core.cute.functions import nanosleep
 from cula_core.cute.memory import by_token, load_tile, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
@@ -248,8 +249,8 @@ class GatedDeltaRecurrence:
                         sV = self.stages.values(base, i)[None, None, at.index]
                         load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
                     if c >= ready:
-                        number = machine + (walked + c) * machines
-                        ready = c + self.wait(flags, number, machines, chunks - c, lane)
+                        number = machine * share + walked + c
+                        ready = c + self.wait(flags, number, chunks - c, lane)
                     with cute.arch.elect_one():
                         self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
                     at.advance()
@@ -274,17 +275,19 @@ class GatedDeltaRecurrence:
             cute.arch.store(progress, walked, sem="relaxed", scope="gpu")
 
     @cute.jit
-    def wait(self, flags: cute.Tensor, first, step, most, lane):
+    def wait(self, flags: cute.Tensor, first, most, lane):
         """Waits for the block of flag `first`; returns how many of the chain's next `most` ones are there, at most 32."""
         found = I32(0)
         while found == 0:
             flag = I32(0)
             if lane < most:
                 flag = cute.arch.load(
-                    flags.iterator + first + lane * step, I32, sem="relaxed", scope="gpu"
+                    flags.iterator + first + lane, I32, sem="relaxed", scope="gpu"
                 )
             set_ = cute.arch.vote_ballot_sync(flag != 0)
             found = I32(cute.arch.popc(set_ & ~(set_ + 1)))
+            if found == 0:
+                nanosleep(100)
         # Blocks are read through another proxy than flags.
         cute.arch.fence_acq_rel_gpu()
         cute.arch.fence_proxy("async.global")
