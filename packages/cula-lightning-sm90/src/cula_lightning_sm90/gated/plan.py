@@ -39,7 +39,7 @@ class Plan:
     @property
     def flags(self) -> int:
         """Words for flags: of chunks, of machines' progress, of states between them, and a counter."""
-        return self.machines * (self.share + 1 + V_TILES) + 1
+        return self.machines * (self.share + 32 + V_TILES) + 1
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,6 +27,7 @@ from .gates import Gates
 from .layout import (
     BY_TOKEN,
     INVERSE,
+    LINE,
     PRODUCTS,
     SQUARE,
     WIDE,
@@ -46,6 +47,9 @@ FEEDERS, WRITERS = 4 * GROUPS, 4 * GROUPS + 4  # the first warps
 SLOTS = 2  # of gates and tables
 TASK = 4  # words of a task
 BARRIER = 1  # the first group's
+import os
+X = os.environ.get("CULA_X", "")
+XHOLD, XSLEEP = "nohold" not in X, 2000 if "slow" in X else 500
 PATIENCE = 2000  # how often a feeder looks for a chain that does not come on, about 1 us each
 # Per thread of a group, and of the others: 5 x 96 together.
 REGISTERS = (120, 56)
@@ -336,11 +340,12 @@ class GatedDeltaPrepare:
 
         Not for ever: the recurrence may not have started, and may not start before this kernel ends.
         """
-        if (patience > 0) & (step > 0):
-            progress = flags.iterator + (numbers + machine)
+        if cutlass.const_expr(XHOLD):
+          if (patience > 0) & (step > 0):
+            progress = flags.iterator + (numbers + LINE * machine)
             reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
             while (reached < step) & (patience > 0):
-                nanosleep(500)
+                nanosleep(XSLEEP)
                 reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
                 patience = patience - 1
         return patience

@@ -18,9 +18,12 @@ from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
 
 from ..config import CHUNK, HEAD_DIM, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
 from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
+from .layout import BY_TOKEN, INVERSE, LINE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
+import os
+X = os.environ.get("CULA_X", "")
+XREPORT = "noreport" not in X
 # Per thread of a chain where there are two, and of the warpgroup that loads: 3 x 168 together.
 REGISTERS = (232, 40)
 
@@ -159,7 +162,7 @@ class GatedDeltaRecurrence:
                 cute.arch.setmaxregister_increase(REGISTERS[0])
             self.chain.run(
                 ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
-                cute.make_tensor(flags.iterator + machines * (share + 1), cute.make_layout(V_TILES * machines)),
+                cute.make_tensor(flags.iterator + machines * (share + LINE), cute.make_layout(V_TILES * machines)),
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
@@ -215,7 +218,7 @@ class GatedDeltaRecurrence:
         total = blocks.shape[0] * heads
         begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
         step, until, walked = cut, end, I32(0)
-        progress = flags.iterator + (machines * share + machine)
+        progress = flags.iterator + (machines * share + LINE * machine)
         while step >= 0:
             if step < until:
                 sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
@@ -271,7 +274,8 @@ class GatedDeltaRecurrence:
     @cute.jit
     def report(self, progress, walked, lane):
         """Says how many steps lie behind the machine, to those who prepare the next ones."""
-        if lane == 0:
+        if cutlass.const_expr(XREPORT):
+          if lane == 0:
             cute.arch.store(progress, walked, sem="relaxed", scope="gpu")
 
     @cute.jit
