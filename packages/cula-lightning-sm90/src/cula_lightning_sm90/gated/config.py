@@ -15,6 +15,8 @@ TRIANGLE = CHUNK * (CHUNK + SUB) // 2
 TABLES = 3 * CHUNK + 4
 # Of a chunk and state head, in elements of 16 bits: T', Aqk, tables; a multiple of 128 bytes.
 BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
+# Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
+LINE = 32
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .config import V_TILES
+from .config import LINE, V_TILES
 
 # Microseconds on an H200: of a chunk of a chain by its tiles, with one CTA per multiprocessor; of a chunk and state
 # head in `prepare`, per multiprocessor.
@@ -39,7 +39,7 @@ class Plan:
     @property
     def flags(self) -> int:
         """Words for flags: of chunks, of machines' progress, of states between them, and a counter."""
-        return self.machines * (self.share + 32 + V_TILES) + 1
+        return self.machines * ((self.share + 1) * LINE + V_TILES) + 1
 
 
 @functools.lru_cache(maxsize=4096)

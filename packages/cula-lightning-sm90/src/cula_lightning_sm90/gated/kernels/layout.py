@@ -9,7 +9,6 @@ from ..config import CHUNK, SUB, TRIANGLE
 
 WIDE, SQUARE = CHUNK * 128, CHUNK * CHUNK
 PANEL = CHUNK * SUB
-LINE = 32  # words of a line of the L2, so that what is polled does not share one
 # Where the parts of a block begin, in elements of 16 bits. T' and Aqk are panels of 16 columns as shared memory has
 # them; panel p begins at the diagonal, with row 16 p.
 INVERSE, PRODUCTS, BY_TOKEN = 0, TRIANGLE, 2 * TRIANGLE

@@ -22,12 +22,11 @@ from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import issue, mma
 
 from ...kernels.chunks import clear_past
-from ..config import CHUNK, HEAD_DIM, SUB, TABLES, PrepareConfig
+from ..config import CHUNK, HEAD_DIM, LINE, SUB, TABLES, PrepareConfig
 from .gates import Gates
 from .layout import (
     BY_TOKEN,
     INVERSE,
-    LINE,
     PRODUCTS,
     SQUARE,
     WIDE,
@@ -47,9 +46,6 @@ FEEDERS, WRITERS = 4 * GROUPS, 4 * GROUPS + 4  # the first warps
 SLOTS = 2  # of gates and tables
 TASK = 4  # words of a task
 BARRIER = 1  # the first group's
-import os
-X = os.environ.get("CULA_X", "")
-XHOLD, XSLEEP = "nohold" not in X, 2000 if "slow" in X else 500
 PATIENCE = 2000  # how often a feeder looks for a chain that does not come on, about 1 us each
 # Per thread of a group, and of the others: 5 x 96 together.
 REGISTERS = (120, 56)
@@ -203,17 +199,7 @@ class GatedDeltaPrepare:
         )
         cute.arch.mbarrier_init_fence()
         worker, workers = block * GROUPS + group, ctas * GROUPS
-        if (warp_idx >= FEEDERS) & (warp_idx < FEEDERS + GROUPS):
-            # By whoever will set them, so that no flag is cleared too late; behind them are those of the recurrence.
-            lane, numbers = cute.arch.lane_idx(), machines * share
-            for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
-                flags[i % machines * share + i // machines] = I32(0)
-            if worker == 0:
-                for i in cutlass.range(numbers + lane, flags.shape[0], 32, unroll=1):
-                    flags[i] = I32(0)
-            cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
 
         if warp_idx >= FEEDERS:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
@@ -223,7 +209,7 @@ class GatedDeltaPrepare:
                     softplus_beta, threshold, machines, share, ahead, tokens, group, worker, workers,
                 )  # fmt: skip
             if (warp_idx >= WRITERS) & (group < GROUPS):
-                self.write(pipes, memory, blocks, flags, machines, share, group)
+                self.write(pipes, memory, blocks, flags, machines, share, group, worker, workers)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             self.make(pipes, memory, scale, group, tidx % GROUP)
@@ -340,12 +326,11 @@ class GatedDeltaPrepare:
 
         Not for ever: the recurrence may not have started, and may not start before this kernel ends.
         """
-        if cutlass.const_expr(XHOLD):
-          if (patience > 0) & (step > 0):
-            progress = flags.iterator + (numbers + LINE * machine)
+        if (patience > 0) & (step > 0):
+            progress = flags.iterator + (numbers + machine) * LINE
             reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
             while (reached < step) & (patience > 0):
-                nanosleep(XSLEEP)
+                nanosleep(500)
                 reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
                 patience = patience - 1
         return patience
@@ -446,9 +431,22 @@ class GatedDeltaPrepare:
     # ---- the writer -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def write(self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, machines, share, group):
+    def write(
+        self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, machines, share, group, worker,
+        workers,
+    ):  # fmt: skip
         """Copies the group's blocks to global memory, and sets their flags once they are there."""
-        lane = cute.arch.lane_idx()
+        lane, numbers = cute.arch.lane_idx(), machines * share
+        # Flags are cleared by whoever sets them, so that none is cleared too late, and before the recurrence may start.
+        # Behind them are those of the recurrence.
+        for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
+            flags[(i % machines * share + i // machines) * LINE] = I32(0)
+        if worker == 0:
+            for i in cutlass.range(numbers * LINE + lane, flags.shape[0], 32, unroll=1):
+                flags[i] = I32(0)
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.barrier(barrier_id=BARRIER + GROUPS, number_of_threads=32 * GROUPS)
+        cute.arch.griddepcontrol_launch_dependents()
         bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
         tasks = cute.make_tensor(memory.tasks, cute.make_layout((TASK, SLOTS)))
         gates_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
@@ -471,7 +469,7 @@ class GatedDeltaPrepare:
                 cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(made.index))
                 cute.arch.cp_async_bulk_wait_group(0)
                 flag = task.number % machines * share + task.number // machines
-                cute.arch.store(flags.iterator + flag, I32(1), sem="release", scope="gpu")
+                cute.arch.store(flags.iterator + flag * LINE, I32(1), sem="release", scope="gpu")
             release(pipes.gates, self.place(gates_at, group, SLOTS))
             gates_at.advance()
             made_at.advance()

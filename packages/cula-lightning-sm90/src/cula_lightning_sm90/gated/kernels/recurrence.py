@@ -16,14 +16,12 @@ from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
 
-from ..config import CHUNK, HEAD_DIM, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
+from ..config import CHUNK, HEAD_DIM, LINE, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
 from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, INVERSE, LINE, PRODUCTS, SQUARE, WIDE, panels
+from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
-import os
-X = os.environ.get("CULA_X", "")
-XREPORT = "noreport" not in X
+LOOK = 8  # flags that are read at once
 # Per thread of a chain where there are two, and of the warpgroup that loads: 3 x 168 together.
 REGISTERS = (232, 40)
 
@@ -162,7 +160,7 @@ class GatedDeltaRecurrence:
                 cute.arch.setmaxregister_increase(REGISTERS[0])
             self.chain.run(
                 ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
-                cute.make_tensor(flags.iterator + machines * (share + LINE), cute.make_layout(V_TILES * machines)),
+                cute.make_tensor(flags.iterator + machines * (share + 1) * LINE, cute.make_layout(V_TILES * machines)),
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
@@ -218,7 +216,7 @@ class GatedDeltaRecurrence:
         total = blocks.shape[0] * heads
         begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
         step, until, walked = cut, end, I32(0)
-        progress = flags.iterator + (machines * share + LINE * machine)
+        progress = flags.iterator + (machines * share + machine) * LINE
         while step >= 0:
             if step < until:
                 sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
@@ -274,22 +272,21 @@ class GatedDeltaRecurrence:
     @cute.jit
     def report(self, progress, walked, lane):
         """Says how many steps lie behind the machine, to those who prepare the next ones."""
-        if cutlass.const_expr(XREPORT):
-          if lane == 0:
+        if lane == 0:
             cute.arch.store(progress, walked, sem="relaxed", scope="gpu")
 
     @cute.jit
     def wait(self, flags: cute.Tensor, first, most, lane):
-        """Waits for the block of flag `first`; returns how many of the chain's next `most` ones are there, at most 32."""
+        """Waits for the block of flag `first`; returns how many of the next `most` are there, at most LOOK."""
         found = I32(0)
         while found == 0:
             flag = I32(0)
-            if lane < most:
+            if lane < cutlass.min(most, LOOK):
                 flag = cute.arch.load(
-                    flags.iterator + first + lane, I32, sem="relaxed", scope="gpu"
+                    flags.iterator + (first + lane) * LINE, I32, sem="relaxed", scope="gpu"
                 )
             set_ = cute.arch.vote_ballot_sync(flag != 0)
-            found = I32(cute.arch.popc(set_ & ~(set_ + 1)))
+            found = I32(cute.arch.popc(set_ & ~(set_ + 1)))  # the ones in front of a zero
             if found == 0:
                 nanosleep(100)
         # Blocks are read through another proxy than flags.
