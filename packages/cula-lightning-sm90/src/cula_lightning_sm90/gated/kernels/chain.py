@@ -34,11 +34,12 @@ MAX_F16 = 65504.0
 
 
 class Item(NamedTuple):
-    """What the loading warp announces about an item of work. An item that is not valid means that there are no more.
+    """What is announced of an item of work. An item that is not valid means that there are no more.
 
     token, length: the tokens to walk through. chunk: number of the first one's in its sequence. row, target: of the
     states that the sequence begins and ends with, negative for padding. begins: 0 from zero, 1 from that state, CARRIED
-    from the machine before. ends: CARRIED where the next machine goes on, else 1. tile: the first of V.
+    from the machine before. ends: CARRIED where the next machine goes on, else 1. place: the machine and its first tile
+    of V, also of the last item. walked: steps of the machine before this item.
     """
 
     valid: cutlass.Int32
@@ -51,8 +52,18 @@ class Item(NamedTuple):
     begins: cutlass.Int32
     ends: cutlass.Int32
     head: cutlass.Int32
-    tile: cutlass.Int32
-    machine: cutlass.Int32
+    place: cutlass.Int32
+    walked: cutlass.Int32
+
+    @property
+    def machine(self):
+        """Whose item it is."""
+        return self.place // V_TILES
+
+    @property
+    def tile(self):
+        """The first tile of V."""
+        return self.place % V_TILES
 
     @property
     def chunks(self):

@@ -14,7 +14,7 @@ from cula_core.cute.functions import nanosleep
 from cula_core.cute.memory import by_token, load_tile, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
-from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
+from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 
 from ..config import CHUNK, HEAD_DIM, LINE, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
 from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
@@ -32,7 +32,8 @@ class GatedDeltaRecurrence:
     | thread role | warps | work |
     |---|---|---|
     | tile t | 4 t ... | state and outputs of 64 columns |
-    | load | the one behind | next item; q, k and v by TMA, blocks by bulk copies |
+    | load | the one behind | q, k and v by TMA, blocks by bulk copies |
+    | announce | the next one | items of work |
 
     | shared memory | bytes | slots |
     |---|---|---|
@@ -45,8 +46,8 @@ class GatedDeltaRecurrence:
         self.config, self.tiles = config, config.tiles
         self.per_machine = V_TILES // config.tiles
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
-        # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
-        self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
+        # A warpgroup per tile and two warps; registers move between whole warpgroups only.
+        self.threads = GROUP * self.tiles + (64 if self.tiles == 1 else GROUP)
         self.stages = Stages(config)
         self.chain, self.order = Chain(config, self.stages), Order(config.packed)
 
@@ -139,7 +140,7 @@ class GatedDeltaRecurrence:
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * SLOTS),
             num_stages=SLOTS,
             producer_group=pipeline.CooperativeGroup(thread, 1),
-            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
+            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles + 32),
             defer_sync=True,
         )
         cute.arch.mbarrier_init_fence()
@@ -152,8 +153,12 @@ class GatedDeltaRecurrence:
                 cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp_idx == 4 * self.tiles:
                 self.load(
-                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, indices, targets, fresh, cu_seqlens,
-                    blocks, flags, null_slot, machines, share, out.shape[1],
+                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, blocks, flags, machines, share, out.shape[1]
+                )  # fmt: skip
+            if warp_idx == 4 * self.tiles + 1:
+                self.announce(
+                    items, memory, indices, targets, fresh, cu_seqlens, flags, null_slot, machines, share,
+                    blocks.shape[0] * blocks.shape[1], blocks.shape[1], out.shape[1],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
@@ -177,6 +182,64 @@ class GatedDeltaRecurrence:
     # ---- items of work ----------------------------------------------------------------------------------------------
 
     @cute.jit
+    def announce(
+        self,
+        items,
+        memory: Memory,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        flags: cute.Tensor,
+        null_slot: cutlass.Int32,
+        machines: cutlass.Int32,
+        share: cutlass.Int32,
+        total: cutlass.Int32,
+        heads: cutlass.Int32,
+        tokens: cutlass.Int32,
+    ):
+        """Finds the machine's items of work, and announces them to the other warps ahead of time."""
+        lane = cute.arch.lane_idx()
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
+        # A ticket, because a machine waits for the one before it, which has to be there by then.
+        counter = cute.make_tensor(flags.iterator + (flags.shape[0] - 1), cute.make_layout(1))
+        ticket = draw(counter, lane)
+        machine = ticket // self.per_machine
+        place = machine * V_TILES + ticket % self.per_machine * self.tiles
+        begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
+        step, until, walked = cut, end, I32(0)
+        while step >= 0:
+            if step < until:
+                sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
+                _, start, length, _ = self.order.tokens_of(cu_seqlens, sequence, tokens)
+                row, target, begins = self.states_of(sequence, indices, targets, fresh, null_slot)
+                steps = cutlass.min(until - step, count - chunk)
+                first = start + chunk * CHUNK
+                length = cutlass.max(cutlass.min(length - chunk * CHUNK, steps * CHUNK), 0)
+                begins = cutlass.select_(chunk > 0, I32(CARRIED), begins)
+                ends = cutlass.select_(chunk + steps < count, I32(CARRIED), I32(1))
+                post(
+                    items, item_at, memory.items,
+                    lambda: Item(
+                        1, first, chunk, length, sequence, row, target, begins, ends, head, place, walked
+                    ),
+                    lane,
+                )  # fmt: skip
+                item_at.advance()
+                walked, step = walked + steps, step + steps
+            else:
+                # The next of the three parts, or none.
+                if until == end:
+                    step, until, end = rest, cut, I32(-1)
+                elif until == cut:
+                    step, until, cut = begin, rest, I32(-1)
+                else:
+                    step = I32(-1)
+        post(
+            items, item_at, memory.items, lambda: (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, place, walked), lane
+        )  # fmt: skip
+
+    @cute.jit
     def load(
         self,
         ring,
@@ -188,84 +251,52 @@ class GatedDeltaRecurrence:
         mK: cute.Tensor,
         tma_v,
         mV: cute.Tensor,
-        indices: cute.Tensor,
-        targets: cute.Tensor,
-        fresh: cute.Tensor,
-        cu_seqlens: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
-        null_slot: cutlass.Int32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
-        """Announces items to the other warps and loads their chunks, ahead of them."""
+        """Loads the chunks of the items, ahead of the warps that hold the state."""
         lane = cute.arch.lane_idx()
         base, heads = memory.stages, blocks.shape[1]
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
         sQ = self.stages.wide(base, self.stages.q)
         sK = self.stages.wide(base, self.stages.k)
         group_q, group_k, group_v = heads // mQ.shape[2], heads // mK.shape[2], heads // mV.shape[2]
-        producer = pipeline.PipelineUserType.Producer
-        at = pipeline.make_pipeline_state(producer, self.stages.count)
-        item_at = pipeline.make_pipeline_state(producer, SLOTS)
-        # A ticket, because a machine waits for the one before it, which has to be there by then.
-        counter = cute.make_tensor(flags.iterator + (flags.shape[0] - 1), cute.make_layout(1))
-        ticket = draw(counter, lane)
-        machine, tile = ticket // self.per_machine, ticket % self.per_machine * self.tiles
-        total = blocks.shape[0] * heads
-        begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
-        step, until, walked = cut, end, I32(0)
-        progress = flags.iterator + (machines * share + machine) * LINE
-        while step >= 0:
-            if step < until:
-                sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
-                batch, start, length, slot = self.order.tokens_of(cu_seqlens, sequence, tokens)
-                row, target, begins = self.states_of(sequence, indices, targets, fresh, null_slot)
-                steps = cutlass.min(until - step, count - chunk)
-                first = start + chunk * CHUNK
-                length = cutlass.max(cutlass.min(length - chunk * CHUNK, steps * CHUNK), 0)
-                begins = cutlass.select_(chunk > 0, I32(CARRIED), begins)
-                ends = cutlass.select_(chunk + steps < count, I32(CARRIED), I32(1))
-                post(
-                    items, item_at, memory.items,
-                    lambda: Item(
-                        1, first, chunk, length, sequence, row, target, begins, ends, head, tile, machine
-                    ),
-                    lane,
-                )  # fmt: skip
-                item_at.advance()
-                chunks = cute.ceil_div(length, CHUNK)
-                if row < 0:
-                    chunks = 0
-                slot, ready = slot + chunk, I32(0)
-                for c in cutlass.range(chunks, unroll=1):
-                    here = first + c * CHUNK
-                    ring.producer_acquire(at)
-                    self.report(progress, walked + c, lane)
-                    full = ring.producer_get_barrier(at)
-                    load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
-                    load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
-                    for i in cutlass.range_constexpr(self.tiles):
-                        sV = self.stages.values(base, i)[None, None, at.index]
-                        load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
-                    if c >= ready:
-                        number = machine * share + walked + c
-                        ready = c + self.wait(flags, number, chunks - c, lane)
-                    with cute.arch.elect_one():
-                        self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
-                    at.advance()
-                walked, step = walked + steps, step + steps
-                self.report(progress, walked, lane)
-            else:
-                # The next of the three parts, or none.
-                if until == end:
-                    step, until, end = rest, cut, I32(-1)
-                elif until == cut:
-                    step, until, cut = begin, rest, I32(-1)
-                else:
-                    step = I32(-1)
-        post(items, item_at, memory.items, lambda: (0,), lane)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages.count)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        item = receive(Item, items, item_at, memory.items)
+        item_at.advance()
+        first_flag = item.machine * share
+        progress = flags.iterator + (machines * share + item.machine) * LINE
+        while item.valid != 0:
+            head, tile, batch = item.head, item.tile, I32(0)
+            slot = item.token // CHUNK + item.sequence
+            if cutlass.const_expr(not self.config.packed):
+                batch = item.sequence
+                slot = item.sequence * cute.ceil_div(tokens, CHUNK) + item.chunk
+            ready = I32(0)
+            for c in cutlass.range(item.chunks, unroll=1):
+                here = item.token + c * CHUNK
+                ring.producer_acquire(at)
+                self.report(progress, item.walked + c, lane)
+                full = ring.producer_get_barrier(at)
+                load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
+                load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
+                for i in cutlass.range_constexpr(self.tiles):
+                    sV = self.stages.values(base, i)[None, None, at.index]
+                    load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
+                if c >= ready:
+                    flag = first_flag + item.walked + c
+                    ready = c + self.wait(flags, flag, item.chunks - c, lane)
+                with cute.arch.elect_one():
+                    self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
+                at.advance()
+            item = receive(Item, items, item_at, memory.items)
+            item_at.advance()
+            # Also where the item before had nothing to load.
+            self.report(progress, item.walked, lane)
         # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
         cute.arch.griddepcontrol_wait()
 
