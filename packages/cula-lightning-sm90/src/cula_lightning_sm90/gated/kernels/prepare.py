@@ -391,8 +391,6 @@ class GatedDeltaPrepare:
             if cutlass.const_expr(self.config.packed):
                 if left < CHUNK:
                     clear_past(sK, left, BARRIER + group, tidx)
-            warpgroup.fence()
-            issue(product, acc_k, tK, keys, True)
             # 1 over the norms of the rows of an accumulator that this thread has, and of token lane % 16.
             rows_q, own_q, own_k = [F32(1.0), F32(1.0)], F32(1.0), F32(1.0)
             if cutlass.const_expr(self.config.l2norm):
@@ -402,6 +400,7 @@ class GatedDeltaPrepare:
             self.tokens.write_tables(gate, table, own_q * scale, own_k, w, lane)
             # Not before, because norms need registers.
             warpgroup.fence()
+            issue(product, acc_k, tK, keys, True)
             issue(product, acc_q, tQ, keys, True)
             cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
             first = SUB * w + lane // 4
