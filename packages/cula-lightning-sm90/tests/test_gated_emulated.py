@@ -17,7 +17,7 @@ from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90.gated import launch
 from cula_lightning_sm90.gated.config import (
     BLOCK,
-        HEAD_DIM,
+    HEAD_DIM,
     Config,
     PrepareConfig,
     RecurrenceConfig,
@@ -89,7 +89,9 @@ CASES = {
     "in place": Case((70, 70, 70), strength="doubled logits", state="in place", machines=4),
     "redirected": Case(PACKED, True, state="redirected", fresh=True, every=64, v_first=True),
     "float16": Case((150,), dtype="float16", state="given"),
-    "float16, packed, keys of norm 1": Case(PACKED, True, dtype="float16", l2norm=False, machines=3),
+    "float16, packed, keys of norm 1": Case(
+        PACKED, True, dtype="float16", l2norm=False, machines=3
+    ),
     "keys of norm 1": Case((150,), l2norm=False, state="given"),
 }
 
@@ -217,7 +219,13 @@ def run(emulated) -> Callable[..., Outcome]:
             if case.packed:
                 offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
-            plan = Plan(case.tiles, case.machines, -(-slots * heads // case.machines), case.prepare_ctas, ahead=1 << 20)
+            plan = Plan(
+                case.tiles,
+                case.machines,
+                -(-slots * heads // case.machines),
+                case.prepare_ctas,
+                ahead=1 << 20,
+            )
             blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
             carried = emulated.empty((plan.machines, HEAD_DIM, HEAD_DIM), torch.float32)
             flags = torch.empty(plan.flags, **int32)

@@ -97,7 +97,9 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         state() if config.checkpoints else None,
         _offsets(config),
         make_fake_tensor(
-            cutlass.Float32, (cute.sym_int(), HEAD_DIM, HEAD_DIM), stride=(HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
+            cutlass.Float32,
+            (cute.sym_int(), HEAD_DIM, HEAD_DIM),
+            stride=(HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
             assumed_align=16,
         ),
         _blocks(config, heads),

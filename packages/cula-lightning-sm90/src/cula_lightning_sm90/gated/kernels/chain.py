@@ -305,7 +305,9 @@ class Chain:
             clear_past(keys, left, BARRIER_OUTPUT, tidx)
         if cutlass.const_expr(self.config.tiles > 1):
             threads = GROUP * self.config.tiles
-            cute.arch.barrier(barrier_id=BARRIER_OUTPUT + self.config.tiles, number_of_threads=threads)
+            cute.arch.barrier(
+                barrier_id=BARRIER_OUTPUT + self.config.tiles, number_of_threads=threads
+            )
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -347,7 +349,9 @@ class Chain:
     ):  # fmt: skip
         """Leaves the state to the machine that has the rest of the chain."""
         if item.row >= 0:
-            own = cute.local_tile(carried[item.machine, None, None], (V_TILE, HEAD_DIM), (column, 0))
+            own = cute.local_tile(
+                carried[item.machine, None, None], (V_TILE, HEAD_DIM), (column, 0)
+            )
             cute.autovec_copy(s, part_s.partition_C(own))
             cute.arch.fence_acq_rel_gpu()
             cute.arch.barrier(barrier_id=BARRIER_OUTPUT + group, number_of_threads=GROUP)

@@ -45,4 +45,3 @@ def release(pipe, at):
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(at.index))
-

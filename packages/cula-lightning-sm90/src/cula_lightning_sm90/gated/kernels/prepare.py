@@ -7,6 +7,8 @@ r is 1 over the norm, or 1. The recurrence runs beside this kernel: blocks come 
 each has a flag that says that it is there.
 """
 
+import itertools
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -47,8 +49,8 @@ SLOTS = 2  # of gates and tables
 TASK = 4  # words of a task
 BARRIER = 1  # the first group's
 PATIENCE = 2000  # how often a feeder looks for a chain that does not come on, about 1 us each
-# Per thread of a group, and of the others: 5 x 96 together.
-REGISTERS = (120, 56)
+# Per thread of a group, of a feeder, and of a writer: 5 x 96 together.
+REGISTERS = (128, 56, 40)
 
 
 class Memory(NamedTuple):
@@ -63,6 +65,20 @@ class Memory(NamedTuple):
     tables: cute.Pointer
     tasks: cute.Pointer
     scratch: cute.Pointer
+
+
+SIZES = Memory(
+    k=2 * WIDE,
+    q=2 * WIDE,
+    inverse=2 * SQUARE,
+    products=2 * SQUARE,
+    gates=4 * SLOTS * GATES,
+    tables=4 * SLOTS * ALL_TABLES,
+    tasks=4 * SLOTS * TASK,
+    scratch=SCRATCH_BYTES,
+)
+*PLACES, USED = itertools.accumulate(SIZES, initial=0)
+OWN = -(-USED // 1024) * 1024  # bytes of a group
 
 
 class Task(NamedTuple):
@@ -175,44 +191,37 @@ class GatedDeltaPrepare:
         if warp_idx >= FEEDERS:
             group = warp_idx % 4
         pipes = self.make_pipes(smem)
-        k = smem.allocate_array(self.dtype, GROUPS * WIDE, byte_alignment=1024)
-        q = smem.allocate_array(self.dtype, GROUPS * WIDE, byte_alignment=1024)
-        inverse = smem.allocate_array(self.operand, GROUPS * SQUARE, byte_alignment=1024)
-        products = smem.allocate_array(self.operand, GROUPS * SQUARE, byte_alignment=1024)
-        gates = smem.allocate_array(F32, GROUPS * SLOTS * GATES, byte_alignment=16)
-        tables = smem.allocate_array(F32, GROUPS * SLOTS * ALL_TABLES, byte_alignment=16)
-        tasks = smem.allocate_array(I32, GROUPS * SLOTS * TASK, byte_alignment=16)
-        scratch = smem.allocate_array(self.operand, GROUPS * (SCRATCH_BYTES // 2), byte_alignment=128)
+        base = smem.allocate_array(self.operand, GROUPS * OWN // 2, byte_alignment=1024)
+        base = base + cute.assume(group * (OWN // 2), divby=512)
 
-        def own(base, size, unit):
-            return base + cute.assume(group * size, divby=unit)
-
+        # At constant distances from one pointer: a register for each would be too many.
+        types = Memory(
+            self.dtype, self.dtype, self.operand, self.operand, F32, F32, I32, self.operand
+        )
         memory = Memory(
-            k=own(k, WIDE, WIDE),
-            q=own(q, WIDE, WIDE),
-            inverse=own(inverse, SQUARE, SQUARE),
-            products=own(products, SQUARE, SQUARE),
-            gates=own(gates, SLOTS * GATES, 4),
-            tables=own(tables, SLOTS * ALL_TABLES, 4),
-            tasks=own(tasks, SLOTS * TASK, 4),
-            scratch=own(scratch, SCRATCH_BYTES // 2, 64),
+            *(
+                cute.recast_ptr((base + place // 2).align(math.gcd(place, 1024)), dtype=dtype)
+                for place, dtype in zip(PLACES, types, strict=True)
+            )
         )
         cute.arch.mbarrier_init_fence()
         worker, workers = block * GROUPS + group, ctas * GROUPS
         cute.arch.sync_threads()
 
-        if warp_idx >= FEEDERS:
+        if warp_idx < FEEDERS:
+            cute.arch.setmaxregister_increase(REGISTERS[0])
+            self.make(pipes, memory, scale, group, tidx % GROUP)
+        elif warp_idx < WRITERS:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
-            if warp_idx < FEEDERS + GROUPS:
+            if group < GROUPS:
                 self.feed(
                     pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags,
                     softplus_beta, threshold, machines, share, ahead, tokens, group, worker, workers,
                 )  # fmt: skip
-            if (warp_idx >= WRITERS) & (group < GROUPS):
-                self.write(pipes, memory, blocks, flags, machines, share, group, worker, workers)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[0])
-            self.make(pipes, memory, scale, group, tidx % GROUP)
+            cute.arch.setmaxregister_decrease(REGISTERS[2])
+            if group < GROUPS:
+                self.write(pipes, memory, blocks, flags, machines, share, group, worker, workers)
 
     def make_pipes(self, smem):
         """Returns the pipelines, on barriers of their own."""
@@ -406,7 +415,9 @@ class GatedDeltaPrepare:
             first = SUB * w + lane // 4
             sums = (gate[SUM + first], gate[SUM + first + 8])
             rows_q = (rows_q[0] * scale, rows_q[1] * scale)
-            rows_k = [-gate[STRENGTH + first + 8 * b] * table[NORM + first + 8 * b] for b in range(2)]
+            rows_k = [
+                -gate[STRENGTH + first + 8 * b] * table[NORM + first + 8 * b] for b in range(2)
+            ]
             warpgroup.wait_group(0)
             # What was read of k and q comes before the copy that overwrites them.
             cute.arch.fence_view_async_shared()
@@ -459,10 +470,16 @@ class GatedDeltaPrepare:
                 block = blocks[task.slot, task.head, None].iterator.align(128)
                 for shared, offset in ((memory.inverse, INVERSE), (memory.products, PRODUCTS)):
                     for there, here, size in panels(offset):
-                        cute.copy(bulk, view(shared, here, size, unit=256), view(block, there, size, unit=256))
+                        cute.copy(
+                            bulk,
+                            view(shared, here, size, unit=256),
+                            view(block, there, size, unit=256),
+                        )
                 tables = memory.tables + cute.assume(gates_at.index * ALL_TABLES, divby=ALL_TABLES)
                 tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
-                cute.copy(bulk, view(tables, 0, 2 * TABLES), view(block, BY_TOKEN, 2 * TABLES, unit=64))
+                cute.copy(
+                    bulk, view(tables, 0, 2 * TABLES), view(block, BY_TOKEN, 2 * TABLES, unit=64)
+                )
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(made.index))
@@ -477,7 +494,9 @@ class GatedDeltaPrepare:
 
 
 @cute.jit
-def store_products(operand: cutlass.Constexpr, p: cute.Tensor, diagonal: cute.Tensor, target: cute.Tensor, w, lane):
+def store_products(
+    operand: cutlass.Constexpr, p: cute.Tensor, diagonal: cute.Tensor, target: cute.Tensor, w, lane
+):
     """Rounds the warp's blocks left of the diagonal and on it, and stores them."""
     block = cute.make_tiled_mma(
         warp.MmaF16BF16Op(operand, F32, (SUB, 8, SUB)), permutation_mnk=(SUB, SUB, SUB)

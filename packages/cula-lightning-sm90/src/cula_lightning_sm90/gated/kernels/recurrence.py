@@ -122,7 +122,9 @@ class GatedDeltaRecurrence:
         smem = SmemAllocator()
         thread, stages = pipeline.Agent.Thread, self.stages
         memory = Memory(
-            stages=smem.allocate_array(self.operand, stages.count * stages.size, byte_alignment=1024),
+            stages=smem.allocate_array(
+                self.operand, stages.count * stages.size, byte_alignment=1024
+            ),
             o=smem.allocate_array(self.dtype, SLOTS * self.tiles * TALL, byte_alignment=1024),
             tables=smem.allocate_array(F32, stages.count * TABLES, byte_alignment=16),
             items=smem.allocate_array(I32, SLOTS * ITEM_WORDS, byte_alignment=16),
@@ -282,8 +284,12 @@ class GatedDeltaRecurrence:
                 ring.producer_acquire(at)
                 self.report(progress, item.walked + c, lane)
                 full = ring.producer_get_barrier(at)
-                load_tile(tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full)
-                load_tile(tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full)
+                load_tile(
+                    tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full
+                )
+                load_tile(
+                    tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full
+                )
                 for i in cutlass.range_constexpr(self.tiles):
                     sV = self.stages.values(base, i)[None, None, at.index]
                     load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
