@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from .config import LINE, V_TILES
 
-# Microseconds on an H200: of a chunk of a chain by its tiles, with one CTA per multiprocessor; of a chunk and state
-# head in `prepare`, per multiprocessor.
-CHAIN_US = {1: 1.14, 2: 1.78}
-PREPARE_US = 1.3
-WORKERS = 3  # of a multiprocessor that prepares
-AHEAD_STEPS = 8
-AHEAD = 0.7  # of the time of the recurrence that preparing may take
+# Microseconds on an H200, both kernels beside each other: of a chunk of a chain by its tiles, with a CTA per
+# multiprocessor; of a chunk and state head in `prepare`, per multiprocessor.
+CHAIN_US = {1: 1.14, 2: 1.9}
+PREPARE_US = 1.5
+# Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
+AHEAD = {1: 8, 2: 4}
+WORKERS = 3  # groups of a CTA that prepares
+SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Plan:
     machines: int
     share: int
     prepare_ctas: int
-    ahead: int = AHEAD_STEPS
+    ahead: int
 
     @property
     def ctas(self) -> int:
@@ -49,22 +50,19 @@ def plan(longest: int, total: int, multiprocessors: int) -> Plan:
     longest: chunks of the longest chain, as far as it is known. total: steps of all chains.
     """
     least, best = float("inf"), None
-    work = total * PREPARE_US
     for tiles, pace in CHAIN_US.items():
-        for most in range(1, (multiprocessors - 1) // (V_TILES // tiles) + 1):
+        per_machine = V_TILES // tiles
+        for most in range(1, (multiprocessors - 1) // per_machine + 1):
+            # A machine that has less than a whole chain would wait for others.
             share = max(longest, -(-total // most))
             machines = -(-total // share)
             if machines < most:
-                break  # more do not help
+                break
             walk = share * pace
-            prepare = work / (multiprocessors - machines * (V_TILES // tiles))
-            # They slow each other down.
-            time = (walk**8 + prepare**8) ** 0.125
+            left = multiprocessors - machines * per_machine
+            time = max(walk, total * PREPARE_US / left)
             if time < least:
-                least, best = time, (tiles, machines, share, walk)
-    if best is None:  # one chain that is longer than all others together
-        best = (1, 1, total, total * CHAIN_US[1])
-    tiles, machines, share, walk = best
-    left = multiprocessors - machines * (V_TILES // tiles)
-    wanted = max(-(-machines // WORKERS), int(work / (AHEAD * walk)) + 1)
-    return Plan(tiles, machines, share, max(1, min(left, wanted, -(-total // WORKERS))))
+                ctas = min(left, int(SPARE * total * PREPARE_US / walk) + 1)
+                least, best = time, Plan(tiles, machines, share, ctas, AHEAD[tiles])
+    assert best is not None  # one machine is always tried
+    return best
