@@ -55,3 +55,17 @@ def nanosleep(duration: int, *, loc=None, ip=None):
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+@dsl_user_op
+def discard(line: cute.Pointer, *, loc=None, ip=None):
+    """Gives up 128 bytes of global memory: what was written there need not leave the L2 any more."""
+    llvm.inline_asm(
+        None,
+        [line.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+        "discard.global.L2 [$0], 128;",
+        "l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

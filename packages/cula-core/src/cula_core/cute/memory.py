@@ -53,7 +53,7 @@ def repeated(base, shape, major, dtype, count, stride=None):
 
 
 @cute.jit
-def load_tile(tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier):
+def load_tile(tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier, policy=None):
     """Loads a tile of tokens from `first` on by TMA; tokens past the end of the tensor arrive as zeros.
 
     whole: as `by_token` sees it. column: which tile of channels. shared: [tokens, channels]. barrier: of the bytes.
@@ -64,4 +64,4 @@ def load_tile(tma, whole: cute.Tensor, first, head, batch, column, shared: cute.
     s, g = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
     )
-    cute.copy(tma, g, s, tma_bar_ptr=barrier)
+    cute.copy(tma, g, s, tma_bar_ptr=barrier, cache_policy=policy)

@@ -18,8 +18,8 @@ class OutputTiles:
     warpgroup, tidx: of the thread in it. turn: chunks that the warpgroup has stored before.
     """
 
-    def __init__(self, dtype, barrier: int):
-        self.dtype, self.barrier = dtype, barrier
+    def __init__(self, dtype, barrier: int, policy=None):
+        self.dtype, self.barrier, self.policy = dtype, barrier, policy
 
     @cute.jit
     def store(self, copy, o: cute.Tensor, target: cute.Tensor):
@@ -40,7 +40,7 @@ class OutputTiles:
                 tma, 0, cute.make_layout(1), cute.group_modes(sO[None, None, turn % SLOTS], 0, 2),
                 cute.group_modes(gO[None, None, c], 0, 2),
             )  # fmt: skip
-            cute.copy(tma, s, g)
+            cute.copy(tma, s, g, cache_policy=self.policy)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

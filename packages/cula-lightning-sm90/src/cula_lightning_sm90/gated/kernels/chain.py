@@ -25,7 +25,7 @@ from cula_core.cute.work import SLOTS, receive
 
 from ...kernels.chunks import clear_past
 from ..config import CHUNK, HEAD_DIM, TABLES, V_TILE, V_TILES, RecurrenceConfig
-from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square
+from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square, policy
 
 BARRIER_OUTPUT = 1  # the first tile's
 TALL = CHUNK * V_TILE
@@ -117,7 +117,7 @@ class Chain:
     def __init__(self, config: RecurrenceConfig, stages: Stages):
         self.config, self.stages = config, stages
         self.dtype, self.operand = stages.dtype, stages.operand
-        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT)
+        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, policy('o'))
 
     @cute.jit
     def run(

@@ -10,15 +10,15 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.functions import nanosleep
+from cula_core.cute.functions import discard, nanosleep
 from cula_core.cute.memory import by_token, load_tile, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 
-from ..config import CHUNK, HEAD_DIM, LINE, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
+from ..config import BLOCK, CHUNK, HEAD_DIM, LINE, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
 from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
+from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels, policy, HINTS
 from .order import Order
 
 LOOK = 8  # flags that are read at once
@@ -285,19 +285,23 @@ class GatedDeltaRecurrence:
                 self.report(progress, item.walked + c, lane)
                 full = ring.producer_get_barrier(at)
                 load_tile(
-                    tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full
+                    tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full, policy('k')
                 )
                 load_tile(
-                    tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full
+                    tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full, policy('k')
                 )
                 for i in cutlass.range_constexpr(self.tiles):
                     sV = self.stages.values(base, i)[None, None, at.index]
-                    load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full)
+                    load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full, policy('v'))
                 if c >= ready:
                     flag = first_flag + item.walked + c
                     ready = c + self.wait(flags, flag, item.chunks - c, lane)
                 with cute.arch.elect_one():
                     self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
+                if cutlass.const_expr(self.tiles == V_TILES and "d" in HINTS):
+                    # What held the stage before has been read for the last time.
+                    if c >= self.stages.count:
+                        self.give_up(blocks[slot + c - self.stages.count, head, None], lane)
                 at.advance()
             item = receive(Item, items, item_at, memory.items)
             item_at.advance()
@@ -338,11 +342,19 @@ class GatedDeltaRecurrence:
         for offset, place in ((INVERSE, self.stages.inverse), (PRODUCTS, self.stages.products)):
             for there, here, size in panels(offset):
                 shared = view(memory.stages, first + place + here, size, unit=256)
-                cute.copy(bulk, view(source, there, size, unit=256), shared, mbar_ptr=barrier)
+                cute.copy(bulk, view(source, there, size, unit=256), shared, mbar_ptr=barrier, cache_policy=policy('b'))
         tables = memory.tables + cute.assume(stage * TABLES, divby=TABLES)
         tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
         shared = view(tables, 0, 2 * TABLES)
-        cute.copy(bulk, view(source, BY_TOKEN, 2 * TABLES, unit=64), shared, mbar_ptr=barrier)
+        cute.copy(bulk, view(source, BY_TOKEN, 2 * TABLES, unit=64), shared, mbar_ptr=barrier, cache_policy=policy('b'))
+
+    @cute.jit
+    def give_up(self, block: cute.Tensor, lane):
+        """Keeps a block that nobody needs any more from being written to memory."""
+        for i in cutlass.range_constexpr(-(-BLOCK // (64 * 32))):
+            line = 32 * i + lane
+            if line < BLOCK // 64:
+                discard(block.iterator + 64 * line)
 
     @cute.jit
     def states_of(self, sequence, indices, targets, fresh, null_slot):
