@@ -10,9 +10,9 @@ from .config import LINE, V_TILES
 # Microseconds on an H200, both kernels beside each other: of a chunk of a chain by its tiles, with a CTA per
 # multiprocessor; of a chunk and state head in `prepare`, per multiprocessor.
 CHAIN_US = {1: 1.14, 2: 1.9}
-PREPARE_US = 1.5
+PREPARE_US = 1.2
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
-AHEAD = {1: 8, 2: 4}
+AHEAD = {1: 8, 2: 6}
 WORKERS = 3  # groups of a CTA that prepares
 SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
 

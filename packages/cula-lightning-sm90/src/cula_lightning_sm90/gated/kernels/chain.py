@@ -16,7 +16,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from cula_core.cute.memory import repeated
+from cula_core.cute.memory import EVICT_FIRST, repeated
 from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
@@ -25,7 +25,7 @@ from cula_core.cute.work import SLOTS, receive
 
 from ...kernels.chunks import clear_past
 from ..config import CHUNK, HEAD_DIM, TABLES, V_TILE, V_TILES, RecurrenceConfig
-from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square, policy
+from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square
 
 BARRIER_OUTPUT = 1  # the first tile's
 TALL = CHUNK * V_TILE
@@ -117,7 +117,7 @@ class Chain:
     def __init__(self, config: RecurrenceConfig, stages: Stages):
         self.config, self.stages = config, stages
         self.dtype, self.operand = stages.dtype, stages.operand
-        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, policy('o'))
+        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, EVICT_FIRST)
 
     @cute.jit
     def run(
@@ -197,65 +197,72 @@ class Chain:
             self.start(s, initial, carried, carried_flags, item, column, part_s)
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
-            for c in cutlass.range(chunks, unroll=1):
-                s_a.store(as_operand(s, s_a).load().to(self.dtype))
-                ring.consumer_wait(at)
-                stage, left = at.index, length - c * CHUNK
-                table = tables[None, None, None, stage]
-                total = totals[TOTAL, stage]
-                if cutlass.const_expr(self.config.packed):
-                    if left < CHUNK:
+            # A chunk that is not full has code of its own: its branches would hold up all others.
+            first, last = I32(0), chunks
+            if cutlass.const_expr(self.config.packed):
+                last = cutlass.min(chunks, length // CHUNK)
+            for partial in cutlass.range_constexpr(1 + self.config.packed):
+                for c in cutlass.range(first, last, unroll=1):
+                    s_a.store(as_operand(s, s_a).load().to(self.dtype))
+                    ring.consumer_wait(at)
+                    stage, left = at.index, length - c * CHUNK
+                    table = tables[None, None, None, stage]
+                    total = totals[TOTAL, stage]
+                    if cutlass.const_expr(partial):
                         self.clear_past(sK[None, None, stage], left, group, tidx)
-                warpgroup.fence()
-                issue(mma_x, x, s_a, k[None, None, None, stage], True)
-                issue(mma_x, o, s_a, q[None, None, None, stage], True)
-                self.load_values(load_v, v_source[None, None, None, stage], v, left, lane)
-                cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
-                warpgroup.wait_group(1)
-                v_pairs = by_pairs(widened(v))
-                for n in cutlass.range_constexpr(CHUNK // 8):
-                    for a in cutlass.range_constexpr(2):
-                        for b in cutlass.range_constexpr(2):
-                            seen = factor[a, n] * x_pairs[a, b, n]
-                            x_pairs[a, b, n] = v_pairs[a, b, n] - seen
-                x_a.store(as_operand(x, x_a).load().to(self.operand))
-                warpgroup.fence()
-                issue(mma_u, x, x_a, inverse[None, None, None, stage], True)
-                for i in cutlass.range_constexpr(cute.size(s)):
-                    s[i] = s[i] * total
-                cute.autovec_copy(table[None, None, READ // CHUNK], factor)
-                warpgroup.wait_group(1)
-                self.scale(o_pairs, o_pairs, factor)
-                cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
-                warpgroup.wait_group(0)
-                self.scale(w, x_pairs, factor)
-                if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
-                    self.clamp(w)
-                hi.store(as_operand(w, hi).load().to(self.dtype))
-                warpgroup.fence()
-                issue(mma_s, s, hi, kt[None, None, None, stage], False)
-                if cutlass.const_expr(self.config.two_terms):
-                    rest = as_operand(w, lo).load() - as_operand(widened(hi), lo).load()
-                    lo.store(rest.to(self.dtype))
                     warpgroup.fence()
-                    issue(mma_s, s, lo, kt[None, None, None, stage], False)
-                x_a.store(as_operand(x, x_a).load().to(self.operand))
-                warpgroup.fence()
-                issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
-                if c > 0:
-                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
-                warpgroup.wait_group(0)
-                # At the end: a copy may overtake reads before an arrival that comes right behind them.
-                release(ring, at)
-                at.advance()
-                self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
-                turn = turn + 1
-                if cutlass.const_expr(self.config.checkpoints):
-                    done = (item.chunk + c + 1) * CHUNK
-                    if (left >= CHUNK) & (done % checkpoint_every == 0):
-                        first = self.checkpoint_row(item, checkpoint_every, out)
-                        row = first + done // checkpoint_every - 1
-                        self.put(s, part_s, checkpoints, row, head, column)
+                    issue(mma_x, x, s_a, k[None, None, None, stage], True)
+                    issue(mma_x, o, s_a, q[None, None, None, stage], True)
+                    self.load_values(
+                        load_v, v_source[None, None, None, stage], v, left, lane, partial
+                    )
+                    cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
+                    warpgroup.wait_group(1)
+                    v_pairs = by_pairs(widened(v))
+                    for n in cutlass.range_constexpr(CHUNK // 8):
+                        for a in cutlass.range_constexpr(2):
+                            for b in cutlass.range_constexpr(2):
+                                seen = factor[a, n] * x_pairs[a, b, n]
+                                x_pairs[a, b, n] = v_pairs[a, b, n] - seen
+                    x_a.store(as_operand(x, x_a).load().to(self.operand))
+                    warpgroup.fence()
+                    issue(mma_u, x, x_a, inverse[None, None, None, stage], True)
+                    for i in cutlass.range_constexpr(cute.size(s)):
+                        s[i] = s[i] * total
+                    cute.autovec_copy(table[None, None, READ // CHUNK], factor)
+                    warpgroup.wait_group(1)
+                    self.scale(o_pairs, o_pairs, factor)
+                    cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
+                    warpgroup.wait_group(0)
+                    self.scale(w, x_pairs, factor)
+                    if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
+                        self.clamp(w)
+                    hi.store(as_operand(w, hi).load().to(self.dtype))
+                    warpgroup.fence()
+                    issue(mma_s, s, hi, kt[None, None, None, stage], False)
+                    if cutlass.const_expr(self.config.two_terms):
+                        rest = as_operand(w, lo).load() - as_operand(widened(hi), lo).load()
+                        lo.store(rest.to(self.dtype))
+                        warpgroup.fence()
+                        issue(mma_s, s, lo, kt[None, None, None, stage], False)
+                    x_a.store(as_operand(x, x_a).load().to(self.operand))
+                    warpgroup.fence()
+                    issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
+                    if c > 0:
+                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                    warpgroup.wait_group(0)
+                    # At the end: a copy may overtake reads before an arrival that comes right behind them.
+                    release(ring, at)
+                    at.advance()
+                    self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                    turn = turn + 1
+                    if cutlass.const_expr(self.config.checkpoints):
+                        done = (item.chunk + c + 1) * CHUNK
+                        if (left >= CHUNK) & (done % checkpoint_every == 0):
+                            first = self.checkpoint_row(item, checkpoint_every, out)
+                            row = first + done // checkpoint_every - 1
+                            self.put(s, part_s, checkpoints, row, head, column)
+                first, last = last, chunks
             if chunks > 0:
                 self.outputs.finish(
                     tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
@@ -285,18 +292,19 @@ class Chain:
             w[i] = -MAX_F16 if w[i] < -MAX_F16 else w[i]
 
     @cute.jit
-    def load_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, lane):
+    def load_values(
+        self, load_v, source: cute.Tensor, v: cute.Tensor, left, lane, partial: cutlass.Constexpr
+    ):
         """Loads v^T of a chunk in the order of an accumulator; it is zero past the end."""
         cute.copy(load_v, source, load_v.retile(v))
-        if cutlass.const_expr(self.config.packed):
+        if cutlass.const_expr(partial):
             # Tokens of the next sequence may hold anything, and 0 * inf is no zero.
-            if left < CHUNK:
-                values = by_pairs(v)
-                for n in cutlass.range_constexpr(CHUNK // 8):
-                    for a in cutlass.range_constexpr(2):
-                        for b in cutlass.range_constexpr(2):
-                            beyond = 8 * n + lane % 4 * 2 + a >= left
-                            values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
+            values = by_pairs(v)
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                for a in cutlass.range_constexpr(2):
+                    for b in cutlass.range_constexpr(2):
+                        beyond = 8 * n + lane % 4 * 2 + a >= left
+                        values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
 
     @cute.jit
     def clear_past(self, keys: cute.Tensor, left, group, tidx):

@@ -36,14 +36,6 @@ def by_pairs(acc):
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))
 
 
-import os
-HINTS = os.environ.get("HINTS", "")
-
-
-def policy(letter, value=0x12F0000000000000):
-    return cutlass.Int64(value) if letter in HINTS else None
-
-
 @cute.jit
 def release(pipe, at):
     """Gives a slot back: by one lane, for what its warp has read.

@@ -33,7 +33,7 @@ from .layout import (
     SQUARE,
     WIDE,
     by_pairs,
-    panels,policy,
+    panels,
     release,
     square,
 )
@@ -42,7 +42,6 @@ from .solve import SCRATCH_BYTES, Solve
 from .tokens import ALL_TABLES, GATES, NORM, STRENGTH, SUM, Tokens
 from .weights import weigh_left, weighed_diagonal
 
-LAST = 0x14F0000000000000
 GROUPS = 3  # chunks in work
 THREADS = GROUP * (GROUPS + 2)
 FEEDERS, WRITERS = 4 * GROUPS, 4 * GROUPS + 4  # the first warps
@@ -305,8 +304,8 @@ class GatedDeltaPrepare:
                     at = self.place(loaded_at, group, 1)
                     pipes.loaded.producer_acquire(at)
                     full = pipes.loaded.producer_get_barrier(at)
-                    load_tile(tma_k, mK, token, head // group_k, batch, 0, sK, full, policy('K', LAST))
-                    load_tile(tma_q, mQ, token, head // group_q, batch, 0, sQ, full, policy('K', LAST))
+                    load_tile(tma_k, mK, token, head // group_k, batch, 0, sK, full)
+                    load_tile(tma_q, mQ, token, head // group_q, batch, 0, sQ, full)
                     loaded_at.advance()
                     at = self.place(gates_at, group, SLOTS)
                     pipes.gates.producer_acquire(at)

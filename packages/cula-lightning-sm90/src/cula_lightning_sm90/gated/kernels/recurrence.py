@@ -11,14 +11,24 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cula_core.cute.functions import discard, nanosleep
-from cula_core.cute.memory import by_token, load_tile, swizzled, view
+from cula_core.cute.memory import EVICT_FIRST, by_token, cache_policy, load_tile, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 
-from ..config import BLOCK, CHUNK, HEAD_DIM, LINE, TABLES, TRIANGLE, V_TILE, V_TILES, RecurrenceConfig
+from ..config import (
+    BLOCK,
+    CHUNK,
+    HEAD_DIM,
+    LINE,
+    TABLES,
+    TRIANGLE,
+    V_TILE,
+    V_TILES,
+    RecurrenceConfig,
+)
 from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels, policy, HINTS
+from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
 LOOK = 8  # flags that are read at once
@@ -284,21 +294,20 @@ class GatedDeltaRecurrence:
                 ring.producer_acquire(at)
                 self.report(progress, item.walked + c, lane)
                 full = ring.producer_get_barrier(at)
-                load_tile(
-                    tma_k, mK, here, head // group_k, batch, 0, sK[None, None, at.index], full, policy('k')
-                )
-                load_tile(
-                    tma_q, mQ, here, head // group_q, batch, 0, sQ[None, None, at.index], full, policy('k')
-                )
+                for tma, x, group, shared in ((tma_k, mK, group_k, sK), (tma_q, mQ, group_q, sQ)):
+                    place = shared[None, None, at.index]
+                    load_tile(tma, x, here, head // group, batch, 0, place, full, EVICT_FIRST)
                 for i in cutlass.range_constexpr(self.tiles):
                     sV = self.stages.values(base, i)[None, None, at.index]
-                    load_tile(tma_v, mV, here, head // group_v, batch, tile + i, sV, full, policy('v'))
+                    load_tile(
+                        tma_v, mV, here, head // group_v, batch, tile + i, sV, full, EVICT_FIRST
+                    )
                 if c >= ready:
                     flag = first_flag + item.walked + c
                     ready = c + self.wait(flags, flag, item.chunks - c, lane)
                 with cute.arch.elect_one():
                     self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
-                if cutlass.const_expr(self.tiles == V_TILES and "d" in HINTS):
+                if cutlass.const_expr(self.tiles == V_TILES):
                     # What held the stage before has been read for the last time.
                     if c >= self.stages.count:
                         self.give_up(blocks[slot + c - self.stages.count, head, None], lane)
@@ -342,11 +351,23 @@ class GatedDeltaRecurrence:
         for offset, place in ((INVERSE, self.stages.inverse), (PRODUCTS, self.stages.products)):
             for there, here, size in panels(offset):
                 shared = view(memory.stages, first + place + here, size, unit=256)
-                cute.copy(bulk, view(source, there, size, unit=256), shared, mbar_ptr=barrier, cache_policy=policy('b'))
+                cute.copy(
+                    bulk,
+                    view(source, there, size, unit=256),
+                    shared,
+                    mbar_ptr=barrier,
+                    cache_policy=cache_policy(EVICT_FIRST),
+                )
         tables = memory.tables + cute.assume(stage * TABLES, divby=TABLES)
         tables = cute.recast_ptr(tables.align(16), dtype=self.operand)
         shared = view(tables, 0, 2 * TABLES)
-        cute.copy(bulk, view(source, BY_TOKEN, 2 * TABLES, unit=64), shared, mbar_ptr=barrier, cache_policy=policy('b'))
+        cute.copy(
+            bulk,
+            view(source, BY_TOKEN, 2 * TABLES, unit=64),
+            shared,
+            mbar_ptr=barrier,
+            cache_policy=cache_policy(EVICT_FIRST),
+        )
 
     @cute.jit
     def give_up(self, block: cute.Tensor, lane):
