@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from .config import LINE, V_TILES
 
-# Microseconds on an H200, both kernels beside each other: of a chunk of a chain by its tiles, with a CTA per
-# multiprocessor; of a chunk and state head in `prepare`, per multiprocessor.
-CHAIN_US = {1: 1.14, 2: 1.9}
+# Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
+# tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
+# state head in `prepare`, per multiprocessor.
+CHAIN_US, CTA_US = {1: 1.0, 2: 1.85}, {1: 0.0026, 2: 0.0}
+ENDS_US = 4.0
 PREPARE_US = 1.2
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
 AHEAD = {1: 8, 2: 6}
@@ -50,19 +52,21 @@ def plan(longest: int, total: int, multiprocessors: int) -> Plan:
     longest: chunks of the longest chain, as far as it is known. total: steps of all chains.
     """
     least, best = float("inf"), None
-    for tiles, pace in CHAIN_US.items():
+    for tiles in CHAIN_US:
         per_machine = V_TILES // tiles
         for most in range(1, (multiprocessors - 1) // per_machine + 1):
             # A machine that has less than a whole chain would wait for others.
             share = max(longest, -(-total // most))
             machines = -(-total // share)
             if machines < most:
-                break
+                continue
+            pace = CHAIN_US[tiles] + CTA_US[tiles] * machines * per_machine + ENDS_US / longest
             walk = share * pace
             left = multiprocessors - machines * per_machine
-            time = max(walk, total * PREPARE_US / left)
+            # They slow each other down.
+            time = (walk**8 + (total * PREPARE_US / left) ** 8) ** 0.125
             if time < least:
-                ctas = min(left, int(SPARE * total * PREPARE_US / walk) + 1)
+                ctas = min(left, max(machines, int(SPARE * total * PREPARE_US / walk) + 1))
                 least, best = time, Plan(tiles, machines, share, ctas, AHEAD[tiles])
     assert best is not None  # one machine is always tried
     return best
