@@ -11,19 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from cula_core.delta_rule.config import MergeConfig, chunk_slots
 from cula_core.reference.gated_delta_rule import Outcome, gated_delta_rule
 from cula_emulator import mutation
 from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90.gated import launch
 from cula_lightning_sm90.gated.config import (
     BLOCK,
+    CHUNK,
     HEAD_DIM,
+    PLACES,
+    UNCUT,
+    V_TILE,
     Config,
     PrepareConfig,
     RecurrenceConfig,
-    chunk_slots,
 )
-from cula_lightning_sm90.gated.plan import Plan
+from cula_lightning_sm90.gated.plan import Plan, Walk
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import normals
@@ -35,7 +39,8 @@ PACKED = (70, 0, 1, 64, 130)
 
 @dataclass(frozen=True)
 class Case:
-    """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected"."""
+    """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected". segment: of how many
+    chunks; a scan runs on `machines` too."""
 
     lengths: tuple[int, ...]
     packed: bool = False
@@ -53,6 +58,7 @@ class Case:
     tiles: int = 2
     machines: int = 2
     prepare_ctas: int = 2
+    segment: int = UNCUT
 
     @property
     def index_dtype(self) -> str | None:
@@ -72,6 +78,14 @@ class Case:
             self.dtype, self.operand, self.l2norm, self.index_dtype, self.tiles, state_v_first=self.v_first,
             initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
             redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place, checkpoints=self.every > 0,
+            cut=self.segment < UNCUT,
+        )  # fmt: skip
+
+    @property
+    def scan(self) -> RecurrenceConfig:
+        return replace(
+            self.recurrence, tiles=2, final_state=False, redirected=False, in_place=False, checkpoints=False, scan=True,
+            cut=False,
         )  # fmt: skip
 
 
@@ -93,6 +107,16 @@ CASES = {
         PACKED, True, dtype="float16", l2norm=False, machines=3
     ),
     "keys of norm 1": Case((150,), l2norm=False, state="given"),
+    "cut": Case((320, 320), state="given", segment=2, machines=3),
+    "cut, one tile per CTA": Case(
+        (320,), heads=(1, 1, 2), dtype="float16", segment=1, machines=4, tiles=1
+    ),
+    "cut, packed": Case(
+        (200, 0, 128, 1, 300), True, (1, 1, 2), segment=2, machines=5, state="given", v_first=True
+    ),
+    "cut, in place": Case(
+        (300, 70, 256, 130), True, segment=1, machines=2, state="in place", fresh=True, every=64
+    ),
 }
 
 
@@ -196,19 +220,19 @@ def run(emulated) -> Callable[..., Outcome]:
     def compiled(config: Config):
         return emulated_kernel(emulated, launch.unit(config))
 
-    def run(call: Call, of_prepare: dict = {}, of_recurrence: dict = {}) -> Outcome:
+    def run(call: Call, **options: dict) -> Outcome:
         case, recurrence = call.case, call.case.recurrence
         heads, sequences = max(case.heads), len(case.lengths)
         batch, tokens = call.out_shape[:2]
 
-        def matrices(count: int) -> Tensor:
-            shape = (count, heads, HEAD_DIM, HEAD_DIM)
+        def matrices(count: int, height: int = HEAD_DIM) -> Tensor:
+            shape = (count, heads, height, HEAD_DIM)
             stride = loose_strides(shape, 4, dense=2)
             return emulated.empty(shape, torch.float32, stride=stride)
 
         out_stride = loose_strides(call.out_shape, 8)
         out = emulated.empty(call.out_shape, getattr(torch, case.dtype), stride=out_stride)
-        initial = final = checkpoints = offsets = None
+        initial = final = checkpoints = offsets = maps = starts = None
         if call.states is not None:
             initial = matrices(len(call.states)).copy_(call.states)
         final = initial if recurrence.in_place else matrices(sequences)
@@ -219,27 +243,46 @@ def run(emulated) -> Callable[..., Outcome]:
             if case.packed:
                 offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
-            plan = Plan(
-                case.tiles,
-                case.machines,
-                -(-slots * heads // case.machines),
-                case.prepare_ctas,
-                ahead=1 << 20,
-            )
+            share = -(-slots * heads // case.machines)
             blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
-            carried = emulated.empty((plan.machines, HEAD_DIM, HEAD_DIM), torch.float32)
-            flags = torch.empty(plan.flags, **int32)
+            walk = Walk(case.tiles, case.machines, share)
+            plan = Plan(walk, case.prepare_ctas, 1 << 20, case.segment)
+            if recurrence.cut:
+                scan = Walk(2, case.machines, share, PLACES)
+                plan = Plan(scan, case.prepare_ctas, 1 << 20, case.segment, walk)
+                length = case.segment * CHUNK
+                count = (
+                    tokens // length + sequences if case.packed else batch * -(-tokens // length)
+                )
+                maps, starts = matrices(count, 2 * HEAD_DIM), matrices(count)
+            flags = torch.empty(sum(plan.flags), **int32)
             compiled(case.prepare)(
                 call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
-                1.0, 20.0, plan.machines, plan.share, plan.ahead, plan.prepare_ctas, **of_prepare,
+                1.0, 20.0, case.machines, share, case.segment, plan.ahead, plan.prepare_ctas,
+                **options.get("of_prepare", {}),
             )  # fmt: skip
-            compiled(recurrence)(
-                call.q, call.k, call.v, out, initial,
-                torch.tensor(call.indices, **int32) if recurrence.indexed else None,
-                torch.tensor(call.targets, **int32) if recurrence.redirected else None,
-                torch.tensor(call.begins, dtype=torch.uint8) if recurrence.fresh else None,
-                final, checkpoints, offsets, carried, blocks, flags, NULL_SLOT, max(case.every, 1), plan.machines,
-                plan.share, plan.ctas, **of_recurrence,
+
+            def walked(config, way, flags, maps, starts, options) -> None:
+                carried = (case.machines, way.columns * V_TILE, HEAD_DIM)
+                compiled(config)(
+                    call.q, call.k, call.v, out, initial,
+                    torch.tensor(call.indices, **int32) if config.indexed else None,
+                    torch.tensor(call.targets, **int32) if config.redirected else None,
+                    torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
+                    final if config.final_state else None, checkpoints if config.checkpoints else None, offsets,
+                    emulated.empty(carried, torch.float32), blocks, flags, maps, starts, NULL_SLOT,
+                    max(case.every, 1), case.machines, share, case.segment, way.ctas, **options,
+                )  # fmt: skip
+
+            of_first, of_second = flags.split(plan.flags)
+            if recurrence.cut:
+                walked(case.scan, plan.first, of_first, maps, None, options.get("of_scan", {}))
+                compiled(MergeConfig(index_dtype=case.index_dtype))(
+                    maps, starts, None, None, offsets, sequences, tokens, case.segment * CHUNK
+                )
+            walked(
+                recurrence, walk, of_second if recurrence.cut else of_first, None, starts,
+                options.get("of_recurrence", {}),
             )  # fmt: skip
         if checkpoints is not None:
             checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))

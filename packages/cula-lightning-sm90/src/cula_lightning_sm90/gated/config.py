@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cula_core.delta_rule.config import MergeConfig
+
 CHUNK = 64
 V_TILE = 64
 HEAD_DIM = 128
@@ -15,6 +17,10 @@ TRIANGLE = CHUNK * (CHUNK + SUB) // 2
 TABLES = 3 * CHUNK + 4
 # Of a chunk and state head, in elements of 16 bits: T', Aqk, tables; a multiple of 128 bytes.
 BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
+# Chunks of a segment where sequences are whole: more than any has.
+UNCUT = 1 << 24
+# Tiles of 64 columns that a machine may have: of v, and of the map of the keys.
+PLACES = 2 * V_TILES
 # Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
 LINE = 32
 ACTIVATION_DTYPES = ("bfloat16", "float16")
@@ -22,11 +28,6 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus")
 STRENGTHS = ("given", "logits", "doubled logits")
-
-
-def chunk_slots(batch: int, tokens: int, sequences: int | None) -> int:
-    """Returns how many chunks a call may have: exactly for a dense batch, at most for `sequences` packed ones."""
-    return batch * -(-tokens // CHUNK) if sequences is None else tokens // CHUNK + sequences
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class PrepareConfig(Operands):
 class RecurrenceConfig(Operands):
     """Static facts of the kernel that walks through the chunks.
 
-    tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that they begin and end with
+    scan: it only finds what every segment but the last ones of sequences does to a state. cut: segments begin with
+    states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that they begin and end with
     through indices, of which negative ones are padding. fresh: some sequences begin at zero whatever their states are.
     in_place: final states replace those of the pool.
     """
@@ -107,6 +109,18 @@ class RecurrenceConfig(Operands):
     fresh: bool = False
     in_place: bool = False
     checkpoints: bool = False
+    scan: bool = False
+    cut: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Tiles of 64 columns that a machine has."""
+        return PLACES if self.scan else V_TILES
+
+    @property
+    def waits(self) -> bool:
+        """Whether the kernel runs beside the one that prepares, and not after it."""
+        return not self.cut
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -114,9 +128,11 @@ class RecurrenceConfig(Operands):
             return "indices, fresh sequences and in-place states need states to begin with"
         if self.in_place and not self.final_state:
             return "an in-place state is a final state"
+        if self.scan and (self.cut or self.final_state or self.checkpoints or self.tiles == 1):
+            return "a scan begins with no other scan, has two tiles and writes no states"
         if self.redirected and not (self.in_place and self.indexed):
             return "rows to end in are those of a pool that is updated through indices"
         return super().illegal()
 
 
-Config = PrepareConfig | RecurrenceConfig
+Config = PrepareConfig | RecurrenceConfig | MergeConfig

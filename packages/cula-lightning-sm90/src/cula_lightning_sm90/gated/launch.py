@@ -8,12 +8,16 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_tensor
+from torch import Tensor
 
 from cula_core import tensors
 from cula_core.cute import fake
 from cula_core.cute.artifacts import Unit
 from cula_core.cute.compile import compile as compile_kernel
 from cula_core.cute.types import DTYPES, INDICES
+from cula_core.delta_rule.config import MergeConfig, chunk_slots
+from cula_core.delta_rule.kernels.merge import KdaMerge
+from cula_core.delta_rule.launch import merge_arguments
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
@@ -22,15 +26,15 @@ from .config import (
     BLOCK,
     CHUNK,
     HEAD_DIM,
+    V_TILE,
     Config,
     Operands,
     PrepareConfig,
     RecurrenceConfig,
-    chunk_slots,
 )
 from .kernels.prepare import GatedDeltaPrepare
 from .kernels.recurrence import GatedDeltaRecurrence
-from .plan import Plan, plan
+from .plan import Plan, Walk, plan
 
 ARCH = "sm_90a"
 Kernels = Callable[[Config], Callable[..., None]]
@@ -40,13 +44,15 @@ def kernel(config: Config) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
     if isinstance(config, PrepareConfig):
         return GatedDeltaPrepare(config), *prepare_arguments(config)
+    if isinstance(config, MergeConfig):
+        return KdaMerge(config), *merge_arguments(config)
     return GatedDeltaRecurrence(config), *recurrence_arguments(config)
 
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], blocks [slots, HS,
-    BLOCK], flags, scale, beta and threshold of the softplus, machines, share of one, steps
-    ahead of them, number of CTAs."""
+    BLOCK], flags, scale, beta and threshold of the softplus, machines, share of one, chunks
+    of a segment, steps ahead of machines, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def by_token(name: str):
@@ -73,18 +79,22 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
+        cutlass.Int32(1),
     )
 
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
     sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states
-    between machines [machines, V, K], blocks [slots, HS, BLOCK], flags, the padding row, tokens between checkpoints,
-    machines, share of one, number of CTAs."""
+    between machines [machines, V, K], of a scan [machines, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments,
+    HS, 256, K], starts [segments, HS, V, K], the padding row, tokens between checkpoints, machines, share of one, chunks
+    of a segment, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
-    def state():
-        return fake.states(heads, HEAD_DIM, HEAD_DIM)
+    def state(rows: int = HEAD_DIM):
+        return fake.states(heads, rows, HEAD_DIM)
+
+    height = config.columns * V_TILE
 
     return (
         *(_activation(config, batch, tokens) for _ in range(3)),
@@ -98,13 +108,16 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         _offsets(config),
         make_fake_tensor(
             cutlass.Float32,
-            (cute.sym_int(), HEAD_DIM, HEAD_DIM),
-            stride=(HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
+            (cute.sym_int(), height, HEAD_DIM),
+            stride=(height * HEAD_DIM, HEAD_DIM, 1),
             assumed_align=16,
         ),
         _blocks(config, heads),
         fake.vector(cutlass.Int32),
+        state(2 * HEAD_DIM) if config.scan else None,
+        state() if config.cut else None,
         cutlass.Int32(-1),
+        cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
@@ -165,16 +178,33 @@ def run(
         if call.beta_logits:
             strength = "doubled logits" if call.doubled else "logits"
     slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
-    # Of packed sequences no length is known here.
     longest = -(-slots // call.sequences)
-    spread = planner(longest, slots * heads, multiprocessors or tensors.multiprocessors(q.device))
+    if call.cu_seqlens_cpu is not None:
+        longest = max(1, -(-tensors.longest_sequence(call.cu_seqlens_cpu) // CHUNK))
+    spread = planner(
+        longest,
+        slots * heads,
+        multiprocessors or tensors.multiprocessors(q.device),
+        call.intracard_cp,
+    )
+    first, second, segment = spread.first, spread.second, spread.segment
+    segments = 0
+    if second is not None:
+        length = segment * CHUNK
+        whole = offsets is None
+        segments = batch * -(-tokens // length) if whole else tokens // length + call.sequences
 
-    # One allocation: blocks, states between machines, flags.
-    sizes = slots * heads * BLOCK, 2 * spread.machines * HEAD_DIM * HEAD_DIM, 2 * spread.flags
-    parts = q.new_empty(sum(sizes), dtype=torch.int16).split(sizes)
-    blocks = parts[0].view(getattr(torch, operands["operand"])).view(slots, heads, BLOCK)
-    carried = parts[1].view(torch.float32).view(-1, HEAD_DIM, HEAD_DIM)
-    flags = parts[2].view(torch.int32)
+    # One allocation: blocks, states between machines, what segments do and begin with, flags.
+    sizes = (
+        slots * heads * BLOCK // 2,
+        first.machines * first.columns * V_TILE * HEAD_DIM,
+        segments * heads * 2 * HEAD_DIM * HEAD_DIM,
+        segments * heads * HEAD_DIM * HEAD_DIM,
+        sum(spread.flags),
+    )
+    blocks, carried, maps, starts, words = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+    blocks = blocks.view(getattr(torch, operands["operand"])).view(slots, heads, BLOCK)
+    flags = words.view(torch.int32)
     config = PrepareConfig(
         **operands,
         gate=None if call.g is None else "softplus" if call.raw_gate else "log",
@@ -185,25 +215,45 @@ def run(
     )
     kernels(config)(
         q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
-        call.softplus_threshold, spread.machines, spread.share, spread.ahead, spread.prepare_ctas,
+        call.softplus_threshold, first.machines, first.share, segment, spread.ahead, spread.prepare_ctas,
     )  # fmt: skip
-    walk = RecurrenceConfig(
-        **operands,
-        tiles=spread.tiles,
-        state_v_first=call.state_v_first,
-        initial_state=initial is not None,
-        final_state=pool is not None or call.final_state is not None,
-        indexed=call.state_indices is not None,
-        redirected=call.output_state_indices is not None,
-        fresh=call.has_initial_state is not None,
-        in_place=pool is not None,
-        checkpoints=call.checkpoints is not None,
-    )
     fresh, saved = call.has_initial_state, call.checkpoints
-    kernels(walk)(
-        q, k, call.v, call.out, initial, call.state_indices, call.output_state_indices,
-        None if fresh is None else fresh.view(torch.uint8), call.final_state if pool is None else pool,
-        None if saved is None else saved.flatten(0, 1), offsets, carried, blocks, flags,
-        -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), spread.machines,
-        spread.share, spread.ctas,
-    )  # fmt: skip
+    final = call.final_state if pool is None else pool
+
+    def walk(way: Walk, flags: Tensor, maps: Tensor | None, starts: Tensor | None) -> None:
+        scan = maps is not None
+        config = RecurrenceConfig(
+            **operands,
+            tiles=way.tiles,
+            state_v_first=call.state_v_first,
+            initial_state=initial is not None,
+            final_state=not scan and final is not None,
+            indexed=call.state_indices is not None,
+            redirected=not scan and call.output_state_indices is not None,
+            fresh=fresh is not None,
+            in_place=not scan and pool is not None,
+            checkpoints=not scan and saved is not None,
+            scan=scan,
+            cut=starts is not None,
+        )
+        kernels(config)(
+            q, k, call.v, call.out, initial, call.state_indices,
+            call.output_state_indices if config.redirected else None,
+            None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
+            saved.flatten(0, 1) if config.checkpoints else None, offsets,
+            carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, starts,
+            -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.machines,
+            way.share, segment, way.ctas,
+        )  # fmt: skip
+
+    if second is None:
+        walk(first, flags, None, None)
+        return
+    maps = maps.view(segments, heads, 2 * HEAD_DIM, HEAD_DIM)
+    starts = starts.view(segments, heads, HEAD_DIM, HEAD_DIM)
+    of_first, of_second = flags.split(spread.flags)
+    walk(first, of_first, maps, None)
+    kernels(MergeConfig(index_dtype=operands["index_dtype"]))(
+        maps, starts, None, None, offsets, call.sequences, tokens, segment * CHUNK
+    )
+    walk(second, of_second, None, starts)

@@ -24,12 +24,13 @@ from cula_core.cute.widen import widened
 from cula_core.cute.work import SLOTS, receive
 
 from ...kernels.chunks import clear_past
-from ..config import CHUNK, HEAD_DIM, TABLES, V_TILE, V_TILES, RecurrenceConfig
+from ..config import CHUNK, HEAD_DIM, PLACES, TABLES, V_TILE, V_TILES, RecurrenceConfig
 from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square
 
 BARRIER_OUTPUT = 1  # the first tile's
 TALL = CHUNK * V_TILE
 CARRIED = 2  # how an item begins or ends: with a state that goes from machine to machine
+MAPPED = 3  # and more: with that of a segment, or its map
 MAX_F16 = 65504.0
 
 
@@ -38,8 +39,9 @@ class Item(NamedTuple):
 
     token, length: the tokens to walk through. chunk: number of the first one's in its sequence. row, target: of the
     states that the sequence begins and ends with, negative for padding. begins: 0 from zero, 1 from that state, CARRIED
-    from the machine before. ends: CARRIED where the next machine goes on, else 1. place: the machine and its first tile
-    of V, also of the last item. walked: steps of the machine before this item.
+    from the machine before, MAPPED + row from that of a segment. ends: CARRIED where the next machine goes on, MAPPED +
+    row with the map of a segment, 1 with the sequence, else 0. place: the machine and its first tile, also of the last
+    item. walked: steps of the machine before this item.
     """
 
     valid: cutlass.Int32
@@ -58,12 +60,12 @@ class Item(NamedTuple):
     @property
     def machine(self):
         """Whose item it is."""
-        return self.place // V_TILES
+        return self.place // PLACES
 
     @property
     def tile(self):
-        """The first tile of V."""
-        return self.place % V_TILES
+        """The first tile: of V, or behind it of the map of the keys."""
+        return self.place % PLACES
 
     @property
     def chunks(self):
@@ -134,12 +136,16 @@ class Chain:
         checkpoint_every: cutlass.Int32,
         carried: cute.Tensor,
         carried_flags: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
         group: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
         """Computes the states and outputs of all items, of their tile `group`.
 
-        carried [machines, 128 V, 128 K]: states that machines leave to the next one, each with a flag per tile.
+        carried [machines, 128 V, 128 K], of a scan [machines, 256, 128]: states that machines leave to the next one,
+        each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. starts
+        [segments, heads, 128 V, 128 K]: states in front of segments.
         """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
@@ -184,6 +190,7 @@ class Chain:
         at = pipeline.make_pipeline_state(consumer, stages.count)
         item_at = pipeline.make_pipeline_state(consumer, SLOTS)
         turn = I32(0)  # chunks stored so far: which output slot is next
+        partly = self.config.packed and not self.config.scan  # whether a chunk may not be full
 
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()
@@ -192,16 +199,17 @@ class Chain:
             if cutlass.const_expr(not self.config.packed):
                 batch = item.sequence
             head, column, chunks = item.head, item.tile + group, item.chunks
-            if item.row < 0:
-                self.outputs.clear(out, batch, token, length, head, column, tidx)
-            self.start(s, initial, carried, carried_flags, item, column, part_s)
+            if cutlass.const_expr(not self.config.scan):
+                if item.row < 0:
+                    self.outputs.clear(out, batch, token, length, head, column, tidx)
+            self.start(s, initial, carried, carried_flags, starts, item, column, part_s)
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             # A chunk that is not full has code of its own: its branches would hold up all others.
             first, last = I32(0), chunks
-            if cutlass.const_expr(self.config.packed):
+            if cutlass.const_expr(partly):
                 last = cutlass.min(chunks, length // CHUNK)
-            for partial in cutlass.range_constexpr(1 + self.config.packed):
+            for partial in cutlass.range_constexpr(1 + partly):
                 for c in cutlass.range(first, last, unroll=1):
                     s_a.store(as_operand(s, s_a).load().to(self.dtype))
                     ring.consumer_wait(at)
@@ -212,12 +220,16 @@ class Chain:
                         self.clear_past(sK[None, None, stage], left, group, tidx)
                     warpgroup.fence()
                     issue(mma_x, x, s_a, k[None, None, None, stage], True)
-                    issue(mma_x, o, s_a, q[None, None, None, stage], True)
+                    if cutlass.const_expr(not self.config.scan):
+                        issue(mma_x, o, s_a, q[None, None, None, stage], True)
                     self.load_values(
                         load_v, v_source[None, None, None, stage], v, left, lane, partial
                     )
                     cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
-                    warpgroup.wait_group(1)
+                    if cutlass.const_expr(self.config.scan):
+                        if column >= V_TILES:
+                            v.fill(0.0)
+                    warpgroup.wait_group(0 if self.config.scan else 1)
                     v_pairs = by_pairs(widened(v))
                     for n in cutlass.range_constexpr(CHUNK // 8):
                         for a in cutlass.range_constexpr(2):
@@ -229,9 +241,10 @@ class Chain:
                     issue(mma_u, x, x_a, inverse[None, None, None, stage], True)
                     for i in cutlass.range_constexpr(cute.size(s)):
                         s[i] = s[i] * total
-                    cute.autovec_copy(table[None, None, READ // CHUNK], factor)
-                    warpgroup.wait_group(1)
-                    self.scale(o_pairs, o_pairs, factor)
+                    if cutlass.const_expr(not self.config.scan):
+                        cute.autovec_copy(table[None, None, READ // CHUNK], factor)
+                        warpgroup.wait_group(1)
+                        self.scale(o_pairs, o_pairs, factor)
                     cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
                     warpgroup.wait_group(0)
                     self.scale(w, x_pairs, factor)
@@ -245,17 +258,19 @@ class Chain:
                         lo.store(rest.to(self.dtype))
                         warpgroup.fence()
                         issue(mma_s, s, lo, kt[None, None, None, stage], False)
-                    x_a.store(as_operand(x, x_a).load().to(self.operand))
-                    warpgroup.fence()
-                    issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
-                    if c > 0:
-                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                    if cutlass.const_expr(not self.config.scan):
+                        x_a.store(as_operand(x, x_a).load().to(self.operand))
+                        warpgroup.fence()
+                        issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
+                        if c > 0:
+                            self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(0)
                     # At the end: a copy may overtake reads before an arrival that comes right behind them.
                     release(ring, at)
                     at.advance()
-                    self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
-                    turn = turn + 1
+                    if cutlass.const_expr(not self.config.scan):
+                        self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                        turn = turn + 1
                     if cutlass.const_expr(self.config.checkpoints):
                         done = (item.chunk + c + 1) * CHUNK
                         if (left >= CHUNK) & (done % checkpoint_every == 0):
@@ -263,14 +278,21 @@ class Chain:
                             row = first + done // checkpoint_every - 1
                             self.put(s, part_s, checkpoints, row, head, column)
                 first, last = last, chunks
-            if chunks > 0:
-                self.outputs.finish(
-                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
-                )  # fmt: skip
+            if cutlass.const_expr(not self.config.scan):
+                if chunks > 0:
+                    self.outputs.finish(
+                        tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
+                    )  # fmt: skip
             if item.ends == CARRIED:
                 self.hand_over(s, carried, carried_flags, item, column, group, part_s, tidx)
-            elif cutlass.const_expr(self.config.final_state):
-                self.save(s, final, item, column, part_s)
+            else:
+                if cutlass.const_expr(self.config.scan):
+                    found = maps[item.ends - MAPPED, head, None, None]
+                    own = cute.local_tile(found, (V_TILE, HEAD_DIM), (column, 0))
+                    cute.autovec_copy(s, part_s.partition_C(own))
+                if cutlass.const_expr(self.config.final_state):
+                    if item.ends == 1:
+                        self.save(s, final, item, column, part_s)
             item = receive(Item, items, item_at, memory.items)
             item_at.advance()
         if tidx < 32:
@@ -332,13 +354,21 @@ class Chain:
 
     @cute.jit
     def start(
-        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, item: Item, column, part_s
+        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, starts, item: Item, column, part_s
     ):  # fmt: skip
-        """Sets the registers to the state in front of an item."""
+        """Sets the registers to the state in front of an item; those of a map of keys to the identity."""
         s.fill(0.0)
+        if cutlass.const_expr(self.config.scan):
+            if column >= V_TILES:
+                places = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
+                for i in cutlass.range_constexpr(cute.size(s)):
+                    row, key = places[i]
+                    s[i] = cutlass.select_(
+                        (column - V_TILES) * V_TILE + row == key, F32(1.0), F32(0.0)
+                    )
         if item.row >= 0:
             if item.begins == CARRIED:
-                flag = flags.iterator + (V_TILES * (item.machine - 1) + column)
+                flag = flags.iterator + (PLACES * (item.machine - 1) + column)
                 there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
                 while there == 0:
                     there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
@@ -346,8 +376,13 @@ class Chain:
                     carried[item.machine - 1, None, None], (V_TILE, HEAD_DIM), (column, 0)
                 )
                 cute.autovec_copy(part_s.partition_C(own), s)
-            elif cutlass.const_expr(self.config.initial_state):
-                if item.begins != 0:
+            if cutlass.const_expr(self.config.cut):
+                if item.begins >= MAPPED:
+                    start = starts[item.begins - MAPPED, item.head, None, None]
+                    own = cute.local_tile(start, (V_TILE, HEAD_DIM), (column, 0))
+                    cute.autovec_copy(part_s.partition_C(own), s)
+            if cutlass.const_expr(self.config.initial_state):
+                if item.begins == 1:
                     own = self.transposed(initial, item.row, item.head, column)
                     cute.autovec_copy(part_s.partition_C(own), s)
 
@@ -364,7 +399,7 @@ class Chain:
             cute.arch.fence_acq_rel_gpu()
             cute.arch.barrier(barrier_id=BARRIER_OUTPUT + group, number_of_threads=GROUP)
             if tidx == 0:
-                flag = flags.iterator + (V_TILES * item.machine + column)
+                flag = flags.iterator + (PLACES * item.machine + column)
                 cute.arch.store(flag, I32(1), sem="release", scope="gpu")
 
     @cute.jit

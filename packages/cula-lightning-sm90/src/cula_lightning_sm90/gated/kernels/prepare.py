@@ -147,6 +147,7 @@ class GatedDeltaPrepare:
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        segment: cutlass.Int32,
         ahead: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
@@ -157,7 +158,7 @@ class GatedDeltaPrepare:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
         self.kernel(
             tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags, scale, softplus_beta, threshold,
-            machines, share, ahead, q.shape[1],
+            machines, share, segment, ahead, q.shape[1],
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -179,6 +180,7 @@ class GatedDeltaPrepare:
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        segment: cutlass.Int32,
         ahead: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
@@ -216,7 +218,7 @@ class GatedDeltaPrepare:
             if group < GROUPS:
                 self.feed(
                     pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags,
-                    softplus_beta, threshold, machines, share, ahead, tokens, group, worker, workers,
+                    softplus_beta, threshold, machines, share, segment, ahead, tokens, group, worker, workers,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[2])
@@ -272,6 +274,7 @@ class GatedDeltaPrepare:
         threshold: cutlass.Float32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        segment: cutlass.Int32,
         ahead: cutlass.Int32,
         tokens: cutlass.Int32,
         group: cutlass.Int32,
@@ -290,7 +293,9 @@ class GatedDeltaPrepare:
         numbers, patience = machines * share, I32(PATIENCE)
         for first in cutlass.range(worker, numbers, 32 * workers, unroll=1):
             # Every lane finds one of the next 32 chunks.
-            found = self.find(cu_seqlens, first + lane * workers, machines, share, blocks, tokens)
+            found = self.find(
+                cu_seqlens, first + lane * workers, machines, share, segment, blocks, tokens
+            )
             for i in cutlass.range(32, unroll=1):
                 left = cute.arch.shuffle_sync(found[0], i)
                 if left > 0:
@@ -349,18 +354,21 @@ class GatedDeltaPrepare:
         return Place(group * slots + at.index, at.phase)
 
     @cute.jit
-    def find(self, cu_seqlens, number, machines, share, blocks: cute.Tensor, tokens):
+    def find(self, cu_seqlens, number, machines, share, segment, blocks: cute.Tensor, tokens):
         """Returns (tokens from the chunk to the end of its sequence, batch, first token, head, slot) of a number; no
         tokens where it has no chunk."""
         heads = blocks.shape[1]
         left, batch, token, head, slot = I32(0), I32(0), I32(0), I32(0), I32(0)
         if number < machines * share:
             total = blocks.shape[0] * heads
-            step = self.order.numbered(cu_seqlens, number, machines, share, total, heads, tokens)
+            step = self.order.numbered(
+                cu_seqlens, number, machines, share, total, heads, tokens, segment
+            )
             if step >= 0:
-                sequence, head, chunk, _ = self.order.find(cu_seqlens, step, heads, tokens)
-                batch, start, length, slot = self.order.tokens_of(cu_seqlens, sequence, tokens)
-                left, token, slot = length - chunk * CHUNK, start + chunk * CHUNK, slot + chunk
+                at = self.order.find(cu_seqlens, step, heads, tokens, segment)
+                batch, start, length, slot = self.order.tokens_of(cu_seqlens, at.sequence, tokens)
+                before = at.chunk * CHUNK
+                head, left, token, slot = at.head, length - before, start + before, slot + at.chunk
         return left, batch, token, head, slot
 
     # ---- a group ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
 """The recurrence: it computes what needs the state, and begins as soon as the first blocks are there.
 
-It is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of every block.
+Where sequences are cut, a scan runs first, for which a segment is a map: it turns a state S into M S + A. The scan walks
+from zero for A, and from the identity, with values of zero, for M. The states in front of the segments follow from these
+(`cula_core.delta_rule.kernels.merge`), and the recurrence walks through all segments side by side.
+
+The first one of both is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of every block.
 All CTAs of `prepare` have started by then, and wait for nothing themselves, so that no order of work can stop both.
 """
 
@@ -21,13 +25,14 @@ from ..config import (
     CHUNK,
     HEAD_DIM,
     LINE,
+    PLACES,
     TABLES,
     TRIANGLE,
     V_TILE,
     V_TILES,
     RecurrenceConfig,
 )
-from .chain import CARRIED, TALL, Chain, Item, Memory, Stages
+from .chain import CARRIED, MAPPED, TALL, Chain, Item, Memory, Stages
 from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
@@ -54,11 +59,12 @@ class GatedDeltaRecurrence:
 
     def __init__(self, config: RecurrenceConfig):
         self.config, self.tiles = config, config.tiles
-        self.per_machine = V_TILES // config.tiles
+        self.per_machine = config.columns // config.tiles
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         # A warpgroup per tile and two warps; registers move between whole warpgroups only.
         self.threads = GROUP * self.tiles + (64 if self.tiles == 1 else GROUP)
         self.stages = Stages(config)
+        self.of_q = not config.scan  # whether outputs are wanted
         self.chain, self.order = Chain(config, self.stages), Order(config.packed)
 
     @cute.jit
@@ -78,10 +84,13 @@ class GatedDeltaRecurrence:
         carried: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        segment: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
     ):
@@ -95,9 +104,10 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            cu_seqlens, carried, blocks, flags, null_slot, checkpoint_every, machines, share,
+            cu_seqlens, carried, blocks, flags, maps, starts, null_slot, checkpoint_every, machines, share, segment,
         ).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
+            use_pdl=self.config.waits,
         )  # fmt: skip
 
     @cute.kernel
@@ -122,10 +132,13 @@ class GatedDeltaRecurrence:
         carried: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        segment: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -144,7 +157,8 @@ class GatedDeltaRecurrence:
             num_stages=stages.count,
             producer_group=pipeline.CooperativeGroup(thread),
             consumer_group=pipeline.CooperativeGroup(thread, 4 * self.tiles),
-            tx_count=2 * (2 * WIDE + self.tiles * TALL + 2 * TRIANGLE + 2 * TABLES),
+            tx_count=2
+            * (self.of_q * (WIDE + TRIANGLE) + WIDE + self.tiles * TALL + TRIANGLE + 2 * TABLES),
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
@@ -169,15 +183,18 @@ class GatedDeltaRecurrence:
                 )  # fmt: skip
             if warp_idx == 4 * self.tiles + 1:
                 self.announce(
-                    items, memory, indices, targets, fresh, cu_seqlens, flags, null_slot, machines, share,
+                    items, memory, indices, targets, fresh, cu_seqlens, flags, null_slot, machines, share, segment,
                     blocks.shape[0] * blocks.shape[1], blocks.shape[1], out.shape[1],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[0])
+            carried_flags = flags.iterator
+            if cutlass.const_expr(self.config.waits):
+                carried_flags = carried_flags + machines * (share + 1) * LINE
             self.chain.run(
                 ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
-                cute.make_tensor(flags.iterator + machines * (share + 1) * LINE, cute.make_layout(V_TILES * machines)),
+                cute.make_tensor(carried_flags, cute.make_layout(PLACES * machines)), maps, starts,
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
@@ -206,6 +223,7 @@ class GatedDeltaRecurrence:
         null_slot: cutlass.Int32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
+        segment: cutlass.Int32,
         total: cutlass.Int32,
         heads: cutlass.Int32,
         tokens: cutlass.Int32,
@@ -216,28 +234,46 @@ class GatedDeltaRecurrence:
         # A ticket, because a machine waits for the one before it, which has to be there by then.
         counter = cute.make_tensor(flags.iterator + (flags.shape[0] - 1), cute.make_layout(1))
         ticket = draw(counter, lane)
-        machine = ticket // self.per_machine
-        place = machine * V_TILES + ticket % self.per_machine * self.tiles
-        begin, rest, cut, end = self.order.bounds(cu_seqlens, machine, share, total, heads, tokens)
+        machine, tile = ticket // self.per_machine, ticket % self.per_machine * self.tiles
+        place = machine * PLACES + tile
+        begin, rest, cut, end = self.order.bounds(
+            cu_seqlens, machine, share, total, heads, tokens, segment
+        )
         step, until, walked = cut, end, I32(0)
         while step >= 0:
             if step < until:
-                sequence, head, chunk, count = self.order.find(cu_seqlens, step, heads, tokens)
-                _, start, length, _ = self.order.tokens_of(cu_seqlens, sequence, tokens)
-                row, target, begins = self.states_of(sequence, indices, targets, fresh, null_slot)
-                steps = cutlass.min(until - step, count - chunk)
-                first = start + chunk * CHUNK
-                length = cutlass.max(cutlass.min(length - chunk * CHUNK, steps * CHUNK), 0)
-                begins = cutlass.select_(chunk > 0, I32(CARRIED), begins)
-                ends = cutlass.select_(chunk + steps < count, I32(CARRIED), I32(1))
-                post(
-                    items, item_at, memory.items,
-                    lambda: Item(
-                        1, first, chunk, length, sequence, row, target, begins, ends, head, place, walked
-                    ),
-                    lane,
-                )  # fmt: skip
-                item_at.advance()
+                at = self.order.find(cu_seqlens, step, heads, tokens, segment)
+                _, start, length, _ = self.order.tokens_of(cu_seqlens, at.sequence, tokens)
+                row, target, begins = self.states_of(
+                    at.sequence, indices, targets, fresh, null_slot
+                )
+                steps = cutlass.min(until - step, at.last - at.chunk)
+                first = start + at.chunk * CHUNK
+                length = cutlass.max(cutlass.min(length - at.chunk * CHUNK, steps * CHUNK), 0)
+                ends, wanted = I32(1), True
+                if cutlass.const_expr(self.config.scan or self.config.cut):
+                    of_segment = self.order.row_of_segments(
+                        at.sequence, start, at.first, tokens, segment
+                    )
+                    if cutlass.const_expr(self.config.scan):
+                        # The last segment is not scanned, and the first one begins with a state that is known.
+                        wanted = (not at.whole) & ((at.first > 0) | (tile < V_TILES))
+                        begins = cutlass.select_(at.first > 0, I32(0), begins)
+                        ends = MAPPED + of_segment
+                    else:
+                        begins = cutlass.select_(at.first > 0, MAPPED + of_segment, begins)
+                        ends = cutlass.select_(at.whole, I32(1), I32(0))
+                begins = cutlass.select_(at.chunk > at.first, I32(CARRIED), begins)
+                ends = cutlass.select_(at.chunk + steps < at.last, I32(CARRIED), ends)
+                if wanted:
+                    post(
+                        items, item_at, memory.items,
+                        lambda: Item(
+                            1, first, at.chunk, length, at.sequence, row, target, begins, ends, at.head, place, walked
+                        ),
+                        lane,
+                    )  # fmt: skip
+                    item_at.advance()
                 walked, step = walked + steps, step + steps
             else:
                 # The next of the three parts, or none.
@@ -275,13 +311,19 @@ class GatedDeltaRecurrence:
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
         sQ = self.stages.wide(base, self.stages.q)
         sK = self.stages.wide(base, self.stages.k)
-        group_q, group_k, group_v = heads // mQ.shape[2], heads // mK.shape[2], heads // mV.shape[2]
+        of_heads = [(tma_k, mK, heads // mK.shape[2], sK)]
+        if cutlass.const_expr(self.of_q):
+            of_heads.append((tma_q, mQ, heads // mQ.shape[2], sQ))
+        group_v = heads // mV.shape[2]
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()
         first_flag = item.machine * share
         progress = flags.iterator + (machines * share + item.machine) * LINE
+        if cutlass.const_expr(self.config.waits):
+            # A scan may have skipped what comes first, or all.
+            self.report(progress, item.walked, lane)
         while item.valid != 0:
             head, tile, batch = item.head, item.tile, I32(0)
             slot = item.token // CHUNK + item.sequence
@@ -292,32 +334,38 @@ class GatedDeltaRecurrence:
             for c in cutlass.range(item.chunks, unroll=1):
                 here = item.token + c * CHUNK
                 ring.producer_acquire(at)
-                self.report(progress, item.walked + c, lane)
+                if cutlass.const_expr(self.config.waits):
+                    self.report(progress, item.walked + c, lane)
                 full = ring.producer_get_barrier(at)
-                for tma, x, group, shared in ((tma_k, mK, group_k, sK), (tma_q, mQ, group_q, sQ)):
+                for tma, x, group, shared in of_heads:
                     place = shared[None, None, at.index]
                     load_tile(tma, x, here, head // group, batch, 0, place, full, EVICT_FIRST)
                 for i in cutlass.range_constexpr(self.tiles):
                     sV = self.stages.values(base, i)[None, None, at.index]
+                    # Beside the map of the keys there are no values; what is loaded then is not read.
+                    column = tile % V_TILES + i
                     load_tile(
-                        tma_v, mV, here, head // group_v, batch, tile + i, sV, full, EVICT_FIRST
+                        tma_v, mV, here, head // group_v, batch, column, sV, full, EVICT_FIRST
                     )
-                if c >= ready:
-                    flag = first_flag + item.walked + c
-                    ready = c + self.wait(flags, flag, item.chunks - c, lane)
+                if cutlass.const_expr(self.config.waits):
+                    if c >= ready:
+                        flag = first_flag + item.walked + c
+                        ready = c + self.wait(flags, flag, item.chunks - c, lane)
                 with cute.arch.elect_one():
                     self.fetch(bulk, blocks[slot + c, head, None], memory, at.index, full)
-                if cutlass.const_expr(self.tiles == V_TILES):
+                if cutlass.const_expr(self.tiles == V_TILES and not self.config.scan):
                     # What held the stage before has been read for the last time.
                     if c >= self.stages.count:
                         self.give_up(blocks[slot + c - self.stages.count, head, None], lane)
                 at.advance()
             item = receive(Item, items, item_at, memory.items)
             item_at.advance()
-            # Also where the item before had nothing to load.
-            self.report(progress, item.walked, lane)
-        # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
-        cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(self.config.waits):
+                # Also where the item before had nothing to load.
+                self.report(progress, item.walked, lane)
+        if cutlass.const_expr(self.config.waits):
+            # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def report(self, progress, walked, lane):
@@ -348,7 +396,10 @@ class GatedDeltaRecurrence:
     def fetch(self, bulk, block: cute.Tensor, memory: Memory, stage, barrier):
         """Loads a block into a stage."""
         source, first = block.iterator.align(128), stage * self.stages.size
-        for offset, place in ((INVERSE, self.stages.inverse), (PRODUCTS, self.stages.products)):
+        parts = [(INVERSE, self.stages.inverse)]
+        if cutlass.const_expr(self.of_q):
+            parts.append((PRODUCTS, self.stages.products))
+        for offset, place in parts:
             for there, here, size in panels(offset):
                 shared = view(memory.stages, first + place + here, size, unit=256)
                 cute.copy(
