@@ -19,6 +19,7 @@ from cula_lightning_sm90.gated import launch
 from cula_lightning_sm90.gated.config import (
     BLOCK,
     CHUNK,
+    ENDS,
     HEAD_DIM,
     PLACES,
     UNCUT,
@@ -243,7 +244,8 @@ def run(emulated) -> Callable[..., Outcome]:
             if case.packed:
                 offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
-            share = -(-slots * heads // case.machines)
+            steps = slots + ENDS * sequences if case.packed else slots
+            share = -(-steps * heads // case.machines)
             blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
             walk = Walk(case.tiles, case.machines, share)
             plan = Plan(walk, case.prepare_ctas, 1 << 20, case.segment)

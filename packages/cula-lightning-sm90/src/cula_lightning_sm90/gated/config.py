@@ -21,6 +21,8 @@ BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
 UNCUT = 1 << 24
 # Tiles of 64 columns that a machine may have: of v, and of the map of the keys.
 PLACES = 2 * V_TILES
+# Steps that the ends of a packed sequence count, beside those of its slots.
+ENDS = 1
 # Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
 LINE = 32
 ACTIVATION_DTYPES = ("bfloat16", "float16")

@@ -25,6 +25,7 @@ from .call import Call
 from .config import (
     BLOCK,
     CHUNK,
+    ENDS,
     HEAD_DIM,
     V_TILE,
     Config,
@@ -178,12 +179,13 @@ def run(
         if call.beta_logits:
             strength = "doubled logits" if call.doubled else "logits"
     slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
-    longest = -(-slots // call.sequences)
+    steps = slots if offsets is None else slots + ENDS * call.sequences
+    longest = -(-steps // call.sequences)
     if call.cu_seqlens_cpu is not None:
-        longest = max(1, -(-tensors.longest_sequence(call.cu_seqlens_cpu) // CHUNK))
+        longest = -(-tensors.longest_sequence(call.cu_seqlens_cpu) // CHUNK) + 1 + ENDS
     spread = planner(
         longest,
-        slots * heads,
+        steps * heads,
         multiprocessors or tensors.multiprocessors(q.device),
         call.intracard_cp,
     )

@@ -1,7 +1,7 @@
 """How the chunks of a call are spread over machines, and in which order they are walked through and prepared.
 
-A chain is a segment of a sequence, or all of it, and a state head; it has a step for every slot of the segment. All
-chains stand in a row, and a machine has `share` neighbouring steps: the rest of a chain, whole chains, and the beginning
+A chain is a segment of a sequence, or all of it, and a state head; it has a step for every slot of the segment, and the
+last one of a packed sequence one more for the time that its ends take. All chains stand in a row, and a machine has `share` neighbouring steps: the rest of a chain, whole chains, and the beginning
 of one. It walks through the beginning first, so that the next machine, which has the rest of that chain, does not wait
 for it: that comes last there.
 
@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cula_core.cute.types import I32
 from cula_core.delta_rule.kernels.block import first_slot_of
 
-from ..config import CHUNK
+from ..config import CHUNK, ENDS
 
 
 class Step(NamedTuple):
@@ -45,7 +45,7 @@ class Order:
     def find(self, cu_seqlens, step, heads, tokens, segment):
         """Returns a step of the row.
 
-        The last chunks of a packed sequence may have no tokens: its slots are counted without reading its neighbours.
+        The last steps of a packed sequence may have no tokens: its slots are counted without reading its neighbours.
         They belong to its last segment.
         """
         if cutlass.const_expr(self.packed):
@@ -53,12 +53,12 @@ class Order:
             low, high = I32(0), I32(cute.size(cu_seqlens) - 1)
             while high - low > 1:
                 middle = (low + high) // 2
-                if first_slot_of(cu_seqlens, middle) <= slot:
+                if self.first_of(cu_seqlens, middle) <= slot:
                     low = middle
                 else:
                     high = middle
-            first = first_slot_of(cu_seqlens, low)
-            chunks = first_slot_of(cu_seqlens, low + 1) - first
+            first = self.first_of(cu_seqlens, low)
+            chunks = self.first_of(cu_seqlens, low + 1) - first
             length = I32(cu_seqlens[low + 1]) - I32(cu_seqlens[low])
             step = step - first * heads
             return self.located(low, step // chunks, step % chunks, chunks, length, segment)
@@ -68,6 +68,16 @@ class Order:
             return self.located(
                 chain // heads, chain % heads, step % chunks, chunks, tokens, segment
             )
+
+    def first_of(self, cu_seqlens, sequence):
+        """Returns the first step of a packed sequence, of one head."""
+        return first_slot_of(cu_seqlens, sequence) + ENDS * sequence
+
+    def total(self, cu_seqlens, slots, heads):
+        """Returns the steps of the row of a call that has so many slots."""
+        if cutlass.const_expr(self.packed):
+            slots = slots + ENDS * (cute.size(cu_seqlens) - 1)
+        return slots * heads
 
     def located(self, sequence, head, chunk, chunks, length, segment):
         """Returns the step of a chunk of a sequence that has so many slots and tokens."""

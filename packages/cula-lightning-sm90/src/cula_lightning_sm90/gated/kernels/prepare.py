@@ -360,7 +360,7 @@ class GatedDeltaPrepare:
         heads = blocks.shape[1]
         left, batch, token, head, slot = I32(0), I32(0), I32(0), I32(0), I32(0)
         if number < machines * share:
-            total = blocks.shape[0] * heads
+            total = self.order.total(cu_seqlens, blocks.shape[0], heads)
             step = self.order.numbered(
                 cu_seqlens, number, machines, share, total, heads, tokens, segment
             )

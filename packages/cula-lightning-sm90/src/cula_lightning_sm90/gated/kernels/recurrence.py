@@ -184,7 +184,7 @@ class GatedDeltaRecurrence:
             if warp_idx == 4 * self.tiles + 1:
                 self.announce(
                     items, memory, indices, targets, fresh, cu_seqlens, flags, null_slot, machines, share, segment,
-                    blocks.shape[0] * blocks.shape[1], blocks.shape[1], out.shape[1],
+                    self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1]), blocks.shape[1], out.shape[1],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
