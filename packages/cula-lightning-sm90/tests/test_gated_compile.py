@@ -56,6 +56,16 @@ RECURRENCE = OPERANDS | {
         (True, True, True, True, True, True),
     ),
     "checkpoints": (True, False),
+    "cut": (True, False),
+}
+SCAN = OPERANDS | {
+    "state_v_first": (True, False),
+    # (initial_state, final_state, indexed, redirected, fresh, in_place)
+    "states": (
+        (False, False, False, False, False, False),
+        (True, False, False, False, True, False),
+        (True, False, True, False, False, False),
+    ),
 }
 
 
@@ -63,9 +73,10 @@ def config_of(case: dict) -> Config:
     operands = [case[name] for name in OPERANDS]
     if "gate" in case:
         return PrepareConfig(*operands, *case["gate"], *case["strength"])
-    return RecurrenceConfig(
-        *operands, case["tiles"], case["state_v_first"], *case["states"], case["checkpoints"]
-    )
+    walk = (case["state_v_first"], *case["states"])
+    if "cut" not in case:
+        return RecurrenceConfig(*operands, 2, *walk, scan=True)
+    return RecurrenceConfig(*operands, case["tiles"], *walk, case["checkpoints"], cut=case["cut"])
 
 
 def possible(case: dict) -> bool:
@@ -74,7 +85,7 @@ def possible(case: dict) -> bool:
 
 CONFIGS = [
     config_of(case)
-    for factors in (PREPARE, RECURRENCE)
+    for factors in (PREPARE, RECURRENCE, SCAN)
     for case in covering_cases(factors, possible)
 ]
 
@@ -89,7 +100,10 @@ def test_machine_code(config):
     unit = launch.unit(config)
     kernel, ptx, log = report(unit).kernel, artifacts(unit).ptx, artifacts(unit).log
     walks = isinstance(config, RecurrenceConfig)
-    resources.check(kernel, expect=("HGMMA", "UTMALDG", "UBLKCP", *(("UTMASTG",) if walks else ())))
+    writes = walks and not config.scan
+    resources.check(
+        kernel, expect=("HGMMA", "UTMALDG", "UBLKCP", *(("UTMASTG",) if writes else ()))
+    )
     assert "spill stores" in log and "serialized" not in log
     spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
     assert spilled == (0, 0, 0, 0)
@@ -112,15 +126,17 @@ def test_machine_code(config):
     # Asking for more by the instruction that gives back, or the other way round, is illegal on the card.
     for direction, count in re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx):
         assert (int(count) > given) == (direction == "inc")
-    assert ptx.count("griddepcontrol.wait") == walks
+    assert ptx.count("griddepcontrol.wait") == (walks and config.waits)
     assert ptx.count("griddepcontrol.launch_dependents") == (not walks)
     if walks:
-        # Two products with the state, two with T' and Aqk, and the update in one term or two.
+        # Products with the state, with T' and Aqk, and the update in one term or two; in code of its own once more for
+        # a chunk that is not full. A scan needs half of the others.
         terms = 2 if config.two_terms else 1
-        assert kernel.count("HGMMA") == 2 * 8 + (2 + terms) * 4
-        assert kernel.count("WARPGROUP.ARRIVE") == 4 + (terms - 1)
+        copies = 1 + (config.packed and writes)
+        assert kernel.count("HGMMA") == copies * ((1 + writes) * (8 + 4) + 4 * terms)
+        assert kernel.count("WARPGROUP.ARRIVE") >= copies * (2 + terms + writes)
         # One wait per place where results are used: the compiler adds some where it does not trust the code.
-        assert kernel.count("WARPGROUP.DEPBAR") == 4
+        assert kernel.count("WARPGROUP.DEPBAR") == copies * (3 + writes)
     else:
         assert kernel.count("HGMMA") == 2 * 8
         assert kernel.count("WARPGROUP.DEPBAR") == 1

@@ -381,25 +381,61 @@ def test_sequences_do_not_see_each_other(run, dtype, l2norm):
     assert found.out[:, starts[3] : starts[4]].isnan().all()
 
 
-# The emulator runs a kernel after the one before it, so that nothing waits for flags, and what orders memory between
-# both has no effect. Products of one wait may be one group. It takes a later fence of another thread for one of the
-# writer, runs a warp's matrix copies in step, and keeps memory longer than its CTA.
-UNNOTICED = {"of_prepare": Counter(), "of_recurrence": Counter()}
+# What goes unnoticed, and why:
+# - The emulator runs a kernel after the one before it. So nothing waits for flags, and what orders memory between both
+#   has no effect: fences of all the GPU, the barrier and the wait for writes behind which the writers set flags. States
+#   that machines leave to each other are written before the other CTA begins.
+# - Products that one wait waits for may be one group: products of k and of q, and both terms of the update with Aqk u.
+# - It takes a later fence of another thread for one of the writer: the fence behind reads of k and q.
+# - It runs a warp's matrix copies in step, so that barriers of a warp before its lane arrives change nothing, and keeps
+#   memory longer than its CTA: the wait for the last outputs.
+# - Behind the barrier of the tile that clears keys comes that of all tiles; where there is one it is needed.
+UNNOTICED = {
+    "of_prepare": Counter(
+        {
+            "bar.sync 4": 1,
+            "bar.warp.sync": 2,
+            "cp.async.bulk.wait_group 0": 1,
+            "fence.acq_rel.gpu": 1,
+            "fence.proxy.async.shared::cta": 1,
+            "wgmma.commit_group.sync.aligned": 1,
+        }
+    ),
+    "of_recurrence": Counter(
+        {
+            "bar.sync": 1,
+            "bar.sync 1": 1,
+            "bar.warp.sync": 1,
+            "cp.async.bulk.wait_group 0": 1,
+            "fence.acq_rel.gpu": 2,
+            "wgmma.commit_group.sync.aligned": 4,
+        }
+    ),
+    "of_scan": Counter(
+        {
+            "bar.sync": 1,
+            "fence.acq_rel.gpu": 2,
+            "wgmma.commit_group.sync.aligned": 1,
+        }
+    ),
+}
 
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("mutated", UNNOTICED)
 def test_every_wait_matters(run, mutated):
-    """One CTA with more items, and more chunks, than there are slots for."""
-    lengths = (400, 60, 0, 128, 30)
-    call = make_call(Case(lengths, True, state="indexed", machines=1, prepare_ctas=1))
+    """CTAs with more items, and more chunks, than there are slots for; one leaves a state to the other."""
+    case = Case((70, 60, 192, 400, 30), True, (1, 1, 2), state="indexed", prepare_ctas=1)
+    if mutated == "of_scan":
+        case = Case((1100,), segment=4, prepare_ctas=1)
+    call = make_call(case)
     before = run(call)
 
     def check(options) -> None:
         found = run(call, **{mutated: vars(options)})
         assert same(found.out, before.out) and same(found.states, before.states)
 
-    config = call.case.prepare if mutated == "of_prepare" else call.case.recurrence
+    config = getattr(case, mutated.removeprefix("of_"))
     report = mutation.run(check, run.compiled(config), schedules=mutation.SCHEDULES[:3])
     assert mutation.opcodes(report.unnoticed) == UNNOTICED[mutated], str(report)
     assert not report.not_reached, str(report)

@@ -1,4 +1,4 @@
-"""What is fixed when a kernel of the gated delta rule is compiled, and how its two kernels share memory. Pure Python."""
+"""What is fixed when kernels of the gated delta rule are compiled, and how they share memory. Pure Python."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class RecurrenceConfig(Operands):
     """Static facts of the kernel that walks through the chunks.
 
     scan: it only finds what every segment but the last ones of sequences does to a state. cut: segments begin with
-    states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that they begin and end with
-    through indices, of which negative ones are padding. fresh: some sequences begin at zero whatever their states are.
-    in_place: final states replace those of the pool.
+    states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that they
+    begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero whatever
+    their states are. in_place: final states replace those of the pool.
     """
 
     tiles: int = 1

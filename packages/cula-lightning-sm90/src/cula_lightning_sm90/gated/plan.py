@@ -50,9 +50,9 @@ class Walk:
 class Plan:
     """How a call is spread out.
 
-    first: the recurrence, or a scan, beside the kernel of `prepare_ctas` CTAs that prepares steps up to `ahead` of those
-    that a machine has come to. segment: chunks of a segment, UNCUT where sequences are whole. second: the recurrence
-    behind a scan.
+    first: the recurrence, or a scan, beside the kernel of `prepare_ctas` CTAs that prepares steps up to `ahead` of
+    those that a machine has come to. segment: chunks of a segment, UNCUT where sequences are whole. second: the
+    recurrence behind a scan.
     """
 
     first: Walk
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def flags(self) -> tuple[int, int]:
-        """Words for flags of both walks: of chunks, of machines' progress, of states between machines, and a counter."""
+        """Words for flags of both walks: of chunks, of machines' progress, of states between machines, a counter."""
         first, second = self.first, self.second
         return (
             first.machines * ((first.share + 1) * LINE + PLACES) + 1,

@@ -295,8 +295,9 @@ class Chain:
                         self.save(s, final, item, column, part_s)
             item = receive(Item, items, item_at, memory.items)
             item_at.advance()
-        if tidx < 32:
-            cute.arch.cp_async_bulk_wait_group(0)
+        if cutlass.const_expr(not self.config.scan):
+            if tidx < 32:
+                cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def scale(self, scaled: cute.Tensor, pairs: cute.Tensor, factor: cute.Tensor):

@@ -1,6 +1,5 @@
 """What the roles of both kernels share: a chunk's block in global memory, tables over tokens, views and barriers."""
 
-import cutlass
 import cutlass.cute as cute
 
 from cula_core.cute.memory import repeated

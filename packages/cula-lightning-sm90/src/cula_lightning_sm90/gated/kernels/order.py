@@ -1,9 +1,9 @@
 """How the chunks of a call are spread over machines, and in which order they are walked through and prepared.
 
 A chain is a segment of a sequence, or all of it, and a state head; it has a step for every slot of the segment, and the
-last one of a packed sequence one more for the time that its ends take. All chains stand in a row, and a machine has `share` neighbouring steps: the rest of a chain, whole chains, and the beginning
-of one. It walks through the beginning first, so that the next machine, which has the rest of that chain, does not wait
-for it: that comes last there.
+last one of a packed sequence one more for the time that its ends take. All chains stand in a row, and a machine has
+`share` neighbouring steps: the rest of a chain, whole chains, and the beginning of one. It walks through the beginning
+first, so that the next machine, which has the rest of that chain, does not wait for it: that comes last there.
 
 What is prepared is numbered so that every machine finds its first step before any finds its second.
 """

@@ -1,11 +1,12 @@
 """The recurrence: it computes what needs the state, and begins as soon as the first blocks are there.
 
-Where sequences are cut, a scan runs first, for which a segment is a map: it turns a state S into M S + A. The scan walks
-from zero for A, and from the identity, with values of zero, for M. The states in front of the segments follow from these
-(`cula_core.delta_rule.kernels.merge`), and the recurrence walks through all segments side by side.
+Where sequences are cut, a scan runs first, for which a segment is a map: it turns a state S into M S + A. The scan
+walks from zero for A, and from the identity, with values of zero, for M. The states in front of segments follow from
+these (`cula_core.delta_rule.kernels.merge`), and the recurrence walks through all segments side by side.
 
-The first one of both is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of every block.
-All CTAs of `prepare` have started by then, and wait for nothing themselves, so that no order of work can stop both.
+The first of both is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of
+every block. All CTAs of `prepare` have started by then, and none waits for it for ever, so that no order of work can
+stop both.
 """
 
 import cutlass
