@@ -97,9 +97,9 @@ class RecurrenceConfig(Operands):
     """Static facts of the kernel that walks through the chunks.
 
     scan: it only finds what every segment but the last ones of sequences does to a state. cut: segments begin with
-    states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that they
-    begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero whatever
-    their states are. in_place: final states replace those of the pool.
+    states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that
+    they begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero
+    whatever their states are. in_place: final states replace those of the pool.
     """
 
     tiles: int = 1

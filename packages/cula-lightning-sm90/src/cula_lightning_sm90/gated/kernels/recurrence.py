@@ -4,8 +4,8 @@ Where sequences are cut, a scan runs first, for which a segment is a map: it tur
 walks from zero for A, and from the identity, with values of zero, for M. The states in front of segments follow from
 these (`cula_core.delta_rule.kernels.merge`), and the recurrence walks through all segments side by side.
 
-The first of both is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of
-every block. All CTAs of `prepare` have started by then, and none waits for it for ever, so that no order of work can
+The first of both is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag
+of every block. All CTAs of `prepare` have started by then, and none waits for it for ever, so that no order of work can
 stop both.
 """
 
