@@ -24,7 +24,7 @@ def assert_walks(walk: Walk, longest: int, total: int) -> None:
 def test_plans_fit_the_card(longest, count, choice):
     for chains in CHAINS:
         total = longest * chains
-        found = plan(longest, total, count, choice)
+        found = plan(longest, longest, total, count, choice)
         first, second = found.first, found.second
         # A card that has no multiprocessor left beside the smallest walk runs one kernel after the other.
         least = first.columns // first.tiles
@@ -44,7 +44,7 @@ def test_plans_fit_the_card(longest, count, choice):
 
 
 def test_one_multiprocessor_is_enough():
-    found = plan(3, 12, 1)
+    found = plan(3, 3, 12, 1)
     assert found.first.machines == 1 and found.prepare_ctas == 1
 
 
@@ -61,14 +61,20 @@ def test_one_multiprocessor_is_enough():
     ],
 )
 def test_what_was_the_fastest_on_an_h200(longest, chains, tiles, machines):
-    found = plan(longest, longest * chains, 132)
+    found = plan(longest, longest, longest * chains, 132)
     assert found.second is None and found.first.tiles == tiles
     assert machines[0] <= found.first.machines <= machines[1]
+
+
+def test_short_chains_take_more_machines():
+    """Where 20 sequences, of 15 steps on average, are packed, whether or not the longest one is known."""
+    unknown, known = (plan(longest, 15, 9472, 132).first.machines for longest in (15, 59))
+    assert unknown == known >= 84
 
 
 @pytest.mark.parametrize("longest, chains", [(1024, 8), (512, 8), (256, 8), (128, 4), (256, 16)])
 def test_few_long_chains_are_cut(longest, chains):
     """Where that was faster on an H200."""
-    found = plan(longest, longest * chains, 132)
+    found = plan(longest, longest, longest * chains, 132)
     assert isinstance(found, Plan) and found.second is not None
     assert found.second.machines >= 4 * chains

@@ -180,11 +180,12 @@ def run(
             strength = "doubled logits" if call.doubled else "logits"
     slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
     steps = slots if offsets is None else slots + ENDS * call.sequences
-    longest = -(-steps // call.sequences)
+    longest = usual = -(-steps // call.sequences)
     if call.cu_seqlens_cpu is not None:
         longest = -(-tensors.longest_sequence(call.cu_seqlens_cpu) // CHUNK) + 1 + ENDS
     spread = planner(
         longest,
+        usual,
         steps * heads,
         multiprocessors or tensors.multiprocessors(q.device),
         call.intracard_cp,

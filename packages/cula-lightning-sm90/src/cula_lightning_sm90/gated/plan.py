@@ -72,13 +72,15 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(longest: int, total: int, multiprocessors: int, intracard_cp: str = "auto") -> Plan:
+def plan(
+    longest: int, usual: int, total: int, multiprocessors: int, intracard_cp: str = "auto"
+) -> Plan:
     """Returns the fastest way by a model of the kernels.
 
-    longest: chunks of the longest sequence, as far as it is known. total: steps of all chains. intracard_cp: "off":
-    sequences stay whole, "on": they are cut, "auto": where it pays.
+    longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
+    all chains. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto": where it pays.
     """
-    least, best = _beside(longest, total, multiprocessors, V_TILES)
+    least, best = _beside(longest, usual, total, multiprocessors, V_TILES)
     if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
         return best
     least = least / GAIN if intracard_cp == "auto" else float("inf")
@@ -86,8 +88,8 @@ def plan(longest: int, total: int, multiprocessors: int, intracard_cp: str = "au
     while longest // parts >= MIN_SEGMENT_CHUNKS:
         segment = -(-longest // parts)
         if segment != previous:
-            scan_us, scan = _beside(segment, total, multiprocessors, PLACES)
-            walk_us, walk = _alone(segment, total, multiprocessors)
+            scan_us, scan = _beside(segment, usual, total, multiprocessors, PLACES)
+            walk_us, walk = _alone(segment, usual, total, multiprocessors)
             time = scan_us + MERGE_US + (parts - 2) * MERGE_STEP_US + walk_us + CUT_US
             if time < least:
                 least, best = time, Plan(scan.first, scan.prepare_ctas, scan.ahead, segment, walk)
@@ -103,19 +105,21 @@ def _walks(longest: int, total: int, tiles: int, most: int, columns: int) -> Ite
             yield Walk(tiles, machines, share, columns)
 
 
-def _pace(walk: Walk, longest: int) -> float:
-    """Returns the time of a chunk."""
-    chain = SCAN_US if walk.columns == PLACES else CHAIN_US[walk.tiles]
-    return chain + CTA_US[walk.tiles] * walk.ctas + ENDS_US / longest
+def _pace(walk: Walk, chain: int) -> float:
+    """Returns the time of a chunk of chains of a length."""
+    pace = SCAN_US if walk.columns == PLACES else CHAIN_US[walk.tiles]
+    return pace + CTA_US[walk.tiles] * walk.ctas + ENDS_US / chain
 
 
-def _beside(longest: int, total: int, multiprocessors: int, columns: int) -> tuple[float, Plan]:
+def _beside(
+    longest: int, usual: int, total: int, multiprocessors: int, columns: int
+) -> tuple[float, Plan]:
     """Returns the time, and the way, where chunks are prepared at the same time."""
     least, best = float("inf"), None
     for tiles in CHAIN_US if columns == V_TILES else (2,):
         most = max((multiprocessors - 1) * tiles // columns, 1)
         for walk in _walks(longest, total, tiles, most, columns):
-            walk_us = walk.share * _pace(walk, longest)
+            walk_us = walk.share * _pace(walk, min(longest, usual))
             left = max(multiprocessors - walk.ctas, 1)
             # They slow each other down.
             time = (walk_us**8 + (total * PREPARE_US / left) ** 8) ** 0.125
@@ -127,10 +131,10 @@ def _beside(longest: int, total: int, multiprocessors: int, columns: int) -> tup
     return least, best
 
 
-def _alone(longest: int, total: int, multiprocessors: int) -> tuple[float, Walk]:
+def _alone(longest: int, usual: int, total: int, multiprocessors: int) -> tuple[float, Walk]:
     """Returns the time, and the way, of a recurrence whose chunks are all prepared."""
     ways = [
-        (walk.share * _pace(walk, longest), walk)
+        (walk.share * _pace(walk, min(longest, usual)), walk)
         for tiles in CHAIN_US
         for walk in _walks(
             longest, total, tiles, max(multiprocessors * tiles // V_TILES, 1), V_TILES
