@@ -22,7 +22,10 @@ def _call(problem: Setting, x: Inputs, out: torch.Tensor | None = None) -> Calla
 
     y = x.gated
     offsets = None if y.offsets is None else y.offsets.int32
-    options = {"output_final_state": True, "cu_seqlens": offsets, "out": out}
+    host = None if y.offsets is None else y.offsets.host
+    options = {
+        "output_final_state": True, "cu_seqlens": offsets, "cu_seqlens_cpu": host, "out": out
+    }  # fmt: skip
     return lambda: chunk_gated_delta_rule(y.q, y.k, y.v, y.gate, x.beta, **options)
 
 

@@ -71,6 +71,9 @@ GATED: dict[str, Callable[[], dict[str, Any]]] = {
     "gated, pool, checkpoints": lambda: good_arguments("packed") | NORM,
     "gated, V first": lambda: good_arguments("packed") | NORM | {"state_v_first": True},
     "gated, log decays": lambda: arguments(Case((1, 1, 2), tuple(LENGTHS), True, True, None)),
+    "gated, cut": lambda: (
+        arguments(Case((1, 1, 2), (2100, 64), True, True, None)) | {"use_intracard_cp": True}
+    ),
     "gated, nothing optional": lambda: arguments(Case((2, 1, 1), (130,), False, False, None)),
 }
 
@@ -78,7 +81,7 @@ GATED: dict[str, Callable[[], dict[str, Any]]] = {
 def gated_errors(make_arguments: Callable[[], dict[str, Any]]) -> str:
     """Errors of outputs and of states; raises where one is too large."""
     a = make_arguments()
-    left_out = ("out", "output_final_state")
+    left_out = ("out", "output_final_state", "use_intracard_cp")
     want = gated_delta_rule(**{name: x for name, x in a.items() if name not in left_out})
     there = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in a.items()}
     o, state = chunk_gated_delta_rule(**there)

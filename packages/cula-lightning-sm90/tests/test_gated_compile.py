@@ -11,20 +11,29 @@ from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90.config import SHARED_MEMORY
 from cula_lightning_sm90.gated import launch
-from cula_lightning_sm90.gated.config import ACTIVATION_DTYPES, Config, TableConfig
-from cula_lightning_sm90.gated.kernels.prefill import REGISTERS, THREADS
+from cula_lightning_sm90.gated.config import (
+    ACTIVATION_DTYPES,
+    Config,
+    PrepareConfig,
+    RecurrenceConfig,
+)
+from cula_lightning_sm90.gated.kernels import prepare, recurrence
 from cula_testing.compiled import assert_closed, report
 
-FACTORS = {
+OPERANDS = {
     "dtype": ACTIVATION_DTYPES,
     "operand": ("float16", "bfloat16"),
-    # (gate, bias, gate_dtype)
+    "l2norm": (True, False),
+    "index_dtype": (None, "int32", "int64"),
+}
+PREPARE = OPERANDS | {
+    # (gate, gate_dtype, bias)
     "gate": (
-        (None, False, "float32"),
-        ("log", False, "float32"),
-        ("log", False, "bfloat16"),
-        ("softplus", False, "float16"),
-        ("softplus", True, "bfloat16"),
+        (None, "float32", False),
+        ("log", "float32", False),
+        ("log", "bfloat16", False),
+        ("softplus", "float16", False),
+        ("softplus", "bfloat16", True),
     ),
     # (strength, strength_dtype)
     "strength": (
@@ -33,8 +42,10 @@ FACTORS = {
         ("logits", "bfloat16"),
         ("doubled logits", "float16"),
     ),
-    "l2norm": (True, False),
-    "packed": (True, False),
+}
+RECURRENCE = OPERANDS | {
+    "tiles": (1, 2),
+    "state_v_first": (True, False),
     # (initial_state, final_state, indexed, redirected, fresh, in_place)
     "states": (
         (False, True, False, False, False, False),
@@ -44,86 +55,93 @@ FACTORS = {
         (True, True, True, False, True, True),
         (True, True, True, True, True, True),
     ),
-    "state_v_first": (True, False),
     "checkpoints": (True, False),
+    "cut": (True, False),
+}
+SCAN = OPERANDS | {
+    "state_v_first": (True, False),
+    # (initial_state, final_state, indexed, redirected, fresh, in_place)
+    "states": (
+        (False, False, False, False, False, False),
+        (True, False, False, False, True, False),
+        (True, False, True, False, False, False),
+    ),
 }
 
 
 def config_of(case: dict) -> Config:
-    gate, bias, gate_dtype = case["gate"]
-    strength, strength_dtype = case["strength"]
-    initial, final, indexed, redirected, fresh, in_place = case["states"]
-    return Config(
-        case["dtype"], case["operand"], gate, gate_dtype, bias, strength, strength_dtype, case["l2norm"],
-        case["packed"], case["state_v_first"], initial, final, indexed, redirected, fresh, in_place,
-        case["checkpoints"],
-    )  # fmt: skip
+    operands = [case[name] for name in OPERANDS]
+    if "gate" in case:
+        return PrepareConfig(*operands, *case["gate"], *case["strength"])
+    walk = (case["state_v_first"], *case["states"])
+    if "cut" not in case:
+        return RecurrenceConfig(*operands, 2, *walk, scan=True)
+    return RecurrenceConfig(*operands, case["tiles"], *walk, case["checkpoints"], cut=case["cut"])
 
 
 def possible(case: dict) -> bool:
     return config_of(case).illegal() is None
 
 
-CONFIGS = [config_of(case) for case in covering_cases(FACTORS, possible)]
-# What asks most of registers.
-CONFIGS += [
-    Config(
-        dtype, gate="softplus", gate_dtype="bfloat16", bias=True, strength="logits", strength_dtype="bfloat16",
-        l2norm=True, packed=True, state_v_first=v_first, initial_state=True, indexed=True, redirected=True,
-        fresh=True, in_place=True, checkpoints=True,
-    )
-    for dtype in ACTIVATION_DTYPES
-    for v_first in (True, False)
-]  # fmt: skip
+CONFIGS = [
+    config_of(case)
+    for factors in (PREPARE, RECURRENCE, SCAN)
+    for case in covering_cases(factors, possible)
+]
 
 
 def label(config: Config) -> str:
-    flags = (
-        "l2norm",
-        "packed",
-        "state_v_first",
-        "initial_state",
-        "indexed",
-        "in_place",
-        "checkpoints",
-    )
-    named = "".join(f"-{name}" for name in flags if getattr(config, name))
-    return f"{config.dtype}-{config.operand}-{config.gate}-{config.strength}{named}"
+    facts = [str(value) for value in vars(config).values()]
+    return "-".join((type(config).__name__.removesuffix("Config"), *facts)).replace(" ", "_")
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_machine_code(config):
     unit = launch.unit(config)
     kernel, ptx, log = report(unit).kernel, artifacts(unit).ptx, artifacts(unit).log
-    resources.check(kernel, expect=("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"))
+    walks = isinstance(config, RecurrenceConfig)
+    writes = walks and not config.scan
+    resources.check(
+        kernel, expect=("HGMMA", "UTMALDG", "UBLKCP", *(("UTMASTG",) if writes else ()))
+    )
     assert "spill stores" in log and "serialized" not in log
-    assert kernel.threads == (THREADS, 1, 1)
     spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
     assert spilled == (0, 0, 0, 0)
     assert not re.search(r"\b(ld|st)\.local|\.local \.", ptx)
     assert kernel.shared_bytes == 0 and kernel.dynamic_shared_bytes <= SHARED_MEMORY
 
-    # What the roles ask for adds up to what the launch gives.
+    # What the warpgroups ask for adds up to what the launch gives.
     asked = set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))
-    assert asked == set(REGISTERS)
-    chain, helpers, rest = REGISTERS
     given = kernel.registers
-    assert given == 65536 // THREADS // 8 * 8
-    assert 128 * (chain + 3 * helpers + rest) <= given * THREADS
+    if not walks:
+        assert kernel.threads == (prepare.THREADS, 1, 1) and asked == set(prepare.REGISTERS)
+        makers, feeders, writers = prepare.REGISTERS
+        assert prepare.GROUPS * makers + feeders + writers <= given * prepare.THREADS // 128
+    elif config.tiles == 2:
+        many, few = recurrence.REGISTERS
+        assert kernel.threads == (384, 1, 1) and asked == {many, few}
+        assert 2 * many + few <= 3 * given
+    else:
+        assert kernel.threads == (192, 1, 1) and not asked
     # Asking for more by the instruction that gives back, or the other way round, is illegal on the card.
     for direction, count in re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx):
         assert (int(count) > given) == (direction == "inc")
-    assert ptx.count("griddepcontrol.wait") == config.packed
-
-    # q k^T, k k^T, two products with the state, two with the inverse and Aqk, and the update in one term or two.
-    terms = 2 if config.two_terms else 1
-    assert kernel.count("HGMMA") == 4 * 8 + (2 + terms) * 4
-    assert kernel.count("UTMALDG") == 2 * 2 + 1
-    assert kernel.count("WARPGROUP.ARRIVE") == 6 + (terms - 1)
-    # One wait per place where results are used: the compiler adds some where it does not trust the code.
-    assert kernel.count("WARPGROUP.DEPBAR") == 6
+    assert ptx.count("griddepcontrol.wait") == (walks and config.waits)
+    assert ptx.count("griddepcontrol.launch_dependents") == (not walks)
+    if walks:
+        # Products with the state, with T' and Aqk, and the update in one term or two; in code of its own once more for
+        # a chunk that is not full. A scan needs half of the others.
+        terms = 2 if config.two_terms else 1
+        copies = 1 + (config.packed and writes)
+        assert kernel.count("HGMMA") == copies * ((1 + writes) * (8 + 4) + 4 * terms)
+        assert kernel.count("WARPGROUP.ARRIVE") >= copies * (2 + terms + writes)
+        # One wait per place where results are used: the compiler adds some where it does not trust the code.
+        assert kernel.count("WARPGROUP.DEPBAR") == copies * (3 + writes)
+    else:
+        assert kernel.count("HGMMA") == 2 * 8
+        assert kernel.count("WARPGROUP.DEPBAR") == 1
 
 
 def test_the_keys_of_kernels_hold_every_source_that_makes_them():
-    for config in (TableConfig("int32"), Config("bfloat16")):
+    for config in (PrepareConfig("bfloat16"), RecurrenceConfig("bfloat16")):
         assert_closed(launch.unit(config))

@@ -11,25 +11,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula_core.cute.schedule import COLUMNS
+from cula_core.delta_rule.config import MergeConfig, chunk_slots
 from cula_core.reference.gated_delta_rule import Outcome, gated_delta_rule
 from cula_emulator import mutation
 from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90.gated import launch
-from cula_lightning_sm90.gated.config import HEAD_DIM, Config, TableConfig
+from cula_lightning_sm90.gated.config import (
+    BLOCK,
+    CHUNK,
+    ENDS,
+    HEAD_DIM,
+    PLACES,
+    UNCUT,
+    V_TILE,
+    Config,
+    PrepareConfig,
+    RecurrenceConfig,
+)
+from cula_lightning_sm90.gated.plan import Plan, Walk
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import normals
 
 MAX_ERROR = 3e-3
-WHOLE = 1 << 30  # tokens of a segment: sequences stay whole
 NULL_SLOT = 7  # of the tests with indices: a padding row beside the negative ones
 PACKED = (70, 0, 1, 64, 130)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected"."""
+    """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected". segment: of how many
+    chunks; a scan runs on `machines` too."""
 
     lengths: tuple[int, ...]
     packed: bool = False
@@ -44,34 +56,68 @@ class Case:
     v_first: bool = False
     fresh: bool = False
     every: int = 0
-    ctas: int = 132
+    tiles: int = 2
+    machines: int = 2
+    prepare_ctas: int = 2
+    segment: int = UNCUT
 
     @property
-    def config(self) -> Config:
+    def index_dtype(self) -> str | None:
+        return "int32" if self.packed else None
+
+    @property
+    def prepare(self) -> PrepareConfig:
+        return PrepareConfig(
+            self.dtype, self.operand, self.l2norm, self.index_dtype, self.gate, self.gate_dtype,
+            bias=self.gate == "softplus", strength=self.strength, strength_dtype=self.gate_dtype,
+        )  # fmt: skip
+
+    @property
+    def recurrence(self) -> RecurrenceConfig:
         in_place = self.state in ("in place", "redirected")
-        return Config(
-            self.dtype, self.operand, self.gate, self.gate_dtype, bias=self.gate == "softplus", strength=self.strength,
-            strength_dtype=self.gate_dtype, l2norm=self.l2norm, packed=self.packed, state_v_first=self.v_first,
+        return RecurrenceConfig(
+            self.dtype, self.operand, self.l2norm, self.index_dtype, self.tiles, state_v_first=self.v_first,
             initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
             redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place, checkpoints=self.every > 0,
+            cut=self.segment < UNCUT,
+        )  # fmt: skip
+
+    @property
+    def scan(self) -> RecurrenceConfig:
+        return replace(
+            self.recurrence, tiles=2, final_state=False, redirected=False, in_place=False, checkpoints=False, scan=True,
+            cut=False,
         )  # fmt: skip
 
 
 CASES = {
     "one head": Case((150,)),
-    "full chunks": Case((128,), state="given"),
+    "full chunks": Case((128,), state="given", tiles=1),
     "nothing optional": Case((70,), gate=None, strength=None, l2norm=False),
     "packed, grouped values": Case(PACKED, True, (1, 1, 2), state="given"),
     "packed, grouped queries": Case(PACKED, True, (2, 1, 1), state="given", v_first=True),
-    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", ctas=1, every=64),
+    "one CTA": Case(PACKED, True, (1, 1, 2), state="indexed", machines=1, every=64),
+    "one tile per CTA": Case(PACKED, True, (1, 1, 2), state="given", machines=3, tiles=1),
     "raw gates": Case(
         (150, 150), heads=(1, 1, 2), gate="softplus", gate_dtype="bfloat16", strength="logits"
     ),
-    "in place": Case((70, 70, 70), strength="doubled logits", state="in place", ctas=3),
+    "in place": Case((70, 70, 70), strength="doubled logits", state="in place", machines=4),
     "redirected": Case(PACKED, True, state="redirected", fresh=True, every=64, v_first=True),
     "float16": Case((150,), dtype="float16", state="given"),
-    "float16, packed, keys of norm 1": Case(PACKED, True, dtype="float16", l2norm=False, ctas=2),
+    "float16, packed, keys of norm 1": Case(
+        PACKED, True, dtype="float16", l2norm=False, machines=3
+    ),
     "keys of norm 1": Case((150,), l2norm=False, state="given"),
+    "cut": Case((320, 320), state="given", segment=2, machines=3),
+    "cut, one tile per CTA": Case(
+        (320,), heads=(1, 1, 2), dtype="float16", segment=1, machines=4, tiles=1
+    ),
+    "cut, packed": Case(
+        (200, 0, 128, 1, 300), True, (1, 1, 2), segment=2, machines=5, state="given", v_first=True
+    ),
+    "cut, in place": Case(
+        (300, 70, 256, 130), True, segment=1, machines=2, state="in place", fresh=True, every=64
+    ),
 }
 
 
@@ -104,10 +150,10 @@ class Call:
             options = {
                 "state_pool": states,
                 "state_indices": torch.tensor(self.indices),
-                "update_state_pool": case.config.in_place,
+                "update_state_pool": case.recurrence.in_place,
                 "null_slot": NULL_SLOT,
             }
-            if case.config.redirected:
+            if case.recurrence.redirected:
                 options["output_state_indices"] = torch.tensor(self.targets)
             if case.fresh:
                 options["has_initial_state"] = torch.tensor(self.begins)
@@ -172,47 +218,79 @@ def make_call(case: Case, seed: int = 0) -> Call:
 def run(emulated) -> Callable[..., Outcome]:
     """run(call) launches a call with guards around and NaN in all it may write; what it writes, as the reference."""
 
-    def compiled(config: Config | TableConfig):
+    def compiled(config: Config):
         return emulated_kernel(emulated, launch.unit(config))
 
-    def run(call: Call, **changes) -> Outcome:
-        case, config = call.case, call.case.config
+    def run(call: Call, **options: dict) -> Outcome:
+        case, recurrence = call.case, call.case.recurrence
         heads, sequences = max(case.heads), len(case.lengths)
+        batch, tokens = call.out_shape[:2]
 
-        def matrices(count: int) -> Tensor:
-            shape = (count, heads, HEAD_DIM, HEAD_DIM)
+        def matrices(count: int, height: int = HEAD_DIM) -> Tensor:
+            shape = (count, heads, height, HEAD_DIM)
             stride = loose_strides(shape, 4, dense=2)
             return emulated.empty(shape, torch.float32, stride=stride)
 
         out_stride = loose_strides(call.out_shape, 8)
         out = emulated.empty(call.out_shape, getattr(torch, case.dtype), stride=out_stride)
-        initial = final = checkpoints = segments = counter = None
+        initial = final = checkpoints = offsets = maps = starts = None
         if call.states is not None:
             initial = matrices(len(call.states)).copy_(call.states)
-        final = initial if config.in_place else matrices(sequences)
+        final = initial if recurrence.in_place else matrices(sequences)
         if case.every:
             checkpoints = matrices(call.out_shape[0] * (call.out_shape[1] // case.every))
         int32 = {"dtype": torch.int32}
         with poisoned_memory():
             if case.packed:
-                cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
-                segments = torch.empty(1 + sequences, COLUMNS, **int32)
-                counter = torch.empty(1, **int32)
-                table = compiled(TableConfig("int32"))
-                table(cu_seqlens, segments, counter, WHOLE, max(*case.lengths, 1))
-            compiled(config)(
-                call.q, call.k, call.v, out, call.g, call.beta, call.rates, call.biases, initial,
-                torch.tensor(call.indices, **int32) if config.indexed else None,
-                torch.tensor(call.targets, **int32) if config.redirected else None,
-                torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
-                final, checkpoints, segments, counter, HEAD_DIM**-0.5, 1.0, 20.0, NULL_SLOT, max(case.every, 1),
-                case.ctas, **changes,
+                offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
+            slots = chunk_slots(batch, tokens, sequences if case.packed else None)
+            steps = slots + ENDS * sequences if case.packed else slots
+            share = -(-steps * heads // case.machines)
+            blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
+            walk = Walk(case.tiles, case.machines, share)
+            plan = Plan(walk, case.prepare_ctas, 1 << 20, case.segment)
+            if recurrence.cut:
+                scan = Walk(2, case.machines, share, PLACES)
+                plan = Plan(scan, case.prepare_ctas, 1 << 20, case.segment, walk)
+                length = case.segment * CHUNK
+                count = (
+                    tokens // length + sequences if case.packed else batch * -(-tokens // length)
+                )
+                maps, starts = matrices(count, 2 * HEAD_DIM), matrices(count)
+            flags = torch.empty(sum(plan.flags), **int32)
+            compiled(case.prepare)(
+                call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
+                1.0, 20.0, case.machines, share, case.segment, plan.ahead, plan.prepare_ctas,
+                **options.get("of_prepare", {}),
+            )  # fmt: skip
+
+            def walked(config, way, flags, maps, starts, options) -> None:
+                carried = (case.machines, way.columns * V_TILE, HEAD_DIM)
+                compiled(config)(
+                    call.q, call.k, call.v, out, initial,
+                    torch.tensor(call.indices, **int32) if config.indexed else None,
+                    torch.tensor(call.targets, **int32) if config.redirected else None,
+                    torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
+                    final if config.final_state else None, checkpoints if config.checkpoints else None, offsets,
+                    emulated.empty(carried, torch.float32), blocks, flags, maps, starts, NULL_SLOT,
+                    max(case.every, 1), case.machines, share, case.segment, way.ctas, **options,
+                )  # fmt: skip
+
+            of_first, of_second = flags.split(plan.flags)
+            if recurrence.cut:
+                walked(case.scan, plan.first, of_first, maps, None, options.get("of_scan", {}))
+                compiled(MergeConfig(index_dtype=case.index_dtype))(
+                    maps, starts, None, None, offsets, sequences, tokens, case.segment * CHUNK
+                )
+            walked(
+                recurrence, walk, of_second if recurrence.cut else of_first, None, starts,
+                options.get("of_recurrence", {}),
             )  # fmt: skip
         if checkpoints is not None:
             checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))
-        if initial is not None and not config.in_place:
+        if initial is not None and not recurrence.in_place:
             assert same(initial, call.states), "initial states are read only"
-        return Outcome(out, final, initial if config.in_place else None, checkpoints)
+        return Outcome(out, final, initial if recurrence.in_place else None, checkpoints)
 
     run.compiled = compiled
     return run
@@ -303,32 +381,61 @@ def test_sequences_do_not_see_each_other(run, dtype, l2norm):
     assert found.out[:, starts[3] : starts[4]].isnan().all()
 
 
-# Some waits follow from others: of those that invert for k, from that for tables, whose maker waited for k; of who
-# fills a slot of k, q, tables or T', from that for another slot that is given back together with it. Products of one
-# wait may be one group. The emulator takes a later fence of another thread for one of the writer, runs a warp's matrix
-# copies in step, and keeps memory longer than its CTA.
-UNNOTICED = Counter(
-    {
-        "mbarrier.try_wait.parity.shared.b64": 5,
-        "bar.warp.sync": 3,
-        "fence.proxy.async.shared::cta": 2,
-        "wgmma.commit_group.sync.aligned": 2,
-        "cp.async.bulk.wait_group 0": 1,
-    }
-)
+# What goes unnoticed, and why:
+# - The emulator runs a kernel after the one before it. So nothing waits for flags, and what orders memory between both
+#   has no effect: fences of all the GPU, the barrier and the wait for writes behind which the writers set flags. States
+#   that machines leave to each other are written before the other CTA begins.
+# - Products that one wait waits for may be one group: products of k and of q, and both terms of the update with Aqk u.
+# - It takes a later fence of another thread for one of the writer: the fence behind reads of k and q.
+# - It runs a warp's matrix copies in step, so that barriers of a warp before its lane arrives change nothing, and keeps
+#   memory longer than its CTA: the wait for the last outputs.
+# - Behind the barrier of the tile that clears keys comes that of all tiles; where there is one it is needed.
+UNNOTICED = {
+    "of_prepare": Counter(
+        {
+            "bar.sync 4": 1,
+            "bar.warp.sync": 2,
+            "cp.async.bulk.wait_group 0": 1,
+            "fence.acq_rel.gpu": 1,
+            "fence.proxy.async.shared::cta": 1,
+            "wgmma.commit_group.sync.aligned": 1,
+        }
+    ),
+    "of_recurrence": Counter(
+        {
+            "bar.sync": 1,
+            "bar.sync 1": 1,
+            "bar.warp.sync": 1,
+            "cp.async.bulk.wait_group 0": 1,
+            "fence.acq_rel.gpu": 2,
+            "wgmma.commit_group.sync.aligned": 4,
+        }
+    ),
+    "of_scan": Counter(
+        {
+            "bar.sync": 1,
+            "fence.acq_rel.gpu": 2,
+            "wgmma.commit_group.sync.aligned": 1,
+        }
+    ),
+}
 
 
 @pytest.mark.emulated(schedules="immediate")
-def test_every_wait_matters(run):
-    """One CTA with more items, and more chunks, than there are slots for."""
-    call = make_call(Case((400, 60, 0, 128, 30), True, state="indexed", ctas=1))
+@pytest.mark.parametrize("mutated", UNNOTICED)
+def test_every_wait_matters(run, mutated):
+    """CTAs with more items, and more chunks, than there are slots for; one leaves a state to the other."""
+    case = Case((70, 60, 192, 400, 30), True, (1, 1, 2), state="indexed", prepare_ctas=1)
+    if mutated == "of_scan":
+        case = Case((1100,), segment=4, prepare_ctas=1)
+    call = make_call(case)
     before = run(call)
 
     def check(options) -> None:
-        found = run(call, **vars(options))
+        found = run(call, **{mutated: vars(options)})
         assert same(found.out, before.out) and same(found.states, before.states)
 
-    kernel = run.compiled(call.case.config)
-    report = mutation.run(check, kernel, schedules=mutation.SCHEDULES[:3])
-    assert mutation.opcodes(report.unnoticed) == UNNOTICED, str(report)
+    config = getattr(case, mutated.removeprefix("of_"))
+    report = mutation.run(check, run.compiled(config), schedules=mutation.SCHEDULES[:3])
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED[mutated], str(report)
     assert not report.not_reached, str(report)

@@ -15,6 +15,7 @@ from cula_emulator.memory import poisoned_memory
 from cula_lightning_sm90 import chunk_gated_delta_rule
 from cula_lightning_sm90.gated import launch, ops
 from cula_lightning_sm90.gated.call import Call
+from cula_lightning_sm90.gated.plan import Plan, plan
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.gated.cases import HEADS, Case, arguments
@@ -36,7 +37,7 @@ def raw(mode: str, **more: Any) -> dict[str, Any]:
 
 def expected(a: dict[str, Any]):
     """What the reference makes of a call's arguments."""
-    names = ("out", "output_final_state", "use_intracard_cp", "operand_dtype")
+    names = ("out", "output_final_state", "use_intracard_cp", "operand_dtype", "cu_seqlens_cpu")
     return gated_delta_rule(**{name: x for name, x in a.items() if name not in names})
 
 
@@ -65,12 +66,6 @@ def test_what_the_kernel_does_not_do_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
         chunk_gated_delta_rule(**a, **change)
     assert a["out"].equal(before)
-
-
-def test_no_sequence_is_cut():
-    q, k, v = torch.zeros(3, 1, 4096, 1, 16)
-    with pytest.raises(ValueError, match="this kernel never cuts a sequence"):
-        chunk_gated_delta_rule(q, k, v, use_intracard_cp=True)
 
 
 def test_gradients_are_refused():
@@ -201,17 +196,34 @@ def test_a_call_without_tokens_moves_states(launched, heads):
     assert final.shape == (3, states, 128, 128) and not final.any()
 
 
+@pytest.mark.parametrize("choice, name", [("auto", "auto"), (True, "on"), (False, "off")])
+def test_what_is_said_about_cutting_reaches_the_launcher(launched, choice, name):
+    q, k, v = torch.zeros(3, 1, 2048, 1, 128, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 2048], dtype=torch.int32)
+    chunk_gated_delta_rule(
+        q, k, v, cu_seqlens=offsets, cu_seqlens_cpu=offsets, use_intracard_cp=choice
+    )
+    assert launched[-1].intracard_cp == name and launched[-1].cu_seqlens_cpu is offsets
+
+
 @pytest.fixture
-def on_emulator(monkeypatch, emulated):
-    """Sends CPU calls down the way of CUDA calls, to the compiled kernel."""
+def on_emulator(monkeypatch, emulated) -> list[Plan]:
+    """Sends CPU calls down the way of CUDA calls, to the compiled kernel; returns how they were spread out."""
 
     def kernels(config):
         return emulated_kernel(emulated, launch.unit(config))
 
-    run = partial(launch.run, multiprocessors=3, kernels=kernels)
+    plans: list[Plan] = []
+
+    def planner(*shape) -> Plan:
+        plans.append(plan(*shape))
+        return plans[-1]
+
+    run = partial(launch.run, multiprocessors=3, kernels=kernels, planner=planner)
     monkeypatch.setattr(ops, "is_plain_cuda_call", lambda q: type(q) is Tensor)
     monkeypatch.setattr(ops, "require_hopper", lambda device: None)
     monkeypatch.setattr(ops, "_launch", lambda: run)
+    return plans
 
 
 def assert_close(a: dict[str, Any], **more: Any) -> None:
@@ -257,3 +269,19 @@ def test_the_kernel_serves_log_decays_and_the_other_operand(on_emulator):
     o, state = chunk_gated_delta_rule(**a, operand_dtype=torch.bfloat16)
     errors = relative_rmse(o, want.out), relative_rmse(state, want.states)
     assert max(errors) <= 8e-3 and not math.isnan(max(errors)), errors
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kernel_serves_sequences_that_are_cut(on_emulator, mode):
+    """With what every segment needs of its neighbours: states, checkpoints, rows of a pool."""
+    lengths = (2048,) if mode == "dense" else (2100, 30)
+    a = arguments(Case((1, 1, 1), lengths, True, True, None), 128)
+    a["g"] = a["g"] / 100
+    more = {"initial_state": torch.randn(len(lengths), 1, 128, 128)}
+    if mode == "dense":
+        del a["cu_seqlens"]
+    else:
+        more["cu_seqlens_cpu"] = a["cu_seqlens"]
+    assert_close(a, use_intracard_cp=True, **more)
+    assert on_emulator[0].segment == {"dense": 16, "packed": 18}[mode]

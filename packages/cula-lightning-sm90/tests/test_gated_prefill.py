@@ -74,6 +74,26 @@ def test_keys_that_repeat(name):
     assert_close(a, 4e-3 if name == "one key" else MAX_ERROR)
 
 
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("lengths", [(5000,), (4096, 4096), (2100, 0, 70, 1, 9000, 2048)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1, 1), (4, 2, 4)], ids=str)
+def test_sequences_that_are_cut(heads, lengths, state_v_first):
+    """Where decays are weak, so that every segment shows in all behind it; hardly less precise than in one piece."""
+    a = arguments(Case(heads, lengths, True, True, None), device=CUDA)
+    a |= {"g": a["g"] / 500, "state_v_first": state_v_first}
+    a["initial_state"] = torch.randn(len(lengths), max(heads), 128, 128, device=CUDA)
+    kept = torch.zeros(1, sum(lengths) // 128, max(heads), 128, 128, device=CUDA)
+    a |= {"state_checkpoints": kept, "checkpoint_every_n_tokens": 128}
+    want = gated_delta_rule(**{name: x for name, x in a.items() if name != "output_final_state"})
+    copy = {"cu_seqlens_cpu": a["cu_seqlens"].cpu()}
+    whole, cut = (chunk_gated_delta_rule(**a, **copy, use_intracard_cp=x) for x in (False, True))
+    assert not same(whole[0], cut[0])
+    for x, y, right in zip(whole, cut, (want.out, want.states)):
+        assert relative_rmse(y, right) <= min(1.1 * relative_rmse(x, right), MAX_ERROR)
+    owned = ~want.checkpoints.isnan()
+    assert relative_rmse(kept[owned], want.checkpoints[owned]) <= MAX_ERROR
+
+
 @pytest.mark.parametrize("wrong, mode", refusals(WRONG, "cuda"))
 def test_refusals(wrong, mode):
     assert_refused(chunk_gated_delta_rule, wrong, good_arguments(mode, CUDA))
@@ -84,10 +104,11 @@ def bits(*tensors: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_the_same_bits_in_every_run(norm):
+@pytest.mark.parametrize("heads, cut", [(64, False), (8, True)])
+def test_the_same_bits_in_every_run(heads, cut, norm):
     """On all multiprocessors, so that loads are as slow as they get."""
-    a = arguments(Case((64, 64, 64), (4096,), True, True, None), device=CUDA)
-    a |= {"use_qk_l2norm_in_kernel": norm}
+    a = arguments(Case((heads, heads, heads), (4096,), True, True, None), device=CUDA)
+    a |= {"use_qk_l2norm_in_kernel": norm, "use_intracard_cp": cut}
     first = bits(*chunk_gated_delta_rule(**a))
     for _ in range(500):
         assert all(same(x, y) for x, y in zip(chunk_gated_delta_rule(**a), first))

@@ -125,6 +125,10 @@ def _qualifiers() -> list[Case]:
     body = f"{hint} ld.global.L2::cache_hint.b32 %r10, [%rd4], %rd9; st.global.L2::cache_hint.b32 [%rd5], %r10, %rd9;"
     body += "prefetch.global.L2 [%rd4]; prefetchu.L1 [%rd4];"
     cases.append(Case(FAMILY, "cache_hint", body, _BYTES[:32].clone(), _BYTES))
+    # What is undefined is seen by nobody: the bytes are written again.
+    body = "ld.global.b32 %r10, [%rd4]; and.b64 %rd9, %rd5, -128; discard.global.L2 [%rd9], 128;"
+    body += "bar.warp.sync -1; st.global.b32 [%rd5], %r10;"
+    cases.append(Case(FAMILY, "discard", body, _BYTES[:32].clone(), _BYTES))
     return cases
 
 

@@ -6,7 +6,7 @@ from cula_core.dtypes import dtype_name
 from cula_core.spec import loader, missing_language
 
 from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIMS
-from .gated.config import HEAD_DIM, Config
+from .gated.config import HEAD_DIM, Operands
 
 NAME = "cula-lightning-sm90"
 OP = ("lightning.prefill", "lightning.gated_delta_rule")
@@ -27,7 +27,6 @@ def supports(
     head_dim_v: int | None = None,
     requires_grad: bool = False,
     function: str = "",
-    use_intracard_cp: bool | str = "auto",
     operand_dtype: object = None,
     **_: object,
 ) -> str | None:
@@ -49,10 +48,8 @@ def supports(
     for name, dim in (("K", head_dim_k), ("V", head_dim_v)):
         if dim is not None and dim not in dims:
             return f"{name} must be {allowed}, not {dim}"
-    if gated and use_intracard_cp is True:
-        return "does not split sequences (use_intracard_cp=True)"
     if gated and operand_dtype is not None and dtype is not None:
-        return Config(dtype_name(dtype), dtype_name(operand_dtype)).illegal()
+        return Operands(dtype_name(dtype), dtype_name(operand_dtype)).illegal()
     return None
 
 

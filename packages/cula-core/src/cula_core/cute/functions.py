@@ -41,3 +41,31 @@ def fma(a, b, c, *, loc=None, ip=None):
 def sigmoid(x):
     """Returns 1 / (1 + e^-x) with an approximate reciprocal."""
     return cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * x))
+
+
+@dsl_user_op
+def nanosleep(duration: int, *, loc=None, ip=None):
+    """Suspends the thread for about so many nanoseconds, at most 1,000,000."""
+    llvm.inline_asm(
+        None,
+        [],
+        f"nanosleep.u32 {duration};",
+        "",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def discard(line: cute.Pointer, *, loc=None, ip=None):
+    """Gives up 128 bytes of global memory: what was written there need not leave the L2 any more."""
+    llvm.inline_asm(
+        None,
+        [line.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+        "discard.global.L2 [$0], 128;",
+        "l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

@@ -1,7 +1,11 @@
 """Views and copies of a few neighbouring elements, and layouts of tiles in shared memory."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
+
+# A cache policy of the L2, as createpolicy encodes it: nobody needs the line again.
+EVICT_FIRST = 0x12F0000000000000
 
 
 def view(pointer, offset, size, unit=None):
@@ -52,11 +56,19 @@ def repeated(base, shape, major, dtype, count, stride=None):
     return cute.make_tensor(pointer, cute.append(layout.outer, every))
 
 
+def cache_policy(policy):
+    """Returns a cache policy of the L2 as copies take it."""
+    return None if policy is None else cutlass.Int64(policy)
+
+
 @cute.jit
-def load_tile(tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier):
+def load_tile(
+    tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier, policy=None
+):
     """Loads a tile of tokens from `first` on by TMA; tokens past the end of the tensor arrive as zeros.
 
     whole: as `by_token` sees it. column: which tile of channels. shared: [tokens, channels]. barrier: of the bytes.
+    policy: None, or EVICT_FIRST of bytes that nobody needs again.
     """
     rows = cute.domain_offset((first, 0), whole[None, None, head, batch])
     tile = (cute.size(shared, mode=[0]), cute.size(shared, mode=[1]))
@@ -64,4 +76,4 @@ def load_tile(tma, whole: cute.Tensor, first, head, batch, column, shared: cute.
     s, g = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
     )
-    cute.copy(tma, g, s, tma_bar_ptr=barrier)
+    cute.copy(tma, g, s, tma_bar_ptr=barrier, cache_policy=cache_policy(policy))

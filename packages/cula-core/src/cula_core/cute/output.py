@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from .memory import cache_policy
 from .work import SLOTS
 
 GROUP = 128  # threads of a warpgroup
@@ -15,11 +16,12 @@ class OutputTiles:
     """Two slots of shared memory per warpgroup, sent by TMA, or by ordinary stores where a chunk is not full.
 
     barrier: number of the first warpgroup's named barrier; the others have the next ones. group: number of the
-    warpgroup, tidx: of the thread in it. turn: chunks that the warpgroup has stored before.
+    warpgroup, tidx: of the thread in it. turn: chunks that the warpgroup has stored before. policy: of the L2, None or
+    `EVICT_FIRST`.
     """
 
-    def __init__(self, dtype, barrier: int):
-        self.dtype, self.barrier = dtype, barrier
+    def __init__(self, dtype, barrier: int, policy=None):
+        self.dtype, self.barrier, self.policy = dtype, barrier, policy
 
     @cute.jit
     def store(self, copy, o: cute.Tensor, target: cute.Tensor):
@@ -40,7 +42,7 @@ class OutputTiles:
                 tma, 0, cute.make_layout(1), cute.group_modes(sO[None, None, turn % SLOTS], 0, 2),
                 cute.group_modes(gO[None, None, c], 0, 2),
             )  # fmt: skip
-            cute.copy(tma, s, g)
+            cute.copy(tma, s, g, cache_policy=cache_policy(self.policy))
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

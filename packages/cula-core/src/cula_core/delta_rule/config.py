@@ -11,6 +11,8 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
+# What `use_intracard_cp` may be, and how planners call it.
+INTRACARD_CP: dict[bool | str, str] = {"auto": "auto", True: "on", False: "off"}
 MAX_GRID_Z = 65_535  # chunks that one launch of the chunk-parallel kernel takes
 SUB = 16  # rows of a sub-block of a chunk
 # Elements of Aqk and T' [64, 64] without the sub-blocks above the diagonal, which are zero.

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 GAIN = 1.03  # cutting must win this much
 MAX_PARTS = 16
-INTRACARD_CP = ("auto", "on", "off")  # whether sequences are cut
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def plan(
 ) -> Plan:
     """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
 
-    sequences: of packed input, else None. workspace: its bytes. intracard_cp: one of INTRACARD_CP. longest: tokens of
+    sequences: of packed input, else None. workspace: its bytes. intracard_cp: "auto", "on" or "off". longest: tokens of
     the longest sequence where it is known; otherwise one sequence may hold all tokens but one of each other.
     """
     model = CostModel(target.costs, target.v_tiles, value_heads, multiprocessors)

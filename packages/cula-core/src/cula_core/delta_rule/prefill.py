@@ -20,11 +20,9 @@ from ..tensors import (
     new_states,
 )
 from .call import SCHEMA, Call
-from .config import CHUNK, workspace_bytes
+from .config import CHUNK, INTRACARD_CP, workspace_bytes
 from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
 from .target import Target
-
-_INTRACARD_CP: dict[bool | str, str] = {False: "off", True: "on"}
 
 
 class Prefill:
@@ -210,7 +208,7 @@ class Prefill:
             neg_eigval=allow_neg_eigval,
             state_v_first=v_first,
             operand=dtype_name(operand_dtype),
-            intracard_cp=_INTRACARD_CP.get(use_intracard_cp, "auto"),
+            intracard_cp=INTRACARD_CP[use_intracard_cp],
         )  # fmt: skip
         if plain:
             self._run_on_gpu(call)

@@ -13,7 +13,7 @@ SCHEMA = (
     "Tensor(a!)? state_pool, Tensor? state_indices, Tensor? output_state_indices, Tensor? has_initial_state, "
     "Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, float scale, bool raw_gate, "
     "bool beta_logits, bool doubled, bool state_v_first, bool l2norm, float softplus_beta, float softplus_threshold, "
-    "int? null_slot, int checkpoint_every, ScalarType? operand_dtype) -> ()"
+    "int? null_slot, int checkpoint_every, ScalarType? operand_dtype, Tensor? cu_seqlens_cpu, str intracard_cp) -> ()"
 )
 
 
@@ -23,7 +23,8 @@ class Call(NamedTuple):
     Tensors are those of the public function. initial_state, final_state, state_pool: [rows, HS, K, V], or V, K with
     `state_v_first`. state_pool is updated in place, at the rows that state_indices and output_state_indices name, and
     replaces both others. checkpoints and checkpoint_every: both or None and 0. raw_gate: g is what the softplus makes a
-    decay of. beta_logits, doubled: of what strengths are made.
+    decay of. beta_logits, doubled: of what strengths are made. cu_seqlens_cpu: a copy of cu_seqlens. intracard_cp:
+    "auto", "on" or "off".
     """
 
     q: Tensor
@@ -53,6 +54,8 @@ class Call(NamedTuple):
     null_slot: int | None
     checkpoint_every: int
     operand_dtype: torch.dtype | None
+    cu_seqlens_cpu: Tensor | None
+    intracard_cp: str
 
     @property
     def initial(self) -> Tensor | None:

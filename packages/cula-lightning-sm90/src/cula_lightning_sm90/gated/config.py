@@ -1,13 +1,30 @@
-"""What is fixed when a prefill kernel of the gated delta rule is compiled. Pure Python."""
+"""What is fixed when kernels of the gated delta rule are compiled, and how they share memory. Pure Python."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cula_core.delta_rule.config import MergeConfig
+
 CHUNK = 64
 V_TILE = 64
 HEAD_DIM = 128
+V_TILES = HEAD_DIM // V_TILE
 SUB = 16  # rows of a block of a chunk's square matrices
+# Elements of Aqk and T' [64, 64] without the blocks above the diagonal, which are zero.
+TRIANGLE = CHUNK * (CHUNK + SUB) // 2
+# What belongs to tokens, fp32: three tables, and the decay of the whole chunk.
+TABLES = 3 * CHUNK + 4
+# Of a chunk and state head, in elements of 16 bits: T', Aqk, tables; a multiple of 128 bytes.
+BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
+# Chunks of a segment where sequences are whole: more than any has.
+UNCUT = 1 << 24
+# Tiles of 64 columns that a machine may have: of v, and of the map of the keys.
+PLACES = 2 * V_TILES
+# Steps that the ends of a packed sequence count, beside those of its slots.
+ENDS = 1
+# Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
+LINE = 32
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
@@ -16,34 +33,22 @@ STRENGTHS = ("given", "logits", "doubled logits")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Static facts of a call: batch, lengths, head counts, strides, scale and intervals are not among them.
+class Operands:
+    """What both kernels of a call have to know.
 
-    dtype: of q, k, v and outputs. operand: of what the kernel makes of them and multiplies again. gate: g holds log
-    decays ("log"), or what `-exp(A_log) softplus(g + dt_bias)` makes them of ("softplus"); None without g. bias: there
-    is a dt_bias. strength: what beta holds, None without it. packed: the sequences are those of `cu_seqlens`. indexed,
-    redirected: sequences find the states that they begin and end with through indices, of which negative ones are
-    padding. fresh: some sequences begin at zero whatever their states are. in_place: final states replace those of the
-    pool. l2norm and the others: see the public function.
+    dtype: of q, k, v and outputs. operand: of what the kernels make of them and multiply again. l2norm: q and k are
+    normalised. index_dtype: of cu_seqlens, None for a dense batch.
     """
 
     dtype: str
     operand: str = "float16"
-    gate: str | None = None
-    gate_dtype: str = "float32"
-    bias: bool = False
-    strength: str | None = None
-    strength_dtype: str = "float32"
     l2norm: bool = False
-    packed: bool = False
-    state_v_first: bool = False
-    initial_state: bool = False
-    final_state: bool = True
-    indexed: bool = False
-    redirected: bool = False
-    fresh: bool = False
-    in_place: bool = False
-    checkpoints: bool = False
+    index_dtype: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences are those of `cu_seqlens`."""
+        return self.index_dtype is not None
 
     @property
     def two_terms(self) -> bool:
@@ -58,6 +63,25 @@ class Config:
             return f"operand_dtype must be {' or '.join(OPERAND_DTYPES)}, not {self.operand}"
         if (self.dtype, self.operand) == ("float16", "bfloat16"):
             return "float16 activations are multiplied in float16, not bfloat16"
+        return None
+
+
+@dataclass(frozen=True)
+class PrepareConfig(Operands):
+    """Static facts of the kernel that makes what belongs to single chunks.
+
+    gate: g holds log decays ("log"), or what `-exp(A_log) softplus(g + dt_bias)` makes them of ("softplus"); None
+    without g. bias: there is a dt_bias. strength: what beta holds, None without it.
+    """
+
+    gate: str | None = None
+    gate_dtype: str = "float32"
+    bias: bool = False
+    strength: str | None = None
+    strength_dtype: str = "float32"
+
+    def illegal(self) -> str | None:
+        """Why no kernel serves this problem, or None."""
         for what, dtype in (("g", self.gate_dtype), ("beta", self.strength_dtype)):
             if dtype not in GATE_DTYPES:
                 return f"{what} must be {', '.join(GATE_DTYPES)}, not {dtype}"
@@ -65,17 +89,52 @@ class Config:
             return f"gate must be None, {', '.join(GATES)}, not {self.gate}"
         if self.strength not in (None, *STRENGTHS):
             return f"strength must be None, {', '.join(STRENGTHS)}, not {self.strength}"
+        return super().illegal()
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig(Operands):
+    """Static facts of the kernel that walks through the chunks.
+
+    scan: it only finds what every segment but the last ones of sequences does to a state. cut: segments begin with
+    states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that
+    they begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero
+    whatever their states are. in_place: final states replace those of the pool.
+    """
+
+    tiles: int = 1
+    state_v_first: bool = False
+    initial_state: bool = False
+    final_state: bool = True
+    indexed: bool = False
+    redirected: bool = False
+    fresh: bool = False
+    in_place: bool = False
+    checkpoints: bool = False
+    scan: bool = False
+    cut: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Tiles of 64 columns that a machine has."""
+        return PLACES if self.scan else V_TILES
+
+    @property
+    def waits(self) -> bool:
+        """Whether the kernel runs beside the one that prepares, and not after it."""
+        return not self.cut
+
+    def illegal(self) -> str | None:
+        """Why no kernel serves this problem, or None."""
         if (self.indexed or self.fresh or self.in_place) and not self.initial_state:
             return "indices, fresh sequences and in-place states need states to begin with"
         if self.in_place and not self.final_state:
             return "an in-place state is a final state"
+        if self.scan and (self.cut or self.final_state or self.checkpoints or self.tiles == 1):
+            return "a scan begins with no other scan, has two tiles and writes no states"
         if self.redirected and not (self.in_place and self.indexed):
             return "rows to end in are those of a pool that is updated through indices"
-        return None
+        return super().illegal()
 
 
-@dataclass(frozen=True)
-class TableConfig:
-    """The kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
-
-    index_dtype: str
+Config = PrepareConfig | RecurrenceConfig | MergeConfig

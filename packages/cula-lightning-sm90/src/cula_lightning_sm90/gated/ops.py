@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cula_core import arguments
 from cula_core.delta_decode.slots import Limits
+from cula_core.delta_rule.config import INTRACARD_CP
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
 from cula_core.reference.gated_delta_rule import gated_delta_rule
 from cula_core.tensors import DENSE, aligned, as_stored, is_aligned, is_plain_cuda_call
@@ -187,7 +188,9 @@ def chunk_gated_delta_rule(
         state_v_first: layout of all states.
         cu_seqlens: `[N + 1]` int32 or int64 on the device of q packs N sequences into B = 1; never read back. An empty
             sequence keeps its state.
-        cu_seqlens_cpu, chunk_indices: accepted because callers may have them; not used.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which tells how long the longest sequence is. Without it packed
+            sequences are taken for equally long. A captured graph keeps what was decided.
+        chunk_indices: accepted because callers may have them; not used.
         cp_context: None; sequences are not split over several GPUs.
         A_log, dt_bias: `[HS]`, of raw gates.
         softplus_beta, softplus_threshold: of the softplus of raw gates.
@@ -200,7 +203,9 @@ def chunk_gated_delta_rule(
         state_checkpoints, checkpoint_every_n_tokens: with n, a multiple of 64, the state after every n tokens of each
             sequence goes to `[B, T // n, HS, K, V]` (or V, K; contiguous); a packed sequence at [a, b) writes its
             i-th to row a // n + i. Other rows keep their contents.
-        use_intracard_cp: "auto" or False: this kernel never cuts a sequence.
+        use_intracard_cp: whether long sequences are cut into segments that run side by side: "auto" decides from shapes
+            alone, and `cu_seqlens_cpu`; True, which needs a sequence of 2048 tokens, and False force it. Results differ
+            in their last bits.
         operand_dtype: of what the kernel makes and multiplies again. None: float16; torch.bfloat16 takes values of any
             size, is less precise, and needs bfloat16 activations. No effect on the CPU.
         out: `[B, T, HS, V]` in the dtype of v, written and returned. None: allocated.
@@ -244,10 +249,6 @@ def chunk_gated_delta_rule(
         operand_dtype=operand_dtype, out=out, limits=_LIMITS, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    if use_intracard_cp is True:
-        arguments.value_error(
-            "use_intracard_cp", "'auto' or False, this kernel never cuts a sequence", True
-        )
     if operand_dtype == torch.bfloat16 and q.dtype == torch.float16:
         expected = "None or torch.float16 beside float16 activations"
         arguments.value_error("operand_dtype", expected, operand_dtype)
@@ -285,6 +286,8 @@ def chunk_gated_delta_rule(
         null_slot=null_slot,
         checkpoint_every=checkpoint_every_n_tokens or 0,
         operand_dtype=operand_dtype,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        intracard_cp=INTRACARD_CP[use_intracard_cp],
     )  # fmt: skip
     if plain:
         _run_on_gpu(call)

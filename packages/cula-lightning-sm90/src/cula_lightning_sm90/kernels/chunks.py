@@ -28,7 +28,7 @@ def sums_of_decays(steps: cute.Tensor, found: cute.Tensor, lane):
 
 
 @cute.jit
-def clear_past(keys: cute.Tensor, left, barrier: cutlass.Constexpr, tidx):
+def clear_past(keys: cute.Tensor, left, barrier: cutlass.Int32, tidx):
     """Writes zeros over what lies past the end of a packed sequence: tokens of the next one, of any value.
 
     By a warpgroup, whose products may read the keys behind it. barrier: the number of its named barrier.

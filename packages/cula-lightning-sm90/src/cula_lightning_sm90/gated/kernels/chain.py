@@ -1,6 +1,6 @@
-"""The warpgroup that holds the state: what needs it, chunk after chunk, for 64 columns of v.
+"""The warpgroups that hold the state: what needs it, chunk after chunk, for 64 columns of v each.
 
-With the state S [K, V] before a chunk, and what the other roles have made of its tokens:
+With the state S [K, V] before a chunk, and what `prepare` has made of its tokens:
 
     x_i = v_i - 2^G_i r(k_i) S^T k_i        u = T' x        o_i = scale 2^G_i r(q_i) S^T q_i + (Aqk u)_i
     S   <- 2^G_L S + sum_j k_j (2^(G_L - G_j) r(k_j) u_j)^T
@@ -9,54 +9,123 @@ The state is transposed, S^T [64 V x 128 K] in fp32, and every product takes its
 it nor x and u ever touch shared memory, and q and k enter all products as they were loaded.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from cula_core.cute.memory import repeated
-from cula_core.cute.output import OutputTiles
-from cula_core.cute.types import F32, I32
+from cula_core.cute.memory import EVICT_FIRST, repeated
+from cula_core.cute.output import GROUP, OutputTiles
+from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
 from cula_core.cute.widen import widened
 from cula_core.cute.work import SLOTS, receive
 
-from ..config import CHUNK, HEAD_DIM, V_TILE, Config
-from .layout import (
-    ADDED,
-    BARRIER_OUTPUT,
-    INVERSE_SLOTS,
-    K_SLOTS,
-    PRODUCT_SLOTS,
-    Q_SLOTS,
-    READ,
-    SEEN,
-    TABLE_SLOTS,
-    TABLES,
-    TOTAL,
-    V_SLOTS,
-    Item,
-    Layout,
-    Memory,
-    Pipes,
-    by_pairs,
-    give_back,
-)
+from ...kernels.chunks import clear_past
+from ..config import CHUNK, HEAD_DIM, PLACES, TABLES, V_TILE, V_TILES, RecurrenceConfig
+from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square
 
+BARRIER_OUTPUT = 1  # the first tile's
+TALL = CHUNK * V_TILE
+CARRIED = 2  # how an item begins or ends: with a state that goes from machine to machine
+MAPPED = 3  # and more: with that of a segment, or its map
 MAX_F16 = 65504.0
 
 
-class Chain(Layout):
+class Item(NamedTuple):
+    """What is announced of an item of work. An item that is not valid means that there are no more.
+
+    token, length: the tokens to walk through. chunk: number of the first one's in its sequence. row, target: of the
+    states that the sequence begins and ends with, negative for padding. begins: 0 from zero, 1 from that state, CARRIED
+    from the machine before, MAPPED + row from that of a segment. ends: CARRIED where the next machine goes on, MAPPED +
+    row with the map of a segment, 1 with the sequence, else 0. place: the machine and its first tile, also of the last
+    item. walked: steps of the machine before this item.
+    """
+
+    valid: cutlass.Int32
+    token: cutlass.Int32
+    chunk: cutlass.Int32
+    length: cutlass.Int32
+    sequence: cutlass.Int32
+    row: cutlass.Int32
+    target: cutlass.Int32
+    begins: cutlass.Int32
+    ends: cutlass.Int32
+    head: cutlass.Int32
+    place: cutlass.Int32
+    walked: cutlass.Int32
+
+    @property
+    def machine(self):
+        """Whose item it is."""
+        return self.place // PLACES
+
+    @property
+    def tile(self):
+        """The first tile: of V, or behind it of the map of the keys."""
+        return self.place % PLACES
+
+    @property
+    def chunks(self):
+        """Chunks to walk through; none for padding."""
+        return cutlass.select_(self.row < 0, cutlass.Int32(0), cute.ceil_div(self.length, CHUNK))
+
+
+class Memory(NamedTuple):
+    """Where things lie in shared memory: stages, and behind them tables, fp32 per token, of every stage; outputs; items
+    of work."""
+
+    stages: cute.Pointer
+    tables: cute.Pointer
+    o: cute.Pointer
+    items: cute.Pointer
+
+
+class Stages:
+    """A stage holds what is loaded for a chunk: k, q, v of every tile, T', Aqk. Sizes are in elements of 16 bits."""
+
+    count = 3
+
+    def __init__(self, config: RecurrenceConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.k, self.q, self.v = 0, WIDE, 2 * WIDE
+        self.inverse = self.v + config.tiles * TALL
+        self.products = self.inverse + SQUARE
+        self.size = self.products + SQUARE
+
+    def wide(self, base, offset, major="k"):
+        """Returns k or q [64, 128] of every stage; with major "mn" its transpose."""
+        shape = (CHUNK, HEAD_DIM) if major == "k" else (HEAD_DIM, CHUNK)
+        return repeated(base + offset, shape, major, self.dtype, self.count, self.size)
+
+    def values(self, base, tile, major="k"):
+        """Returns v [64 tokens, 64] of a tile of every stage; with major "mn" its transpose."""
+        offset = self.v + tile * TALL
+        if not isinstance(offset, int):
+            offset = cute.assume(offset, divby=TALL)
+        return repeated(base + offset, (CHUNK, V_TILE), major, self.dtype, self.count, self.size)
+
+    def square(self, base, offset):
+        """Returns T' or Aqk [64, 64] of every stage."""
+        return square(base + offset, self.operand, self.count, self.size)
+
+
+class Chain:
     """The state of 64 columns of v, transposed, [64, K] in fp32, in one warpgroup's registers from end to end."""
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT)
+    def __init__(self, config: RecurrenceConfig, stages: Stages):
+        self.config, self.stages = config, stages
+        self.dtype, self.operand = stages.dtype, stages.operand
+        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, EVICT_FIRST)
 
     @cute.jit
     def run(
         self,
-        pipes: Pipes,
+        ring,
+        items,
         memory: Memory,
         tma_o,
         mO: cute.Tensor,
@@ -65,32 +134,46 @@ class Chain(Layout):
         final: cute.Tensor,
         checkpoints: cute.Tensor,
         checkpoint_every: cutlass.Int32,
+        carried: cute.Tensor,
+        carried_flags: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        group: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
-        """Computes the states and outputs of all items."""
+        """Computes the states and outputs of all items, of their tile `group`.
+
+        carried [machines, 128 V, 128 K], of a scan [machines, 256, 128]: states that machines leave to the next one,
+        each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. starts
+        [segments, heads, 128 V, 128 K]: states in front of segments.
+        """
+        stages, base = self.stages, memory.stages
         lane = tidx % 32
         mma_x = mma(self.dtype, CHUNK, OperandMajorMode.K)
         mma_u = mma(self.operand, CHUNK, OperandMajorMode.K)
         mma_s = mma(self.dtype, HEAD_DIM, OperandMajorMode.MN)
         part_x, part_u, part_s = (m.get_slice(tidx) for m in (mma_x, mma_u, mma_s))
-        k = mma_x.make_fragment_B(part_x.partition_B(self.keys(memory.k)))
-        q = mma_x.make_fragment_B(part_x.partition_B(self.queries(memory.q)))
-        kt = mma_s.make_fragment_B(part_s.partition_B(self.keys(memory.k, "mn")))
-        inverse = mma_u.make_fragment_B(
-            part_u.partition_B(self.square(memory.inverse, INVERSE_SLOTS))
-        )
-        aqk = mma_u.make_fragment_B(part_u.partition_B(self.square(memory.products, PRODUCT_SLOTS)))
+        k = mma_x.make_fragment_B(part_x.partition_B(stages.wide(base, stages.k)))
+        q = mma_x.make_fragment_B(part_x.partition_B(stages.wide(base, stages.q)))
+        kt = mma_s.make_fragment_B(part_s.partition_B(stages.wide(base, stages.k, "mn")))
+        inverse = mma_u.make_fragment_B(part_u.partition_B(stages.square(base, stages.inverse)))
+        aqk = mma_u.make_fragment_B(part_u.partition_B(stages.square(base, stages.products)))
+        sK = stages.wide(base, stages.k)
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_x
         ).get_slice(tidx)
-        v_source = load_v.partition_S(self.values(memory.v, "mn"))
-        tables = self.by_column(memory.tables, TABLES, TABLE_SLOTS, lane)
-        totals = self.by_token(memory.tables, TABLES, TABLE_SLOTS)
+        v_source = load_v.partition_S(stages.values(base, group, "mn"))
+        # As this thread's columns of an accumulator see them: [2 neighbours, steps of 8 columns, table, stage].
+        shape = (2, 4, CHUNK // 8, 3, stages.count)
+        layout = cute.make_layout(shape, stride=(1, 2, 8, CHUNK, TABLES))
+        tables = cute.make_tensor(memory.tables.align(16), layout)[None, lane % 4, None, None, None]
+        totals = cute.make_tensor(memory.tables, cute.make_layout((TABLES, stages.count)))
         store_o = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_x
         ).get_slice(tidx)
-        sO = repeated(memory.o, (CHUNK, V_TILE), "k", self.dtype, SLOTS)
-        tOsO = store_o.partition_D(repeated(memory.o, (V_TILE, CHUNK), "mn", self.dtype, SLOTS))
+        own_o = memory.o + cute.assume(group * (SLOTS * TALL), divby=SLOTS * TALL)
+        sO = repeated(own_o, (CHUNK, V_TILE), "k", self.dtype, SLOTS)
+        tOsO = store_o.partition_D(repeated(own_o, (V_TILE, CHUNK), "mn", self.dtype, SLOTS))
 
         s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, HEAD_DIM)), F32)
         o = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
@@ -104,102 +187,117 @@ class Chain(Layout):
         o_pairs, x_pairs = by_pairs(o), by_pairs(x)
         factor = cute.make_rmem_tensor((2, CHUNK // 8), F32)
         consumer = pipeline.PipelineUserType.Consumer
-        k_at = pipeline.make_pipeline_state(consumer, K_SLOTS)
-        q_at = pipeline.make_pipeline_state(consumer, Q_SLOTS)
-        v_at = pipeline.make_pipeline_state(consumer, V_SLOTS)
+        at = pipeline.make_pipeline_state(consumer, stages.count)
         item_at = pipeline.make_pipeline_state(consumer, SLOTS)
         turn = I32(0)  # chunks stored so far: which output slot is next
+        partly = self.config.packed and not self.config.scan  # whether a chunk may not be full
 
-        item = receive(Item, pipes.items, item_at, memory.items)
+        item = receive(Item, items, item_at, memory.items)
         item_at.advance()
         while item.valid != 0:
-            token, batch, length = item.token, item.batch, item.length
-            head, column, chunks = item.head, item.tile, item.chunks
-            if item.row < 0:
-                self.outputs.clear(out, batch, token, length, head, column, tidx)
-            self.start(s, initial, item, part_s)
+            token, batch, length = item.token, I32(0), item.length
+            if cutlass.const_expr(not self.config.packed):
+                batch = item.sequence
+            head, column, chunks = item.head, item.tile + group, item.chunks
+            if cutlass.const_expr(not self.config.scan):
+                if item.row < 0:
+                    self.outputs.clear(out, batch, token, length, head, column, tidx)
+            self.start(s, initial, carried, carried_flags, starts, item, column, part_s)
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
-            for c in cutlass.range(chunks, unroll=1):
-                s_a.store(as_operand(s, s_a).load().to(self.dtype))
-                # Whoever made the tables had k and q.
-                pipes.tables.consumer_wait(k_at)
-                table = tables[None, None, None, k_at.index]
-                total = totals[TOTAL, k_at.index]
-                warpgroup.fence()
-                issue(mma_x, x, s_a, k[None, None, None, k_at.index], True)
-                issue(mma_x, o, s_a, q[None, None, None, q_at.index], True)
-                pipes.v.consumer_wait(v_at)
-                left = length - c * CHUNK
-                self.load_values(load_v, v_source[None, None, None, v_at.index], v, left, lane)
-                cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
-                warpgroup.wait_group(1)
-                v_pairs = by_pairs(widened(v))
-                for n in cutlass.range_constexpr(CHUNK // 8):
-                    for a in cutlass.range_constexpr(2):
-                        for b in cutlass.range_constexpr(2):
-                            seen = factor[a, n] * x_pairs[a, b, n]
-                            x_pairs[a, b, n] = v_pairs[a, b, n] - seen
-                x_a.store(as_operand(x, x_a).load().to(self.operand))
-                pipes.inverse.consumer_wait(q_at)
-                warpgroup.fence()
-                issue(mma_u, x, x_a, inverse[None, None, None, q_at.index], True)
-                for i in cutlass.range_constexpr(cute.size(s)):
-                    s[i] = s[i] * total
-                cute.autovec_copy(table[None, None, READ // CHUNK], factor)
-                warpgroup.wait_group(1)
-                self.scale(o_pairs, o_pairs, factor)
-                cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
-                warpgroup.wait_group(0)
-                self.scale(w, x_pairs, factor)
-                if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
-                    self.clamp(w)
-                hi.store(as_operand(w, hi).load().to(self.dtype))
-                warpgroup.fence()
-                issue(mma_s, s, hi, kt[None, None, None, k_at.index], False)
-                # Here, because code behind a wait stays there: the rest of w is made while the tensor cores work.
-                pipes.products.consumer_wait(v_at)
-                if cutlass.const_expr(self.config.two_terms):
-                    rest = as_operand(w, lo).load() - as_operand(widened(hi), lo).load()
-                    lo.store(rest.to(self.dtype))
+            # A chunk that is not full has code of its own: its branches would hold up all others.
+            first, last = I32(0), chunks
+            if cutlass.const_expr(partly):
+                last = cutlass.min(chunks, length // CHUNK)
+            for partial in cutlass.range_constexpr(1 + partly):
+                for c in cutlass.range(first, last, unroll=1):
+                    s_a.store(as_operand(s, s_a).load().to(self.dtype))
+                    ring.consumer_wait(at)
+                    stage, left = at.index, length - c * CHUNK
+                    table = tables[None, None, None, stage]
+                    total = totals[TOTAL, stage]
+                    if cutlass.const_expr(partial):
+                        self.clear_past(sK[None, None, stage], left, group, tidx)
                     warpgroup.fence()
-                    issue(mma_s, s, lo, kt[None, None, None, k_at.index], False)
-                x_a.store(as_operand(x, x_a).load().to(self.operand))
-                warpgroup.fence()
-                issue(mma_u, o, x_a, aqk[None, None, None, v_at.index], False)
-                if c > 0:
-                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, 0, tidx)
-                warpgroup.wait_group(0)
-                # All at the end: a copy may overtake reads before an arrival that comes right behind them.
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    give_back(pipes.v, v_at)
-                    give_back(pipes.k, k_at)
-                    give_back(pipes.tables, k_at)
-                    give_back(pipes.q, q_at)
-                    give_back(pipes.inverse, q_at)
-                    give_back(pipes.products, v_at)
-                k_at.advance()
-                q_at.advance()
-                v_at.advance()
-                self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
-                turn = turn + 1
-                if cutlass.const_expr(self.config.checkpoints):
-                    done = (c + 1) * CHUNK
-                    if (left >= CHUNK) & (done % checkpoint_every == 0):
-                        first = self.checkpoint_row(item, checkpoint_every, out)
-                        row = first + done // checkpoint_every - 1
-                        self.put(s, part_s, checkpoints, row, head, column)
-            if chunks > 0:
-                self.outputs.finish(
-                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, 0, tidx
-                )  # fmt: skip
-            if cutlass.const_expr(self.config.final_state):
-                self.save(s, final, item, part_s)
-            item = receive(Item, pipes.items, item_at, memory.items)
+                    issue(mma_x, x, s_a, k[None, None, None, stage], True)
+                    if cutlass.const_expr(not self.config.scan):
+                        issue(mma_x, o, s_a, q[None, None, None, stage], True)
+                    self.load_values(
+                        load_v, v_source[None, None, None, stage], v, left, lane, partial
+                    )
+                    cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
+                    if cutlass.const_expr(self.config.scan):
+                        if column >= V_TILES:
+                            v.fill(0.0)
+                    warpgroup.wait_group(0 if self.config.scan else 1)
+                    v_pairs = by_pairs(widened(v))
+                    for n in cutlass.range_constexpr(CHUNK // 8):
+                        for a in cutlass.range_constexpr(2):
+                            for b in cutlass.range_constexpr(2):
+                                seen = factor[a, n] * x_pairs[a, b, n]
+                                x_pairs[a, b, n] = v_pairs[a, b, n] - seen
+                    x_a.store(as_operand(x, x_a).load().to(self.operand))
+                    warpgroup.fence()
+                    issue(mma_u, x, x_a, inverse[None, None, None, stage], True)
+                    for i in cutlass.range_constexpr(cute.size(s)):
+                        s[i] = s[i] * total
+                    if cutlass.const_expr(not self.config.scan):
+                        cute.autovec_copy(table[None, None, READ // CHUNK], factor)
+                        warpgroup.wait_group(1)
+                        self.scale(o_pairs, o_pairs, factor)
+                    cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
+                    warpgroup.wait_group(0)
+                    self.scale(w, x_pairs, factor)
+                    if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
+                        self.clamp(w)
+                    hi.store(as_operand(w, hi).load().to(self.dtype))
+                    warpgroup.fence()
+                    issue(mma_s, s, hi, kt[None, None, None, stage], False)
+                    if cutlass.const_expr(self.config.two_terms):
+                        rest = as_operand(w, lo).load() - as_operand(widened(hi), lo).load()
+                        lo.store(rest.to(self.dtype))
+                        warpgroup.fence()
+                        issue(mma_s, s, lo, kt[None, None, None, stage], False)
+                    if cutlass.const_expr(not self.config.scan):
+                        x_a.store(as_operand(x, x_a).load().to(self.operand))
+                        warpgroup.fence()
+                        issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
+                        if c > 0:
+                            self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                    warpgroup.wait_group(0)
+                    # At the end: a copy may overtake reads before an arrival that comes right behind them.
+                    release(ring, at)
+                    at.advance()
+                    if cutlass.const_expr(not self.config.scan):
+                        self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
+                        turn = turn + 1
+                    if cutlass.const_expr(self.config.checkpoints):
+                        done = (item.chunk + c + 1) * CHUNK
+                        if (left >= CHUNK) & (done % checkpoint_every == 0):
+                            first = self.checkpoint_row(item, checkpoint_every, out)
+                            row = first + done // checkpoint_every - 1
+                            self.put(s, part_s, checkpoints, row, head, column)
+                first, last = last, chunks
+            if cutlass.const_expr(not self.config.scan):
+                if chunks > 0:
+                    self.outputs.finish(
+                        tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
+                    )  # fmt: skip
+            if item.ends == CARRIED:
+                self.hand_over(s, carried, carried_flags, item, column, group, part_s, tidx)
+            else:
+                if cutlass.const_expr(self.config.scan):
+                    found = maps[item.ends - MAPPED, head, None, None]
+                    own = cute.local_tile(found, (V_TILE, HEAD_DIM), (column, 0))
+                    cute.autovec_copy(s, part_s.partition_C(own))
+                if cutlass.const_expr(self.config.final_state):
+                    if item.ends == 1:
+                        self.save(s, final, item, column, part_s)
+            item = receive(Item, items, item_at, memory.items)
             item_at.advance()
-        if tidx < 32:
-            cute.arch.cp_async_bulk_wait_group(0)
+        if cutlass.const_expr(not self.config.scan):
+            if tidx < 32:
+                cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def scale(self, scaled: cute.Tensor, pairs: cute.Tensor, factor: cute.Tensor):
@@ -217,18 +315,30 @@ class Chain(Layout):
             w[i] = -MAX_F16 if w[i] < -MAX_F16 else w[i]
 
     @cute.jit
-    def load_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, lane):
+    def load_values(
+        self, load_v, source: cute.Tensor, v: cute.Tensor, left, lane, partial: cutlass.Constexpr
+    ):
         """Loads v^T of a chunk in the order of an accumulator; it is zero past the end."""
         cute.copy(load_v, source, load_v.retile(v))
-        if cutlass.const_expr(self.config.packed):
+        if cutlass.const_expr(partial):
             # Tokens of the next sequence may hold anything, and 0 * inf is no zero.
-            if left < CHUNK:
-                values = by_pairs(v)
-                for n in cutlass.range_constexpr(CHUNK // 8):
-                    for a in cutlass.range_constexpr(2):
-                        for b in cutlass.range_constexpr(2):
-                            beyond = 8 * n + lane % 4 * 2 + a >= left
-                            values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
+            values = by_pairs(v)
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                for a in cutlass.range_constexpr(2):
+                    for b in cutlass.range_constexpr(2):
+                        beyond = 8 * n + lane % 4 * 2 + a >= left
+                        values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
+
+    @cute.jit
+    def clear_past(self, keys: cute.Tensor, left, group, tidx):
+        """Writes zeros over the keys past the end, which all tiles have in common."""
+        if group == 0:
+            clear_past(keys, left, BARRIER_OUTPUT, tidx)
+        if cutlass.const_expr(self.config.tiles > 1):
+            threads = GROUP * self.config.tiles
+            cute.arch.barrier(
+                barrier_id=BARRIER_OUTPUT + self.config.tiles, number_of_threads=threads
+            )
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -244,27 +354,68 @@ class Chain(Layout):
         cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
 
     @cute.jit
-    def start(self, s: cute.Tensor, initial, item: Item, part_s):
-        """Sets the registers to the state in front of an item."""
+    def start(
+        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, starts, item: Item, column, part_s
+    ):  # fmt: skip
+        """Sets the registers to the state in front of an item; those of a map of keys to the identity."""
         s.fill(0.0)
-        if cutlass.const_expr(self.config.initial_state):
-            if (item.row >= 0) & (item.begins != 0):
-                own = self.transposed(initial, item.row, item.head, item.tile)
+        if cutlass.const_expr(self.config.scan):
+            if column >= V_TILES:
+                places = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
+                for i in cutlass.range_constexpr(cute.size(s)):
+                    row, key = places[i]
+                    s[i] = cutlass.select_(
+                        (column - V_TILES) * V_TILE + row == key, F32(1.0), F32(0.0)
+                    )
+        if item.row >= 0:
+            if item.begins == CARRIED:
+                flag = flags.iterator + (PLACES * (item.machine - 1) + column)
+                there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
+                while there == 0:
+                    there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
+                own = cute.local_tile(
+                    carried[item.machine - 1, None, None], (V_TILE, HEAD_DIM), (column, 0)
+                )
                 cute.autovec_copy(part_s.partition_C(own), s)
+            if cutlass.const_expr(self.config.cut):
+                if item.begins >= MAPPED:
+                    start = starts[item.begins - MAPPED, item.head, None, None]
+                    own = cute.local_tile(start, (V_TILE, HEAD_DIM), (column, 0))
+                    cute.autovec_copy(part_s.partition_C(own), s)
+            if cutlass.const_expr(self.config.initial_state):
+                if item.begins == 1:
+                    own = self.transposed(initial, item.row, item.head, column)
+                    cute.autovec_copy(part_s.partition_C(own), s)
 
     @cute.jit
-    def save(self, s: cute.Tensor, final, item: Item, part_s):
+    def hand_over(
+        self, s: cute.Tensor, carried: cute.Tensor, flags: cute.Tensor, item: Item, column, group, part_s, tidx
+    ):  # fmt: skip
+        """Leaves the state to the machine that has the rest of the chain."""
+        if item.row >= 0:
+            own = cute.local_tile(
+                carried[item.machine, None, None], (V_TILE, HEAD_DIM), (column, 0)
+            )
+            cute.autovec_copy(s, part_s.partition_C(own))
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=BARRIER_OUTPUT + group, number_of_threads=GROUP)
+            if tidx == 0:
+                flag = flags.iterator + (PLACES * item.machine + column)
+                cute.arch.store(flag, I32(1), sem="release", scope="gpu")
+
+    @cute.jit
+    def save(self, s: cute.Tensor, final, item: Item, column, part_s):
         """Writes the state behind a sequence; of padding nothing in place, zero where results are separate."""
         if cutlass.const_expr(self.config.in_place):
             if (item.row >= 0) & (item.target >= 0):
-                self.put(s, part_s, final, item.target, item.head, item.tile)
+                self.put(s, part_s, final, item.target, item.head, column)
         else:
-            self.put(s, part_s, final, item.sequence, item.head, item.tile)
+            self.put(s, part_s, final, item.sequence, item.head, column)
 
     @cute.jit
     def checkpoint_row(self, item: Item, checkpoint_every, out):
         """Returns the row of a sequence's first checkpoint."""
         if cutlass.const_expr(self.config.packed):
-            return item.token // checkpoint_every
+            return (item.token - item.chunk * CHUNK) // checkpoint_every
         else:
             return item.sequence * (out.shape[1] // checkpoint_every)

@@ -1,4 +1,4 @@
-"""The warpgroups that invert: T' = (I + Akk)^-1 diag(beta), of every other chunk each.
+"""The inverse of a chunk: T' = (I + Akk)^-1 diag(beta).
 
 Akk_ij = beta_i r(k_i) r(k_j) (k_i . k_j) 2^(G_i - G_j), j < i, and the code has its negative. Its diagonal blocks of
 16 x 16 are inverted by substitution in fp32. The rest of the inverse X follows block by block, X_iw = -D_i sum over
@@ -8,36 +8,16 @@ Neumann series would be shorter, and wrong by orders of magnitude where keys rep
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import warp
 
 from cula_core.cute.memory import view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import F32
-from cula_core.cute.wgmma import as_operand, issue, mma
-from cula_core.cute.work import SLOTS, receive
+from cula_core.cute.wgmma import as_operand
 
 from ..config import CHUNK, SUB
-from .layout import (
-    BARRIER_INVERSE,
-    GATE_SLOTS,
-    GATES,
-    INVERSE_SLOTS,
-    K_SLOTS,
-    NORM,
-    STRENGTH,
-    SUM,
-    TABLE_SLOTS,
-    TABLES,
-    Item,
-    Layout,
-    Memory,
-    Pipes,
-    by_pairs,
-    commit,
-    release,
-)
-from .weights import weigh_left, weighed_diagonal
+from .layout import by_pairs
+from .tokens import STRENGTH
 
 BLOCKS = CHUNK // SUB
 # Elements from one row to the next, so that rows fall on different banks.
@@ -46,7 +26,7 @@ BELOW, INVERTED = (CHUNK - SUB) * BELOW_STRIDE, CHUNK * INVERTED_STRIDE
 SCRATCH_BYTES = 2 * (BELOW + INVERTED) + 4 * CHUNK * DIAGONAL_STRIDE
 
 
-class Solve(Layout):
+class Solve:
     """Warp w has rows 16 w ... of Akk, whose block on the diagonal it inverts, and then block column w of the inverse.
 
     | scratch | |
@@ -56,73 +36,24 @@ class Solve(Layout):
     | diagonal blocks of -Akk; then those of T', transposed | fp32, [16, 16] each; 16 bits |
     """
 
-    @cute.jit
-    def run(self, pipes: Pipes, memory: Memory, group: cutlass.Int32, tidx: cutlass.Int32):
-        """Inverts the chunks whose number, over all items, is `group` modulo 2."""
-        lane, w = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
-        product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        part = product.get_slice(tidx)
-        sK = self.keys(memory.k)
-        rows = product.make_fragment_A(part.partition_A(sK))
-        columns = product.make_fragment_B(part.partition_B(sK))
-        acc = cute.make_rmem_tensor(product.partition_shape_C((CHUNK, CHUNK)), F32)
-        gates = self.by_token(memory.gates, GATES, GATE_SLOTS)
-        tables = self.by_token(memory.tables, TABLES, TABLE_SLOTS)
-        sT = self.square(memory.inverse, INVERSE_SLOTS)
-        scratch = memory.scratch + cute.assume(group * (SCRATCH_BYTES // 2), divby=64)
-        k_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_SLOTS)
-        out_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, INVERSE_SLOTS)
-        if group == 1:
-            k_at.advance()
-            out_at.advance()
-        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
-        ahead = group  # chunks up to this group's next one
-        item = receive(Item, pipes.items, item_at, memory.items)
-        item_at.advance()
-        while item.valid != 0:
-            chunks = item.chunks
-            own = cutlass.max((chunks - ahead + 1) // 2, 0)
-            for _ in cutlass.range(own, unroll=1):
-                # With the tables, which are made of them, the gates are there too, and keys are zero past the end.
-                pipes.k.consumer_wait(k_at)
-                pipes.tables.consumer_wait(k_at)
-                warpgroup.fence()
-                a = rows[None, None, None, k_at.index]
-                issue(product, acc, a, columns[None, None, None, k_at.index], True)
-                gate, table = gates[None, k_at.index], tables[None, k_at.index]
-                target = sT[None, None, out_at.index]
-                self.invert(acc, gate, table, scratch, target, pipes, out_at, group, w, lane)
-                cute.arch.fence_view_async_shared()
-                commit(pipes.inverse, out_at)
-                release(pipes.gates, k_at)
-                # What the group shares is read.
-                cute.arch.barrier(barrier_id=BARRIER_INVERSE + group, number_of_threads=GROUP)
-                for _ in cutlass.range_constexpr(2):
-                    k_at.advance()
-                    out_at.advance()
-            ahead = ahead + 2 * own - chunks
-            item = receive(Item, pipes.items, item_at, memory.items)
-            item_at.advance()
+    def __init__(self, operand):
+        self.operand = operand
 
     @cute.jit
     def invert(
-        self, acc: cute.Tensor, gate, table, scratch: cute.Pointer, target, pipes, out_at, group, w, lane
+        self, p: cute.Tensor, diagonal: cute.Tensor, gate: cute.Tensor, scratch: cute.Pointer, target: cute.Tensor,
+        barrier: cutlass.Int32, w: cutlass.Int32, lane: cutlass.Int32,
     ):  # fmt: skip
-        """Computes T' of k k^T, which is on its way to `acc`, and stores it to `target`."""
-        p = by_pairs(acc)
+        """Stores T' to `target`, by a warpgroup.
+
+        p, diagonal: -Akk left of the diagonal blocks and in the warp's own one, as `by_pairs`. gate: the chunk's gates.
+        barrier: a named one of the group.
+        """
         below, inverted = scratch, scratch + BELOW
         z_base = cute.recast_ptr(scratch + BELOW + INVERTED, dtype=F32)
         own_z = z_base + cute.assume(SUB * w * DIAGONAL_STRIDE, divby=4)
-
         first = SUB * w + lane // 4
-        strengths, sums = [], []
-        for b in cutlass.range_constexpr(2):
-            strengths.append(-gate[STRENGTH + first + 8 * b] * table[NORM + first + 8 * b])
-            sums.append(gate[SUM + first + 8 * b])
         beta = gate[STRENGTH + SUB * w + lane % SUB]
-        warpgroup.wait_group(0)
-        weigh_left(p, strengths, sums, gate, table, w, lane)
-        diagonal = weighed_diagonal(p, strengths, sums, gate, table, w, lane, False)
         self.store_below(p, below, first, w, lane)
         pair = cute.make_rmem_tensor(2, F32)
         for n in cutlass.range_constexpr(2):
@@ -146,8 +77,7 @@ class Solve(Layout):
         cute.autovec_copy(rounded, view(own_d, at, SUB // 2))
         rounded.store((values.load() * beta).to(self.operand))
         cute.autovec_copy(rounded, view(own_t, at, SUB // 2))
-        cute.arch.barrier(barrier_id=BARRIER_INVERSE + group, number_of_threads=GROUP)
-        pipes.inverse.producer_acquire(out_at)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
         self.complete(below, inverted, own_t, gate, target, w, lane)
 
     @cute.jit

@@ -1,0 +1,141 @@
+"""How the chunks of a call are spread over machines, and in which order they are walked through and prepared.
+
+A chain is a segment of a sequence, or all of it, and a state head; it has a step for every slot of the segment, and the
+last one of a packed sequence one more for the time that its ends take. All chains stand in a row, and a machine has
+`share` neighbouring steps: the rest of a chain, whole chains, and the beginning of one. It walks through the beginning
+first, so that the next machine, which has the rest of that chain, does not wait for it: that comes last there.
+
+What is prepared is numbered so that every machine finds its first step before any finds its second.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from cula_core.cute.types import I32
+from cula_core.delta_rule.kernels.block import first_slot_of
+
+from ..config import CHUNK, ENDS
+
+
+class Step(NamedTuple):
+    """A step of the row. chunk, first, last: in the sequence, its own, and those of the chain. whole: the chain ends
+    where the sequence does."""
+
+    sequence: cutlass.Int32
+    head: cutlass.Int32
+    chunk: cutlass.Int32
+    first: cutlass.Int32
+    last: cutlass.Int32
+    whole: cutlass.Boolean
+
+
+class Order:
+    """The row of a call's chains. packed: sequences are those of `cu_seqlens`, which is None otherwise.
+
+    heads: of states. tokens: of a dense sequence. segment: chunks of a segment; `UNCUT`: sequences are whole. total:
+    steps of the row.
+    """
+
+    def __init__(self, packed: bool):
+        self.packed = packed
+
+    @cute.jit
+    def find(self, cu_seqlens, step, heads, tokens, segment):
+        """Returns a step of the row.
+
+        The last steps of a packed sequence may have no tokens: its slots are counted without reading its neighbours.
+        They belong to its last segment.
+        """
+        if cutlass.const_expr(self.packed):
+            slot = step // heads
+            low, high = I32(0), I32(cute.size(cu_seqlens) - 1)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self.first_of(cu_seqlens, middle) <= slot:
+                    low = middle
+                else:
+                    high = middle
+            first = self.first_of(cu_seqlens, low)
+            chunks = self.first_of(cu_seqlens, low + 1) - first
+            length = I32(cu_seqlens[low + 1]) - I32(cu_seqlens[low])
+            step = step - first * heads
+            return self.located(low, step // chunks, step % chunks, chunks, length, segment)
+        else:
+            chunks = cute.ceil_div(tokens, CHUNK)
+            chain = step // chunks
+            return self.located(
+                chain // heads, chain % heads, step % chunks, chunks, tokens, segment
+            )
+
+    def first_of(self, cu_seqlens, sequence):
+        """Returns the first step of a packed sequence, of one head."""
+        return first_slot_of(cu_seqlens, sequence) + ENDS * sequence
+
+    def total(self, cu_seqlens, slots, heads):
+        """Returns the steps of the row of a call that has so many slots."""
+        if cutlass.const_expr(self.packed):
+            slots = slots + ENDS * (cute.size(cu_seqlens) - 1)
+        return slots * heads
+
+    def located(self, sequence, head, chunk, chunks, length, segment):
+        """Returns the step of a chunk of a sequence that has so many slots and tokens."""
+        last_part = cutlass.max(self.parts(length, segment), 1) - 1
+        part = cutlass.min(chunk // segment, last_part)
+        whole = part == last_part
+        first = part * segment
+        return Step(
+            sequence, head, chunk, first, cutlass.select_(whole, chunks, first + segment), whole
+        )
+
+    def parts(self, length, segment):
+        """Returns the segments of a sequence."""
+        return cute.ceil_div(cute.ceil_div(length, CHUNK), segment)
+
+    def row_of_segments(self, sequence, start, first, tokens, segment):
+        """Returns where what belongs to a segment stands, which begins at chunk `first` of its sequence."""
+        if cutlass.const_expr(self.packed):
+            return start // (segment * CHUNK) + sequence + first // segment
+        return sequence * self.parts(tokens, segment) + first // segment
+
+    @cute.jit
+    def tokens_of(self, cu_seqlens, sequence, tokens):
+        """Returns (batch, first token, length, first slot) of a sequence."""
+        if cutlass.const_expr(self.packed):
+            start = I32(cu_seqlens[sequence])
+            return I32(0), start, I32(cu_seqlens[sequence + 1]) - start, start // CHUNK + sequence
+        else:
+            return sequence, I32(0), tokens, sequence * cute.ceil_div(tokens, CHUNK)
+
+    @cute.jit
+    def bounds(self, cu_seqlens, machine, share, total, heads, tokens, segment):
+        """Returns (begin, rest, cut, end) of a machine's steps: it walks from cut to end, from rest to cut, from begin
+        to rest."""
+        begin = cutlass.min(machine * share, total)
+        end = cutlass.min(begin + share, total)
+        rest, cut = begin, end
+        if end < total:
+            behind = self.find(cu_seqlens, end, heads, tokens, segment)
+            cut = cutlass.max(end - (behind.chunk - behind.first), begin)
+        if begin < end:
+            there = self.find(cu_seqlens, begin, heads, tokens, segment)
+            if there.chunk > there.first:
+                rest = cutlass.min(begin - there.chunk + there.last, cut)
+        return begin, rest, cut, end
+
+    @cute.jit
+    def numbered(self, cu_seqlens, number, machines, share, total, heads, tokens, segment):
+        """Returns the step of the row that has a number, or -1."""
+        machine, walked = number % machines, number // machines
+        begin, rest, cut, end = self.bounds(
+            cu_seqlens, machine, share, total, heads, tokens, segment
+        )
+        step = I32(-1)
+        if walked < end - begin:
+            step = cut + walked
+            if step >= end:
+                step = step - end + rest
+                if step >= cut:
+                    step = step - cut + begin
+        return step

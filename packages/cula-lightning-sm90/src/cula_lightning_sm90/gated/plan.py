@@ -1,0 +1,143 @@
+"""How a call is spread over the multiprocessors. Pure Python, from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cula_core.delta_rule.config import MIN_SEGMENT_CHUNKS
+
+from .config import LINE, PLACES, UNCUT, V_TILES
+
+# Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
+# tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
+# state head in `prepare`, per multiprocessor.
+CHAIN_US, CTA_US = {1: 1.0, 2: 1.85}, {1: 0.0026, 2: 0.0}
+ENDS_US = 6.0
+PREPARE_US = 1.2
+# A chunk of a scan. What merging costs, and each segment beyond two of it. Kernels more, and their ends.
+SCAN_US = 1.5
+MERGE_US, MERGE_STEP_US = 5.0, 3.4
+CUT_US = 10.0
+# Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
+AHEAD = {1: 8, 2: 6}
+WORKERS = 3  # groups of a CTA that prepares
+SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
+GAIN = 1.03  # what cutting has to gain
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How chains are walked through.
+
+    tiles: of 64 columns per CTA, columns: of them per machine. machines: how many walk, `share` steps each
+    (`kernels.order`).
+    """
+
+    tiles: int
+    machines: int
+    share: int
+    columns: int = V_TILES
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the kernel."""
+        return self.machines * (self.columns // self.tiles)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is spread out.
+
+    first: the recurrence, or a scan, beside the kernel of `prepare_ctas` CTAs that prepares steps up to `ahead` of
+    those that a machine has come to. segment: chunks of a segment, UNCUT where sequences are whole. second: the
+    recurrence behind a scan.
+    """
+
+    first: Walk
+    prepare_ctas: int
+    ahead: int
+    segment: int = UNCUT
+    second: Walk | None = None
+
+    @property
+    def flags(self) -> tuple[int, int]:
+        """Words for flags of both walks: of chunks, of machines' progress, of states between machines, a counter."""
+        first, second = self.first, self.second
+        return (
+            first.machines * ((first.share + 1) * LINE + PLACES) + 1,
+            0 if second is None else second.machines * PLACES + 1,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    longest: int, usual: int, total: int, multiprocessors: int, intracard_cp: str = "auto"
+) -> Plan:
+    """Returns the fastest way by a model of the kernels.
+
+    longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
+    all chains. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto": where it pays.
+    """
+    least, best = _beside(longest, usual, total, multiprocessors, V_TILES)
+    if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
+        return best
+    least = least / GAIN if intracard_cp == "auto" else float("inf")
+    parts, previous = 2, 0
+    while longest // parts >= MIN_SEGMENT_CHUNKS:
+        segment = -(-longest // parts)
+        if segment != previous:
+            scan_us, scan = _beside(segment, usual, total, multiprocessors, PLACES)
+            walk_us, walk = _alone(segment, usual, total, multiprocessors)
+            time = scan_us + MERGE_US + (parts - 2) * MERGE_STEP_US + walk_us + CUT_US
+            if time < least:
+                least, best = time, Plan(scan.first, scan.prepare_ctas, scan.ahead, segment, walk)
+        parts, previous = parts + 1, segment
+    return best
+
+
+def _walks(longest: int, total: int, tiles: int, most: int, columns: int) -> Iterator[Walk]:
+    """Yields the ways to walk with at most so many machines: one that has less than a whole chain would wait."""
+    for machines in range(1, most + 1):
+        share = max(longest, -(-total // machines))
+        if -(-total // share) == machines:
+            yield Walk(tiles, machines, share, columns)
+
+
+def _pace(walk: Walk, chain: int) -> float:
+    """Returns the time of a chunk of chains of a length."""
+    pace = SCAN_US if walk.columns == PLACES else CHAIN_US[walk.tiles]
+    return pace + CTA_US[walk.tiles] * walk.ctas + ENDS_US / chain
+
+
+def _beside(
+    longest: int, usual: int, total: int, multiprocessors: int, columns: int
+) -> tuple[float, Plan]:
+    """Returns the time, and the way, where chunks are prepared at the same time."""
+    least, best = float("inf"), None
+    for tiles in CHAIN_US if columns == V_TILES else (2,):
+        most = max((multiprocessors - 1) * tiles // columns, 1)
+        for walk in _walks(longest, total, tiles, most, columns):
+            walk_us = walk.share * _pace(walk, min(longest, usual))
+            left = max(multiprocessors - walk.ctas, 1)
+            # They slow each other down.
+            time = (walk_us**8 + (total * PREPARE_US / left) ** 8) ** 0.125
+            if time < least:
+                enough = int(SPARE * total * PREPARE_US / walk_us) + 1
+                least = time
+                best = Plan(walk, min(left, max(walk.machines, enough)), AHEAD[tiles])
+    assert best is not None  # one machine is always tried
+    return least, best
+
+
+def _alone(longest: int, usual: int, total: int, multiprocessors: int) -> tuple[float, Walk]:
+    """Returns the time, and the way, of a recurrence whose chunks are all prepared."""
+    ways = [
+        (walk.share * _pace(walk, min(longest, usual)), walk)
+        for tiles in CHAIN_US
+        for walk in _walks(
+            longest, total, tiles, max(multiprocessors * tiles // V_TILES, 1), V_TILES
+        )
+    ]
+    return min(ways, key=lambda way: way[0])

@@ -1,0 +1,80 @@
+"""How calls of the gated delta rule are spread over multiprocessors."""
+
+from __future__ import annotations
+
+import pytest
+
+from cula_core.delta_rule.config import MIN_SEGMENT_CHUNKS
+from cula_lightning_sm90.gated.config import PLACES, UNCUT, V_TILES
+from cula_lightning_sm90.gated.plan import Plan, Walk, plan
+
+LENGTHS = (1, 2, 15, 16, 31, 32, 33, 64, 100, 256, 1024, 2048)
+CHAINS = (1, 2, 7, 16, 64, 100, 600)
+
+
+def assert_walks(walk: Walk, longest: int, total: int) -> None:
+    """Every step has a machine, every machine a step, and none less than a whole chain."""
+    assert walk.machines * walk.share >= total > (walk.machines - 1) * walk.share
+    assert walk.share >= min(longest, total)
+
+
+@pytest.mark.parametrize("choice", ["auto", "on", "off"])
+@pytest.mark.parametrize("count", [2, 20, 78, 132, 144])
+@pytest.mark.parametrize("longest", LENGTHS)
+def test_plans_fit_the_card(longest, count, choice):
+    for chains in CHAINS:
+        total = longest * chains
+        found = plan(longest, longest, total, count, choice)
+        first, second = found.first, found.second
+        # A card that has no multiprocessor left beside the smallest walk runs one kernel after the other.
+        least = first.columns // first.tiles
+        assert first.ctas + found.prepare_ctas <= max(count, least + 1)
+        assert found.prepare_ctas >= 1 and found.ahead >= 1
+        chain = longest if second is None else found.segment
+        assert_walks(first, chain, total)
+        if second is None:
+            assert found.segment == UNCUT and first.columns == V_TILES and found.flags[1] == 0
+        else:
+            assert MIN_SEGMENT_CHUNKS <= found.segment < longest and first.columns == PLACES
+            assert_walks(second, chain, total)
+            assert second.ctas <= max(count, V_TILES // second.tiles)
+        if choice != "auto":
+            cut = choice == "on" and longest >= 2 * MIN_SEGMENT_CHUNKS
+            assert (second is not None) == cut
+
+
+def test_one_multiprocessor_is_enough():
+    found = plan(3, 3, 12, 1)
+    assert found.first.machines == 1 and found.prepare_ctas == 1
+
+
+@pytest.mark.parametrize(
+    "longest, chains, tiles, machines",
+    [
+        (16, 64, 2, (64, 64)),
+        (64, 64, 2, (64, 64)),
+        (256, 64, 2, (64, 64)),
+        (256, 128, 2, (76, 84)),
+        (128, 16, 1, (16, 16)),
+        (32, 32, 1, (32, 32)),
+        (128, 32, 1, (32, 32)),
+    ],
+)
+def test_what_was_the_fastest_on_an_h200(longest, chains, tiles, machines):
+    found = plan(longest, longest, longest * chains, 132)
+    assert found.second is None and found.first.tiles == tiles
+    assert machines[0] <= found.first.machines <= machines[1]
+
+
+def test_short_chains_take_more_machines():
+    """Where 20 sequences, of 15 steps on average, are packed, whether or not the longest one is known."""
+    unknown, known = (plan(longest, 15, 9472, 132).first.machines for longest in (15, 59))
+    assert unknown == known >= 84
+
+
+@pytest.mark.parametrize("longest, chains", [(1024, 8), (512, 8), (256, 8), (128, 4), (256, 16)])
+def test_few_long_chains_are_cut(longest, chains):
+    """Where that was faster on an H200."""
+    found = plan(longest, longest, longest * chains, 132)
+    assert isinstance(found, Plan) and found.second is not None
+    assert found.second.machines >= 4 * chains
