@@ -22,7 +22,6 @@ MERGE_US, MERGE_STEP_US = 5.0, 3.4
 CUT_US = 10.0
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
 AHEAD = {1: 8, 2: 6}
-WORKERS = 3  # groups of a CTA that prepares
 SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
 GAIN = 1.03  # what cutting has to gain
 
@@ -84,13 +83,18 @@ def plan(
     if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
         return best
     least = least / GAIN if intracard_cp == "auto" else float("inf")
+    # No way takes less than the work of all multiprocessors, so that most calls need not be looked at further.
+    work = total * (2 * SCAN_US + PREPARE_US + CHAIN_US[2]) / max(multiprocessors, V_TILES + 1)
     parts, previous = 2, 0
     while longest // parts >= MIN_SEGMENT_CHUNKS:
+        merge_us = MERGE_US + (parts - 2) * MERGE_STEP_US + CUT_US
+        if work + merge_us >= least:
+            break
         segment = -(-longest // parts)
         if segment != previous:
             scan_us, scan = _beside(segment, usual, total, multiprocessors, PLACES)
             walk_us, walk = _alone(segment, usual, total, multiprocessors)
-            time = scan_us + MERGE_US + (parts - 2) * MERGE_STEP_US + walk_us + CUT_US
+            time = scan_us + merge_us + walk_us
             if time < least:
                 least, best = time, Plan(scan.first, scan.prepare_ctas, scan.ahead, segment, walk)
         parts, previous = parts + 1, segment

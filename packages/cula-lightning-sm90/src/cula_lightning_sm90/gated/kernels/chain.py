@@ -274,8 +274,8 @@ class Chain:
                     if cutlass.const_expr(self.config.checkpoints):
                         done = (item.chunk + c + 1) * CHUNK
                         if (left >= CHUNK) & (done % checkpoint_every == 0):
-                            first = self.checkpoint_row(item, checkpoint_every, out)
-                            row = first + done // checkpoint_every - 1
+                            row = self.checkpoint_row(item, checkpoint_every, out)
+                            row = row + done // checkpoint_every - 1
                             self.put(s, part_s, checkpoints, row, head, column)
                 first, last = last, chunks
             if cutlass.const_expr(not self.config.scan):

@@ -77,7 +77,7 @@ SIZES = Memory(
     tasks=4 * SLOTS * TASK,
     scratch=SCRATCH_BYTES,
 )
-*PLACES, USED = itertools.accumulate(SIZES, initial=0)
+*OFFSETS, USED = itertools.accumulate(SIZES, initial=0)
 OWN = -(-USED // 1024) * 1024  # bytes of a group
 
 
@@ -202,8 +202,8 @@ class GatedDeltaPrepare:
         )
         memory = Memory(
             *(
-                cute.recast_ptr((base + place // 2).align(math.gcd(place, 1024)), dtype=dtype)
-                for place, dtype in zip(PLACES, types, strict=True)
+                cute.recast_ptr((base + offset // 2).align(math.gcd(offset, 1024)), dtype=dtype)
+                for offset, dtype in zip(OFFSETS, types, strict=True)
             )
         )
         cute.arch.mbarrier_init_fence()
