@@ -42,6 +42,7 @@ PREPARE = OPERANDS | {
         ("logits", "bfloat16"),
         ("doubled logits", "float16"),
     ),
+    "cut": (True, False),
 }
 RECURRENCE = OPERANDS | {
     "tiles": (1, 2),
@@ -72,7 +73,7 @@ SCAN = OPERANDS | {
 def config_of(case: dict) -> Config:
     operands = [case[name] for name in OPERANDS]
     if "gate" in case:
-        return PrepareConfig(*operands, *case["gate"], *case["strength"])
+        return PrepareConfig(*operands, *case["gate"], *case["strength"], case["cut"])
     walk = (case["state_v_first"], *case["states"])
     if "cut" not in case:
         return RecurrenceConfig(*operands, 2, *walk, scan=True)
@@ -127,7 +128,8 @@ def test_machine_code(config):
     for direction, count in re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx):
         assert (int(count) > given) == (direction == "inc")
     assert ptx.count("griddepcontrol.wait") == (walks and config.waits)
-    assert ptx.count("griddepcontrol.launch_dependents") == (not walks)
+    beside = not walks and not config.cut
+    assert ptx.count("griddepcontrol.launch_dependents") == beside
     if walks:
         # Products with the state, with T' and Aqk, and the update in one term or two; in code of its own once more for
         # a chunk that is not full. A scan needs half of the others.

@@ -70,6 +70,7 @@ class Case:
         return PrepareConfig(
             self.dtype, self.operand, self.l2norm, self.index_dtype, self.gate, self.gate_dtype,
             bias=self.gate == "softplus", strength=self.strength, strength_dtype=self.gate_dtype,
+            cut=self.segment < UNCUT,
         )  # fmt: skip
 
     @property
@@ -233,7 +234,7 @@ def run(emulated) -> Callable[..., Outcome]:
 
         out_stride = loose_strides(call.out_shape, 8)
         out = emulated.empty(call.out_shape, getattr(torch, case.dtype), stride=out_stride)
-        initial = final = checkpoints = offsets = maps = starts = None
+        initial = final = checkpoints = offsets = maps = marks = starts = None
         if call.states is not None:
             initial = matrices(len(call.states)).copy_(call.states)
         final = initial if recurrence.in_place else matrices(sequences)
@@ -257,6 +258,7 @@ def run(emulated) -> Callable[..., Outcome]:
                     tokens // length + sequences if case.packed else batch * -(-tokens // length)
                 )
                 maps, starts = matrices(count, 2 * HEAD_DIM), matrices(count)
+                marks = run.marks = torch.empty(count, heads, **int32)
             flags = torch.empty(sum(plan.flags), **int32)
             compiled(case.prepare)(
                 call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
@@ -264,7 +266,7 @@ def run(emulated) -> Callable[..., Outcome]:
                 **options.get("of_prepare", {}),
             )  # fmt: skip
 
-            def walked(config, way, flags, maps, starts, options) -> None:
+            def walked(config, way, flags, maps, marks, starts, options) -> None:
                 carried = (case.machines, way.columns * V_TILE, HEAD_DIM)
                 compiled(config)(
                     call.q, call.k, call.v, out, initial,
@@ -272,18 +274,19 @@ def run(emulated) -> Callable[..., Outcome]:
                     torch.tensor(call.targets, **int32) if config.redirected else None,
                     torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
                     final if config.final_state else None, checkpoints if config.checkpoints else None, offsets,
-                    emulated.empty(carried, torch.float32), blocks, flags, maps, starts, NULL_SLOT,
+                    emulated.empty(carried, torch.float32), blocks, flags, maps, marks, starts, NULL_SLOT,
                     max(case.every, 1), case.machines, share, case.segment, way.ctas, **options,
                 )  # fmt: skip
 
             of_first, of_second = flags.split(plan.flags)
             if recurrence.cut:
-                walked(case.scan, plan.first, of_first, maps, None, options.get("of_scan", {}))
-                compiled(MergeConfig(index_dtype=case.index_dtype))(
-                    maps, starts, None, None, offsets, sequences, tokens, case.segment * CHUNK
+                options_of_scan = options.get("of_scan", {})
+                walked(case.scan, plan.first, of_first, maps, marks, None, options_of_scan)
+                compiled(MergeConfig(index_dtype=case.index_dtype, fades=True))(
+                    maps, marks, starts, None, None, offsets, sequences, tokens, case.segment * CHUNK
                 )
             walked(
-                recurrence, walk, of_second if recurrence.cut else of_first, None, starts,
+                recurrence, walk, of_second if recurrence.cut else of_first, None, None, starts,
                 options.get("of_recurrence", {}),
             )  # fmt: skip
         if checkpoints is not None:
@@ -359,6 +362,25 @@ def test_gates_that_forget_everything(run, gate):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("machines", [1, 3, 5])
+def test_segments_that_forget(run, machines, packed):
+    """A log2 decay of 18.5 per chunk forgets in four of a segment's chunks, unless writes make states larger."""
+    case = Case(
+        (1100,), packed, (3, 3, 3), l2norm=False, machines=machines, segment=5, state="given"
+    )
+    call = make_call(case)
+    g, k, beta = torch.full_like(call.g, -0.2), call.k.clone(), torch.full_like(call.beta, 0.5)
+    g[..., 0] = -1e-3
+    # Every fourth key of this head has norm 2, and what a state has along it is multiplied by 1 - 4.
+    k[:, ::4, 2] *= 2
+    beta[:, ::4, 2] = 1.0
+    call = replace(call, g=g, k=k, beta=beta)
+    assert_right(call, run(call))
+    assert run.marks[:3].tolist() == [[0, 1, 0]] * 3
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("l2norm", [True, False])
 def test_sequences_do_not_see_each_other(run, dtype, l2norm):
@@ -383,8 +405,9 @@ def test_sequences_do_not_see_each_other(run, dtype, l2norm):
 
 # What goes unnoticed, and why:
 # - The emulator runs a kernel after the one before it. So nothing waits for flags, and what orders memory between both
-#   has no effect: fences of all the GPU, the barrier and the wait for writes behind which the writers set flags. States
-#   that machines leave to each other are written before the other CTA begins.
+#   has no effect: fences of all the GPU, the barrier of the warp that has seen flags, the barrier and the wait for
+#   writes behind which the writers set flags. States that machines leave to each other are written before the other CTA
+#   begins.
 # - Products that one wait waits for may be one group: products of k and of q, and both terms of the update with Aqk u.
 # - It takes a later fence of another thread for one of the writer: the fence behind reads of k and q.
 # - It runs a warp's matrix copies in step, so that barriers of a warp before its lane arrives change nothing, and keeps
@@ -405,7 +428,7 @@ UNNOTICED = {
         {
             "bar.sync": 1,
             "bar.sync 1": 1,
-            "bar.warp.sync": 1,
+            "bar.warp.sync": 2,
             "cp.async.bulk.wait_group 0": 1,
             "fence.acq_rel.gpu": 2,
             "wgmma.commit_group.sync.aligned": 4,
@@ -414,7 +437,7 @@ UNNOTICED = {
     "of_scan": Counter(
         {
             "bar.sync": 1,
-            "fence.acq_rel.gpu": 2,
+            "fence.acq_rel.gpu": 1,
             "wgmma.commit_group.sync.aligned": 1,
         }
     ),
@@ -427,7 +450,7 @@ def test_every_wait_matters(run, mutated):
     """CTAs with more items, and more chunks, than there are slots for; one leaves a state to the other."""
     case = Case((70, 60, 192, 400, 30), True, (1, 1, 2), state="indexed", prepare_ctas=1)
     if mutated == "of_scan":
-        case = Case((1100,), segment=4, prepare_ctas=1)
+        case = Case((1100,), segment=4, prepare_ctas=1, gate=None)
     call = make_call(case)
     before = run(call)
 

@@ -62,6 +62,7 @@ MERGE = {
     "initial_state": BOTH,
     "indexed": BOTH,
     "index_dtype": INDEX_DTYPES,
+    "fades": BOTH,
 }
 TABLE = {"arch": ARCHITECTURES, "index_dtype": INDEX_DTYPES[1:]}
 

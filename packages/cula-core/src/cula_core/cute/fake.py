@@ -28,6 +28,12 @@ def vector(dtype: type, size: object = None):
     return make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), stride=(1,))
 
 
+def matrix(dtype: type, columns: object):
+    """Returns a matrix of rows that are contiguous."""
+    shape = (cute.sym_int(), columns)
+    return make_fake_tensor(dtype, shape, stride=(cute.sym_int64(), 1))
+
+
 def segment_table():
     """Returns the table of segments that `SegmentTable` makes."""
     return make_fake_tensor(cutlass.Int32, (cute.sym_int(), COLUMNS), stride=(COLUMNS, 1))

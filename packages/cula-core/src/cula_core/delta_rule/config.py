@@ -106,12 +106,16 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Static facts of the kernel that merges the maps of segments; as in `RecurrenceConfig` and `PrepareConfig`."""
+    """Static facts of the kernel that merges the maps of segments; as in `RecurrenceConfig` and `PrepareConfig`.
+
+    fades: some segments are marked as forgetting what was before them.
+    """
 
     state_v_first: bool = False
     initial_state: bool = False
     indexed: bool = False
     index_dtype: str | None = None
+    fades: bool = False
 
 
 @dataclass(frozen=True)

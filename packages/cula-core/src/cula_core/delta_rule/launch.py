@@ -115,11 +115,12 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
 
 
 def merge_arguments(config: MergeConfig) -> tuple:
-    """Returns maps, starts, initial, indices as `recurrence_arguments` has them, cu_seqlens [N + 1], number of
-    sequences, tokens of a dense one, tokens of a segment."""
+    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices as `recurrence_arguments` has
+    them, cu_seqlens [N + 1], number of sequences, tokens of a dense one, tokens of a segment."""
     heads_v = cute.sym_int()
     return (
         _maps(heads_v),
+        fake.matrix(cutlass.Int32, heads_v) if config.fades else None,
         _states(heads_v),
         _states(heads_v) if config.initial_state else None,
         fake.vector(cutlass.Int32) if config.indexed else None,
@@ -274,7 +275,7 @@ class _Launch:
             self._index_dtype,
         )
         self.kernels(config)(
-            maps, starts, self.initial, self.indices, call.cu_seqlens, call.sequences, call.q.shape[1],
+            maps, None, starts, self.initial, self.indices, call.cu_seqlens, call.sequences, call.q.shape[1],
             self.segment_tokens,
         )  # fmt: skip
         return starts

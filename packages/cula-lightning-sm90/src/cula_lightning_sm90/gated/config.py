@@ -13,8 +13,8 @@ V_TILES = HEAD_DIM // V_TILE
 SUB = 16  # rows of a block of a chunk's square matrices
 # Elements of Aqk and T' [64, 64] without the blocks above the diagonal, which are zero.
 TRIANGLE = CHUNK * (CHUNK + SUB) // 2
-# What belongs to tokens, fp32: three tables, and the decay of the whole chunk.
-TABLES = 3 * CHUNK + 4
+# What belongs to tokens, fp32: three tables; the decay of the whole chunk, and how it changes the size of a state.
+TABLES = 3 * CHUNK + 8
 # Of a chunk and state head, in elements of 16 bits: T', Aqk, tables; a multiple of 128 bytes.
 BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
 # Chunks of a segment where sequences are whole: more than any has.
@@ -25,6 +25,8 @@ PLACES = 2 * V_TILES
 ENDS = 1
 # Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
 LINE = 32
+# Log2 of the size at which what is left of a state counts as nothing, even beside what is 2^30 times smaller.
+FADED = -58.0
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
@@ -71,7 +73,8 @@ class PrepareConfig(Operands):
     """Static facts of the kernel that makes what belongs to single chunks.
 
     gate: g holds log decays ("log"), or what `-exp(A_log) softplus(g + dt_bias)` makes them of ("softplus"); None
-    without g. bias: there is a dt_bias. strength: what beta holds, None without it.
+    without g. bias: there is a dt_bias. strength: what beta holds, None without it. cut: a scan of segments comes next,
+    which needs to know how states fade; otherwise the recurrence runs beside this kernel.
     """
 
     gate: str | None = None
@@ -79,6 +82,7 @@ class PrepareConfig(Operands):
     bias: bool = False
     strength: str | None = None
     strength_dtype: str = "float32"
+    cut: bool = False
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -122,7 +126,7 @@ class RecurrenceConfig(Operands):
     @property
     def waits(self) -> bool:
         """Whether the kernel runs beside the one that prepares, and not after it."""
-        return not self.cut
+        return not (self.scan or self.cut)
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""

@@ -87,8 +87,8 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
     sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states between machines
-    [machines, V, K], of a scan [machines, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K],
-    starts [segments, HS, V, K], the padding row, tokens between checkpoints, machines, share of one, chunks of a
+    [machines, V, K], of a scan [machines, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K], marks
+    of segments that forget [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints, machines, share of one, chunks of a
     segment, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
@@ -116,6 +116,7 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         _blocks(config, heads),
         fake.vector(cutlass.Int32),
         state(2 * HEAD_DIM) if config.scan else None,
+        fake.matrix(cutlass.Int32, heads) if config.scan else None,
         state() if config.cut else None,
         cutlass.Int32(-1),
         cutlass.Int32(1),
@@ -197,15 +198,16 @@ def run(
         whole = offsets is None
         segments = batch * -(-tokens // length) if whole else tokens // length + call.sequences
 
-    # One allocation: blocks, states between machines, what segments do and begin with, flags.
+    # One allocation: blocks, states between machines, what segments do and begin with, flags, marks of segments.
     sizes = (
         slots * heads * BLOCK // 2,
         first.machines * first.columns * V_TILE * HEAD_DIM,
         segments * heads * 2 * HEAD_DIM * HEAD_DIM,
         segments * heads * HEAD_DIM * HEAD_DIM,
         sum(spread.flags),
+        segments * heads,
     )
-    blocks, carried, maps, starts, words = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+    blocks, carried, maps, starts, words, marks = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
     blocks = blocks.view(getattr(torch, operands["operand"])).view(slots, heads, BLOCK)
     flags = words.view(torch.int32)
     config = PrepareConfig(
@@ -215,6 +217,7 @@ def run(
         bias=call.dt_bias is not None,
         strength=strength,
         strength_dtype="float32" if call.beta is None else dtype_name(call.beta.dtype),
+        cut=second is not None,
     )
     kernels(config)(
         q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
@@ -223,7 +226,13 @@ def run(
     fresh, saved = call.has_initial_state, call.checkpoints
     final = call.final_state if pool is None else pool
 
-    def walk(way: Walk, flags: Tensor, maps: Tensor | None, starts: Tensor | None) -> None:
+    def walk(
+        way: Walk,
+        flags: Tensor,
+        maps: Tensor | None = None,
+        marks: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> None:
         scan = maps is not None
         config = RecurrenceConfig(
             **operands,
@@ -244,19 +253,20 @@ def run(
             call.output_state_indices if config.redirected else None,
             None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
             saved.flatten(0, 1) if config.checkpoints else None, offsets,
-            carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, starts,
+            carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, marks, starts,
             -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.machines,
             way.share, segment, way.ctas,
         )  # fmt: skip
 
     if second is None:
-        walk(first, flags, None, None)
+        walk(first, flags)
         return
     maps = maps.view(segments, heads, 2 * HEAD_DIM, HEAD_DIM)
     starts = starts.view(segments, heads, HEAD_DIM, HEAD_DIM)
     of_first, of_second = flags.split(spread.flags)
-    walk(first, of_first, maps, None)
-    kernels(MergeConfig(index_dtype=operands["index_dtype"]))(
-        maps, starts, None, None, offsets, call.sequences, tokens, segment * CHUNK
+    marks = marks.view(torch.int32).view(segments, heads)
+    walk(first, of_first, maps, marks)
+    kernels(MergeConfig(index_dtype=operands["index_dtype"], fades=True))(
+        maps, marks, starts, None, None, offsets, call.sequences, tokens, segment * CHUNK
     )
-    walk(second, of_second, None, starts)
+    walk(second, of_second, starts=starts)

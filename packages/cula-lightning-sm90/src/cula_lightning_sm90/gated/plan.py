@@ -12,14 +12,15 @@ from .config import LINE, PLACES, UNCUT, V_TILES
 
 # Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
 # tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
-# state head in `prepare`, per multiprocessor.
+# state head in `prepare`, per multiprocessor; the same where it runs alone.
 CHAIN_US, CTA_US = {1: 1.0, 2: 1.85}, {1: 0.0026, 2: 0.0}
 ENDS_US = 6.0
-PREPARE_US = 1.2
-# A chunk of a scan. What merging costs, and each segment beyond two of it. Kernels more, and their ends.
+PREPARE_US, PREPARE_ALONE_US = 1.2, 1.05
+# A chunk of a scan, if nothing fades. What merging costs, and each segment beyond two of it. Kernels more, and their
+# ends.
 SCAN_US = 1.5
 MERGE_US, MERGE_STEP_US = 5.0, 3.4
-CUT_US = 10.0
+CUT_US = 15.0
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
 AHEAD = {1: 8, 2: 6}
 SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
@@ -49,9 +50,9 @@ class Walk:
 class Plan:
     """How a call is spread out.
 
-    first: the recurrence, or a scan, beside the kernel of `prepare_ctas` CTAs that prepares steps up to `ahead` of
-    those that a machine has come to. segment: chunks of a segment, UNCUT where sequences are whole. second: the
-    recurrence behind a scan.
+    first: the recurrence, beside the kernel of `prepare_ctas` CTAs that prepares steps up to `ahead` of those that a
+    machine has come to; or a scan behind that kernel. segment: chunks of a segment, UNCUT where sequences are whole.
+    second: the recurrence behind a scan.
     """
 
     first: Walk
@@ -62,12 +63,12 @@ class Plan:
 
     @property
     def flags(self) -> tuple[int, int]:
-        """Words for flags of both walks: of chunks, of machines' progress, of states between machines, a counter."""
+        """Words for flags of both walks: of states between machines and a counter; in front of those of a recurrence
+        beside `prepare`, of chunks and of machines' progress."""
         first, second = self.first, self.second
-        return (
-            first.machines * ((first.share + 1) * LINE + PLACES) + 1,
-            0 if second is None else second.machines * PLACES + 1,
-        )
+        if second is None:
+            return first.machines * ((first.share + 1) * LINE + PLACES) + 1, 0
+        return first.machines * PLACES + 1, second.machines * PLACES + 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,12 +80,13 @@ def plan(
     longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
     all chains. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto": where it pays.
     """
-    least, best = _beside(longest, usual, total, multiprocessors, V_TILES)
+    least, best = _beside(longest, usual, total, multiprocessors)
     if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
         return best
     least = least / GAIN if intracard_cp == "auto" else float("inf")
     # No way takes less than the work of all multiprocessors, so that most calls need not be looked at further.
-    work = total * (2 * SCAN_US + PREPARE_US + CHAIN_US[2]) / max(multiprocessors, V_TILES + 1)
+    prepare_us = total * PREPARE_ALONE_US / multiprocessors
+    work = prepare_us + total * (2 * SCAN_US + CHAIN_US[2]) / multiprocessors
     parts, previous = 2, 0
     while longest // parts >= MIN_SEGMENT_CHUNKS:
         merge_us = MERGE_US + (parts - 2) * MERGE_STEP_US + CUT_US
@@ -92,11 +94,11 @@ def plan(
             break
         segment = -(-longest // parts)
         if segment != previous:
-            scan_us, scan = _beside(segment, usual, total, multiprocessors, PLACES)
-            walk_us, walk = _alone(segment, usual, total, multiprocessors)
-            time = scan_us + merge_us + walk_us
+            scan_us, scan = _alone(segment, usual, total, multiprocessors, PLACES)
+            walk_us, walk = _alone(segment, usual, total, multiprocessors, V_TILES)
+            time = prepare_us + scan_us + merge_us + walk_us
             if time < least:
-                least, best = time, Plan(scan.first, scan.prepare_ctas, scan.ahead, segment, walk)
+                least, best = time, Plan(scan, multiprocessors, 1, segment, walk)
         parts, previous = parts + 1, segment
     return best
 
@@ -115,14 +117,12 @@ def _pace(walk: Walk, chain: int) -> float:
     return pace + CTA_US[walk.tiles] * walk.ctas + ENDS_US / chain
 
 
-def _beside(
-    longest: int, usual: int, total: int, multiprocessors: int, columns: int
-) -> tuple[float, Plan]:
+def _beside(longest: int, usual: int, total: int, multiprocessors: int) -> tuple[float, Plan]:
     """Returns the time, and the way, where chunks are prepared at the same time."""
     least, best = float("inf"), None
-    for tiles in CHAIN_US if columns == V_TILES else (2,):
-        most = max((multiprocessors - 1) * tiles // columns, 1)
-        for walk in _walks(longest, total, tiles, most, columns):
+    for tiles in CHAIN_US:
+        most = max((multiprocessors - 1) * tiles // V_TILES, 1)
+        for walk in _walks(longest, total, tiles, most, V_TILES):
             walk_us = walk.share * _pace(walk, min(longest, usual))
             left = max(multiprocessors - walk.ctas, 1)
             # They slow each other down.
@@ -135,13 +135,15 @@ def _beside(
     return least, best
 
 
-def _alone(longest: int, usual: int, total: int, multiprocessors: int) -> tuple[float, Walk]:
-    """Returns the time, and the way, of a recurrence whose chunks are all prepared."""
+def _alone(
+    longest: int, usual: int, total: int, multiprocessors: int, columns: int
+) -> tuple[float, Walk]:
+    """Returns the time, and the way, of a recurrence or a scan whose chunks are all prepared."""
     ways = [
         (walk.share * _pace(walk, min(longest, usual)), walk)
-        for tiles in CHAIN_US
+        for tiles in (CHAIN_US if columns == V_TILES else (2,))
         for walk in _walks(
-            longest, total, tiles, max(multiprocessors * tiles // V_TILES, 1), V_TILES
+            longest, total, tiles, max(multiprocessors * tiles // columns, 1), columns
         )
     ]
     return min(ways, key=lambda way: way[0])

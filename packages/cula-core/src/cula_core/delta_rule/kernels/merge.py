@@ -5,7 +5,7 @@ segment; of the first of a sequence only A, started from the initial state, of t
 
     S_1 = A_0        S_(p+1)^T = S_p^T M_p^T + A_p^T
 
-in tf32 products of three terms, which lose as little as fp32 does.
+in tf32 products of three terms, which lose as little as fp32 does. Where a segment is marked, M is zero and not there.
 """
 
 import cutlass
@@ -32,6 +32,7 @@ class KdaMerge:
     def __call__(
         self,
         maps: cute.Tensor,
+        marks: cute.Tensor,
         starts: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
@@ -42,7 +43,7 @@ class KdaMerge:
         stream,
     ):
         """Launches the kernel with the arguments of `launch.merge_arguments`; what the config lacks is None."""
-        self.kernel(maps, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
+        self.kernel(maps, marks, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
             grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -50,6 +51,7 @@ class KdaMerge:
     def kernel(
         self,
         maps: cute.Tensor,
+        marks: cute.Tensor,
         starts: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
@@ -92,8 +94,12 @@ class KdaMerge:
                 # The thread's share of a map, loaded while the one before it is applied.
                 ahead = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
                 added = cute.make_rmem_tensor(4, F32)
+                mark = I32(0)
                 if parts > 2:
-                    self.load_map(maps[segment + 1, head, None, None], ahead, added, rows, tidx)
+                    mark = self.mark_of(marks, segment + 1, head)
+                    self.load_map(
+                        maps[segment + 1, head, None, None], ahead, added, mark, rows, tidx
+                    )
                 for part in cutlass.range(1, parts - 1, unroll=1):
                     mapped = cute.make_rmem_tensor((2, HEAD_DIM // 8, 2), F32)
                     acc = cute.make_rmem_tensor((4, 3), F32)
@@ -102,12 +108,15 @@ class KdaMerge:
                     for step in cutlass.range_constexpr(HEAD_DIM // 8):
                         for i in cutlass.range_constexpr(2):
                             self.split(mapped[i, step, None], ahead[i, step])
+                    own_mark = mark
                     if part + 2 < parts:
+                        mark = self.mark_of(marks, segment + part + 1, head)
                         self.load_map(
-                            maps[segment + part + 1, head, None, None], ahead, added, rows, tidx
-                        )
+                            maps[segment + part + 1, head, None, None], ahead, added, mark, rows, tidx
+                        )  # fmt: skip
                     cute.arch.sync_threads()
-                    self.apply(sS, mapped, acc, tidx)
+                    if own_mark == 0:
+                        self.apply(sS, mapped, acc, tidx)
                     cute.arch.sync_threads()
                     self.store_state(
                         sS, starts[segment + part + 1, head, None, None], acc, rows, tidx
@@ -127,15 +136,23 @@ class KdaMerge:
                     value = initial[row, head, k, v]
             start[v, k] = value
 
+    def mark_of(self, marks: cute.Tensor, segment, head):
+        """Returns what is not zero where there is no M."""
+        return I32(marks[segment, head]) if self.config.fades else I32(0)
+
     @cute.jit
-    def load_map(self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, rows, tidx):
+    def load_map(
+        self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, mark, rows, tidx
+    ):  # fmt: skip
         """Loads A^T into the registers of a tile, and M^T into those of second operands [register, step]."""
         lane, first = tidx % 32, tidx // 32 * 8
         for i in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
                 added[2 * r + i] = source[rows + lane // 4 + 8 * r, first + lane % 4 * 2 + i]
-            for step in cutlass.range_constexpr(HEAD_DIM // 8):
-                mapped[i, step] = source[HEAD_DIM + 8 * step + lane % 4 + 4 * i, first + lane // 4]
+            if mark == 0:
+                for step in cutlass.range_constexpr(HEAD_DIM // 8):
+                    at = HEAD_DIM + 8 * step + lane % 4 + 4 * i
+                    mapped[i, step] = source[at, first + lane // 4]
 
     @cute.jit
     def apply(self, sS: cute.Tensor, mapped: cute.Tensor, acc: cute.Tensor, tidx):

@@ -4,7 +4,7 @@
     Aqk_ij = scale r(q_i) r(k_j) (q_i . k_j) 2^(G_i - G_j), j <= i
 
 r is 1 over the norm, or 1. The recurrence runs beside this kernel: blocks come in the order in which it needs them, and
-each has a flag that says that it is there.
+each has a flag that says that it is there. Where sequences are cut, what reads the blocks comes after this kernel.
 """
 
 import itertools
@@ -28,6 +28,7 @@ from ..config import CHUNK, HEAD_DIM, LINE, SUB, TABLES, PrepareConfig
 from .gates import Gates
 from .layout import (
     BY_TOKEN,
+    GROWTH,
     INVERSE,
     PRODUCTS,
     SQUARE,
@@ -40,7 +41,7 @@ from .layout import (
 from .order import Order
 from .solve import SCRATCH_BYTES, Solve
 from .tokens import ALL_TABLES, GATES, NORM, STRENGTH, SUM, Tokens
-from .weights import weigh_left, weighed_diagonal
+from .weights import store_growth, weigh_left, weighed_diagonal
 
 GROUPS = 3  # chunks in work
 THREADS = GROUP * (GROUPS + 2)
@@ -120,7 +121,7 @@ class GatedDeltaPrepare:
     | k, q [64, 128] | 16384 each | 1 |
     | T', Aqk [64, 64] | 8192 each | 1 |
     | gates | 768 | 2 |
-    | tables | 1296 | 2 |
+    | tables | 1312 | 2 |
     | scratch of the inverse | 13568 | 1 |
     """
 
@@ -303,9 +304,10 @@ class GatedDeltaPrepare:
                     number = first + i * workers
                     own_g = self.gates.read(g, batch, token, head, left, lane)
                     own_beta = self.gates.read(beta, batch, token, head, left, lane)
-                    patience = self.hold(
-                        flags, number // machines - ahead, number % machines, numbers, patience
-                    )
+                    if cutlass.const_expr(not self.config.cut):
+                        patience = self.hold(
+                            flags, number // machines - ahead, number % machines, numbers, patience
+                        )
                     at = self.place(loaded_at, group, 1)
                     pipes.loaded.producer_acquire(at)
                     full = pipes.loaded.producer_get_barrier(at)
@@ -431,7 +433,9 @@ class GatedDeltaPrepare:
             cute.arch.fence_view_async_shared()
             release(pipes.loaded, loaded)
             weigh_left(p, q, rows_k, rows_q, sums, gate, table, w, lane)
-            of_k, of_q = weighed_diagonal(p, q, rows_k, rows_q, sums, gate, table, w, lane)
+            of_k, of_q, own = weighed_diagonal(p, q, rows_k, rows_q, sums, gate, table, w, lane)
+            if cutlass.const_expr(self.config.cut):
+                store_growth(view(table.iterator, GROWTH, 4), own, w, lane)
             pipes.made.producer_acquire(made)
             store_products(self.operand, q, of_q, sP, w, lane)
             self.solve.invert(p, of_k, gate, memory.scratch, sT, BARRIER + group, w, lane)
@@ -455,16 +459,20 @@ class GatedDeltaPrepare:
     ):  # fmt: skip
         """Copies the group's blocks to global memory, and sets their flags once they are there."""
         lane, numbers = cute.arch.lane_idx(), machines * share
-        # Flags are cleared by whoever sets them, so that none is cleared too late, and before the recurrence may start.
-        # Behind them are those of the recurrence.
-        for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
-            flags[(i % machines * share + i // machines) * LINE] = I32(0)
+        of_others = I32(0)
+        if cutlass.const_expr(not self.config.cut):
+            # Flags are cleared by whoever sets them, so that none is cleared too late, and before the recurrence may
+            # start. Behind them are those of the recurrence.
+            for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
+                flags[(i % machines * share + i // machines) * LINE] = I32(0)
+            of_others = numbers * LINE
         if worker == 0:
-            for i in cutlass.range(numbers * LINE + lane, flags.shape[0], 32, unroll=1):
+            for i in cutlass.range(of_others + lane, flags.shape[0], 32, unroll=1):
                 flags[i] = I32(0)
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier(barrier_id=BARRIER + GROUPS, number_of_threads=32 * GROUPS)
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not self.config.cut):
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=BARRIER + GROUPS, number_of_threads=32 * GROUPS)
+            cute.arch.griddepcontrol_launch_dependents()
         bulk = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.operand)
         tasks = cute.make_tensor(memory.tasks, cute.make_layout((TASK, SLOTS)))
         gates_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
@@ -491,9 +499,12 @@ class GatedDeltaPrepare:
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(made.index))
-                cute.arch.cp_async_bulk_wait_group(0)
-                flag = task.number % machines * share + task.number // machines
-                cute.arch.store(flags.iterator + flag * LINE, I32(1), sem="release", scope="gpu")
+                if cutlass.const_expr(not self.config.cut):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    flag = task.number % machines * share + task.number // machines
+                    cute.arch.store(
+                        flags.iterator + flag * LINE, I32(1), sem="release", scope="gpu"
+                    )
             release(pipes.gates, self.place(gates_at, group, SLOTS))
             gates_at.advance()
             made_at.advance()

@@ -1,12 +1,13 @@
 """The recurrence: it computes what needs the state, and begins as soon as the first blocks are there.
 
-Where sequences are cut, a scan runs first, for which a segment is a map: it turns a state S into M S + A. The scan
-walks from zero for A, and from the identity, with values of zero, for M. The states in front of segments follow from
-these (`cula_core.delta_rule.kernels.merge`), and the recurrence walks through all segments side by side.
+It is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag of every block.
+All CTAs of `prepare` have started by then, and none waits for it for ever, so that no order of work can stop both.
 
-The first of both is launched while `prepare` runs, on the multiprocessors that it leaves free, and waits for the flag
-of every block. All CTAs of `prepare` have started by then, and none waits for it for ever, so that no order of work can
-stop both.
+Where sequences are cut, it runs alone, and a scan before it, for which a segment is a map: it turns a state S into
+M S + A. The scan walks from zero for A, and from the identity, with values of zero, for M. The states in front of
+segments follow from these (`cula_core.delta_rule.kernels.merge`), and the recurrence walks through all segments side by
+side. If what comes before some of a segment's last chunks has faded behind them, M is zero, and the scan walks through
+these chunks alone.
 """
 
 import cutlass
@@ -24,6 +25,7 @@ from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 from ..config import (
     BLOCK,
     CHUNK,
+    FADED,
     HEAD_DIM,
     LINE,
     PLACES,
@@ -34,7 +36,7 @@ from ..config import (
     RecurrenceConfig,
 )
 from .chain import CARRIED, MAPPED, TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, INVERSE, PRODUCTS, SQUARE, WIDE, panels
+from .layout import BY_TOKEN, DECAY, GROWTH, INVERSE, PRODUCTS, SQUARE, WIDE, panels
 from .order import Order
 
 LOOK = 8  # flags that are read at once
@@ -86,6 +88,7 @@ class GatedDeltaRecurrence:
         blocks: cute.Tensor,
         flags: cute.Tensor,
         maps: cute.Tensor,
+        faded: cute.Tensor,
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
@@ -105,7 +108,7 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            cu_seqlens, carried, blocks, flags, maps, starts, null_slot, checkpoint_every, machines, share, segment,
+            cu_seqlens, carried, blocks, flags, maps, faded, starts, null_slot, checkpoint_every, machines, share, segment,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=self.config.waits,
@@ -134,6 +137,7 @@ class GatedDeltaRecurrence:
         blocks: cute.Tensor,
         flags: cute.Tensor,
         maps: cute.Tensor,
+        faded: cute.Tensor,
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
@@ -184,7 +188,7 @@ class GatedDeltaRecurrence:
                 )  # fmt: skip
             if warp_idx == 4 * self.tiles + 1:
                 self.announce(
-                    items, memory, indices, targets, fresh, cu_seqlens, flags, null_slot, machines, share, segment,
+                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, faded, null_slot, machines, share, segment,
                     self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1]), blocks.shape[1], out.shape[1],
                 )  # fmt: skip
         else:
@@ -221,6 +225,8 @@ class GatedDeltaRecurrence:
         fresh: cute.Tensor,
         cu_seqlens: cute.Tensor,
         flags: cute.Tensor,
+        blocks: cute.Tensor,
+        faded: cute.Tensor,
         null_slot: cutlass.Int32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
@@ -244,14 +250,13 @@ class GatedDeltaRecurrence:
         while step >= 0:
             if step < until:
                 at = self.order.find(cu_seqlens, step, heads, tokens, segment)
-                _, start, length, _ = self.order.tokens_of(cu_seqlens, at.sequence, tokens)
+                _, start, length, slot = self.order.tokens_of(cu_seqlens, at.sequence, tokens)
                 row, target, begins = self.states_of(
                     at.sequence, indices, targets, fresh, null_slot
                 )
                 steps = cutlass.min(until - step, at.last - at.chunk)
-                first = start + at.chunk * CHUNK
-                length = cutlass.max(cutlass.min(length - at.chunk * CHUNK, steps * CHUNK), 0)
-                ends, wanted = I32(1), True
+                behind = at.chunk + steps
+                chunk, carried, ends, wanted = at.chunk, at.chunk > at.first, I32(1), True
                 if cutlass.const_expr(self.config.scan or self.config.cut):
                     of_segment = self.order.row_of_segments(
                         at.sequence, start, at.first, tokens, segment
@@ -261,16 +266,33 @@ class GatedDeltaRecurrence:
                         wanted = (not at.whole) & ((at.first > 0) | (tile < V_TILES))
                         begins = cutlass.select_(at.first > 0, I32(0), begins)
                         ends = MAPPED + of_segment
+                        if not at.whole:
+                            enough = self.remembered(
+                                blocks, slot, at.head, at.first, at.last, lane
+                            )
+                            if enough >= 0:
+                                wanted = (tile < V_TILES) & (enough < behind)
+                                chunk = cutlass.max(chunk, enough)
+                                carried = chunk > enough
+                                begins = I32(0)
+                            if (tile == 0) & (behind == at.last) & (lane == 0):
+                                faded[of_segment, at.head] = cutlass.select_(
+                                    enough >= 0, I32(1), I32(0)
+                                )
                     else:
                         begins = cutlass.select_(at.first > 0, MAPPED + of_segment, begins)
                         ends = cutlass.select_(at.whole, I32(1), I32(0))
-                begins = cutlass.select_(at.chunk > at.first, I32(CARRIED), begins)
-                ends = cutlass.select_(at.chunk + steps < at.last, I32(CARRIED), ends)
+                first = start + chunk * CHUNK
+                length = cutlass.max(
+                    cutlass.min(length - chunk * CHUNK, (behind - chunk) * CHUNK), 0
+                )
+                begins = cutlass.select_(carried, I32(CARRIED), begins)
+                ends = cutlass.select_(behind < at.last, I32(CARRIED), ends)
                 if wanted:
                     post(
                         items, item_at, memory.items,
                         lambda: Item(
-                            1, first, at.chunk, length, at.sequence, row, target, begins, ends, at.head, place, walked
+                            1, first, chunk, length, at.sequence, row, target, begins, ends, at.head, place, walked
                         ),
                         lane,
                     )  # fmt: skip
@@ -287,6 +309,32 @@ class GatedDeltaRecurrence:
         post(
             items, item_at, memory.items, lambda: (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, place, walked), lane
         )  # fmt: skip
+
+    @cute.jit
+    def remembered(self, blocks: cute.Tensor, slot, head, first, last, lane):
+        """Returns the last of a segment's chunks first ... last - 1 so that what came before it has faded behind the
+        segment, or -1. slot: of the sequence's first chunk."""
+        enough, sum_, behind = I32(-1), F32(0.0), last
+        while (enough < 0) & (behind > first):
+            chunk = behind - 1 - lane
+            own = F32(0.0)
+            if chunk >= first:
+                # The decays, and by how much the writes may enlarge a state.
+                table = cute.recast_ptr(
+                    blocks[slot + chunk, head, None].iterator.align(128) + BY_TOKEN, dtype=F32
+                )
+                growth = view(table, GROWTH, 4, unit=4).load()
+                own = table[DECAY] + ((growth[0] + growth[1]) + (growth[2] + growth[3]))
+            for i in cutlass.range_constexpr(5):
+                nearer = cute.arch.shuffle_sync_up(own, 1 << i, mask_and_clamp=0)
+                if lane >= 1 << i:
+                    own = own + nearer
+            hidden = cute.arch.vote_ballot_sync((chunk >= first) & (sum_ + own <= FADED))
+            if hidden != 0:
+                enough = behind - 1 - I32(cute.arch.popc(~hidden & (hidden - 1)))
+            sum_ = sum_ + cute.arch.shuffle_sync(own, 31)
+            behind = behind - 32
+        return enough
 
     @cute.jit
     def load(
@@ -388,8 +436,9 @@ class GatedDeltaRecurrence:
             found = I32(cute.arch.popc(set_ & ~(set_ + 1)))  # the ones in front of a zero
             if found == 0:
                 nanosleep(100)
-        # Blocks are read through another proxy than flags.
+        # Blocks are read through another proxy than flags, and by a lane that has not read all of those.
         cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")
         return found
 

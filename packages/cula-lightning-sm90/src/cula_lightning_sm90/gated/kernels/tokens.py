@@ -8,7 +8,7 @@ from cula_core.cute.types import F32
 from cula_core.cute.widen import widened
 
 from ..config import CHUNK, SUB, TABLES, PrepareConfig
-from .layout import ADDED, READ, SEEN, TOTAL
+from .layout import ADDED, DECAY, READ, SEEN, TOTAL
 
 # What `Gates` makes of a chunk, fp32 per token: log2 decays summed up to and with the token, and behind it; strength.
 SUM, BEHIND, STRENGTH = 0, CHUNK, 2 * CHUNK
@@ -63,3 +63,5 @@ class Tokens:
             table[NEAR + token] = exp2(gate[SUM + SUB * w + SUB - 1] - here) * k_factor
         if (w == 0) & (lane == 0):
             table[TOTAL] = exp2(gate[SUM + CHUNK - 1])
+            if cutlass.const_expr(self.config.cut):
+                table[DECAY] = gate[SUM + CHUNK - 1]

@@ -41,10 +41,11 @@ def weigh_left(p, q, rows_p, rows_q, sums, gate: cute.Tensor, table: cute.Tensor
 @cute.jit
 def weighed_diagonal(p, q, rows_p, rows_q, sums, gate: cute.Tensor, table: cute.Tensor, w, lane):
     """Returns the warp's blocks on the diagonal, weighed, as `by_pairs`: of p what is left of the diagonal, of q that
-    and the diagonal; the rest is zero."""
+    and the diagonal; the rest is zero. And of p the thread's two elements on the diagonal, zero if it has none."""
     norms, before = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
     found_p = cute.make_rmem_tensor((2, 2, 2), F32)
     found_q = cute.make_rmem_tensor((2, 2, 2), F32)
+    own = [F32(0.0), F32(0.0)]
     for n in cutlass.range_constexpr(2):
         column = 8 * n + lane % 4 * 2
         at = SUB * w + column
@@ -60,6 +61,28 @@ def weighed_diagonal(p, q, rows_p, rows_q, sums, gate: cute.Tensor, table: cute.
                     of_q = cutlass.select_(w == block, q[a, b, 2 * block + n], of_q)
                 decay = norms[a] * exp2(sums[b] - before[a])
                 of_p, of_q = of_p * (rows_p[b] * decay), of_q * (rows_q[b] * decay)
+                if cutlass.const_expr(n == b):
+                    own[b] = cutlass.select_(row == column + a, of_p, own[b])
                 found_p[a, b, n] = cutlass.select_(row > column + a, of_p, F32(0.0))
                 found_q[a, b, n] = cutlass.select_(row >= column + a, of_q, F32(0.0))
-    return found_p, found_q
+    return found_p, found_q, own
+
+
+@cute.jit
+def store_growth(target: cute.Tensor, own, w, lane):
+    """Writes a bound of the log2 by which what the warp's tokens write may enlarge a state, whatever it holds.
+
+    own: minus the strength times the squared norm of two tokens' keys, or zero. A token multiplies the part of the
+    state along its key by 1 plus that, and leaves the rest.
+    """
+    grown = F32(1.0)
+    for i in cutlass.range_constexpr(2):
+        kept = 1.0 + own[i]
+        kept = cutlass.select_(kept < 0.0, -kept, kept)
+        # Also of what is no number: nothing is known then.
+        grown = grown * cutlass.select_(kept <= 1.0, F32(1.0), kept)
+    growth = cute.math.log2(grown, fastmath=True)
+    for step in (16, 8, 4, 2, 1):
+        growth = growth + cute.arch.shuffle_sync_bfly(growth, step)
+    if lane == 0:
+        target[w] = growth
