@@ -286,7 +286,7 @@ def run(emulated) -> Callable[..., Outcome]:
                     maps, marks, starts, None, None, offsets, sequences, tokens, case.segment * CHUNK
                 )
             walked(
-                recurrence, walk, of_second if recurrence.cut else of_first, None, None, starts,
+                recurrence, walk, of_second if recurrence.cut else of_first, maps, marks, starts,
                 options.get("of_recurrence", {}),
             )  # fmt: skip
         if checkpoints is not None:

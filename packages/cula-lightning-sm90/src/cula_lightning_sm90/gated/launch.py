@@ -115,8 +115,8 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         ),
         _blocks(config, heads),
         fake.vector(cutlass.Int32),
-        state(2 * HEAD_DIM) if config.scan else None,
-        fake.matrix(cutlass.Int32, heads) if config.scan else None,
+        state(2 * HEAD_DIM) if config.scan or config.cut else None,
+        fake.matrix(cutlass.Int32, heads) if config.scan or config.cut else None,
         state() if config.cut else None,
         cutlass.Int32(-1),
         cutlass.Int32(1),
@@ -233,7 +233,7 @@ def run(
         marks: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> None:
-        scan = maps is not None
+        scan = maps is not None and starts is None
         config = RecurrenceConfig(
             **operands,
             tiles=way.tiles,
@@ -269,4 +269,4 @@ def run(
     kernels(MergeConfig(index_dtype=operands["index_dtype"], fades=True))(
         maps, marks, starts, None, None, offsets, call.sequences, tokens, segment * CHUNK
     )
-    walk(second, of_second, starts=starts)
+    walk(second, of_second, maps, marks, starts)

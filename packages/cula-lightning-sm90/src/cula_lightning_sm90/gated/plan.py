@@ -12,15 +12,18 @@ from .config import LINE, PLACES, UNCUT, V_TILES
 
 # Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
 # tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
-# state head in `prepare`, per multiprocessor; the same where it runs alone.
+# state head in `prepare`, per multiprocessor.
 CHAIN_US, CTA_US = {1: 1.0, 2: 1.85}, {1: 0.0026, 2: 0.0}
 ENDS_US = 6.0
-PREPARE_US, PREPARE_ALONE_US = 1.2, 1.05
-# A chunk of a scan, if nothing fades. What merging costs, and each segment beyond two of it. Kernels more, and their
-# ends.
-SCAN_US = 1.5
+PREPARE_US = 1.2
+# Where sequences are cut: a chunk and state head in `prepare`, and in the recurrence, on all multiprocessors, which
+# memory limits.
+PREPARE_MEMORY_US, CHAIN_MEMORY_US = 0.0122, 0.0205
+# A chunk of a scan; a segment of it that forgets. What merging costs, and each segment beyond two of it where none
+# does. Kernels more, and their ends.
+SCAN_US, MARKED_US = 1.5, 10.0
 MERGE_US, MERGE_STEP_US = 5.0, 3.4
-CUT_US = 15.0
+CUT_US = 5.0
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
 AHEAD = {1: 8, 2: 6}
 SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
@@ -75,7 +78,7 @@ class Plan:
 def plan(
     longest: int, usual: int, total: int, multiprocessors: int, intracard_cp: str = "auto"
 ) -> Plan:
-    """Returns the fastest way by a model of the kernels.
+    """Returns the fastest way by a model of the kernels, in which segments forget as often as not.
 
     longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
     all chains. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto": where it pays.
@@ -84,19 +87,21 @@ def plan(
     if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
         return best
     least = least / GAIN if intracard_cp == "auto" else float("inf")
+    prepare_us = total * max(PREPARE_MEMORY_US, PREPARE_US / multiprocessors)
     # No way takes less than the work of all multiprocessors, so that most calls need not be looked at further.
-    prepare_us = total * PREPARE_ALONE_US / multiprocessors
-    work = prepare_us + total * (2 * SCAN_US + CHAIN_US[2]) / multiprocessors
+    work = prepare_us + total * (SCAN_US + CHAIN_US[2]) / multiprocessors
     parts, previous = 2, 0
     while longest // parts >= MIN_SEGMENT_CHUNKS:
-        merge_us = MERGE_US + (parts - 2) * MERGE_STEP_US + CUT_US
+        merge_us = MERGE_US + (parts - 2) * MERGE_STEP_US / 2
         if work + merge_us >= least:
             break
         segment = -(-longest // parts)
         if segment != previous:
             scan_us, scan = _alone(segment, usual, total, multiprocessors, PLACES)
             walk_us, walk = _alone(segment, usual, total, multiprocessors, V_TILES)
-            time = prepare_us + scan_us + merge_us + walk_us
+            walk_us = max(walk_us, total * CHAIN_MEMORY_US)
+            scan_us = (scan_us + MARKED_US * -(-scan.share // segment)) / 2
+            time = prepare_us + scan_us + merge_us + walk_us + CUT_US
             if time < least:
                 least, best = time, Plan(scan, multiprocessors, 1, segment, walk)
         parts, previous = parts + 1, segment
@@ -117,6 +122,11 @@ def _pace(walk: Walk, chain: int) -> float:
     return pace + CTA_US[walk.tiles] * walk.ctas + ENDS_US / chain
 
 
+def _both(time: float, other: float) -> float:
+    """Returns how long two things take that slow each other down if they take about the same time."""
+    return (time**8 + other**8) ** 0.125
+
+
 def _beside(longest: int, usual: int, total: int, multiprocessors: int) -> tuple[float, Plan]:
     """Returns the time, and the way, where chunks are prepared at the same time."""
     least, best = float("inf"), None
@@ -125,8 +135,7 @@ def _beside(longest: int, usual: int, total: int, multiprocessors: int) -> tuple
         for walk in _walks(longest, total, tiles, most, V_TILES):
             walk_us = walk.share * _pace(walk, min(longest, usual))
             left = max(multiprocessors - walk.ctas, 1)
-            # They slow each other down.
-            time = (walk_us**8 + (total * PREPARE_US / left) ** 8) ** 0.125
+            time = _both(walk_us, total * PREPARE_US / left)
             if time < least:
                 enough = int(SPARE * total * PREPARE_US / walk_us) + 1
                 least = time

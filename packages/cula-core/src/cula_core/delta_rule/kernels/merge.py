@@ -5,7 +5,10 @@ segment; of the first of a sequence only A, started from the initial state, of t
 
     S_1 = A_0        S_(p+1)^T = S_p^T M_p^T + A_p^T
 
-in tf32 products of three terms, which lose as little as fp32 does. Where a segment is marked, M is zero and not there.
+in tf32 products of three terms, which lose as little as fp32 does.
+
+Where segments may be marked, M of a marked one is zero and not there. S behind it is A, which is not copied to `starts`
+where the next one is marked too.
 """
 
 import cutlass
@@ -94,9 +97,9 @@ class KdaMerge:
                 # The thread's share of a map, loaded while the one before it is applied.
                 ahead = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
                 added = cute.make_rmem_tensor(4, F32)
-                mark = I32(0)
+                mark = self.mark_of(marks, segment, head, 1, parts)
+                next_mark = self.mark_of(marks, segment, head, 2, parts)
                 if parts > 2:
-                    mark = self.mark_of(marks, segment + 1, head)
                     self.load_map(
                         maps[segment + 1, head, None, None], ahead, added, mark, rows, tidx
                     )
@@ -108,19 +111,20 @@ class KdaMerge:
                     for step in cutlass.range_constexpr(HEAD_DIM // 8):
                         for i in cutlass.range_constexpr(2):
                             self.split(mapped[i, step, None], ahead[i, step])
-                    own_mark = mark
-                    if part + 2 < parts:
-                        mark = self.mark_of(marks, segment + part + 1, head)
+                    own_mark, mark = mark, next_mark
+                    next_mark = self.mark_of(marks, segment, head, part + 2, parts)
+                    if (part + 2 < parts) & self.any_clear(mark, next_mark):
                         self.load_map(
                             maps[segment + part + 1, head, None, None], ahead, added, mark, rows, tidx
                         )  # fmt: skip
-                    cute.arch.sync_threads()
-                    if own_mark == 0:
-                        self.apply(sS, mapped, acc, tidx)
-                    cute.arch.sync_threads()
-                    self.store_state(
-                        sS, starts[segment + part + 1, head, None, None], acc, rows, tidx
-                    )
+                    if self.any_clear(own_mark, mark):
+                        cute.arch.sync_threads()
+                        if own_mark == 0:
+                            self.apply(sS, mapped, acc, tidx)
+                        cute.arch.sync_threads()
+                        self.store_state(
+                            sS, starts[segment + part + 1, head, None, None], acc, rows, tidx
+                        )
 
     @cute.jit
     def store_first(self, start: cute.Tensor, initial: cute.Tensor, row, head, rows, tidx):
@@ -136,9 +140,19 @@ class KdaMerge:
                     value = initial[row, head, k, v]
             start[v, k] = value
 
-    def mark_of(self, marks: cute.Tensor, segment, head):
-        """Returns what is not zero where there is no M."""
-        return I32(marks[segment, head]) if self.config.fades else I32(0)
+    @cute.jit
+    def mark_of(self, marks: cute.Tensor, segment, head, part, parts):
+        """Returns what is not zero where a part of a sequence has no M, which begins at `segment`."""
+        mark = I32(0)
+        if cutlass.const_expr(self.config.fades):
+            mark = I32(1)
+            if part < parts - 1:
+                mark = marks[segment + part, head]
+        return mark
+
+    def any_clear(self, mark, other):
+        """Returns whether a segment or the next one has an M: otherwise nothing is to be done."""
+        return (mark == 0) | (other == 0) if self.config.fades else cutlass.Boolean(True)
 
     @cute.jit
     def load_map(

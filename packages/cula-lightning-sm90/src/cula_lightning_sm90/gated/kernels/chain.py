@@ -137,6 +137,7 @@ class Chain:
         carried: cute.Tensor,
         carried_flags: cute.Tensor,
         maps: cute.Tensor,
+        marks: cute.Tensor,
         starts: cute.Tensor,
         group: cutlass.Int32,
         tidx: cutlass.Int32,
@@ -144,8 +145,9 @@ class Chain:
         """Computes the states and outputs of all items, of their tile `group`.
 
         carried [machines, 128 V, 128 K], of a scan [machines, 256, 128]: states that machines leave to the next one,
-        each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. starts
-        [segments, heads, 128 V, 128 K]: states in front of segments.
+        each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. marks
+        [segments, heads]: not zero where M is zero. starts [segments, heads, 128 V, 128 K]: states in front of segments, but
+        those behind marked ones, which A says.
         """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
@@ -202,7 +204,9 @@ class Chain:
             if cutlass.const_expr(not self.config.scan):
                 if item.row < 0:
                     self.outputs.clear(out, batch, token, length, head, column, tidx)
-            self.start(s, initial, carried, carried_flags, starts, item, column, part_s)
+            self.start(
+                s, initial, carried, carried_flags, maps, marks, starts, item, column, part_s
+            )
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             # A chunk that is not full has code of its own: its branches would hold up all others.
@@ -355,7 +359,8 @@ class Chain:
 
     @cute.jit
     def start(
-        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, starts, item: Item, column, part_s
+        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, maps, marks, starts, item: Item, column,
+        part_s,
     ):  # fmt: skip
         """Sets the registers to the state in front of an item; those of a map of keys to the identity."""
         s.fill(0.0)
@@ -379,7 +384,11 @@ class Chain:
                 cute.autovec_copy(part_s.partition_C(own), s)
             if cutlass.const_expr(self.config.cut):
                 if item.begins >= MAPPED:
-                    start = starts[item.begins - MAPPED, item.head, None, None]
+                    row = item.begins - MAPPED
+                    start = starts[row, item.head, None, None]
+                    if marks[row - 1, item.head] != 0:
+                        added = maps[row - 1, item.head, None, None]
+                        start = cute.make_tensor(added.iterator, start.layout)
                     own = cute.local_tile(start, (V_TILE, HEAD_DIM), (column, 0))
                     cute.autovec_copy(part_s.partition_C(own), s)
             if cutlass.const_expr(self.config.initial_state):

@@ -88,7 +88,7 @@ class GatedDeltaRecurrence:
         blocks: cute.Tensor,
         flags: cute.Tensor,
         maps: cute.Tensor,
-        faded: cute.Tensor,
+        marks: cute.Tensor,
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
@@ -108,7 +108,7 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            cu_seqlens, carried, blocks, flags, maps, faded, starts, null_slot, checkpoint_every, machines, share, segment,
+            cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot, checkpoint_every, machines, share, segment,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=self.config.waits,
@@ -137,7 +137,7 @@ class GatedDeltaRecurrence:
         blocks: cute.Tensor,
         flags: cute.Tensor,
         maps: cute.Tensor,
-        faded: cute.Tensor,
+        marks: cute.Tensor,
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
@@ -188,7 +188,7 @@ class GatedDeltaRecurrence:
                 )  # fmt: skip
             if warp_idx == 4 * self.tiles + 1:
                 self.announce(
-                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, faded, null_slot, machines, share, segment,
+                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, marks, null_slot, machines, share, segment,
                     self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1]), blocks.shape[1], out.shape[1],
                 )  # fmt: skip
         else:
@@ -199,7 +199,7 @@ class GatedDeltaRecurrence:
                 carried_flags = carried_flags + machines * (share + 1) * LINE
             self.chain.run(
                 ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
-                cute.make_tensor(carried_flags, cute.make_layout(PLACES * machines)), maps, starts,
+                cute.make_tensor(carried_flags, cute.make_layout(PLACES * machines)), maps, marks, starts,
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
@@ -226,7 +226,7 @@ class GatedDeltaRecurrence:
         cu_seqlens: cute.Tensor,
         flags: cute.Tensor,
         blocks: cute.Tensor,
-        faded: cute.Tensor,
+        marks: cute.Tensor,
         null_slot: cutlass.Int32,
         machines: cutlass.Int32,
         share: cutlass.Int32,
@@ -276,7 +276,7 @@ class GatedDeltaRecurrence:
                                 carried = chunk > enough
                                 begins = I32(0)
                             if (tile == 0) & (behind == at.last) & (lane == 0):
-                                faded[of_segment, at.head] = cutlass.select_(
+                                marks[of_segment, at.head] = cutlass.select_(
                                     enough >= 0, I32(1), I32(0)
                                 )
                     else:
