@@ -11,6 +11,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "delta_decode": ("gdn-B64-T1-fp32-vk", "kda-B64-T1-fp32-vk"),
     "lightning_prefill": ("B1-T16384-H64", "B1-T16384-H64-gate"),
     "kda_prefill": ("B1-T16384-H64", "B1-T65536-H8"),
+    "gated_prefill": ("B1-T16384-H64", "B1-T65536-H8"),
     "lite_attention": (
         "dense-B1-S16384-H24-D128",
         "list12.5-B1-S16384-H24-D128",

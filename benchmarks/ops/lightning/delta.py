@@ -48,13 +48,17 @@ def setting(
     sequences: int | None = None,
     lengths: str = "uniform",
     heads_q: int | None = None,
+    slow: bool = False,
 ) -> Setting:
     """A dense problem of B x T tokens, or with `sequences` a packed one of T tokens in all.
 
-    heads_q: heads of q and k where they are fewer than those of v; the name ends in -Q16 then.
+    heads_q: heads of q and k where they are fewer than those of v; the name ends in -Q16 then. slow: log decays are a
+    hundredth of what they are otherwise, and thousands of tokens do not forget; the name ends in -slow.
     """
     more = {} if heads_q is None else {"HQ": heads_q}
     suffix = "" if heads_q is None else f"-Q{heads_q}"
+    if slow:
+        more["slow"], suffix = 1, suffix + "-slow"
     return seq.named(tokens, batch, heads, sequences, lengths, None, suffix, **more)
 
 
@@ -78,7 +82,7 @@ def make_inputs(problem: Setting, device: Any, seed: int) -> Inputs:
         "indices": None,
         "checkpoints": None,
     }
-    gate = torch.nn.functional.logsigmoid(randn(*tokens)) / 16
+    gate = torch.nn.functional.logsigmoid(randn(*tokens)) / (1600 if "slow" in p else 16)
     decay = lightning.decays(p["H"], device)
     return Inputs(
         gated=lightning.Inputs(**shared, gate=gate, decay=None),

@@ -283,7 +283,15 @@ def run(emulated) -> Callable[..., Outcome]:
                 options_of_scan = options.get("of_scan", {})
                 walked(case.scan, plan.first, of_first, maps, marks, None, options_of_scan)
                 compiled(MergeConfig(index_dtype=case.index_dtype, fades=True))(
-                    maps, marks, starts, None, None, offsets, sequences, tokens, case.segment * CHUNK
+                    maps,
+                    marks,
+                    starts,
+                    None,
+                    None,
+                    offsets,
+                    sequences,
+                    tokens,
+                    case.segment * CHUNK,
                 )
             walked(
                 recurrence, walk, of_second if recurrence.cut else of_first, maps, marks, starts,
@@ -365,7 +373,7 @@ def test_gates_that_forget_everything(run, gate):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("machines", [1, 3, 5])
 def test_segments_that_forget(run, machines, packed):
-    """A log2 decay of 18.5 per chunk forgets in four of a segment's chunks, unless writes make states larger."""
+    """A log2 decay of 18.5 per chunk forgets in three of a segment's chunks, unless writes make states larger."""
     case = Case(
         (1100,), packed, (3, 3, 3), l2norm=False, machines=machines, segment=5, state="given"
     )

@@ -72,7 +72,9 @@ def test_short_chains_take_more_machines():
     assert unknown == known >= 84
 
 
-@pytest.mark.parametrize("longest, chains", [(1024, 8), (512, 8), (256, 8), (128, 4), (256, 16), (128, 16)])
+@pytest.mark.parametrize(
+    "longest, chains", [(1024, 8), (512, 8), (256, 8), (128, 4), (256, 16), (128, 16)]
+)
 def test_few_long_chains_are_cut(longest, chains):
     """Where that was faster on an H200."""
     found = plan(longest, longest, longest * chains, 132)

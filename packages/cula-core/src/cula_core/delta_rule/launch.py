@@ -115,8 +115,8 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
 
 
 def merge_arguments(config: MergeConfig) -> tuple:
-    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices as `recurrence_arguments` has
-    them, cu_seqlens [N + 1], number of sequences, tokens of a dense one, tokens of a segment."""
+    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices as `recurrence_arguments`
+    has them, cu_seqlens [N + 1], number of sequences, tokens of a dense one, tokens of a segment."""
     heads_v = cute.sym_int()
     return (
         _maps(heads_v),

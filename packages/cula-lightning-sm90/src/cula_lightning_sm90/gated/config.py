@@ -25,8 +25,8 @@ PLACES = 2 * V_TILES
 ENDS = 1
 # Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
 LINE = 32
-# Log2 of the size at which what is left of a state counts as nothing, even beside what is 2^30 times smaller.
-FADED = -58.0
+# Log2 of what is left of a state at which it counts as nothing: fp32 has 24 bits, and the rest is a reserve.
+FADED = -40.0
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")

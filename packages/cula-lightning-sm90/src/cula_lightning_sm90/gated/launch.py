@@ -88,8 +88,8 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
     sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states between machines
     [machines, V, K], of a scan [machines, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K], marks
-    of segments that forget [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints, machines, share of one, chunks of a
-    segment, number of CTAs."""
+    of segments that forget [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints,
+    machines, share of one, chunks of a segment, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def state(rows: int = HEAD_DIM):
@@ -207,7 +207,9 @@ def run(
         sum(spread.flags),
         segments * heads,
     )
-    blocks, carried, maps, starts, words, marks = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+    blocks, carried, maps, starts, words, marks = q.new_empty(
+        sum(sizes), dtype=torch.float32
+    ).split(sizes)
     blocks = blocks.view(getattr(torch, operands["operand"])).view(slots, heads, BLOCK)
     flags = words.view(torch.int32)
     config = PrepareConfig(

@@ -46,7 +46,9 @@ class KdaMerge:
         stream,
     ):
         """Launches the kernel with the arguments of `launch.merge_arguments`; what the config lacks is None."""
-        self.kernel(maps, marks, starts, initial, indices, cu_seqlens, tokens, segment_tokens).launch(
+        self.kernel(
+            maps, marks, starts, initial, indices, cu_seqlens, tokens, segment_tokens
+        ).launch(
             grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 

@@ -146,8 +146,8 @@ class Chain:
 
         carried [machines, 128 V, 128 K], of a scan [machines, 256, 128]: states that machines leave to the next one,
         each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. marks
-        [segments, heads]: not zero where M is zero. starts [segments, heads, 128 V, 128 K]: states in front of segments, but
-        those behind marked ones, which A says.
+        [segments, heads]: not zero where M is zero. starts [segments, heads, 128 V, 128 K]: states in front of
+        segments, but for those behind marked ones: they are A.
         """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
@@ -359,8 +359,8 @@ class Chain:
 
     @cute.jit
     def start(
-        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, maps, marks, starts, item: Item, column,
-        part_s,
+        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, maps, marks, starts, item: Item,
+        column, part_s,
     ):  # fmt: skip
         """Sets the registers to the state in front of an item; those of a map of keys to the identity."""
         s.fill(0.0)

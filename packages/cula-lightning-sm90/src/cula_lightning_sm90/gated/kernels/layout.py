@@ -11,8 +11,8 @@ PANEL = CHUNK * SUB
 # Where the parts of a block begin, in elements of 16 bits. T' and Aqk are panels of 16 columns as shared memory has
 # them; panel p begins at the diagonal, with row 16 p.
 INVERSE, PRODUCTS, BY_TOKEN = 0, TRIANGLE, 2 * TRIANGLE
-# Tables, fp32 per token: what products with the state, q and k are multiplied by. Then the decay of the whole chunk and,
-# where sequences are cut, its log2 and what the writes of each warp's tokens may add to that of a state's size.
+# Tables, fp32 per token: what products with the state, q and k are multiplied by. Then the decay of the whole chunk
+# and, where sequences are cut, its log2 and what the writes of each warp's tokens may add to that of a state's size.
 SEEN, READ, ADDED, TOTAL = (i * CHUNK for i in range(4))
 DECAY, GROWTH = TOTAL + 1, TOTAL + 4
 

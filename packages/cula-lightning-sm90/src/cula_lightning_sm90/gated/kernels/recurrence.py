@@ -108,7 +108,8 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot, checkpoint_every, machines, share, segment,
+            cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot, checkpoint_every, machines, share,
+            segment,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=self.config.waits,
@@ -188,8 +189,9 @@ class GatedDeltaRecurrence:
                 )  # fmt: skip
             if warp_idx == 4 * self.tiles + 1:
                 self.announce(
-                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, marks, null_slot, machines, share, segment,
-                    self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1]), blocks.shape[1], out.shape[1],
+                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, marks, null_slot, machines,
+                    share, segment, self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1]), blocks.shape[1],
+                    out.shape[1],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
@@ -267,9 +269,7 @@ class GatedDeltaRecurrence:
                         begins = cutlass.select_(at.first > 0, I32(0), begins)
                         ends = MAPPED + of_segment
                         if not at.whole:
-                            enough = self.remembered(
-                                blocks, slot, at.head, at.first, at.last, lane
-                            )
+                            enough = self.remembered(blocks, slot, at.head, at.first, at.last, lane)
                             if enough >= 0:
                                 wanted = (tile < V_TILES) & (enough < behind)
                                 chunk = cutlass.max(chunk, enough)
