@@ -57,7 +57,7 @@ PREFILL = (
     ("lightning_prefill", *SUSTAINED),
     ("lightning_prefill_delta", *GRAPH),
 )
-GATED = (("gated_prefill", *GRAPH),)
+GATED = (("gated_prefill", *GRAPH), ("gated_prefill", *SUSTAINED))
 KDA = tuple(
     (op, *GRAPH)
     for op in (
