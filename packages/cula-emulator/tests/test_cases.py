@@ -76,3 +76,29 @@ def test_a_copy_between_ctas_is_counted_where_it_arrives():
         module.launch(
             case.name, (2,), (32,), (aligned(case.source), case.output(), 0, 0), cluster=(2,)
         )
+
+
+def test_a_line_that_is_given_up_holds_no_numbers(schedule):
+    """A GPU may leave there what was there, so that this is no case of both."""
+    case = memory.discarded()
+    module, out = emulator.EmulatedModule(module_text([case])), case.output()
+    module.launch(case.name, (1,), (32,), (aligned(case.source), out, 0, 0), options=schedule)
+    assert torch.equal(out, case.expected)
+    assert out[32:96].view(torch.float32).isnan().all()
+    assert out[32:96].view(torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "at, complaint", [(64, "not aligned to 128 bytes"), (1 << 30, "global access of 128 bytes")]
+)
+def test_a_line_that_nobody_may_give_up(at, complaint):
+    case = memory.discarded(at=at)
+    module = emulator.EmulatedModule(module_text([case]))
+    with pytest.raises(emulator.OutOfBounds, match=complaint):
+        module.launch(case.name, (1,), (32,), (aligned(case.source), case.output(), 0, 0))
+
+
+def test_no_other_size_is_given_up():
+    text = module_text([memory.discarded()]).replace("], 128;", "], 64;")
+    with pytest.raises(emulator.UnsupportedInstruction, match="discard.*a size that is not 128"):
+        emulator.EmulatedModule(text)

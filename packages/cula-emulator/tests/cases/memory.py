@@ -125,10 +125,6 @@ def _qualifiers() -> list[Case]:
     body = f"{hint} ld.global.L2::cache_hint.b32 %r10, [%rd4], %rd9; st.global.L2::cache_hint.b32 [%rd5], %r10, %rd9;"
     body += "prefetch.global.L2 [%rd4]; prefetchu.L1 [%rd4];"
     cases.append(Case(FAMILY, "cache_hint", body, _BYTES[:32].clone(), _BYTES))
-    # What is undefined is seen by nobody: the bytes are written again.
-    body = "ld.global.b32 %r10, [%rd4]; and.b64 %rd9, %rd5, -128; discard.global.L2 [%rd9], 128;"
-    body += "bar.warp.sync -1; st.global.b32 [%rd5], %r10;"
-    cases.append(Case(FAMILY, "discard", body, _BYTES[:32].clone(), _BYTES))
     return cases
 
 
@@ -199,6 +195,24 @@ def _spaces() -> list[Case]:
     return cases
 
 
+def discarded(then: str = "", at: int = 0) -> Case:
+    """Gives up the second and third 128 bytes of eight, `at` bytes behind where they begin, by a lane each."""
+    place = f"setp.gt.u32 %p1, %r2, 1; mul.wide.u32 %rd7, %r2, 128; add.s64 %rd7, %rd7, %rd2; add.s64 %rd7, %rd7, {at};"
+    body = f"{place} @!%p1 discard.global.L2 [%rd7+128], 128; {then}"
+    start = random_words(8 * 32, 2)
+    expected = start.clone()
+    expected[32:96] = _BYTES[32:96] if then else -1
+    return Case(FAMILY, f"discard_{'rewritten' if then else at}", body, expected, _BYTES, start)
+
+
+def _discards() -> list[Case]:
+    """What is written to a line behind its discard stays."""
+    rewritten = "".join(
+        f"ld.global.b32 %r10, [%rd4+{at}]; st.global.b32 [%rd5+{at}], %r10;" for at in (128, 256)
+    )
+    return [discarded(f"bar.warp.sync -1; {rewritten}")]
+
+
 def _order() -> list[Case]:
     """A flag behind a fence: the reader's CTA sees what was written before it."""
     cases = []
@@ -227,4 +241,4 @@ def _order() -> list[Case]:
     return cases
 
 
-CASES = [*_loads(), *_stores(), *_vectors(), *_qualifiers(), *_spaces(), *_order()]
+CASES = [*_loads(), *_stores(), *_vectors(), *_qualifiers(), *_spaces(), *_discards(), *_order()]
