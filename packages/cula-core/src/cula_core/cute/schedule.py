@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from .types import I32
+from .warp import prefix_sum
 
 THREADS = 256  # and buckets of lengths
 COLUMNS = 6  # of a row: first token, length, sequence, slot, part, parts
@@ -109,10 +110,7 @@ class SegmentTable:
     def scan(self, value, sums: cute.Tensor, tidx):
         """Returns the exclusive sum over the threads, and the sum of all."""
         lane, warp = tidx % 32, tidx // 32
-        upto = value
-        for i in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
-            upto = upto + other if lane >= 1 << i else upto
+        upto = prefix_sum(value, lane)
         if lane == 31:
             sums[warp] = upto
         cute.arch.sync_threads()

@@ -1,10 +1,19 @@
-"""Sums over the neighbouring threads of a warp."""
+"""Sums over the threads of a warp."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 _WARP = 32
+
+
+@cute.jit
+def prefix_sum(value, lane):
+    """Returns the sum of the values of this lane and those below it."""
+    for i in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+        value = value + below if lane >= 1 << i else value
+    return value
 
 
 @cute.jit

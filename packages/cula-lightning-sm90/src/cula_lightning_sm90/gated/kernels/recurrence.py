@@ -20,6 +20,7 @@ from cula_core.cute.functions import discard, nanosleep
 from cula_core.cute.memory import EVICT_FIRST, by_token, cache_policy, load_tile, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.warp import prefix_sum
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 
 from ..config import (
@@ -325,10 +326,7 @@ class GatedDeltaRecurrence:
                 )
                 growth = view(table, GROWTH, 4, unit=4).load()
                 own = table[DECAY] + ((growth[0] + growth[1]) + (growth[2] + growth[3]))
-            for i in cutlass.range_constexpr(5):
-                nearer = cute.arch.shuffle_sync_up(own, 1 << i, mask_and_clamp=0)
-                if lane >= 1 << i:
-                    own = own + nearer
+            own = prefix_sum(own, lane)
             hidden = cute.arch.vote_ballot_sync((chunk >= first) & (sum_ + own <= FADED))
             if hidden != 0:
                 enough = behind - 1 - I32(cute.arch.popc(~hidden & (hidden - 1)))

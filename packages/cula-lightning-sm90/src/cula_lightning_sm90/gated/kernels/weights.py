@@ -5,6 +5,8 @@ rows_p, rows_q: what their rows are multiplied by. sums: log2 decays summed up t
 has them.
 """
 
+import operator
+
 import cutlass
 import cutlass.cute as cute
 
@@ -82,7 +84,6 @@ def store_growth(target: cute.Tensor, own, w, lane):
         # Also of what is no number: nothing is known then.
         grown = grown * cutlass.select_(kept <= 1.0, F32(1.0), kept)
     growth = cute.math.log2(grown, fastmath=True)
-    for step in (16, 8, 4, 2, 1):
-        growth = growth + cute.arch.shuffle_sync_bfly(growth, step)
+    growth = cute.arch.warp_reduction(growth, operator.add)
     if lane == 0:
         target[w] = growth
