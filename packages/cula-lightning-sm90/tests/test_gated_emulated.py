@@ -41,7 +41,7 @@ PACKED = (70, 0, 1, 64, 130)
 @dataclass(frozen=True)
 class Case:
     """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected". segment: of how many
-    chunks; a scan runs on `machines` too."""
+    chunks; a scan runs on `machines` too, which have `together` heads each."""
 
     lengths: tuple[int, ...]
     packed: bool = False
@@ -60,6 +60,7 @@ class Case:
     machines: int = 2
     prepare_ctas: int = 2
     segment: int = UNCUT
+    together: int = 1
 
     @property
     def index_dtype(self) -> str | None:
@@ -109,6 +110,15 @@ CASES = {
         PACKED, True, dtype="float16", l2norm=False, machines=3
     ),
     "keys of norm 1": Case((150,), l2norm=False, state="given"),
+    "machines of two heads": Case(
+        PACKED, True, (2, 1, 4), state="in place", together=2, machines=3
+    ),
+    "machines of two heads, one tile per CTA": Case(
+        (150, 150), heads=(1, 2, 4), state="given", together=2, machines=3, tiles=1
+    ),
+    "cut, machines of four heads": Case(
+        (200, 0, 128, 1, 300), True, (1, 1, 4), segment=2, machines=3, state="given", together=4
+    ),
     "cut": Case((320, 320), state="given", segment=2, machines=3),
     "cut, one tile per CTA": Case(
         (320,), heads=(1, 1, 2), dtype="float16", segment=1, machines=4, tiles=1
@@ -246,12 +256,12 @@ def run(emulated) -> Callable[..., Outcome]:
                 offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
             steps = slots + ENDS * sequences if case.packed else slots
-            share = -(-steps * heads // case.machines)
+            share = -(-steps * heads // case.together // case.machines)
             blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
-            walk = Walk(case.tiles, case.machines, share)
+            walk = Walk(case.tiles, case.machines, share, together=case.together)
             plan = Plan(walk, case.prepare_ctas, 1 << 20, case.segment)
             if recurrence.cut:
-                scan = Walk(2, case.machines, share, PLACES)
+                scan = Walk(2, case.machines, share, PLACES, case.together)
                 plan = Plan(scan, case.prepare_ctas, 1 << 20, case.segment, walk)
                 length = case.segment * CHUNK
                 count = (
@@ -262,12 +272,12 @@ def run(emulated) -> Callable[..., Outcome]:
             flags = torch.empty(sum(plan.flags), **int32)
             compiled(case.prepare)(
                 call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
-                1.0, 20.0, case.machines, share, case.segment, plan.ahead, plan.prepare_ctas,
+                1.0, 20.0, walk.seats, case.together, share, case.segment, plan.ahead, plan.prepare_ctas,
                 **options.get("of_prepare", {}),
             )  # fmt: skip
 
             def walked(config, way, flags, maps, marks, starts, options) -> None:
-                carried = (case.machines, way.columns * V_TILE, HEAD_DIM)
+                carried = (way.seats, way.columns * V_TILE, HEAD_DIM)
                 compiled(config)(
                     call.q, call.k, call.v, out, initial,
                     torch.tensor(call.indices, **int32) if config.indexed else None,
@@ -275,7 +285,7 @@ def run(emulated) -> Callable[..., Outcome]:
                     torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
                     final if config.final_state else None, checkpoints if config.checkpoints else None, offsets,
                     emulated.empty(carried, torch.float32), blocks, flags, maps, marks, starts, NULL_SLOT,
-                    max(case.every, 1), case.machines, share, case.segment, way.ctas, **options,
+                    max(case.every, 1), way.seats, case.together, share, case.segment, way.ctas, **options,
                 )  # fmt: skip
 
             of_first, of_second = flags.split(plan.flags)

@@ -18,14 +18,17 @@ def assert_walks(walk: Walk, longest: int, total: int) -> None:
     assert walk.share >= min(longest, total)
 
 
+@pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("choice", ["auto", "on", "off"])
 @pytest.mark.parametrize("count", [2, 20, 78, 132, 144])
 @pytest.mark.parametrize("longest", LENGTHS)
-def test_plans_fit_the_card(longest, count, choice):
+def test_plans_fit_the_card(longest, count, choice, group):
     for chains in CHAINS:
-        total = longest * chains
-        found = plan(longest, longest, total, count, choice)
+        total = longest * chains * group
+        found = plan(longest, longest, total, group, count, choice)
         first, second = found.first, found.second
+        assert group % first.together == 0
+        total //= first.together
         # A card that has no multiprocessor left beside the smallest walk runs one kernel after the other.
         least = first.columns // first.tiles
         beside = found.prepare_ctas if second is None else 0
@@ -38,6 +41,7 @@ def test_plans_fit_the_card(longest, count, choice):
         else:
             assert MIN_SEGMENT_CHUNKS <= found.segment < longest and first.columns == PLACES
             assert_walks(second, chain, total)
+            assert second.together == first.together
             assert second.ctas <= max(count, V_TILES // second.tiles)
         if choice != "auto":
             cut = choice == "on" and longest >= 2 * MIN_SEGMENT_CHUNKS
@@ -45,7 +49,7 @@ def test_plans_fit_the_card(longest, count, choice):
 
 
 def test_one_multiprocessor_is_enough():
-    found = plan(3, 3, 12, 1)
+    found = plan(3, 3, 12, 1, 1)
     assert found.first.machines == 1 and found.prepare_ctas == 1
 
 
@@ -61,14 +65,14 @@ def test_one_multiprocessor_is_enough():
     ],
 )
 def test_what_was_the_fastest_on_an_h200(longest, chains, tiles, machines):
-    found = plan(longest, longest, longest * chains, 132)
+    found = plan(longest, longest, longest * chains, 1, 132)
     assert found.second is None and found.first.tiles == tiles
     assert machines[0] <= found.first.machines <= machines[1]
 
 
 def test_short_chains_take_more_machines():
     """Where 20 sequences, of 15 steps on average, are packed, whether or not the longest one is known."""
-    unknown, known = (plan(longest, 15, 9472, 132).first.machines for longest in (15, 59))
+    unknown, known = (plan(longest, 15, 9472, 1, 132).first.machines for longest in (15, 59))
     assert unknown == known >= 84
 
 
@@ -77,6 +81,16 @@ def test_short_chains_take_more_machines():
 )
 def test_few_long_chains_are_cut(longest, chains):
     """Where that was faster on an H200."""
-    found = plan(longest, longest, longest * chains, 132)
+    found = plan(longest, longest, longest * chains, 1, 132)
     assert isinstance(found, Plan) and found.second is not None
     assert found.second.machines >= 4 * chains
+
+
+@pytest.mark.parametrize(
+    "longest, chains, group, together",
+    [(130, 256, 4, 4), (128, 32, 2, 2), (256, 64, 1, 1), (1024, 8, 8, 4)],
+)
+def test_heads_that_share_keys_are_walked_together(longest, chains, group, together):
+    found = plan(longest, longest, longest * chains, group, 132)
+    assert found.first.together == together
+    assert found.first.seats >= min(chains, 60)

@@ -52,8 +52,8 @@ def kernel(config: Config) -> tuple[object, ...]:
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], blocks [slots, HS,
-    BLOCK], flags, scale, beta and threshold of the softplus, machines, share of one, chunks
-    of a segment, steps ahead of machines, number of CTAs."""
+    BLOCK], flags, scale, beta and threshold of the softplus, seats, heads of a machine,
+    share of one, chunks of a segment, steps ahead of machines, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def by_token(name: str):
@@ -81,15 +81,16 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
+        cutlass.Int32(1),
     )
 
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
     sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states between machines
-    [machines, V, K], of a scan [machines, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K], marks
+    [seats, V, K], of a scan [seats, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K], marks
     of segments that forget [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints,
-    machines, share of one, chunks of a segment, number of CTAs."""
+    seats, heads of a machine, share of one, chunks of a segment, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def state(rows: int = HEAD_DIM):
@@ -119,6 +120,7 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         fake.matrix(cutlass.Int32, heads) if config.scan or config.cut else None,
         state() if config.cut else None,
         cutlass.Int32(-1),
+        cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(1),
@@ -188,6 +190,7 @@ def run(
         longest,
         usual,
         steps * heads,
+        heads // k.shape[2],
         multiprocessors or tensors.multiprocessors(q.device),
         call.intracard_cp,
     )
@@ -201,7 +204,7 @@ def run(
     # One allocation: blocks, states between machines, what segments do and begin with, flags, marks of segments.
     sizes = (
         slots * heads * BLOCK // 2,
-        first.machines * first.columns * V_TILE * HEAD_DIM,
+        first.seats * first.columns * V_TILE * HEAD_DIM,
         segments * heads * 2 * HEAD_DIM * HEAD_DIM,
         segments * heads * HEAD_DIM * HEAD_DIM,
         sum(spread.flags),
@@ -223,7 +226,7 @@ def run(
     )
     kernels(config)(
         q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
-        call.softplus_threshold, first.machines, first.share, segment, spread.ahead, spread.prepare_ctas,
+        call.softplus_threshold, first.seats, first.together, first.share, segment, spread.ahead, spread.prepare_ctas,
     )  # fmt: skip
     fresh, saved = call.has_initial_state, call.checkpoints
     final = call.final_state if pool is None else pool
@@ -256,8 +259,8 @@ def run(
             None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
             saved.flatten(0, 1) if config.checkpoints else None, offsets,
             carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, marks, starts,
-            -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.machines,
-            way.share, segment, way.ctas,
+            -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.seats,
+            way.together, way.share, segment, way.ctas,
         )  # fmt: skip
 
     if second is None:

@@ -28,25 +28,33 @@ CUT_US = 5.0
 AHEAD = {1: 8, 2: 6}
 SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
 GAIN = 1.03  # what cutting has to gain
+# Heads of a machine: how many at most, and by what the model may promise to be faster with fewer.
+MOST_TOGETHER, TOGETHER = 4, 1.05
 
 
 @dataclass(frozen=True)
 class Walk:
     """How chains are walked through.
 
-    tiles: of 64 columns per CTA, columns: of them per machine. machines: how many walk, `share` steps each
-    (`kernels.order`).
+    tiles: of 64 columns per CTA, columns: of them per head. machines: how many walk, `share` steps each
+    (`kernels.order`). together: heads of a machine, which have the same keys.
     """
 
     tiles: int
     machines: int
     share: int
     columns: int = V_TILES
+    together: int = 1
+
+    @property
+    def seats(self) -> int:
+        """Heads that are walked through at a time."""
+        return self.machines * self.together
 
     @property
     def ctas(self) -> int:
         """CTAs of the kernel."""
-        return self.machines * (self.columns // self.tiles)
+        return self.seats * (self.columns // self.tiles)
 
 
 @dataclass(frozen=True)
@@ -70,22 +78,45 @@ class Plan:
         beside `prepare`, of chunks and of machines' progress."""
         first, second = self.first, self.second
         if second is None:
-            return first.machines * ((first.share + 1) * LINE + PLACES) + 1, 0
-        return first.machines * PLACES + 1, second.machines * PLACES + 1
+            return first.seats * ((first.share + 1) * LINE + PLACES) + 1, 0
+        return first.seats * PLACES + 1, second.seats * PLACES + 1
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    longest: int, usual: int, total: int, multiprocessors: int, intracard_cp: str = "auto"
+    longest: int,
+    usual: int,
+    total: int,
+    group: int,
+    multiprocessors: int,
+    intracard_cp: str = "auto",
 ) -> Plan:
     """Returns the fastest way by a model of the kernels, in which segments forget as often as not.
 
     longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
-    all chains. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto": where it pays.
+    all chains. group: heads that share keys. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto":
+    where it pays.
     """
-    least, best = _beside(longest, usual, total, multiprocessors)
+    ways = [
+        _way(longest, usual, total, together, multiprocessors, intracard_cp)
+        for together in range(1, min(group, MOST_TOGETHER) + 1)
+        if group % together == 0 and (together == 1 or together * V_TILES < multiprocessors)
+    ]
+    # Keys that several heads read at a time come from the L2, which the model does not know.
+    best = ways.pop()
+    for way in ways:
+        if way[0] * TOGETHER < best[0]:
+            best = way
+    return best[1]
+
+
+def _way(
+    longest: int, usual: int, total: int, together: int, multiprocessors: int, intracard_cp: str
+) -> tuple[float, Plan]:
+    """Returns the time, and the way, where machines have so many heads."""
+    least, best = _beside(longest, usual, total, together, multiprocessors)
     if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
-        return best
+        return least, best
     least = least / GAIN if intracard_cp == "auto" else float("inf")
     prepare_us = total * max(PREPARE_MEMORY_US, PREPARE_US / multiprocessors)
     # No way takes less than the work of all multiprocessors, so that most calls need not be looked at further.
@@ -97,23 +128,26 @@ def plan(
             break
         segment = -(-longest // parts)
         if segment != previous:
-            scan_us, scan = _alone(segment, usual, total, multiprocessors, PLACES)
-            walk_us, walk = _alone(segment, usual, total, multiprocessors, V_TILES)
+            scan_us, scan = _alone(segment, usual, total, together, multiprocessors, PLACES)
+            walk_us, walk = _alone(segment, usual, total, together, multiprocessors, V_TILES)
             walk_us = max(walk_us, total * CHAIN_MEMORY_US)
             scan_us = (scan_us + MARKED_US * -(-scan.share // segment)) / 2
             time = prepare_us + scan_us + merge_us + walk_us + CUT_US
             if time < least:
                 least, best = time, Plan(scan, multiprocessors, 1, segment, walk)
         parts, previous = parts + 1, segment
-    return best
+    return least, best
 
 
-def _walks(longest: int, total: int, tiles: int, most: int, columns: int) -> Iterator[Walk]:
-    """Yields the ways to walk with at most so many machines: one that has less than a whole chain would wait."""
-    for machines in range(1, most + 1):
+def _walks(
+    longest: int, total: int, tiles: int, ctas: int, columns: int, together: int
+) -> Iterator[Walk]:
+    """Yields the ways to walk with at most so many CTAs: a machine that has less than a whole chain would wait."""
+    total = -(-total // together)
+    for machines in range(1, max(ctas * tiles // (columns * together), 1) + 1):
         share = max(longest, -(-total // machines))
         if -(-total // share) == machines:
-            yield Walk(tiles, machines, share, columns)
+            yield Walk(tiles, machines, share, columns, together)
 
 
 def _pace(walk: Walk, chain: int) -> float:
@@ -127,32 +161,31 @@ def _both(time: float, other: float) -> float:
     return (time**8 + other**8) ** 0.125
 
 
-def _beside(longest: int, usual: int, total: int, multiprocessors: int) -> tuple[float, Plan]:
+def _beside(
+    longest: int, usual: int, total: int, together: int, multiprocessors: int
+) -> tuple[float, Plan]:
     """Returns the time, and the way, where chunks are prepared at the same time."""
     least, best = float("inf"), None
     for tiles in CHAIN_US:
-        most = max((multiprocessors - 1) * tiles // V_TILES, 1)
-        for walk in _walks(longest, total, tiles, most, V_TILES):
+        for walk in _walks(longest, total, tiles, multiprocessors - 1, V_TILES, together):
             walk_us = walk.share * _pace(walk, min(longest, usual))
             left = max(multiprocessors - walk.ctas, 1)
             time = _both(walk_us, total * PREPARE_US / left)
             if time < least:
                 enough = int(SPARE * total * PREPARE_US / walk_us) + 1
                 least = time
-                best = Plan(walk, min(left, max(walk.machines, enough)), AHEAD[tiles])
+                best = Plan(walk, min(left, max(walk.seats, enough)), AHEAD[tiles])
     assert best is not None  # one machine is always tried
     return least, best
 
 
 def _alone(
-    longest: int, usual: int, total: int, multiprocessors: int, columns: int
+    longest: int, usual: int, total: int, together: int, multiprocessors: int, columns: int
 ) -> tuple[float, Walk]:
     """Returns the time, and the way, of a recurrence or a scan whose chunks are all prepared."""
     ways = [
         (walk.share * _pace(walk, min(longest, usual)), walk)
         for tiles in (CHAIN_US if columns == V_TILES else (2,))
-        for walk in _walks(
-            longest, total, tiles, max(multiprocessors * tiles // columns, 1), columns
-        )
+        for walk in _walks(longest, total, tiles, multiprocessors, columns, together)
     ]
     return min(ways, key=lambda way: way[0])

@@ -40,7 +40,7 @@ class Item(NamedTuple):
     token, length: the tokens to walk through. chunk: number of the first one's in its sequence. row, target: of the
     states that the sequence begins and ends with, negative for padding. begins: 0 from zero, 1 from that state, CARRIED
     from the machine before, MAPPED + row from that of a segment. ends: CARRIED where the next machine goes on, MAPPED +
-    row with the map of a segment, 1 with the sequence, else 0. place: the machine and its first tile, also of the last
+    row with the map of a segment, 1 with the sequence, else 0. place: the seat and its first tile, also of the last
     item. walked: steps of the machine before this item.
     """
 
@@ -58,8 +58,8 @@ class Item(NamedTuple):
     walked: cutlass.Int32
 
     @property
-    def machine(self):
-        """Whose item it is."""
+    def seat(self):
+        """Whose item it is: a head's of a machine."""
         return self.place // PLACES
 
     @property
@@ -136,6 +136,7 @@ class Chain:
         checkpoint_every: cutlass.Int32,
         carried: cute.Tensor,
         carried_flags: cute.Tensor,
+        together: cutlass.Int32,
         maps: cute.Tensor,
         marks: cute.Tensor,
         starts: cute.Tensor,
@@ -144,7 +145,7 @@ class Chain:
     ):
         """Computes the states and outputs of all items, of their tile `group`.
 
-        carried [machines, 128 V, 128 K], of a scan [machines, 256, 128]: states that machines leave to the next one,
+        carried [seats, 128 V, 128 K], of a scan [seats, 256, 128]: states that machines leave to the next one,
         each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. marks
         [segments, heads]: not zero where M is zero. starts [segments, heads, 128 V, 128 K]: states in front of
         segments, but for those behind marked ones: they are A.
@@ -205,7 +206,17 @@ class Chain:
                 if item.row < 0:
                     self.outputs.clear(out, batch, token, length, head, column, tidx)
             self.start(
-                s, initial, carried, carried_flags, maps, marks, starts, item, column, part_s
+                s,
+                initial,
+                carried,
+                carried_flags,
+                together,
+                maps,
+                marks,
+                starts,
+                item,
+                column,
+                part_s,
             )
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -359,8 +370,8 @@ class Chain:
 
     @cute.jit
     def start(
-        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, maps, marks, starts, item: Item,
-        column, part_s,
+        self, s: cute.Tensor, initial, carried: cute.Tensor, flags: cute.Tensor, together, maps, marks, starts,
+        item: Item, column, part_s,
     ):  # fmt: skip
         """Sets the registers to the state in front of an item; those of a map of keys to the identity."""
         s.fill(0.0)
@@ -374,13 +385,12 @@ class Chain:
                     )
         if item.row >= 0:
             if item.begins == CARRIED:
-                flag = flags.iterator + (PLACES * (item.machine - 1) + column)
+                before = item.seat - together
+                flag = flags.iterator + (PLACES * before + column)
                 there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
                 while there == 0:
                     there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
-                own = cute.local_tile(
-                    carried[item.machine - 1, None, None], (V_TILE, HEAD_DIM), (column, 0)
-                )
+                own = cute.local_tile(carried[before, None, None], (V_TILE, HEAD_DIM), (column, 0))
                 cute.autovec_copy(part_s.partition_C(own), s)
             if cutlass.const_expr(self.config.cut):
                 if item.begins >= MAPPED:
@@ -402,14 +412,12 @@ class Chain:
     ):  # fmt: skip
         """Leaves the state to the machine that has the rest of the chain."""
         if item.row >= 0:
-            own = cute.local_tile(
-                carried[item.machine, None, None], (V_TILE, HEAD_DIM), (column, 0)
-            )
+            own = cute.local_tile(carried[item.seat, None, None], (V_TILE, HEAD_DIM), (column, 0))
             cute.autovec_copy(s, part_s.partition_C(own))
             cute.arch.fence_acq_rel_gpu()
             cute.arch.barrier(barrier_id=BARRIER_OUTPUT + group, number_of_threads=GROUP)
             if tidx == 0:
-                flag = flags.iterator + (PLACES * item.machine + column)
+                flag = flags.iterator + (PLACES * item.seat + column)
                 cute.arch.store(flag, I32(1), sem="release", scope="gpu")
 
     @cute.jit

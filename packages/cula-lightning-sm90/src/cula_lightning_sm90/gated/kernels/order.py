@@ -5,6 +5,9 @@ last one of a packed sequence one more for the time that its ends take. All chai
 `share` neighbouring steps: the rest of a chain, whole chains, and the beginning of one. It walks through the beginning
 first, so that the next machine, which has the rest of that chain, does not wait for it: that comes last there.
 
+Heads that share keys may be walked through together, each in a seat of a machine: then the keys come from the L2 for
+all but one. Then a chain of the row stands for all of them.
+
 What is prepared is numbered so that every machine finds its first step before any finds its second.
 """
 
@@ -125,9 +128,8 @@ class Order:
         return begin, rest, cut, end
 
     @cute.jit
-    def numbered(self, cu_seqlens, number, machines, share, total, heads, tokens, segment):
-        """Returns the step of the row that has a number, or -1."""
-        machine, walked = number % machines, number // machines
+    def walked(self, cu_seqlens, machine, walked, share, total, heads, tokens, segment):
+        """Returns the step of the row that a machine comes to after so many others, or -1."""
         begin, rest, cut, end = self.bounds(
             cu_seqlens, machine, share, total, heads, tokens, segment
         )

@@ -146,7 +146,8 @@ class GatedDeltaPrepare:
         scale: cutlass.Float32,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
-        machines: cutlass.Int32,
+        seats: cutlass.Int32,
+        together: cutlass.Int32,
         share: cutlass.Int32,
         segment: cutlass.Int32,
         ahead: cutlass.Int32,
@@ -159,7 +160,7 @@ class GatedDeltaPrepare:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
         self.kernel(
             tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags, scale, softplus_beta, threshold,
-            machines, share, segment, ahead, q.shape[1],
+            seats, together, share, segment, ahead, q.shape[1],
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -179,7 +180,8 @@ class GatedDeltaPrepare:
         scale: cutlass.Float32,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
-        machines: cutlass.Int32,
+        seats: cutlass.Int32,
+        together: cutlass.Int32,
         share: cutlass.Int32,
         segment: cutlass.Int32,
         ahead: cutlass.Int32,
@@ -219,12 +221,12 @@ class GatedDeltaPrepare:
             if group < GROUPS:
                 self.feed(
                     pipes, memory, tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags,
-                    softplus_beta, threshold, machines, share, segment, ahead, tokens, group, worker, workers,
+                    softplus_beta, threshold, seats, together, share, segment, ahead, tokens, group, worker, workers,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[2])
             if group < GROUPS:
-                self.write(pipes, memory, blocks, flags, machines, share, group, worker, workers)
+                self.write(pipes, memory, blocks, flags, seats, share, group, worker, workers)
 
     def make_pipes(self, smem):
         """Returns the pipelines, on barriers of their own."""
@@ -273,7 +275,8 @@ class GatedDeltaPrepare:
         flags: cute.Tensor,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
-        machines: cutlass.Int32,
+        seats: cutlass.Int32,
+        together: cutlass.Int32,
         share: cutlass.Int32,
         segment: cutlass.Int32,
         ahead: cutlass.Int32,
@@ -291,11 +294,11 @@ class GatedDeltaPrepare:
         producer = pipeline.PipelineUserType.Producer
         loaded_at = pipeline.make_pipeline_state(producer, 1)
         gates_at = pipeline.make_pipeline_state(producer, SLOTS)
-        numbers, patience = machines * share, I32(PATIENCE)
+        numbers, patience = seats * share, I32(PATIENCE)
         for first in cutlass.range(worker, numbers, 32 * workers, unroll=1):
             # Every lane finds one of the next 32 chunks.
             found = self.find(
-                cu_seqlens, first + lane * workers, machines, share, segment, blocks, tokens
+                cu_seqlens, first + lane * workers, seats, together, share, segment, blocks, tokens
             )
             for i in cutlass.range(32, unroll=1):
                 left = cute.arch.shuffle_sync(found[0], i)
@@ -306,7 +309,7 @@ class GatedDeltaPrepare:
                     own_beta = self.gates.read(beta, batch, token, head, left, lane)
                     if cutlass.const_expr(not self.config.cut):
                         patience = self.hold(
-                            flags, number // machines - ahead, number % machines, numbers, patience
+                            flags, number // seats - ahead, number % seats, numbers, patience
                         )
                     at = self.place(loaded_at, group, 1)
                     pipes.loaded.producer_acquire(at)
@@ -336,14 +339,14 @@ class GatedDeltaPrepare:
                 tasks[i, index] = task[i]
 
     @cute.jit
-    def hold(self, flags: cute.Tensor, step, machine, numbers, patience):
+    def hold(self, flags: cute.Tensor, step, seat, numbers, patience):
         """Waits until a machine has come to a step, so that it finds in the L2 what is loaded here; returns how often
         it may still look.
 
         Not for ever: the recurrence may not have started, and may not start before this kernel ends.
         """
         if (patience > 0) & (step > 0):
-            progress = flags.iterator + (numbers + machine) * LINE
+            progress = flags.iterator + (numbers + seat) * LINE
             reached = cute.arch.load(progress, I32, sem="relaxed", scope="gpu")
             while (reached < step) & (patience > 0):
                 nanosleep(500)
@@ -356,21 +359,25 @@ class GatedDeltaPrepare:
         return Place(group * slots + at.index, at.phase)
 
     @cute.jit
-    def find(self, cu_seqlens, number, machines, share, segment, blocks: cute.Tensor, tokens):
+    def find(
+        self, cu_seqlens, number, seats, together, share, segment, blocks: cute.Tensor, tokens
+    ):  # fmt: skip
         """Returns (tokens from the chunk to the end of its sequence, batch, first token, head, slot) of a number; no
         tokens where it has no chunk."""
-        heads = blocks.shape[1]
+        heads = blocks.shape[1] // together
         left, batch, token, head, slot = I32(0), I32(0), I32(0), I32(0), I32(0)
-        if number < machines * share:
+        if number < seats * share:
             total = self.order.total(cu_seqlens, blocks.shape[0], heads)
-            step = self.order.numbered(
-                cu_seqlens, number, machines, share, total, heads, tokens, segment
+            seat = number % seats
+            step = self.order.walked(
+                cu_seqlens, seat // together, number // seats, share, total, heads, tokens, segment
             )
             if step >= 0:
                 at = self.order.find(cu_seqlens, step, heads, tokens, segment)
                 batch, start, length, slot = self.order.tokens_of(cu_seqlens, at.sequence, tokens)
                 before = at.chunk * CHUNK
-                head, left, token, slot = at.head, length - before, start + before, slot + at.chunk
+                head = at.head * together + seat % together
+                left, token, slot = length - before, start + before, slot + at.chunk
         return left, batch, token, head, slot
 
     # ---- a group ----------------------------------------------------------------------------------------------------
@@ -454,17 +461,17 @@ class GatedDeltaPrepare:
 
     @cute.jit
     def write(
-        self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, machines, share, group, worker,
+        self, pipes: Pipes, memory: Memory, blocks: cute.Tensor, flags: cute.Tensor, seats, share, group, worker,
         workers,
     ):  # fmt: skip
         """Copies the group's blocks to global memory, and sets their flags once they are there."""
-        lane, numbers = cute.arch.lane_idx(), machines * share
+        lane, numbers = cute.arch.lane_idx(), seats * share
         of_others = I32(0)
         if cutlass.const_expr(not self.config.cut):
             # Flags are cleared by whoever sets them, so that none is cleared too late, and before the recurrence may
             # start. Behind them are those of the recurrence.
             for i in cutlass.range(worker + lane * workers, numbers, 32 * workers, unroll=1):
-                flags[(i % machines * share + i // machines) * LINE] = I32(0)
+                flags[(i % seats * share + i // seats) * LINE] = I32(0)
             of_others = numbers * LINE
         if worker == 0:
             for i in cutlass.range(of_others + lane, flags.shape[0], 32, unroll=1):
@@ -501,7 +508,7 @@ class GatedDeltaPrepare:
                 cute.arch.mbarrier_arrive(pipes.made.sync_object_empty.get_barrier(made.index))
                 if cutlass.const_expr(not self.config.cut):
                     cute.arch.cp_async_bulk_wait_group(0)
-                    flag = task.number % machines * share + task.number // machines
+                    flag = task.number % seats * share + task.number // seats
                     cute.arch.store(
                         flags.iterator + flag * LINE, I32(1), sem="release", scope="gpu"
                     )

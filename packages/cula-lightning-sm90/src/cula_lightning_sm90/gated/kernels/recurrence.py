@@ -63,7 +63,7 @@ class GatedDeltaRecurrence:
 
     def __init__(self, config: RecurrenceConfig):
         self.config, self.tiles = config, config.tiles
-        self.per_machine = config.columns // config.tiles
+        self.per_seat = config.columns // config.tiles
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         # A warpgroup per tile and two warps; registers move between whole warpgroups only.
         self.threads = GROUP * self.tiles + (64 if self.tiles == 1 else GROUP)
@@ -93,7 +93,8 @@ class GatedDeltaRecurrence:
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
-        machines: cutlass.Int32,
+        seats: cutlass.Int32,
+        together: cutlass.Int32,
         share: cutlass.Int32,
         segment: cutlass.Int32,
         ctas: cutlass.Int32,
@@ -109,8 +110,8 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot, checkpoint_every, machines, share,
-            segment,
+            cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot, checkpoint_every, seats, together,
+            share, segment,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=self.config.waits,
@@ -143,7 +144,8 @@ class GatedDeltaRecurrence:
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
-        machines: cutlass.Int32,
+        seats: cutlass.Int32,
+        together: cutlass.Int32,
         share: cutlass.Int32,
         segment: cutlass.Int32,
     ):
@@ -186,23 +188,23 @@ class GatedDeltaRecurrence:
                 cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp_idx == 4 * self.tiles:
                 self.load(
-                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, blocks, flags, machines, share, out.shape[1]
+                    ring, items, memory, tma_q, mQ, tma_k, mK, tma_v, mV, blocks, flags, seats, share, out.shape[1]
                 )  # fmt: skip
             if warp_idx == 4 * self.tiles + 1:
                 self.announce(
-                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, marks, null_slot, machines,
-                    share, segment, self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1]), blocks.shape[1],
-                    out.shape[1],
+                    items, memory, indices, targets, fresh, cu_seqlens, flags, blocks, marks, null_slot, together,
+                    share, segment, self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1] // together),
+                    blocks.shape[1] // together, out.shape[1],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[0])
             carried_flags = flags.iterator
             if cutlass.const_expr(self.config.waits):
-                carried_flags = carried_flags + machines * (share + 1) * LINE
+                carried_flags = carried_flags + seats * (share + 1) * LINE
             self.chain.run(
                 ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
-                cute.make_tensor(carried_flags, cute.make_layout(PLACES * machines)), maps, marks, starts,
+                cute.make_tensor(carried_flags, cute.make_layout(PLACES * seats)), together, maps, marks, starts,
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
@@ -231,7 +233,7 @@ class GatedDeltaRecurrence:
         blocks: cute.Tensor,
         marks: cute.Tensor,
         null_slot: cutlass.Int32,
-        machines: cutlass.Int32,
+        together: cutlass.Int32,
         share: cutlass.Int32,
         segment: cutlass.Int32,
         total: cutlass.Int32,
@@ -244,10 +246,10 @@ class GatedDeltaRecurrence:
         # A ticket, because a machine waits for the one before it, which has to be there by then.
         counter = cute.make_tensor(flags.iterator + (flags.shape[0] - 1), cute.make_layout(1))
         ticket = draw(counter, lane)
-        machine, tile = ticket // self.per_machine, ticket % self.per_machine * self.tiles
-        place = machine * PLACES + tile
+        seat, tile = ticket // self.per_seat, ticket % self.per_seat * self.tiles
+        place = seat * PLACES + tile
         begin, rest, cut, end = self.order.bounds(
-            cu_seqlens, machine, share, total, heads, tokens, segment
+            cu_seqlens, seat // together, share, total, heads, tokens, segment
         )
         step, until, walked = cut, end, I32(0)
         while step >= 0:
@@ -257,6 +259,7 @@ class GatedDeltaRecurrence:
                 row, target, begins = self.states_of(
                     at.sequence, indices, targets, fresh, null_slot
                 )
+                head = at.head * together + seat % together
                 steps = cutlass.min(until - step, at.last - at.chunk)
                 behind = at.chunk + steps
                 chunk, carried, ends, wanted = at.chunk, at.chunk > at.first, I32(1), True
@@ -270,14 +273,14 @@ class GatedDeltaRecurrence:
                         begins = cutlass.select_(at.first > 0, I32(0), begins)
                         ends = MAPPED + of_segment
                         if not at.whole:
-                            enough = self.remembered(blocks, slot, at.head, at.first, at.last, lane)
+                            enough = self.remembered(blocks, slot, head, at.first, at.last, lane)
                             if enough >= 0:
                                 wanted = (tile < V_TILES) & (enough < behind)
                                 chunk = cutlass.max(chunk, enough)
                                 carried = chunk > enough
                                 begins = I32(0)
                             if (tile == 0) & (behind == at.last) & (lane == 0):
-                                marks[of_segment, at.head] = cutlass.select_(
+                                marks[of_segment, head] = cutlass.select_(
                                     enough >= 0, I32(1), I32(0)
                                 )
                     else:
@@ -293,7 +296,7 @@ class GatedDeltaRecurrence:
                     post(
                         items, item_at, memory.items,
                         lambda: Item(
-                            1, first, chunk, length, at.sequence, row, target, begins, ends, at.head, place, walked
+                            1, first, chunk, length, at.sequence, row, target, begins, ends, head, place, walked
                         ),
                         lane,
                     )  # fmt: skip
@@ -348,7 +351,7 @@ class GatedDeltaRecurrence:
         mV: cute.Tensor,
         blocks: cute.Tensor,
         flags: cute.Tensor,
-        machines: cutlass.Int32,
+        seats: cutlass.Int32,
         share: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
@@ -366,8 +369,8 @@ class GatedDeltaRecurrence:
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()
-        first_flag = item.machine * share
-        progress = flags.iterator + (machines * share + item.machine) * LINE
+        first_flag = item.seat * share
+        progress = flags.iterator + (seats * share + item.seat) * LINE
         if cutlass.const_expr(self.config.waits):
             # A scan may have skipped what comes first, or all.
             self.report(progress, item.walked, lane)
