@@ -13,8 +13,9 @@ V_TILES = HEAD_DIM // V_TILE
 SUB = 16  # rows of a block of a chunk's square matrices
 # Elements of Aqk and T' [64, 64] without the blocks above the diagonal, which are zero.
 TRIANGLE = CHUNK * (CHUNK + SUB) // 2
-# What belongs to tokens, fp32: three tables; the decay of the whole chunk, and how it changes the size of a state.
-TABLES = 3 * CHUNK + 8
+# What belongs to tokens, fp32: three tables; the decay of the whole chunk, and how it changes the size of a state; and
+# powers of two, of 16 bits each.
+TABLES = 3 * CHUNK + 8 + CHUNK // 2
 # Of a chunk and state head, in elements of 16 bits: T', Aqk, tables; a multiple of 128 bytes.
 BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
 # Chunks of a segment where sequences are whole: more than any has.
@@ -53,9 +54,17 @@ class Operands:
         return self.index_dtype is not None
 
     @property
-    def two_terms(self) -> bool:
-        """Whether what is added to the state is rounded to two numbers instead of one: bfloat16 alone is too short."""
-        return self.dtype == "bfloat16" and self.operand == "float16"
+    def key(self) -> str:
+        """In which dtype k is multiplied with the state and with what is added to it, for which bfloat16 is too short.
+
+        Not q: one rounding of the state to bfloat16 does no harm that is added up.
+        """
+        return self.operand
+
+    @property
+    def converts(self) -> bool:
+        """Whether that is another one than k comes in."""
+        return self.key != self.dtype
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""

@@ -13,9 +13,9 @@ from .config import LINE, PLACES, UNCUT, V_TILES
 # Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
 # tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
 # state head in `prepare`, per multiprocessor.
-CHAIN_US, CTA_US = {1: 1.0, 2: 1.85}, {1: 0.0026, 2: 0.0}
+CHAIN_US, CTA_US = {1: 1.0, 2: 1.75}, {1: 0.0026, 2: 0.0}
 ENDS_US = 6.0
-PREPARE_US = 1.2
+PREPARE_US = 1.1
 # Where sequences are cut: a chunk and state head in `prepare`, and in the recurrence, on all multiprocessors, which
 # memory limits.
 PREPARE_MEMORY_US, CHAIN_MEMORY_US = 0.0122, 0.0205

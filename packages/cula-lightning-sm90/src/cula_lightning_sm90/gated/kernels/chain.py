@@ -91,15 +91,16 @@ class Stages:
     def __init__(self, config: RecurrenceConfig):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.key = DTYPES[config.key]
         self.k, self.q, self.v = 0, WIDE, 2 * WIDE
         self.inverse = self.v + config.tiles * TALL
         self.products = self.inverse + SQUARE
         self.size = self.products + SQUARE
 
-    def wide(self, base, offset, major="k"):
+    def wide(self, base, offset, dtype, major="k"):
         """Returns k or q [64, 128] of every stage; with major "mn" its transpose."""
         shape = (CHUNK, HEAD_DIM) if major == "k" else (HEAD_DIM, CHUNK)
-        return repeated(base + offset, shape, major, self.dtype, self.count, self.size)
+        return repeated(base + offset, shape, major, dtype, self.count, self.size)
 
     def values(self, base, tile, major="k"):
         """Returns v [64 tokens, 64] of a tile of every stage; with major "mn" its transpose."""
@@ -118,13 +119,14 @@ class Chain:
 
     def __init__(self, config: RecurrenceConfig, stages: Stages):
         self.config, self.stages = config, stages
-        self.dtype, self.operand = stages.dtype, stages.operand
+        self.dtype, self.operand, self.key = stages.dtype, stages.operand, stages.key
         self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, EVICT_FIRST)
 
     @cute.jit
     def run(
         self,
         ring,
+        ready: cute.Pointer,
         items,
         memory: Memory,
         tma_o,
@@ -145,6 +147,7 @@ class Chain:
     ):
         """Computes the states and outputs of all items, of their tile `group`.
 
+        ready: barriers of stages whose keys are converted, which are waited for instead of those of what is loaded.
         carried [seats, 128 V, 128 K], of a scan [seats, 256, 128]: states that machines leave to the next one,
         each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. marks
         [segments, heads]: not zero where M is zero. starts [segments, heads, 128 V, 128 K]: states in front of
@@ -152,18 +155,20 @@ class Chain:
         """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
-        mma_x = mma(self.dtype, CHUNK, OperandMajorMode.K)
+        mma_x = mma(self.key, CHUNK, OperandMajorMode.K)
+        mma_o = mma(self.dtype, CHUNK, OperandMajorMode.K)
         mma_u = mma(self.operand, CHUNK, OperandMajorMode.K)
-        mma_s = mma(self.dtype, HEAD_DIM, OperandMajorMode.MN)
-        part_x, part_u, part_s = (m.get_slice(tidx) for m in (mma_x, mma_u, mma_s))
-        k = mma_x.make_fragment_B(part_x.partition_B(stages.wide(base, stages.k)))
-        q = mma_x.make_fragment_B(part_x.partition_B(stages.wide(base, stages.q)))
-        kt = mma_s.make_fragment_B(part_s.partition_B(stages.wide(base, stages.k, "mn")))
+        mma_s = mma(self.key, HEAD_DIM, OperandMajorMode.MN)
+        part_x, part_o, part_u, part_s = (m.get_slice(tidx) for m in (mma_x, mma_o, mma_u, mma_s))
+        sK = stages.wide(base, stages.k, self.key)
+        k = mma_x.make_fragment_B(part_x.partition_B(sK))
+        q = mma_o.make_fragment_B(part_o.partition_B(stages.wide(base, stages.q, self.dtype)))
+        turned = stages.wide(base, stages.k, self.key, "mn")
+        kt = mma_s.make_fragment_B(part_s.partition_B(turned))
         inverse = mma_u.make_fragment_B(part_u.partition_B(stages.square(base, stages.inverse)))
         aqk = mma_u.make_fragment_B(part_u.partition_B(stages.square(base, stages.products)))
-        sK = stages.wide(base, stages.k)
         load_v = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_x
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_o
         ).get_slice(tidx)
         v_source = load_v.partition_S(stages.values(base, group, "mn"))
         # As this thread's columns of an accumulator see them: [2 neighbours, steps of 8 columns, table, stage].
@@ -172,7 +177,7 @@ class Chain:
         tables = cute.make_tensor(memory.tables.align(16), layout)[None, lane % 4, None, None, None]
         totals = cute.make_tensor(memory.tables, cute.make_layout((TABLES, stages.count)))
         store_o = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_x
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_o
         ).get_slice(tidx)
         own_o = memory.o + cute.assume(group * (SLOTS * TALL), divby=SLOTS * TALL)
         sO = repeated(own_o, (CHUNK, V_TILE), "k", self.dtype, SLOTS)
@@ -182,10 +187,11 @@ class Chain:
         o = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
         x = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
         w = cute.make_rmem_tensor((2, 2, CHUNK // 8), F32)
-        s_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, HEAD_DIM)))
+        s_k = s_q = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, HEAD_DIM)))
+        if cutlass.const_expr(self.config.converts):
+            s_q = mma_o.make_fragment_A(mma_o.partition_shape_A((V_TILE, HEAD_DIM)))
         x_a = mma_u.make_fragment_A(mma_u.partition_shape_A((V_TILE, CHUNK)))
-        hi = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
-        lo = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
+        w_a = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
         v = cute.make_rmem_tensor(x.shape, self.dtype)
         o_pairs, x_pairs = by_pairs(o), by_pairs(x)
         factor = cute.make_rmem_tensor((2, CHUNK // 8), F32)
@@ -226,17 +232,18 @@ class Chain:
                 last = cutlass.min(chunks, length // CHUNK)
             for partial in cutlass.range_constexpr(1 + partly):
                 for c in cutlass.range(first, last, unroll=1):
-                    s_a.store(as_operand(s, s_a).load().to(self.dtype))
-                    ring.consumer_wait(at)
+                    s_k.store(as_operand(s, s_k).load().to(self.key))
+                    if cutlass.const_expr(self.config.converts):
+                        cute.arch.mbarrier_wait(ready + at.index, at.phase)
+                    else:
+                        ring.consumer_wait(at)
                     stage, left = at.index, length - c * CHUNK
                     table = tables[None, None, None, stage]
                     total = totals[TOTAL, stage]
                     if cutlass.const_expr(partial):
                         self.clear_past(sK[None, None, stage], left, group, tidx)
                     warpgroup.fence()
-                    issue(mma_x, x, s_a, k[None, None, None, stage], True)
-                    if cutlass.const_expr(not self.config.scan):
-                        issue(mma_x, o, s_a, q[None, None, None, stage], True)
+                    issue(mma_x, x, s_k, k[None, None, None, stage], True)
                     self.load_values(
                         load_v, v_source[None, None, None, stage], v, left, lane, partial
                     )
@@ -244,7 +251,7 @@ class Chain:
                     if cutlass.const_expr(self.config.scan):
                         if column >= V_TILES:
                             v.fill(0.0)
-                    warpgroup.wait_group(0 if self.config.scan else 1)
+                    warpgroup.wait_group(0)
                     v_pairs = by_pairs(widened(v))
                     for n in cutlass.range_constexpr(CHUNK // 8):
                         for a in cutlass.range_constexpr(2):
@@ -254,27 +261,26 @@ class Chain:
                     x_a.store(as_operand(x, x_a).load().to(self.operand))
                     warpgroup.fence()
                     issue(mma_u, x, x_a, inverse[None, None, None, stage], True)
+                    if cutlass.const_expr(not self.config.scan):
+                        if cutlass.const_expr(self.config.converts):
+                            s_q.store(as_operand(s, s_q).load().to(self.dtype))
+                            warpgroup.fence()
+                        issue(mma_o, o, s_q, q[None, None, None, stage], True)
                     for i in cutlass.range_constexpr(cute.size(s)):
                         s[i] = s[i] * total
-                    if cutlass.const_expr(not self.config.scan):
-                        cute.autovec_copy(table[None, None, READ // CHUNK], factor)
-                        warpgroup.wait_group(1)
-                        self.scale(o_pairs, o_pairs, factor)
                     cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
-                    warpgroup.wait_group(0)
+                    warpgroup.wait_group(0 if self.config.scan else 1)
                     self.scale(w, x_pairs, factor)
                     if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
                         self.clamp(w)
-                    hi.store(as_operand(w, hi).load().to(self.dtype))
+                    w_a.store(as_operand(w, w_a).load().to(self.key))
                     warpgroup.fence()
-                    issue(mma_s, s, hi, kt[None, None, None, stage], False)
-                    if cutlass.const_expr(self.config.two_terms):
-                        rest = as_operand(w, lo).load() - as_operand(widened(hi), lo).load()
-                        lo.store(rest.to(self.dtype))
-                        warpgroup.fence()
-                        issue(mma_s, s, lo, kt[None, None, None, stage], False)
+                    issue(mma_s, s, w_a, kt[None, None, None, stage], False)
                     if cutlass.const_expr(not self.config.scan):
                         x_a.store(as_operand(x, x_a).load().to(self.operand))
+                        cute.autovec_copy(table[None, None, READ // CHUNK], factor)
+                        warpgroup.wait_group(1)
+                        self.scale(o_pairs, o_pairs, factor)
                         warpgroup.fence()
                         issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
                         if c > 0:

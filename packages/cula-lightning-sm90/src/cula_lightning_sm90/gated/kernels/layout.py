@@ -13,8 +13,9 @@ PANEL = CHUNK * SUB
 INVERSE, PRODUCTS, BY_TOKEN = 0, TRIANGLE, 2 * TRIANGLE
 # Tables, fp32 per token: what products with the state, q and k are multiplied by. Then the decay of the whole chunk
 # and, where sequences are cut, its log2 and what the writes of each warp's tokens may add to that of a state's size.
+# Last the powers of two by which keys that are normalised are multiplied before they are converted, in bf16.
 SEEN, READ, ADDED, TOTAL = (i * CHUNK for i in range(4))
-DECAY, GROWTH = TOTAL + 1, TOTAL + 4
+DECAY, GROWTH, SCALES = TOTAL + 1, TOTAL + 4, TOTAL + 8
 
 
 def panels(offset):

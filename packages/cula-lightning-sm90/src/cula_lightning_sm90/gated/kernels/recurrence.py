@@ -21,6 +21,7 @@ from cula_core.cute.memory import EVICT_FIRST, by_token, cache_policy, load_tile
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.warp import prefix_sum
+from cula_core.cute.widen import widened
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 
 from ..config import (
@@ -30,6 +31,7 @@ from ..config import (
     HEAD_DIM,
     LINE,
     PLACES,
+    SUB,
     TABLES,
     TRIANGLE,
     V_TILE,
@@ -37,10 +39,11 @@ from ..config import (
     RecurrenceConfig,
 )
 from .chain import CARRIED, MAPPED, TALL, Chain, Item, Memory, Stages
-from .layout import BY_TOKEN, DECAY, GROWTH, INVERSE, PRODUCTS, SQUARE, WIDE, panels
+from .layout import BY_TOKEN, DECAY, GROWTH, INVERSE, PRODUCTS, SCALES, SQUARE, WIDE, panels
 from .order import Order
 
 LOOK = 8  # flags that are read at once
+CONVERTERS = 2  # warps
 # Per thread of a chain where there are two, and of the warpgroup that loads: 3 x 168 together.
 REGISTERS = (232, 40)
 
@@ -53,6 +56,7 @@ class GatedDeltaRecurrence:
     | tile t | 4 t ... | state and outputs of 64 columns |
     | load | the one behind | q, k and v by TMA, blocks by bulk copies |
     | announce | the next one | items of work |
+    | convert | the next two | k of bf16 to fp16, in place |
 
     | shared memory | bytes | slots |
     |---|---|---|
@@ -65,8 +69,8 @@ class GatedDeltaRecurrence:
         self.config, self.tiles = config, config.tiles
         self.per_seat = config.columns // config.tiles
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
-        # A warpgroup per tile and two warps; registers move between whole warpgroups only.
-        self.threads = GROUP * self.tiles + (64 if self.tiles == 1 else GROUP)
+        # A warpgroup per tile, and one for the other roles.
+        self.threads = GROUP * (self.tiles + 1)
         self.stages = Stages(config)
         self.of_q = not config.scan  # whether outputs are wanted
         self.chain, self.order = Chain(config, self.stages), Order(config.packed)
@@ -175,9 +179,14 @@ class GatedDeltaRecurrence:
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * SLOTS),
             num_stages=SLOTS,
             producer_group=pipeline.CooperativeGroup(thread, 1),
-            consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles + 32),
+            consumer_group=pipeline.CooperativeGroup(
+                thread, GROUP * self.tiles + 32 + 64 * self.config.converts
+            ),
             defer_sync=True,
         )
+        ready = smem.allocate_array(cutlass.Int64, stages.count)
+        if tidx < stages.count:
+            cute.arch.mbarrier_init(ready + tidx, CONVERTERS)
         cute.arch.mbarrier_init_fence()
         self.clear(memory.stages, tidx)
         cute.arch.fence_view_async_shared()
@@ -196,6 +205,9 @@ class GatedDeltaRecurrence:
                     share, segment, self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1] // together),
                     blocks.shape[1] // together, out.shape[1],
                 )  # fmt: skip
+            if cutlass.const_expr(self.config.converts):
+                if warp_idx >= 4 * self.tiles + 2:
+                    self.convert(ring, ready, items, memory, warp_idx % CONVERTERS)
         else:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[0])
@@ -203,7 +215,7 @@ class GatedDeltaRecurrence:
             if cutlass.const_expr(self.config.waits):
                 carried_flags = carried_flags + seats * (share + 1) * LINE
             self.chain.run(
-                ring, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
+                ring, ready, items, memory, tma_o, mO, out, initial, final, checkpoints, checkpoint_every, carried,
                 cute.make_tensor(carried_flags, cute.make_layout(PLACES * seats)), together, maps, marks, starts,
                 warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
@@ -359,8 +371,8 @@ class GatedDeltaRecurrence:
         lane = cute.arch.lane_idx()
         base, heads = memory.stages, blocks.shape[1]
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
-        sQ = self.stages.wide(base, self.stages.q)
-        sK = self.stages.wide(base, self.stages.k)
+        sQ = self.stages.wide(base, self.stages.q, self.dtype)
+        sK = self.stages.wide(base, self.stages.k, self.dtype)
         of_heads = [(tma_k, mK, heads // mK.shape[2], sK)]
         if cutlass.const_expr(self.of_q):
             of_heads.append((tma_q, mQ, heads // mQ.shape[2], sQ))
@@ -416,6 +428,51 @@ class GatedDeltaRecurrence:
         if cutlass.const_expr(self.config.waits):
             # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
             cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def convert(self, ring, ready: cute.Pointer, items, memory: Memory, half):
+        """Converts half of the channels of the keys of every stage, times a power of two where they are normalised.
+
+        A lane has 8 channels of each of 16 neighbouring tokens.
+        """
+        lane = cute.arch.lane_idx()
+        tokens = lane // 8 * SUB
+        keys = memory.stages + cute.assume(
+            half * (WIDE // 2) + (tokens * 8 + lane % 8) * 8, divby=8
+        )
+        scales = cute.recast_ptr(memory.tables.align(16) + SCALES, dtype=cutlass.BFloat16)
+        given = cute.make_rmem_tensor(8, self.dtype)
+        found = cute.make_rmem_tensor(8, self.operand)
+        scale = cute.make_rmem_tensor(4, cutlass.BFloat16)
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages.count)
+        item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
+        item = receive(Item, items, item_at, memory.items)
+        item_at.advance()
+        while item.valid != 0:
+            for _ in cutlass.range(item.chunks, unroll=1):
+                ring.consumer_wait(at)
+                for part in cutlass.range(4, unroll=1):
+                    if cutlass.const_expr(self.config.l2norm):
+                        at_scale = at.index * (2 * TABLES) + tokens + 4 * part
+                        cute.autovec_copy(view(scales, at_scale, 4), scale)
+                        powers = widened(scale)
+                    for i in cutlass.range_constexpr(4):
+                        place = view(keys, at.index * self.stages.size + 256 * part + 64 * i, 8)
+                        source = cute.recast_ptr(place.iterator, dtype=self.dtype)
+                        cute.autovec_copy(cute.make_tensor(source, place.layout), given)
+                        wide = widened(given)
+                        if cutlass.const_expr(self.config.l2norm):
+                            for j in cutlass.range_constexpr(8):
+                                wide[j] = wide[j] * powers[i]
+                        found.store(wide.load().to(self.operand))
+                        cute.autovec_copy(found, place)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(ready + at.index)
+                at.advance()
+            item = receive(Item, items, item_at, memory.items)
+            item_at.advance()
 
     @cute.jit
     def report(self, progress, walked, lane):

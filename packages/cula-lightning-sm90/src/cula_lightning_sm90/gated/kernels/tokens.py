@@ -2,13 +2,14 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import BFloat16, Uint32
 
 from cula_core.cute.functions import exp2
 from cula_core.cute.types import F32
 from cula_core.cute.widen import widened
 
 from ..config import CHUNK, SUB, TABLES, PrepareConfig
-from .layout import ADDED, DECAY, READ, SEEN, TOTAL
+from .layout import ADDED, DECAY, READ, SCALES, SEEN, TOTAL
 
 # What `Gates` makes of a chunk, fp32 per token: log2 decays summed up to and with the token, and behind it; strength.
 SUM, BEHIND, STRENGTH = 0, CHUNK, 2 * CHUNK
@@ -24,7 +25,8 @@ class Tokens:
 
         SEEN 2^G r(k)    READ scale 2^G r(q)    ADDED 2^(behind) r(k)    NEAR 2^(E - G) r(k)    NORM r(k)
 
-    Warp w has tokens 16 w ...
+    Where keys are normalised and converted to fp16, whose range is small, the power of two of r(k) multiplies the keys
+    (SCALES), and SEEN and ADDED have what is left of r(k), which is less than 1. Warp w has tokens 16 w ...
     """
 
     def __init__(self, config: PrepareConfig, dtype):
@@ -53,15 +55,32 @@ class Tokens:
         """Writes what belongs to the warp's 16 tokens; half of the lanes write what looks back, half what looks on."""
         token = SUB * w + lane % SUB
         here = gate[SUM + token]
+        left = k_factor
+        if cutlass.const_expr(self.config.converts and self.config.l2norm):
+            left, power = split(k_factor)
+            if lane < SUB:
+                scales = cute.recast_ptr(table.iterator + SCALES, dtype=BFloat16)
+                cute.make_tensor(scales, cute.make_layout(CHUNK))[token] = power.to(BFloat16)
         if lane < SUB:
             kept = exp2(here)
-            table[SEEN + token] = kept * k_factor
+            table[SEEN + token] = kept * left
             table[READ + token] = kept * q_factor
             table[NORM + token] = k_factor
         else:
-            table[ADDED + token] = exp2(gate[BEHIND + token]) * k_factor
+            table[ADDED + token] = exp2(gate[BEHIND + token]) * left
             table[NEAR + token] = exp2(gate[SUM + SUB * w + SUB - 1] - here) * k_factor
         if (w == 0) & (lane == 0):
             table[TOTAL] = exp2(gate[SUM + CHUNK - 1])
             if cutlass.const_expr(self.config.cut):
                 table[DECAY] = gate[SUM + CHUNK - 1]
+
+
+@cute.jit
+def split(x):
+    """Returns (mantissa, power of two) of a positive number, the mantissa at least 1/2 and less than 1."""
+    parts = cute.make_rmem_tensor(2, F32)
+    parts.fill(x)
+    bits = cute.recast_tensor(parts, Uint32)
+    bits[0] = (bits[0] & Uint32(0x007FFFFF)) | Uint32(0x3F000000)
+    bits[1] = (bits[1] & Uint32(0x7F800000)) + Uint32(0x00800000)
+    return parts[0], parts[1]
