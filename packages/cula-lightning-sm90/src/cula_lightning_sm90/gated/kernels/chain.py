@@ -240,7 +240,7 @@ class Chain:
                     stage, left = at.index, length - c * CHUNK
                     table = tables[None, None, None, stage]
                     total = totals[TOTAL, stage]
-                    if cutlass.const_expr(partial):
+                    if cutlass.const_expr(partial and not self.config.converts):
                         self.clear_past(sK[None, None, stage], left, group, tidx)
                     warpgroup.fence()
                     issue(mma_x, x, s_k, k[None, None, None, stage], True)

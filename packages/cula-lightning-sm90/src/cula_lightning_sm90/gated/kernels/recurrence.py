@@ -433,7 +433,7 @@ class GatedDeltaRecurrence:
     def convert(self, ring, ready: cute.Pointer, items, memory: Memory, half):
         """Converts half of the channels of the keys of every stage, times a power of two where they are normalised.
 
-        A lane has 8 channels of each of 16 neighbouring tokens.
+        Keys past the end of a sequence become zeros. A lane has 8 channels of each of 16 neighbouring tokens.
         """
         lane = cute.arch.lane_idx()
         tokens = lane // 8 * SUB
@@ -449,7 +449,7 @@ class GatedDeltaRecurrence:
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()
         while item.valid != 0:
-            for _ in cutlass.range(item.chunks, unroll=1):
+            for c in cutlass.range(item.chunks, unroll=1):
                 ring.consumer_wait(at)
                 for part in cutlass.range(4, unroll=1):
                     if cutlass.const_expr(self.config.l2norm):
@@ -466,6 +466,14 @@ class GatedDeltaRecurrence:
                                 wide[j] = wide[j] * powers[i]
                         found.store(wide.load().to(self.operand))
                         cute.autovec_copy(found, place)
+                if cutlass.const_expr(self.config.packed):
+                    left = item.length - c * CHUNK
+                    if left < CHUNK:
+                        found.fill(0.0)
+                        for i in cutlass.range(cutlass.max(left - tokens, 0), SUB, unroll=1):
+                            cute.autovec_copy(
+                                found, view(keys, at.index * self.stages.size + 64 * i, 8)
+                            )
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
