@@ -206,8 +206,8 @@ def chunk_gated_delta_rule(
         use_intracard_cp: whether long sequences are cut into segments that run side by side: "auto" decides from shapes
             alone, and `cu_seqlens_cpu`; True, which needs a sequence of 2048 tokens, and False force it. Results differ
             in their last bits.
-        operand_dtype: of what the kernel makes and multiplies again. None: float16; torch.bfloat16 takes values of any
-            size, is less precise, and needs bfloat16 activations. No effect on the CPU.
+        operand_dtype: of what the kernel makes and multiplies again. None: float16, for values and states up to 65,504;
+            torch.bfloat16 takes any size, is less precise, and needs bfloat16 activations. No effect on the CPU.
         out: `[B, T, HS, V]` in the dtype of v, written and returned. None: allocated.
 
     Returns:
