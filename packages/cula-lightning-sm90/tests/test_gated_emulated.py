@@ -368,6 +368,59 @@ def test_keys_that_repeat(run, keys, dtype):
     assert_right(call, run(call))
 
 
+def initial(x: Tensor, uniform: Tensor) -> Tensor:
+    """Log decays of a model before training: rates of 2, time steps of 0.001 to 0.1."""
+    step = torch.exp(math.log(0.001) + uniform[:, :1] * math.log(100))
+    return -2 * torch.nn.functional.softplus(x + step + torch.log(-torch.expm1(-step)))
+
+
+# What is hard in different ways: log decays, of normal and uniform numbers; how keys repeat; strengths, likewise.
+INPUTS = {
+    "initial decays": (initial, None, None),
+    "moderate decays": (lambda x, u: -5 * (x - 5).sigmoid(), None, None),
+    "some strong decays": (lambda x, u: torch.where(u < 0.02, -10.0, -1e-4), None, None),
+    "hardly any decay": (lambda x, u: -1e-5 * u, None, None),
+    "hardly any decay, strengths up to 2": (
+        lambda x, u: -1e-5 * u,
+        None,
+        lambda x, u: 2 * x.sigmoid(),
+    ),
+    "keys alike": (lambda x, u: -1e-5 * u, "alike", lambda x, u: 1 - 0.01 * u),
+    "keys alike, moderate decays": (
+        lambda x, u: -5 * (x - 5).sigmoid(),
+        "alike",
+        lambda x, u: 1 - 0.01 * u,
+    ),
+    "keys eight times": (lambda x, u: -1e-3 * u, "eight times", lambda x, u: 1 - 0.01 * u),
+    "keys eight times, strengths of 2": (
+        lambda x, u: -1e-3 * u,
+        "eight times",
+        lambda x, u: 2 - 0.02 * u,
+    ),
+    "one key": (lambda x, u: torch.full_like(u, -1e-6), "one", lambda x, u: torch.ones_like(u)),
+}
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_are_hard(run, name):
+    decays, repeated, strengths = INPUTS[name]
+    call = make_call(Case((1024,)))
+    generator = torch.Generator().manual_seed(1)
+    normal = normals(generator)
+    numbers = [(normal(*call.g.shape), torch.rand(call.g.shape, generator=generator)) for _ in "gb"]
+    k = call.k.double()
+    if repeated == "alike":
+        k = normal(HEAD_DIM) + 0.1 * k
+    elif repeated == "eight times":
+        k = k[:, ::8].repeat_interleave(8, 1)
+    elif repeated == "one":
+        k = k[:, :1].expand_as(k)
+    beta = strengths(*numbers[1]) if strengths else numbers[1][0].sigmoid()
+    call = replace(call, g=decays(*numbers[0]).float(), k=k.to(call.k.dtype), beta=beta.float())
+    assert_right(call, run(call), limit=4e-3 if name.endswith("strengths of 2") else MAX_ERROR)
+
+
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("log2_size", [-20, -8, 24])
 def test_keys_of_any_size(run, log2_size):
