@@ -31,6 +31,7 @@ def region(gpu: str, root: Path) -> str:
         _kda_blackwell(root),
         _cut(gpu, root),
         _lightning(gpu, root),
+        _gated(gpu, root),
         _lite(gpu, root),
         *delta_decode(gpu, root),
     ]
@@ -120,6 +121,20 @@ def _lightning(gpu: str, root: Path) -> list[str]:
         f"{_beside_flashinfer(gpu, root):.2f} x FlashInfer's kernel with the same decays, which is in CuTe DSL too by "
         "now and always solves a delta rule, more arithmetic than was asked for",
         "[beside FlashInfer](docs/lightning-prefill.md#beside-flashinfer)",
+    ]
+
+
+def _gated(gpu: str, root: Path) -> list[str]:
+    result = results.load(results.result_path("gated_prefill", gpu, root))
+    mean, count, least = _against(result, "*", "fla_delta")
+    single, ones, slowest = _against(result, "B1-*", "flashinfer_delta")
+    several, others, lowest = _against(result, "[BN][!1]*", "flashinfer_delta")
+    return [
+        "The gated delta rule, which FlashInfer's kernel solves, on Hopper in CuTe DSL",
+        f"{mean:.2f} x FLA in the geometric mean of {count} settings, {least:.2f} x at the least; {single:.2f} x "
+        f"FlashInfer on {ones} with one sequence, {slowest:.2f} x at the least, and {several:.2f} x on {others} with "
+        f"several, {lowest:.2f} x at the least",
+        "[its times](docs/gated-prefill.md#how-fast)",
     ]
 
 

@@ -18,7 +18,7 @@ def root(tmp_path):
     """The result files that the table reads, to be changed."""
     names = ("h200/lightning_decode_80sm", "h200/lightning_decode", "h200/kda_prefill")
     names += ("h200/kda_prefill_cut", "h200/kda_prefill_flashkda", "h200/lightning_prefill")
-    names += ("h200/lightning_prefill_delta", "h200/lite_attention")
+    names += ("h200/lightning_prefill_delta", "h200/gated_prefill", "h200/lite_attention")
     names += ("h200/lite_training", "h200/lite_trajectory")
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
     names += DELTA
@@ -39,7 +39,7 @@ def change(path, edit):
 def test_every_request_has_an_answer_and_a_place(root):
     text = answers.region("h200", root)
     rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
-    assert len(rows) == 5 + len(DELTA) and all(len(row) == 3 for row in rows)
+    assert len(rows) == 6 + len(DELTA) and all(len(row) == 3 for row in rows)
     for *_, link in rows:
         path, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", link)[1].partition("#")
         page = (tables.ROOT / path).read_text()
@@ -67,6 +67,15 @@ def test_the_figures_are_those_of_the_files(root):
     change(root / "h200" / "lightning_prefill.json", faster)
     text = answers.region("h200", root)
     assert "7.00 x FLA in the geometric mean of the 28 settings asked for, 7.00 x at the" in text
+
+    def faster_than_flashinfer(row):
+        if row["role"] == "ours":
+            row["ratio_flashinfer_delta"] = 3.0 if row["setting"].startswith("B1-") else 2.0
+
+    change(root / "h200" / "gated_prefill.json", faster_than_flashinfer)
+    text = answers.region("h200", root)
+    assert "3.00 x FlashInfer on 10 with one sequence, 3.00 x at the least" in text
+    assert "and 2.00 x on 4 with several, 2.00 x at the least" in text
 
     def faster_than_flash_kda(row):
         if row["role"] == "ours":
