@@ -368,56 +368,82 @@ def test_keys_that_repeat(run, keys, dtype):
     assert_right(call, run(call))
 
 
-def initial(x: Tensor, uniform: Tensor) -> Tensor:
+def initial(x: Tensor, u: Tensor) -> Tensor:
     """Log decays of a model before training: rates of 2, time steps of 0.001 to 0.1."""
-    step = torch.exp(math.log(0.001) + uniform[:, :1] * math.log(100))
+    step = torch.exp(math.log(0.001) + u[:, :1] * math.log(100))
     return -2 * torch.nn.functional.softplus(x + step + torch.log(-torch.expm1(-step)))
 
 
-# What is hard in different ways: log decays, of normal and uniform numbers; how keys repeat; strengths, likewise.
+def moderate(x: Tensor, u: Tensor) -> Tensor:
+    return -5 * (x - 5).sigmoid()
+
+
+def hardly_any(x: Tensor, u: Tensor) -> Tensor:
+    return -1e-5 * u
+
+
+def usual(x: Tensor, u: Tensor) -> Tensor:
+    return x.sigmoid()
+
+
+def nearly_one(x: Tensor, u: Tensor) -> Tensor:
+    return 1 - 0.01 * u
+
+
+def different(k: Tensor) -> Tensor:
+    return k
+
+
+def alike(k: Tensor) -> Tensor:
+    return k[:, :1] + 0.1 * k
+
+
+def eight_times(k: Tensor) -> Tensor:
+    return k[:, ::8].repeat_interleave(8, 1)
+
+
+# What is hard in different ways: log decays and strengths, of a normal and a uniform number each, and keys.
 INPUTS = {
-    "initial decays": (initial, None, None),
-    "moderate decays": (lambda x, u: -5 * (x - 5).sigmoid(), None, None),
-    "some strong decays": (lambda x, u: torch.where(u < 0.02, -10.0, -1e-4), None, None),
-    "hardly any decay": (lambda x, u: -1e-5 * u, None, None),
-    "hardly any decay, strengths up to 2": (
-        lambda x, u: -1e-5 * u,
-        None,
-        lambda x, u: 2 * x.sigmoid(),
+    "initial decays": (initial, usual, different),
+    "moderate decays": (moderate, usual, different),
+    "some strong decays": (
+        lambda x, u: torch.where(u < 0.02, -10.0, -1e-4),
+        usual,
+        different,
     ),
-    "keys alike": (lambda x, u: -1e-5 * u, "alike", lambda x, u: 1 - 0.01 * u),
-    "keys alike, moderate decays": (
-        lambda x, u: -5 * (x - 5).sigmoid(),
-        "alike",
-        lambda x, u: 1 - 0.01 * u,
-    ),
-    "keys eight times": (lambda x, u: -1e-3 * u, "eight times", lambda x, u: 1 - 0.01 * u),
+    "hardly any decay": (hardly_any, usual, different),
+    "hardly any decay, strengths up to 2": (hardly_any, lambda x, u: 2 * x.sigmoid(), different),
+    "keys alike": (hardly_any, nearly_one, alike),
+    "keys alike, moderate decays": (moderate, nearly_one, alike),
+    "keys eight times": (lambda x, u: -1e-3 * u, nearly_one, eight_times),
     "keys eight times, strengths of 2": (
         lambda x, u: -1e-3 * u,
-        "eight times",
         lambda x, u: 2 - 0.02 * u,
+        eight_times,
     ),
-    "one key": (lambda x, u: torch.full_like(u, -1e-6), "one", lambda x, u: torch.ones_like(u)),
+    "one key": (
+        lambda x, u: torch.full_like(u, -1e-6),
+        lambda x, u: torch.ones_like(u),
+        KEYS["one key"],
+    ),
 }
 
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs_that_are_hard(run, name):
-    decays, repeated, strengths = INPUTS[name]
+    decays, strengths, keys = INPUTS[name]
     call = make_call(Case((1024,)))
     generator = torch.Generator().manual_seed(1)
     normal = normals(generator)
-    numbers = [(normal(*call.g.shape), torch.rand(call.g.shape, generator=generator)) for _ in "gb"]
-    k = call.k.double()
-    if repeated == "alike":
-        k = normal(HEAD_DIM) + 0.1 * k
-    elif repeated == "eight times":
-        k = k[:, ::8].repeat_interleave(8, 1)
-    elif repeated == "one":
-        k = k[:, :1].expand_as(k)
-    beta = strengths(*numbers[1]) if strengths else numbers[1][0].sigmoid()
-    call = replace(call, g=decays(*numbers[0]).float(), k=k.to(call.k.dtype), beta=beta.float())
+
+    def made(kind: Callable[..., Tensor]) -> Tensor:
+        shape = call.g.shape
+        return kind(normal(*shape), torch.rand(shape, generator=generator)).float()
+
+    g, beta = made(decays), made(strengths)
+    k = keys(call.k.double()).to(call.k.dtype)
+    call = replace(call, g=g, beta=beta, k=k)
     assert_right(call, run(call), limit=4e-3 if name.endswith("strengths of 2") else MAX_ERROR)
 
 

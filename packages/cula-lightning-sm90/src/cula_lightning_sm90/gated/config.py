@@ -54,17 +54,13 @@ class Operands:
         return self.index_dtype is not None
 
     @property
-    def key(self) -> str:
-        """In which dtype k is multiplied with the state and with what is added to it, for which bfloat16 is too short.
+    def converts(self) -> bool:
+        """Whether k is converted before it is multiplied with the state and with what is added to it, for which
+        bfloat16 is too short.
 
         Not q: one rounding of the state to bfloat16 does no harm that is added up.
         """
-        return self.operand
-
-    @property
-    def converts(self) -> bool:
-        """Whether that is another one than k comes in."""
-        return self.key != self.dtype
+        return self.operand != self.dtype
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""

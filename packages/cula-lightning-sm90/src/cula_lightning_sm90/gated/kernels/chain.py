@@ -91,7 +91,6 @@ class Stages:
     def __init__(self, config: RecurrenceConfig):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
-        self.key = DTYPES[config.key]
         self.k, self.q, self.v = 0, WIDE, 2 * WIDE
         self.inverse = self.v + config.tiles * TALL
         self.products = self.inverse + SQUARE
@@ -119,7 +118,7 @@ class Chain:
 
     def __init__(self, config: RecurrenceConfig, stages: Stages):
         self.config, self.stages = config, stages
-        self.dtype, self.operand, self.key = stages.dtype, stages.operand, stages.key
+        self.dtype, self.operand = stages.dtype, stages.operand
         self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, EVICT_FIRST)
 
     @cute.jit
@@ -155,18 +154,17 @@ class Chain:
         """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
-        mma_x = mma(self.key, CHUNK, OperandMajorMode.K)
+        mma_x = mma(self.operand, CHUNK, OperandMajorMode.K)
         mma_o = mma(self.dtype, CHUNK, OperandMajorMode.K)
-        mma_u = mma(self.operand, CHUNK, OperandMajorMode.K)
-        mma_s = mma(self.key, HEAD_DIM, OperandMajorMode.MN)
-        part_x, part_o, part_u, part_s = (m.get_slice(tidx) for m in (mma_x, mma_o, mma_u, mma_s))
-        sK = stages.wide(base, stages.k, self.key)
+        mma_s = mma(self.operand, HEAD_DIM, OperandMajorMode.MN)
+        part_x, part_o, part_s = (m.get_slice(tidx) for m in (mma_x, mma_o, mma_s))
+        sK = stages.wide(base, stages.k, self.operand)
         k = mma_x.make_fragment_B(part_x.partition_B(sK))
         q = mma_o.make_fragment_B(part_o.partition_B(stages.wide(base, stages.q, self.dtype)))
-        turned = stages.wide(base, stages.k, self.key, "mn")
+        turned = stages.wide(base, stages.k, self.operand, "mn")
         kt = mma_s.make_fragment_B(part_s.partition_B(turned))
-        inverse = mma_u.make_fragment_B(part_u.partition_B(stages.square(base, stages.inverse)))
-        aqk = mma_u.make_fragment_B(part_u.partition_B(stages.square(base, stages.products)))
+        inverse = mma_x.make_fragment_B(part_x.partition_B(stages.square(base, stages.inverse)))
+        aqk = mma_x.make_fragment_B(part_x.partition_B(stages.square(base, stages.products)))
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_o
         ).get_slice(tidx)
@@ -190,7 +188,7 @@ class Chain:
         s_k = s_q = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, HEAD_DIM)))
         if cutlass.const_expr(self.config.converts):
             s_q = mma_o.make_fragment_A(mma_o.partition_shape_A((V_TILE, HEAD_DIM)))
-        x_a = mma_u.make_fragment_A(mma_u.partition_shape_A((V_TILE, CHUNK)))
+        x_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, CHUNK)))
         w_a = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
         v = cute.make_rmem_tensor(x.shape, self.dtype)
         o_pairs, x_pairs = by_pairs(o), by_pairs(x)
@@ -212,18 +210,8 @@ class Chain:
                 if item.row < 0:
                     self.outputs.clear(out, batch, token, length, head, column, tidx)
             self.start(
-                s,
-                initial,
-                carried,
-                carried_flags,
-                together,
-                maps,
-                marks,
-                starts,
-                item,
-                column,
-                part_s,
-            )
+                s, initial, carried, carried_flags, together, maps, marks, starts, item, column, part_s
+            )  # fmt: skip
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             # A chunk that is not full has code of its own: its branches would hold up all others.
@@ -232,7 +220,7 @@ class Chain:
                 last = cutlass.min(chunks, length // CHUNK)
             for partial in cutlass.range_constexpr(1 + partly):
                 for c in cutlass.range(first, last, unroll=1):
-                    s_k.store(as_operand(s, s_k).load().to(self.key))
+                    s_k.store(as_operand(s, s_k).load().to(self.operand))
                     if cutlass.const_expr(self.config.converts):
                         cute.arch.mbarrier_wait(ready + at.index, at.phase)
                     else:
@@ -260,7 +248,7 @@ class Chain:
                                 x_pairs[a, b, n] = v_pairs[a, b, n] - seen
                     x_a.store(as_operand(x, x_a).load().to(self.operand))
                     warpgroup.fence()
-                    issue(mma_u, x, x_a, inverse[None, None, None, stage], True)
+                    issue(mma_x, x, x_a, inverse[None, None, None, stage], True)
                     if cutlass.const_expr(not self.config.scan):
                         if cutlass.const_expr(self.config.converts):
                             s_q.store(as_operand(s, s_q).load().to(self.dtype))
@@ -273,7 +261,7 @@ class Chain:
                     self.scale(w, x_pairs, factor)
                     if cutlass.const_expr(self.config.l2norm and self.dtype is cutlass.Float16):
                         self.clamp(w)
-                    w_a.store(as_operand(w, w_a).load().to(self.key))
+                    w_a.store(as_operand(w, w_a).load().to(self.operand))
                     warpgroup.fence()
                     issue(mma_s, s, w_a, kt[None, None, None, stage], False)
                     if cutlass.const_expr(not self.config.scan):
@@ -282,7 +270,7 @@ class Chain:
                         warpgroup.wait_group(1)
                         self.scale(o_pairs, o_pairs, factor)
                         warpgroup.fence()
-                        issue(mma_u, o, x_a, aqk[None, None, None, stage], False)
+                        issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
                         if c > 0:
                             self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(0)

@@ -58,10 +58,10 @@ class Tokens:
         left = k_factor
         if cutlass.const_expr(self.config.converts and self.config.l2norm):
             left, power = split(k_factor)
-            if lane < SUB:
+        if lane < SUB:
+            if cutlass.const_expr(self.config.converts and self.config.l2norm):
                 scales = cute.recast_ptr(table.iterator + SCALES, dtype=BFloat16)
                 cute.make_tensor(scales, cute.make_layout(CHUNK))[token] = power.to(BFloat16)
-        if lane < SUB:
             kept = exp2(here)
             table[SEEN + token] = kept * left
             table[READ + token] = kept * q_factor
