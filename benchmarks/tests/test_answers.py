@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -36,6 +37,16 @@ def change(path, edit):
     path.write_text(json.dumps(content))
 
 
+def be_faster(path, ratio, others, pattern="", matching=None):
+    """Sets our ratios of a file: `matching` in settings like the pattern, else `others`."""
+
+    def edit(row):
+        if row["role"] == "ours" and ratio in row:
+            row[ratio] = matching if fnmatchcase(row["setting"], pattern) else others
+
+    change(path, edit)
+
+
 def test_every_request_has_an_answer_and_a_place(root):
     text = answers.region("h200", root)
     rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
@@ -60,28 +71,18 @@ def test_the_figures_are_those_of_the_files(root):
     text = answers.region("h200", root)
     assert "1.2 is not reached everywhere on 80" in text and "`[V, K]` 1.10 to" in text
 
-    def faster(row):
-        if row["role"] == "ours" and "ratio_fla" in row:
-            row["ratio_fla"] = 7.0
-
-    change(root / "h200" / "lightning_prefill.json", faster)
+    be_faster(root / "h200" / "lightning_prefill.json", "ratio_fla", 7.0)
     text = answers.region("h200", root)
     assert "7.00 x FLA in the geometric mean of the 28 settings asked for, 7.00 x at the" in text
 
-    def faster_than_flashinfer(row):
-        if row["role"] == "ours":
-            row["ratio_flashinfer_delta"] = 3.0 if row["setting"].startswith("B1-") else 2.0
-
-    change(root / "h200" / "gated_prefill.json", faster_than_flashinfer)
+    path = root / "h200" / "gated_prefill.json"
+    be_faster(path, "ratio_flashinfer_delta", 2.0, "B1-*", 3.0)
     text = answers.region("h200", root)
     assert "3.00 x FlashInfer on 10 with one sequence, 3.00 x at the least" in text
     assert "and 2.00 x on 4 with several, 2.00 x at the least" in text
 
-    def faster_than_flash_kda(row):
-        if row["role"] == "ours":
-            row["ratio_flash_kda"] = 9.0 if row["setting"].endswith("-H64") else 8.0
-
-    change(root / "h200" / "kda_prefill_flashkda.json", faster_than_flash_kda)
+    path = root / "h200" / "kda_prefill_flashkda.json"
+    be_faster(path, "ratio_flash_kda", 8.0, "*-H64", 9.0)
     text = answers.region("h200", root)
     assert "8.00 x [FlashKDA](docs/kda-prefill.md#beside-flashkda) on the same settings" in text
     assert "and 9.00 x on 28 with 64 heads, 9.00 x at the least" in text
