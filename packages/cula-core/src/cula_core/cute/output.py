@@ -83,10 +83,11 @@ class OutputTiles:
         return units, units.partition_D(cute.local_tile(tokens, (TOKENS, COLUMNS), (0, column)))
 
 
-def row_units(dtype, tidx):
-    """Returns a warpgroup's copy of [64, 64 n] elements by 16 bytes: thread t has unit t % 8 of rows t // 8 + 16 i."""
+def row_units(dtype, tidx, threads=GROUP):
+    """Returns a copy of [64, 64 n] elements by 16 bytes: thread t has unit t % 8 of row t // 8, and of every row that
+    is `threads` / 8 further."""
     return cute.make_tiled_copy_tv(
         cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128),
-        cute.make_layout((GROUP // 8, 8), stride=(8, 1)),
+        cute.make_layout((threads // 8, 8), stride=(8, 1)),
         cute.make_layout((1, 8)),
     ).get_slice(tidx)

@@ -16,8 +16,8 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from cula_core.cute.memory import EVICT_FIRST, repeated
-from cula_core.cute.output import GROUP, OutputTiles
+from cula_core.cute.memory import repeated
+from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
 from cula_core.cute.widen import widened
@@ -25,52 +25,12 @@ from cula_core.cute.work import SLOTS, receive
 
 from ...kernels.chunks import clear_past
 from ..config import CHUNK, HEAD_DIM, PLACES, TABLES, V_TILE, V_TILES, RecurrenceConfig
+from .items import CARRIED, MAPPED, Item
 from .layout import ADDED, READ, SEEN, SQUARE, TOTAL, WIDE, by_pairs, release, square
+from .outputs import TALL, Outputs
 
-BARRIER_OUTPUT = 1  # the first tile's
-TALL = CHUNK * V_TILE
-CARRIED = 2  # how an item begins or ends: with a state that goes from machine to machine
-MAPPED = 3  # and more: with that of a segment, or its map
+BARRIER = 1  # the first tile's
 MAX_F16 = 65504.0
-
-
-class Item(NamedTuple):
-    """What is announced of an item of work. An item that is not valid means that there are no more.
-
-    token, length: the tokens to walk through. chunk: number of the first one's in its sequence. row, target: of the
-    states that the sequence begins and ends with, negative for padding. begins: 0 from zero, 1 from that state, CARRIED
-    from the machine before, MAPPED + row from that of a segment. ends: CARRIED where the next machine goes on, MAPPED +
-    row with the map of a segment, 1 with the sequence, else 0. place: the seat and its first tile, also of the last
-    item. walked: steps of the machine before this item.
-    """
-
-    valid: cutlass.Int32
-    token: cutlass.Int32
-    chunk: cutlass.Int32
-    length: cutlass.Int32
-    sequence: cutlass.Int32
-    row: cutlass.Int32
-    target: cutlass.Int32
-    begins: cutlass.Int32
-    ends: cutlass.Int32
-    head: cutlass.Int32
-    place: cutlass.Int32
-    walked: cutlass.Int32
-
-    @property
-    def seat(self):
-        """Whose item it is: a head's of a machine."""
-        return self.place // PLACES
-
-    @property
-    def tile(self):
-        """The first tile: of V, or behind it of the map of the keys."""
-        return self.place % PLACES
-
-    @property
-    def chunks(self):
-        """Chunks to walk through; none for padding."""
-        return cutlass.select_(self.row < 0, cutlass.Int32(0), cute.ceil_div(self.length, CHUNK))
 
 
 class Memory(NamedTuple):
@@ -116,20 +76,20 @@ class Stages:
 class Chain:
     """The state of 64 columns of v, transposed, [64, K] in fp32, in one warpgroup's registers from end to end."""
 
-    def __init__(self, config: RecurrenceConfig, stages: Stages):
+    def __init__(self, config: RecurrenceConfig, stages: Stages, outputs: Outputs):
         self.config, self.stages = config, stages
         self.dtype, self.operand = stages.dtype, stages.operand
-        self.outputs = OutputTiles(self.dtype, BARRIER_OUTPUT, EVICT_FIRST)
+        self.outputs = outputs
 
     @cute.jit
     def run(
         self,
         ring,
+        prepared: cute.Pointer,
         ready: cute.Pointer,
         items,
+        stored,
         memory: Memory,
-        tma_o,
-        mO: cute.Tensor,
         out: cute.Tensor,
         initial: cute.Tensor,
         final: cute.Tensor,
@@ -147,10 +107,10 @@ class Chain:
         """Computes the states and outputs of all items, of their tile `group`.
 
         ready: barriers of stages whose keys are converted, which are waited for instead of those of what is loaded.
-        carried [seats, 128 V, 128 K], of a scan [seats, 256, 128]: states that machines leave to the next one,
-        each with a flag per tile. maps [segments, heads, 256, 128], which a scan writes: A^T, and behind it M^T. marks
-        [segments, heads]: not zero where M is zero. starts [segments, heads, 128 V, 128 K]: states in front of
-        segments, but for those behind marked ones: they are A.
+        prepared: barriers of stages' blocks. carried [seats, 128 V, 128 K], of a scan [seats, 256, 128]: states that
+        machines leave to the next one, each with a flag per tile. maps [segments, heads, 256, 128], which a scan
+        writes: A^T, and behind it M^T. marks [segments, heads]: not zero where M is zero. starts [segments, heads,
+        128 V, 128 K]: states in front of segments, but for those behind marked ones: they are A.
         """
         stages, base = self.stages, memory.stages
         lane = tidx % 32
@@ -177,9 +137,7 @@ class Chain:
         store_o = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_o
         ).get_slice(tidx)
-        own_o = memory.o + cute.assume(group * (SLOTS * TALL), divby=SLOTS * TALL)
-        sO = repeated(own_o, (CHUNK, V_TILE), "k", self.dtype, SLOTS)
-        tOsO = store_o.partition_D(repeated(own_o, (V_TILE, CHUNK), "mn", self.dtype, SLOTS))
+        tOsO = store_o.partition_D(self.outputs.slots(memory.o, group, "mn"))
 
         s = cute.make_rmem_tensor(mma_s.partition_shape_C((V_TILE, HEAD_DIM)), F32)
         o = cute.make_rmem_tensor(mma_x.partition_shape_C((V_TILE, CHUNK)), F32)
@@ -191,50 +149,52 @@ class Chain:
         x_a = mma_x.make_fragment_A(mma_x.partition_shape_A((V_TILE, CHUNK)))
         w_a = mma_s.make_fragment_A(mma_s.partition_shape_A((V_TILE, CHUNK)))
         v = cute.make_rmem_tensor(x.shape, self.dtype)
+        o.fill(0.0)
         o_pairs, x_pairs = by_pairs(o), by_pairs(x)
         factor = cute.make_rmem_tensor((2, CHUNK // 8), F32)
         consumer = pipeline.PipelineUserType.Consumer
         at = pipeline.make_pipeline_state(consumer, stages.count)
         item_at = pipeline.make_pipeline_state(consumer, SLOTS)
-        turn = I32(0)  # chunks stored so far: which output slot is next
+        out_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         partly = self.config.packed and not self.config.scan  # whether a chunk may not be full
 
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()
         while item.valid != 0:
-            token, batch, length = item.token, I32(0), item.length
-            if cutlass.const_expr(not self.config.packed):
-                batch = item.sequence
-            head, column, chunks = item.head, item.tile + group, item.chunks
-            if cutlass.const_expr(not self.config.scan):
-                if item.row < 0:
-                    self.outputs.clear(out, batch, token, length, head, column, tidx)
+            length, chunks = item.length, item.chunks
+            head, column = item.head, item.tile + group
             self.start(
                 s, initial, carried, carried_flags, together, maps, marks, starts, item, column, part_s
             )  # fmt: skip
-            rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
-            gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
+            s_k.store(as_operand(s, s_k).load().to(self.operand))
             # A chunk that is not full has code of its own: its branches would hold up all others.
             first, last = I32(0), chunks
             if cutlass.const_expr(partly):
                 last = cutlass.min(chunks, length // CHUNK)
+            if chunks > 0:
+                self.wait_for(ring, ready, at)
             for partial in cutlass.range_constexpr(1 + partly):
                 for c in cutlass.range(first, last, unroll=1):
-                    s_k.store(as_operand(s, s_k).load().to(self.operand))
-                    if cutlass.const_expr(self.config.converts):
-                        cute.arch.mbarrier_wait(ready + at.index, at.phase)
-                    else:
-                        ring.consumer_wait(at)
                     stage, left = at.index, length - c * CHUNK
-                    table = tables[None, None, None, stage]
-                    total = totals[TOTAL, stage]
                     if cutlass.const_expr(partial and not self.config.converts):
                         self.clear_past(sK[None, None, stage], left, group, tidx)
+                    # Nothing runs here; the compiler would not know.
+                    warpgroup.wait_group(0)
                     warpgroup.fence()
                     issue(mma_x, x, s_k, k[None, None, None, stage], True)
+                    # While it runs.
                     self.load_values(
                         load_v, v_source[None, None, None, stage], v, left, lane, partial
                     )
+                    if cutlass.const_expr(not self.config.scan):
+                        # Those of the chunk before.
+                        if c > 0:
+                            self.outputs.store(stored, out_at, group, store_o, o, tOsO)
+                            out_at.advance()
+                    if cutlass.const_expr(not self.config.converts or not self.config.l2norm):
+                        cute.arch.mbarrier_wait(prepared + at.index, at.phase)
+                    table = tables[None, None, None, stage]
+                    total = totals[TOTAL, stage]
                     cute.autovec_copy(table[None, None, SEEN // CHUNK], factor)
                     if cutlass.const_expr(self.config.scan):
                         if column >= V_TILES:
@@ -256,6 +216,8 @@ class Chain:
                         issue(mma_o, o, s_q, q[None, None, None, stage], True)
                     for i in cutlass.range_constexpr(cute.size(s)):
                         s[i] = s[i] * total
+                    if cutlass.const_expr(not self.config.scan):
+                        stored.producer_acquire(self.outputs.place(out_at, group))
                     cute.autovec_copy(table[None, None, ADDED // CHUNK], factor)
                     warpgroup.wait_group(0 if self.config.scan else 1)
                     self.scale(w, x_pairs, factor)
@@ -271,15 +233,18 @@ class Chain:
                         self.scale(o_pairs, o_pairs, factor)
                         warpgroup.fence()
                         issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
-                        if c > 0:
-                            self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
-                    warpgroup.wait_group(0)
+                    warpgroup.wait_group(0 if self.config.scan else 1)
+                    s_k.store(as_operand(s, s_k).load().to(self.operand))
+                    if cutlass.const_expr(not partial):
+                        following = at.clone()
+                        following.advance()
+                        if c + 1 < chunks:
+                            self.wait_for(ring, ready, following)
+                    if cutlass.const_expr(not self.config.scan):
+                        warpgroup.wait_group(0)
                     # At the end: a copy may overtake reads before an arrival that comes right behind them.
                     release(ring, at)
                     at.advance()
-                    if cutlass.const_expr(not self.config.scan):
-                        self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
-                        turn = turn + 1
                     if cutlass.const_expr(self.config.checkpoints):
                         done = (item.chunk + c + 1) * CHUNK
                         if (left >= CHUNK) & (done % checkpoint_every == 0):
@@ -289,9 +254,8 @@ class Chain:
                 first, last = last, chunks
             if cutlass.const_expr(not self.config.scan):
                 if chunks > 0:
-                    self.outputs.finish(
-                        tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, group, tidx
-                    )  # fmt: skip
+                    self.outputs.store(stored, out_at, group, store_o, o, tOsO)
+                    out_at.advance()
             if item.ends == CARRIED:
                 self.hand_over(s, carried, carried_flags, item, column, group, part_s, tidx)
             else:
@@ -304,9 +268,14 @@ class Chain:
                         self.save(s, final, item, column, part_s)
             item = receive(Item, items, item_at, memory.items)
             item_at.advance()
-        if cutlass.const_expr(not self.config.scan):
-            if tidx < 32:
-                cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def wait_for(self, ring, ready, at):
+        """Waits for a stage, and for its keys where they are converted."""
+        if cutlass.const_expr(self.config.converts):
+            cute.arch.mbarrier_wait(ready + at.index, at.phase)
+        else:
+            ring.consumer_wait(at)
 
     @cute.jit
     def scale(self, scaled: cute.Tensor, pairs: cute.Tensor, factor: cute.Tensor):
@@ -342,12 +311,10 @@ class Chain:
     def clear_past(self, keys: cute.Tensor, left, group, tidx):
         """Writes zeros over the keys past the end, which all tiles have in common."""
         if group == 0:
-            clear_past(keys, left, BARRIER_OUTPUT, tidx)
+            clear_past(keys, left, BARRIER, tidx)
         if cutlass.const_expr(self.config.tiles > 1):
             threads = GROUP * self.config.tiles
-            cute.arch.barrier(
-                barrier_id=BARRIER_OUTPUT + self.config.tiles, number_of_threads=threads
-            )
+            cute.arch.barrier(barrier_id=BARRIER + self.config.tiles, number_of_threads=threads)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +376,7 @@ class Chain:
             own = cute.local_tile(carried[item.seat, None, None], (V_TILE, HEAD_DIM), (column, 0))
             cute.autovec_copy(s, part_s.partition_C(own))
             cute.arch.fence_acq_rel_gpu()
-            cute.arch.barrier(barrier_id=BARRIER_OUTPUT + group, number_of_threads=GROUP)
+            cute.arch.barrier(barrier_id=BARRIER + group, number_of_threads=GROUP)
             if tidx == 0:
                 flag = flags.iterator + (PLACES * item.seat + column)
                 cute.arch.store(flag, I32(1), sem="release", scope="gpu")

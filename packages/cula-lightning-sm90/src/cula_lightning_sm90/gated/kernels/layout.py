@@ -1,5 +1,8 @@
 """What the roles of both kernels share: a chunk's block in global memory, tables over tokens, views and barriers."""
 
+from typing import NamedTuple
+
+import cutlass
 import cutlass.cute as cute
 
 from cula_core.cute.memory import repeated
@@ -16,6 +19,13 @@ INVERSE, PRODUCTS, BY_TOKEN = 0, TRIANGLE, 2 * TRIANGLE
 # Last the powers of two by which keys that are normalised are multiplied before they are converted, in bf16.
 SEEN, READ, ADDED, TOTAL = (i * CHUNK for i in range(4))
 DECAY, GROWTH, SCALES = TOTAL + 1, TOTAL + 4, TOTAL + 8
+
+
+class Place(NamedTuple):
+    """A slot of one of many that share a pipeline, in the pipeline's own count."""
+
+    index: cutlass.Int32
+    phase: cutlass.Int32
 
 
 def panels(offset):

@@ -33,6 +33,7 @@ from .layout import (
     PRODUCTS,
     SQUARE,
     WIDE,
+    Place,
     by_pairs,
     panels,
     release,
@@ -98,13 +99,6 @@ class Pipes(NamedTuple):
     loaded: object
     gates: object
     made: object
-
-
-class Place(NamedTuple):
-    """A group's slot of a pipeline, in the pipeline's own count."""
-
-    index: cutlass.Int32
-    phase: cutlass.Int32
 
 
 class GatedDeltaPrepare:

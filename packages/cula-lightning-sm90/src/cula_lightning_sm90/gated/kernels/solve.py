@@ -1,9 +1,9 @@
 """The inverse of a chunk: T' = (I + Akk)^-1 diag(beta).
 
 Akk_ij = beta_i r(k_i) r(k_j) (k_i . k_j) 2^(G_i - G_j), j < i, and the code has its negative. Its diagonal blocks of
-16 x 16 are inverted by substitution in fp32. The rest of the inverse X follows block by block, X_iw = -D_i sum over
-m < i of A_im X_mw with the inverses D of the diagonal blocks, in 16 bits: entries of the inverse are about 1 at most. A
-Neumann series would be shorter, and wrong by orders of magnitude where keys repeat.
+16 x 16 are inverted by substitution in fp32. The rest of T' follows block by block, T'_iw = -D_i sum over m < i of
+A_im T'_mw with the inverses D of the diagonal blocks, in 16 bits: entries of the inverse are about 1 at most. A Neumann
+series would be shorter, and wrong by orders of magnitude where keys repeat.
 """
 
 import cutlass
@@ -16,7 +16,6 @@ from cula_core.cute.types import F32
 from cula_core.cute.wgmma import as_operand
 
 from ..config import CHUNK, SUB
-from .layout import by_pairs
 from .tokens import STRENGTH
 
 BLOCKS = CHUNK // SUB
@@ -78,7 +77,7 @@ class Solve:
         rounded.store((values.load() * beta).to(self.operand))
         cute.autovec_copy(rounded, view(own_t, at, SUB // 2))
         cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-        self.complete(below, inverted, own_t, gate, target, w, lane)
+        self.complete(below, inverted, own_t, target, w, lane)
 
     @cute.jit
     def store_below(self, p: cute.Tensor, below: cute.Pointer, first, w, lane):
@@ -110,9 +109,9 @@ class Solve:
 
     @cute.jit
     def complete(
-        self, below: cute.Pointer, inverted: cute.Pointer, own_t: cute.Pointer, gate, target: cute.Tensor, w, lane
+        self, below: cute.Pointer, inverted: cute.Pointer, own_t: cute.Pointer, target: cute.Tensor, w, lane
     ):  # fmt: skip
-        """Computes block column w of T', transposed: X_iw^T = (sum of X_mw^T (-A_im)^T) D_i^T below the diagonal.
+        """Computes block column w of T', transposed: T'_iw^T = (sum of T'_mw^T (-A_im)^T) D_i^T below the diagonal.
 
         Transposed, sums are first operands as they are.
         """
@@ -121,19 +120,18 @@ class Solve:
         )
         turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.operand)
         plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.operand)
-        stored = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.operand)
+        turned_back = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.operand)
         load_a = cute.make_tiled_copy_A(plain, block).get_slice(lane)
         load_b = cute.make_tiled_copy_B(plain, block).get_slice(lane)
         load_turned = cute.make_tiled_copy_B(turned, block).get_slice(lane)
         load_c = cute.make_tiled_copy_C(plain, block).get_slice(lane)
-        save = cute.make_tiled_copy_C(stored, block).get_slice(lane)
+        save = cute.make_tiled_copy_C(turned_back, block).get_slice(lane)
         shape_a, shape_c = block.partition_shape_A((SUB, SUB)), block.partition_shape_C((SUB, SUB))
         found = [block.make_fragment_A(shape_a) for _ in range(BLOCKS)]
         sums = block.make_fragment_A(shape_a)
         b = block.make_fragment_B(block.partition_shape_B((SUB, SUB)))
         acc = cute.make_rmem_tensor(shape_c, F32)
         rounded = cute.make_rmem_tensor(shape_c, self.operand)
-        flat = by_pairs(acc)
         # Blocks are at constant distances from the column's first ones.
         below = below + cute.assume(w * SUB * (BELOW_STRIDE + 1), divby=8)
         inverted = inverted + cute.assume(w * SUB * INVERTED_STRIDE, divby=8)
@@ -141,9 +139,8 @@ class Solve:
         source = load_c.partition_S(tile(own_t, INVERTED_STRIDE, 0, 0))
         cute.copy(load_c, source, load_c.retile(rounded))
         cute.copy(save, save.retile(rounded), places)
-        first = load_a.partition_S(tile(inverted, INVERTED_STRIDE, 0, 0))
+        first = load_a.partition_S(tile(own_t, INVERTED_STRIDE, 0, 0))
         cute.copy(load_a, first, load_a.retile(found[0]))
-        betas = [gate[STRENGTH + SUB * w + lane // 4 + 8 * r] for r in range(2)]
         for step in cutlass.range_constexpr(1, BLOCKS):
             if w + step < BLOCKS:
                 acc.fill(0.0)
@@ -157,13 +154,10 @@ class Solve:
                 acc.fill(0.0)
                 cute.gemm(block, acc, sums, b, acc)
                 found[step].store(as_operand(acc, sums).load().to(self.operand))
-                for n in cutlass.range_constexpr(2):
-                    for r in cutlass.range_constexpr(2):
-                        for a in cutlass.range_constexpr(2):
-                            flat[a, r, n] = flat[a, r, n] * betas[r]
-                rounded.store(acc.load().to(self.operand))
+                # What comes next is found from it as it is stored, and makes up for its rounding.
+                stored = cute.make_tensor(found[step].iterator, acc.layout)
                 place = cute.make_tensor(places.iterator + step * SUB * SUB, places.layout)
-                cute.copy(save, save.retile(rounded), place)
+                cute.copy(save, save.retile(stored), place)
 
 
 def tile(first, stride, i, j):
