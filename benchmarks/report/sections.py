@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,10 @@ class Section:
 
 
 def files(root: Path = results.RESULTS) -> list[Path]:
-    """All result files, a folder after the other, those of GPUs first, registered ops in their own order."""
+    """All result files, a folder after the other, registered ops in their own order.
+
+    Those of GPUs come first, and of these the ones with most files.
+    """
     found = []
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         if path.suffix in DERIVED:
@@ -111,11 +115,12 @@ def files(root: Path = results.RESULTS) -> list[Path]:
         found.append(path)
     ops = [name for op in registry.modules() for name in (op, f"{op}_{results.SUSTAINED}")]
     others = ("predicted", "published", "cpu", "suite")
+    sizes = Counter(path.parent.name for path in found)
 
-    def order(path: Path) -> tuple[int, str, int, str]:
+    def order(path: Path) -> tuple[int, int, str, int, str]:
         folder, op = path.parent.name, path.stem
         late = others.index(folder) + 1 if folder in others else 0
-        return late, folder, ops.index(op) if op in ops else len(ops), op
+        return late, -sizes[folder], folder, ops.index(op) if op in ops else len(ops), op
 
     return sorted(found, key=order)
 

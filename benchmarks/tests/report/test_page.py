@@ -94,6 +94,7 @@ def test_nothing_is_fetched(text, document):
 
 def test_every_section_says_where_it_is_from(document):
     words = {
+        "h100-80gb-hbm3": "ran on NVIDIA H100 80GB HBM3",
         "h200": "ran on NVIDIA H200",
         "cpu": "emulated",
         "predicted": "predicted",
@@ -164,6 +165,14 @@ def test_registered_ops_come_first_in_their_own_order():
     names = [path.stem for path in sections.files() if not path.stem.endswith("_sustained")]
     assert names[:2] == ["lightning_decode", "lightning_decode_80sm"]
     assert names.index("lite_backward") < names.index("ncu_decode") < names.index("time")
+
+
+def test_the_gpu_with_most_results_comes_first(tmp_path):
+    for file in ("a100/kda_prefill", "h200/kda_prefill", "h200/lite_attention", "cpu/emulator"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{file}.json").write_text("{}")
+    folders = [path.parent.name for path in sections.files(tmp_path)]
+    assert folders == ["h200", "h200", "a100", "cpu"]
 
 
 def test_sustained_times_come_behind_the_bursts_of_their_op(tmp_path):
