@@ -71,7 +71,6 @@ class GatedDeltaRecurrence:
         # A warpgroup per tile, and two for the other roles.
         self.threads = GROUP * (self.tiles + 2)
         self.stages = Stages(config)
-        self.of_q = not config.scan  # whether outputs are wanted
         self.outputs = Outputs(self.dtype, self.tiles, config.packed)
         self.chain = Chain(config, self.stages, self.outputs)
         self.keys, self.loads = Keys(config, self.stages), Loads(config, self.stages)
@@ -174,7 +173,7 @@ class GatedDeltaRecurrence:
             producer_group=pipeline.CooperativeGroup(thread, 1),
             consumer_group=pipeline.CooperativeGroup(
                 thread,
-                (4 * self.tiles + 2 + self.of_q + CONVERTERS * self.config.converts) * 32,
+                (4 * self.tiles + 2 + self.loads.of_q + CONVERTERS * self.config.converts) * 32,
             ),
             defer_sync=True,
         )
@@ -206,7 +205,7 @@ class GatedDeltaRecurrence:
                     share, segment, self.order.total(cu_seqlens, blocks.shape[0], blocks.shape[1] // together),
                     blocks.shape[1] // together, out.shape[1],
                 )  # fmt: skip
-            if cutlass.const_expr(self.of_q):
+            if cutlass.const_expr(self.loads.of_q):
                 if role == 3:
                     self.outputs.send(stored, items, memory.items, memory.o, tma_o, mO, out)
             if cutlass.const_expr(self.config.converts):
