@@ -187,9 +187,10 @@ class Chain:
                         load_v, v_source[None, None, None, stage], v, left, lane, partial
                     )
                     if cutlass.const_expr(not self.config.scan):
-                        # Those of the chunk before.
+                        # Those of the chunk before. In the first chunk there are none, and nothing is committed.
+                        self.outputs.store(out_at, store_o, o, tOsO)
                         if c > 0:
-                            self.outputs.store(stored, out_at, group, store_o, o, tOsO)
+                            self.outputs.commit(stored, out_at, group)
                             out_at.advance()
                     if cutlass.const_expr(not self.config.converts or not self.config.l2norm):
                         cute.arch.mbarrier_wait(prepared + at.index, at.phase)
@@ -254,8 +255,10 @@ class Chain:
                 first, last = last, chunks
             if cutlass.const_expr(not self.config.scan):
                 if chunks > 0:
-                    self.outputs.store(stored, out_at, group, store_o, o, tOsO)
+                    self.outputs.store(out_at, store_o, o, tOsO)
+                    self.outputs.commit(stored, out_at, group)
                     out_at.advance()
+                    stored.producer_acquire(self.outputs.place(out_at, group))
             if item.ends == CARRIED:
                 self.hand_over(s, carried, carried_flags, item, column, group, part_s, tidx)
             else:

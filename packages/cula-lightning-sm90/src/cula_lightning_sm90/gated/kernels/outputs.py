@@ -51,12 +51,16 @@ class Outputs:
         return Place(tile * SLOTS + at.index, at.phase)
 
     @cute.jit
-    def store(self, pipe, at, tile, copy, o: cute.Tensor, target: cute.Tensor):
-        """Rounds an accumulator, stores it to a tile's slot, and hands it over; by the tile's warpgroup."""
+    def store(self, at, copy, o: cute.Tensor, target: cute.Tensor):
+        """Rounds an accumulator and stores it to a tile's slot; by its warpgroup."""
         rounded = cute.make_rmem_tensor(o.shape, self.dtype)
         rounded.store(o.load().to(self.dtype))
         cute.copy(copy, copy.retile(rounded), target[None, None, None, at.index])
         cute.arch.sync_warp()
+
+    @cute.jit
+    def commit(self, pipe, at, tile):
+        """Hands a tile's slot over to who sends it; by its warpgroup."""
         with cute.arch.elect_one():
             pipe.producer_commit(self.place(at, tile))
 
