@@ -25,7 +25,7 @@ SCAN_US, MARKED_US = 1.5, 10.0
 MERGE_US, MERGE_STEP_US = 5.0, 3.4
 CUT_US = 5.0
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
-AHEAD = {1: 8, 2: 6}
+AHEAD = {1: 8, 2: 5}
 SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
 GAIN = 1.03  # what cutting has to gain
 # Heads of a machine: how many at most, and by what the model may promise to be faster with fewer.
