@@ -63,6 +63,10 @@ class Store:
                     return place / name
         return None
 
+    def private(self) -> Path:
+        """Returns a temporary folder of this process, which ends with it."""
+        return self._private()
+
     def publish(self, fresh: Path, name: str) -> Path:
         """Moves a finished file into the folder under `name`, at once and whole; returns where it is now."""
         target = self.folder() / name

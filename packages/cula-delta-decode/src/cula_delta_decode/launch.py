@@ -1,209 +1,38 @@
-"""Compiles a Config for an architecture and launches it. The only host module that imports the DSL."""
+"""Finds the kernel of a call, and launches it."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
 
-import cutlass
-import cutlass.cute as cute
 import torch
-from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from cula_core import tensors
 from cula_core.cute.artifacts import Unit
-from cula_core.cute.compile import compile as compile_kernel
-from cula_core.cute.fake import vector
-from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.kernels import kernel
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 from cula_core.reference.gates import gate_kind, strength_kind
 
-from .config import CONVOLUTION_WIDTH, MAX_TOKENS, Config, Fused, Gate, Problem
+from .arguments import Arguments, flush_arguments
 from .config import DTYPES as NAMES
-from .kernels.decode import DeltaDecode
-from .kernels.flush import Flush
-from .plan import MANY_STATES, crowding, select, supports_overlap
+from .config import MAX_TOKENS, Config, Fused, Gate, Problem
+from .plan import MANY_STATES, crowding, select
 
 _NOTHING_FUSED = Fused()
 _READ = tuple(getattr(torch, name) for name in NAMES)
 
 
-def _strided(dtype: type, *shape: object, align: int | None = None, dense: int = 1):
-    """A tensor with free strides but those of the last `dense` dimensions."""
-    units = 1 if align is None else align * 8 // dtype.width
-    strides: list = []
-    for number in reversed(range(len(shape))):
-        if number >= len(shape) - dense:
-            strides.append(1 if not strides else strides[-1] * shape[number + 1])
-        else:
-            strides.append(cute.sym_int64(divisibility=units))
-    extra = {} if align is None else {"assumed_align": align}
-    return make_fake_tensor(dtype, shape, stride=tuple(reversed(strides)), **extra)
-
-
-class Arguments(NamedTuple):
-    """What `DeltaDecode` is called with, the stream apart. next_state: where the last states go; null_slot: -1 is none;
-    bound: the lower bound of the safe gate, or beta of softplus; inputs, positions, taps, tap_bias: of the convolution;
-    gate, norm_weight, eps: of the norm."""
-
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    g: Any = None
-    beta: Any = None
-    A_log: Any = None
-    dt_bias: Any = None
-    out: Any = None
-    state: Any = None
-    next_state: Any = None
-    slots: Any = None
-    next_slots: Any = None
-    accepted: Any = None
-    token_states: Any = None
-    token_slots: Any = None
-    offsets: Any = None
-    ring_k: Any = None
-    ring_u: Any = None
-    ring_decay: Any = None
-    cursor: Any = None
-    inputs: Any = None
-    positions: Any = None
-    taps: Any = None
-    tap_bias: Any = None
-    gate: Any = None
-    norm_weight: Any = None
-    scale: Any = None
-    bound: Any = None
-    threshold: Any = None
-    eps: Any = 0.0
-    null_slot: Any = None
-    rows: Any = None
-
-
-def fake_arguments(problem: Problem) -> Arguments:
-    """Returns arguments of which dtypes, head dims and tokens are fixed, and nothing else."""
-    gate, dim_k, dim_v = problem.gate, problem.head_dim_k, problem.head_dim_v
-    dtype = DTYPES[problem.dtype]
-    heads, heads_v, rows, pool = (cute.sym_int() for _ in range(4))
-    batch = 1 if problem.packed else rows
-    tokens = cute.sym_int() if problem.packed or problem.long else problem.tokens
-
-    align = 16 if problem.direct and problem.aligned else None
-
-    def activation(heads, dim, dtype=dtype, align=None):
-        return _strided(dtype, batch, tokens, heads, dim, align=align)
-
-    def per_head(dtype):
-        return _strided(DTYPES[dtype], batch, tokens, heads_v, dense=0)
-
-    def states(rows):
-        matrix = (dim_v, dim_k) if problem.state_v_first else (dim_k, dim_v)
-        return _strided(DTYPES[problem.state_dtype], rows, heads_v, *matrix, align=16, dense=2)
-
-    width = dim_k if gate.channels else 1
-    g = None
-    if gate.kind != "none":
-        channels = activation(heads_v, dim_k, DTYPES[gate.dtype], align)
-        g = channels if gate.channels else per_head(gate.dtype)
-    slots = None
-    if problem.slots:
-        shape = (rows,) if problem.slots == 1 else (rows, cute.sym_int())
-        slots = _strided(I32, *shape, dense=0)
-    rings: tuple = (None,) * 4
-    if problem.replay:
-        length = cute.sym_int()
-        factors = (heads_v, dim_k) if gate.channels else (heads_v,)
-        rings = (
-            _contiguous(dtype, pool, length, heads, dim_k),
-            _contiguous(F32, pool, length, heads_v, dim_v),
-            _contiguous(F32, pool, length, *factors),
-            _contiguous(I32, pool, heads_v, dim_v // 8),
-        )
-    fused = problem.fused
-    inputs = taps = tap_bias = None
-    if fused.convolution:
-        channels = cute.sym_int()
-        inputs = _contiguous(dtype, pool, cute.sym_int(), channels)
-        taps = _contiguous(DTYPES[fused.convolution], channels, CONVOLUTION_WIDTH)
-        tap_bias = vector(DTYPES[fused.convolution], channels) if fused.bias else None
-    bias = None
-    if gate.bias:
-        bias = make_fake_tensor(DTYPES[gate.bias], (heads_v, width), stride=(width, 1))
-    return Arguments(
-        q=None if problem.commits else activation(heads, dim_k, align=align),
-        k=activation(heads, dim_k, align=align),
-        v=activation(heads_v, dim_v),
-        g=g,
-        beta=None if gate.strength == "one" else per_head(gate.strength_dtype),
-        A_log=vector(F32, heads_v) if gate.rate else None,
-        dt_bias=bias,
-        out=None if problem.commits else activation(heads_v, dim_v),
-        state=states(pool) if problem.begins else None,
-        next_state=states(cute.sym_int()) if problem.ends else None,
-        slots=slots,
-        next_slots=_strided(I32, rows, dense=0) if problem.redirected else None,
-        accepted=vector(I32, rows) if problem.counted else None,
-        token_states=states(cute.sym_int()) if problem.every_token else None,
-        token_slots=_strided(I32, rows, cute.sym_int(), dense=0) if problem.every_token else None,
-        offsets=vector(I32) if problem.packed else None,
-        ring_k=rings[0],
-        ring_u=rings[1],
-        ring_decay=rings[2],
-        cursor=rings[3],
-        inputs=inputs,
-        positions=vector(I32, rows) if fused.convolution else None,
-        taps=taps,
-        tap_bias=tap_bias,
-        gate=activation(heads_v, dim_v) if fused.norm else None,
-        norm_weight=vector(DTYPES[fused.weight], dim_v) if fused.norm else None,
-        scale=cutlass.Float32(1.0),
-        bound=cutlass.Float32(1.0),
-        threshold=cutlass.Float32(1.0),
-        eps=cutlass.Float32(0.0),
-        null_slot=cutlass.Int32(-1),
-        rows=cutlass.Int32(1),
-    )
-
-
-def flush_arguments(x: Arguments) -> tuple:
-    """Returns those of the arguments that `Flush` is called with."""
-    rings = (x.ring_k, x.ring_u, x.ring_decay, x.cursor)
-    return x.state, *rings, x.slots, x.accepted, x.null_slot, x.rows
-
-
-def _contiguous(dtype: type, *shape: object):
-    """A contiguous tensor whose rows begin at multiples of 16 bytes, where they are that long."""
-    strides: list = [1]
-    for size in reversed(shape[1:]):
-        strides.append(
-            strides[-1] * size if isinstance(size, int) else cute.sym_int64(divisibility=1)
-        )
-    return make_fake_tensor(dtype, shape, stride=tuple(reversed(strides)), assumed_align=16)
-
-
-def kernel(config: Config, arch: str) -> tuple[object, ...]:
-    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
-    arguments = fake_arguments(config.problem)
-    if config.problem.flushes:
-        return Flush(config), *flush_arguments(arguments)
-    return DeltaDecode(config, overlap=supports_overlap(arch)), *arguments
-
-
 def unit(config: Config, arch: str) -> Unit:
-    """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    return Unit(lambda: kernel(config, arch), config, arch, (__name__,))
+    """Returns a config's kernel for an architecture ("sm_80", "sm_90a", ...) as something that can be compiled."""
+    return Unit(f"{__package__}.build", config, arch)
 
 
 @once
-def compile(config: Config, arch: str, *options: object):
-    """Returns a callable for one config and architecture ("sm_80", "sm_90a", ...), reused for every size and stride.
-
-    options: further ones of `cute.compile`.
-    """
-    return compile_kernel(*kernel(config, arch), arch=arch, options=options)
+def compile(config: Config, arch: str):
+    """Returns a callable for one config and architecture, reused for every size and stride."""
+    return kernel(unit(config, arch))
 
 
 @once

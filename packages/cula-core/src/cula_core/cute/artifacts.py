@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from ..store import Store
@@ -28,16 +30,37 @@ compiles = 0  # of this process, for tests
 
 @dataclass(frozen=True)
 class Unit:
-    """A kernel that can be compiled: `make` returns it and its fake arguments, without the stream.
+    """A kernel that can be compiled: the function `kernel` of a module returns it and its fake arguments, without the
+    stream, for a config, an architecture and parts.
 
-    config: all that tells it apart from other kernels of the same source. modules: where the source begins; what they
-    import is followed.
+    config: all that tells it apart from other kernels of the same source. parts: "module:name" of classes that it is
+    made of besides. Only a kernel that is compiled imports its module.
     """
 
-    make: Callable[[], tuple[object, ...]]
+    module: str
     config: object
     arch: str
-    modules: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Where its source begins; what these import is followed."""
+        return self.module, *(part.partition(":")[0] for part in self.parts)
+
+    @property
+    def asked(self) -> str:
+        """The hash of what is asked for, whatever compiles it."""
+        return asked_for(self.config, self.arch, self.modules)
+
+    def make(self) -> tuple[object, ...]:
+        """Returns the kernel and its fake arguments."""
+        return import_module(self.module).kernel(self.config, self.arch, *self.parts)
+
+
+def part(name: str | None) -> type:
+    """Returns the class of a "module:name"."""
+    module, _, kind = str(name).partition(":")
+    return getattr(import_module(module), kind)
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,7 @@ def artifacts(unit: Unit) -> Artifacts:
     """Returns what the DSL makes of a kernel, from the cache where it holds it. Processes wait for each other."""
     if _uncached.get():
         return _compiled(unit)
-    name = f"kernels/{made_with()}/{asked_for(unit.config, unit.arch, unit.modules)}"
+    name = f"kernels/{made_with()}/{unit.asked}"
     found = _find(name)
     if found is None:
         with STORE.lock(name):
@@ -123,8 +146,18 @@ def _keep(name: str, unit: Unit, made: Artifacts) -> None:
             STORE.publish(fresh, f"{name}.{part}")
 
 
+def is_uncached() -> bool:
+    """Returns whether the cache is left alone here."""
+    return _uncached.get()
+
+
 def _compiled(unit: Unit) -> Artifacts:
     global compiles
+    if os.environ.get("CULA_JIT") == "0":
+        raise RuntimeError(
+            f"CULA_JIT=0 forbids compiling, and neither a bundle nor the cache holds {unit.config} of {unit.module} "
+            f"for {unit.arch}: make a bundle with python -m cula compile"
+        )
     from .compile import compile_artifacts
 
     compiles += 1

@@ -4,7 +4,8 @@ import cutlass.cute as cute
 from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .types import F32, LOG2_E
+from .constants import LOG2_E
+from .types import F32
 
 
 @cute.jit

@@ -8,7 +8,6 @@ from .types import I32
 from .warp import prefix_sum
 
 THREADS = 256  # and buckets of lengths
-COLUMNS = 6  # of a row: first token, length, sequence, slot, part, parts
 
 
 class SegmentTable:

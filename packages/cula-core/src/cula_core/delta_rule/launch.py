@@ -1,22 +1,17 @@
-"""Compiles configs of the delta rule and launches calls. The only host module of this folder that imports the DSL."""
+"""Finds the kernels of a call of the delta rule, and launches them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import cutlass
-import cutlass.cute as cute
 import torch
-from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from .. import tensors
-from ..cute import fake
 from ..cute.artifacts import Unit
-from ..cute.compile import compile as compile_kernel
-from ..cute.schedule import COLUMNS, SegmentTable
-from ..cute.types import DTYPES, F32, INDICES
+from ..cute.constants import COLUMNS
+from ..cute.kernels import kernel
 from ..dtypes import dtype_name
 from ..once import once
 from .call import Call
@@ -32,146 +27,22 @@ from .config import (
     TableConfig,
     chunk_slots,
 )
-from .kernels.block import BLOCK
-from .kernels.factors import KdaFactors
-from .kernels.merge import KdaMerge
-from .kernels.prepare import KdaPrepare
 from .plan import Plan, plan
 from .target import Target
 
 Kernels = Callable[[Config], Callable[..., None]]
 
-# ---- configs to kernels ----------------------------------------------------------------------------------------------
-
-
-def prepare_arguments(config: PrepareConfig) -> tuple:
-    """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV, 128], cu_seqlens [N + 1],
-    blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of
-    slots."""
-    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
-
-    def rows(dtype: str, heads: object, width: int = HEAD_DIM):
-        return fake.rows(dtype, (batch, tokens, heads, width))
-
-    beta = DTYPES[config.beta_dtype]
-    return (
-        rows(config.dtype, heads),
-        rows(config.dtype, heads),
-        rows(config.gate_dtype, heads_v),
-        make_fake_tensor(
-            beta, (batch, tokens, heads_v), stride=tuple(cute.sym_int64() for _ in range(3))
-        ),
-        fake.vector(F32, heads_v) if config.rate else None,
-        make_fake_tensor(F32, (heads_v, HEAD_DIM), stride=(HEAD_DIM, 1), assumed_align=16)
-        if config.bias
-        else None,
-        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
-        _blocks(config.operand, heads_v),
-        *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-    )
-
-
-def factors_arguments(config: FactorsConfig) -> tuple:
-    """Returns blocks [slots, HV, BLOCK], v, w, u, qg, kg [B, T, HV, 128], cu_seqlens [N + 1], scale, first slot, number
-    of slots."""
-    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
-    shape = (batch, tokens, heads_v, HEAD_DIM)
-    return (
-        _blocks(config.operand, heads_v),
-        *(fake.rows(config.dtype, shape) for _ in range(5)),
-        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-    )
-
-
-def recurrence_arguments(config: RecurrenceConfig) -> tuple:
-    """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices [N],
-    final like initial, maps [segments, HV, 256, 128] and starts [segments, HV, 128, 128] of fp32, segment table,
-    counter [1], tokens of a segment, first slot of the blocks, number of CTAs."""
-    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
-    shape = (batch, tokens, heads_v, HEAD_DIM)
-    packed, forward = config.packed, not config.scan
-    return (
-        _blocks(config.operand, heads_v),
-        fake.rows(config.dtype, shape),
-        fake.rows(config.dtype, shape),
-        _states(heads_v) if config.initial_state and (config.scan or not config.split) else None,
-        fake.vector(cutlass.Int32) if config.indexed else None,
-        _states(heads_v) if config.final_state and forward else None,
-        _maps(heads_v) if config.scan else None,
-        _states(heads_v) if config.split and forward else None,
-        fake.segment_table() if packed else None,
-        fake.vector(cutlass.Int32) if packed else None,
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-    )
-
-
-def merge_arguments(config: MergeConfig) -> tuple:
-    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices as `recurrence_arguments`
-    has them, cu_seqlens [N + 1], number of sequences, tokens of a dense one, tokens of a segment."""
-    heads_v = cute.sym_int()
-    return (
-        _maps(heads_v),
-        fake.matrix(cutlass.Int32, heads_v) if config.fades else None,
-        _states(heads_v),
-        _states(heads_v) if config.initial_state else None,
-        fake.vector(cutlass.Int32) if config.indexed else None,
-        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-    )
-
-
-def _states(heads_v: object):
-    return fake.states(heads_v, HEAD_DIM, HEAD_DIM)
-
-
-def _maps(heads_v: object):
-    return fake.states(heads_v, 2 * HEAD_DIM, HEAD_DIM)
-
-
-def _blocks(operand: str, heads_v: object):
-    stride = (cute.sym_int64(divisibility=BLOCK), BLOCK, 1)
-    shape = (cute.sym_int(), heads_v, BLOCK)
-    return make_fake_tensor(DTYPES[operand], shape, stride=stride, assumed_align=128)
-
-
-def kernel(target: Target, config: Config) -> tuple[object, ...]:
-    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
-    if isinstance(config, PrepareConfig):
-        return KdaPrepare(config), *prepare_arguments(config)
-    if isinstance(config, FactorsConfig):
-        return KdaFactors(config), *factors_arguments(config)
-    if isinstance(config, RecurrenceConfig):
-        return target.recurrence_class()(config), *recurrence_arguments(config)
-    if isinstance(config, MergeConfig):
-        return KdaMerge(config), *merge_arguments(config)
-    return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
-
 
 def unit(target: Target, config: Config, arch: str) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    recurrence = target.recurrence.partition(":")[0]
-    modules = (__name__, recurrence) if isinstance(config, RecurrenceConfig) else (__name__,)
-    return Unit(lambda: kernel(target, config), config, arch, modules)
+    parts = (target.recurrence,) if isinstance(config, RecurrenceConfig) else ()
+    return Unit(f"{__package__}.build", config, arch, parts)
 
 
 @once
-def compile(target: Target, config: Config, arch: str, *options: object) -> Callable[..., None]:
-    """Returns a callable for one config and architecture, reused for every size and stride.
-
-    options: further ones of `cute.compile`.
-    """
-    return compile_kernel(*kernel(target, config), arch=arch, options=options)
+def compile(target: Target, config: Config, arch: str) -> Callable[..., None]:
+    """Returns a callable for one config and architecture, reused for every size and stride."""
+    return kernel(unit(target, config, arch))
 
 
 @once
@@ -354,7 +225,7 @@ def run(
             own = torch.arange(call.sequences, dtype=torch.int32, device=device)
             indices = torch.where(indices < 0, indices, own)
     blocks = workspace[: spread.piece_slots * heads_v * BLOCK_BYTES]
-    blocks = blocks.view(getattr(torch, call.operand)).view(spread.piece_slots, heads_v, BLOCK)
+    blocks = blocks.view(getattr(torch, call.operand)).view(spread.piece_slots, heads_v, BLOCK_BYTES // 2)
     _Launch(
         target,
         call,

@@ -7,8 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from cula_core.cute.constants import LOG2_E
 from cula_core.cute.functions import exp2, sigmoid
-from cula_core.cute.types import LOG2_E
 
 from ..config import Config
 from .fused import Convolution, Norm, Pasts

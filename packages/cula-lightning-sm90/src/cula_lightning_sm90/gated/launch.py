@@ -1,23 +1,16 @@
-"""Compiles configs and launches calls. The only host module of the kernel that imports the DSL."""
+"""Finds the kernels of a call, and launches them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import cutlass
-import cutlass.cute as cute
 import torch
-from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from cula_core import tensors
-from cula_core.cute import fake
 from cula_core.cute.artifacts import Unit
-from cula_core.cute.compile import compile as compile_kernel
-from cula_core.cute.types import DTYPES, INDICES
+from cula_core.cute.kernels import kernel
 from cula_core.delta_rule.config import MergeConfig, chunk_slots
-from cula_core.delta_rule.kernels.merge import KdaMerge
-from cula_core.delta_rule.launch import merge_arguments
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
@@ -29,130 +22,24 @@ from .config import (
     HEAD_DIM,
     V_TILE,
     Config,
-    Operands,
     PrepareConfig,
     RecurrenceConfig,
 )
-from .kernels.prepare import GatedDeltaPrepare
-from .kernels.recurrence import GatedDeltaRecurrence
 from .plan import Plan, Walk, plan
 
 ARCH = "sm_90a"
 Kernels = Callable[[Config], Callable[..., None]]
 
 
-def kernel(config: Config) -> tuple[object, ...]:
-    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
-    if isinstance(config, PrepareConfig):
-        return GatedDeltaPrepare(config), *prepare_arguments(config)
-    if isinstance(config, MergeConfig):
-        return KdaMerge(config), *merge_arguments(config)
-    return GatedDeltaRecurrence(config), *recurrence_arguments(config)
-
-
-def prepare_arguments(config: PrepareConfig) -> tuple:
-    """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], blocks [slots, HS,
-    BLOCK], flags, scale, beta and threshold of the softplus, seats, heads of a machine,
-    share of one, chunks of a segment, steps ahead of machines, number of CTAs."""
-    batch, tokens, heads = (cute.sym_int() for _ in range(3))
-
-    def by_token(name: str):
-        dtype = DTYPES[name]
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        shape = (batch, tokens, heads)
-        return make_fake_tensor(dtype, shape, stride=strides, assumed_align=dtype.width // 8)
-
-    softplus = config.gate == "softplus"
-    return (
-        _activation(config, batch, tokens),
-        _activation(config, batch, tokens),
-        by_token(config.gate_dtype) if config.gate else None,
-        by_token(config.strength_dtype) if config.strength else None,
-        fake.vector(cutlass.Float32, heads) if softplus else None,
-        fake.vector(cutlass.Float32, heads) if softplus and config.bias else None,
-        _offsets(config),
-        _blocks(config, heads),
-        fake.vector(cutlass.Int32),
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        cutlass.Float32(20.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-    )
-
-
-def recurrence_arguments(config: RecurrenceConfig) -> tuple:
-    """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
-    sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states between machines
-    [seats, V, K], of a scan [seats, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K], marks
-    of segments that forget [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints,
-    seats, heads of a machine, share of one, chunks of a segment, number of CTAs."""
-    batch, tokens, heads = (cute.sym_int() for _ in range(3))
-
-    def state(rows: int = HEAD_DIM):
-        return fake.states(heads, rows, HEAD_DIM)
-
-    height = config.columns * V_TILE
-
-    return (
-        *(_activation(config, batch, tokens) for _ in range(3)),
-        _activation(config, batch, tokens, heads),
-        state() if config.initial_state else None,
-        fake.vector(cutlass.Int32) if config.indexed else None,
-        fake.vector(cutlass.Int32) if config.redirected else None,
-        fake.vector(cutlass.Uint8) if config.fresh else None,
-        state() if config.final_state else None,
-        state() if config.checkpoints else None,
-        _offsets(config),
-        make_fake_tensor(
-            cutlass.Float32,
-            (cute.sym_int(), height, HEAD_DIM),
-            stride=(height * HEAD_DIM, HEAD_DIM, 1),
-            assumed_align=16,
-        ),
-        _blocks(config, heads),
-        fake.vector(cutlass.Int32),
-        state(2 * HEAD_DIM) if config.scan or config.cut else None,
-        fake.matrix(cutlass.Int32, heads) if config.scan or config.cut else None,
-        state() if config.cut else None,
-        cutlass.Int32(-1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-    )
-
-
-def _activation(config: Operands, batch: object, tokens: object, heads: object = None):
-    heads = cute.sym_int() if heads is None else heads
-    return fake.rows(config.dtype, (batch, tokens, heads, HEAD_DIM))
-
-
-def _offsets(config: Operands):
-    return fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None
-
-
-def _blocks(config: Operands, heads: object):
-    stride = (cute.sym_int64(divisibility=BLOCK), BLOCK, 1)
-    shape = (cute.sym_int(), heads, BLOCK)
-    return make_fake_tensor(DTYPES[config.operand], shape, stride=stride, assumed_align=128)
-
-
 def unit(config: Config) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    return Unit(lambda: kernel(config), config, ARCH, (__name__,))
+    return Unit(f"{__package__}.build", config, ARCH)
 
 
 @once
-def compile(config: Config, *options: object) -> Callable[..., None]:
-    """Returns a callable for one config, reused for every size and stride. options: further ones of `cute.compile`."""
-    return compile_kernel(*kernel(config), arch=ARCH, options=options)
+def compile(config: Config) -> Callable[..., None]:
+    """Returns a callable for one config, reused for every size and stride."""
+    return kernel(unit(config))
 
 
 def run(

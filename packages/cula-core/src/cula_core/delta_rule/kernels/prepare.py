@@ -21,9 +21,10 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from ...cute.constants import LOG2_E
 from ...cute.functions import exp2
 from ...cute.memory import copy_async, view
-from ...cute.types import DTYPES, F32, LOG2_E
+from ...cute.types import DTYPES, F32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .block import AQK, DECAY, KG, KH, QG, find_chunk
 from .fragments import (

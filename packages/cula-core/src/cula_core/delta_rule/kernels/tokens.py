@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
+from ...cute.constants import LOG2_E
 from ...cute.functions import exp2, sigmoid
 from ...cute.memory import copy_async, view
-from ...cute.types import DTYPES, F32, LOG2_E
+from ...cute.types import DTYPES, F32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
     LINE,

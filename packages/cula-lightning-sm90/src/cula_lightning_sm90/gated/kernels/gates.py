@@ -3,8 +3,9 @@
 import cutlass
 import cutlass.cute as cute
 
+from cula_core.cute.constants import LOG2_E
 from cula_core.cute.functions import exp2, sigmoid
-from cula_core.cute.types import F32, LOG2_E
+from cula_core.cute.types import F32
 
 from ...kernels.chunks import sums_of_decays
 from ..config import CHUNK, PrepareConfig

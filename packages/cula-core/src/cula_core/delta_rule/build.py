@@ -1,0 +1,143 @@
+"""What is compiled for a config. The only host module of this folder that imports the DSL, and only a compile imports
+it."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..cute import fake
+from ..cute.artifacts import part
+from ..cute.schedule import SegmentTable
+from ..cute.types import DTYPES, F32, INDICES
+from .config import (
+    CHUNK,
+    HEAD_DIM,
+    Config,
+    FactorsConfig,
+    MergeConfig,
+    PrepareConfig,
+    RecurrenceConfig,
+)
+from .kernels.block import BLOCK
+from .kernels.factors import KdaFactors
+from .kernels.merge import KdaMerge
+from .kernels.prepare import KdaPrepare
+
+
+def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[object, ...]:
+    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream.
+
+    recurrence: "module:class" of the recurrence of the architecture, which differs where others do not.
+    """
+    if isinstance(config, PrepareConfig):
+        return KdaPrepare(config), *prepare_arguments(config)
+    if isinstance(config, FactorsConfig):
+        return KdaFactors(config), *factors_arguments(config)
+    if isinstance(config, RecurrenceConfig):
+        return part(recurrence)(config), *recurrence_arguments(config)
+    if isinstance(config, MergeConfig):
+        return KdaMerge(config), *merge_arguments(config)
+    return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
+
+
+def prepare_arguments(config: PrepareConfig) -> tuple:
+    """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV, 128], cu_seqlens [N + 1],
+    blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of
+    slots."""
+    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
+
+    def rows(dtype: str, heads: object, width: int = HEAD_DIM):
+        return fake.rows(dtype, (batch, tokens, heads, width))
+
+    beta = DTYPES[config.beta_dtype]
+    return (
+        rows(config.dtype, heads),
+        rows(config.dtype, heads),
+        rows(config.gate_dtype, heads_v),
+        make_fake_tensor(
+            beta, (batch, tokens, heads_v), stride=tuple(cute.sym_int64() for _ in range(3))
+        ),
+        fake.vector(F32, heads_v) if config.rate else None,
+        make_fake_tensor(F32, (heads_v, HEAD_DIM), stride=(HEAD_DIM, 1), assumed_align=16)
+        if config.bias
+        else None,
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        _blocks(config.operand, heads_v),
+        *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def factors_arguments(config: FactorsConfig) -> tuple:
+    """Returns blocks [slots, HV, BLOCK], v, w, u, qg, kg [B, T, HV, 128], cu_seqlens [N + 1], scale, first slot, number
+    of slots."""
+    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
+    shape = (batch, tokens, heads_v, HEAD_DIM)
+    return (
+        _blocks(config.operand, heads_v),
+        *(fake.rows(config.dtype, shape) for _ in range(5)),
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def recurrence_arguments(config: RecurrenceConfig) -> tuple:
+    """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices [N],
+    final like initial, maps [segments, HV, 256, 128] and starts [segments, HV, 128, 128] of fp32, segment table,
+    counter [1], tokens of a segment, first slot of the blocks, number of CTAs."""
+    batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
+    shape = (batch, tokens, heads_v, HEAD_DIM)
+    packed, forward = config.packed, not config.scan
+    return (
+        _blocks(config.operand, heads_v),
+        fake.rows(config.dtype, shape),
+        fake.rows(config.dtype, shape),
+        _states(heads_v) if config.initial_state and (config.scan or not config.split) else None,
+        fake.vector(cutlass.Int32) if config.indexed else None,
+        _states(heads_v) if config.final_state and forward else None,
+        _maps(heads_v) if config.scan else None,
+        _states(heads_v) if config.split and forward else None,
+        fake.segment_table() if packed else None,
+        fake.vector(cutlass.Int32) if packed else None,
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def merge_arguments(config: MergeConfig) -> tuple:
+    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices as `recurrence_arguments`
+    has them, cu_seqlens [N + 1], number of sequences, tokens of a dense one, tokens of a segment."""
+    heads_v = cute.sym_int()
+    return (
+        _maps(heads_v),
+        fake.matrix(cutlass.Int32, heads_v) if config.fades else None,
+        _states(heads_v),
+        _states(heads_v) if config.initial_state else None,
+        fake.vector(cutlass.Int32) if config.indexed else None,
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def _states(heads_v: object):
+    return fake.states(heads_v, HEAD_DIM, HEAD_DIM)
+
+
+def _maps(heads_v: object):
+    return fake.states(heads_v, 2 * HEAD_DIM, HEAD_DIM)
+
+
+def _blocks(operand: str, heads_v: object):
+    stride = (cute.sym_int64(divisibility=BLOCK), BLOCK, 1)
+    shape = (cute.sym_int(), heads_v, BLOCK)
+    return make_fake_tensor(DTYPES[operand], shape, stride=stride, assumed_align=128)

@@ -1,0 +1,81 @@
+"""What is compiled for a config. The only host module that imports the DSL, and only a compile imports it."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cula_core.cute import fake
+from cula_core.cute.schedule import SegmentTable
+from cula_core.cute.types import DTYPES, INDICES
+
+from .config import CHUNK, V_TILE, Config, TableConfig
+from .kernels.prefill import LightningPrefill
+
+
+def kernel(config: Config | TableConfig, arch: str) -> tuple[object, ...]:
+    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    if isinstance(config, TableConfig):
+        return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
+    return LightningPrefill(config), *fake_arguments(config)
+
+
+def fake_arguments(config: Config) -> tuple:
+    """Returns the arguments of `LightningPrefill` without the stream: only dtypes, head dims and flags are fixed."""
+    problem = config.problem
+    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
+
+    def activation(heads: object, dim: int):
+        return fake.rows(problem.dtype, (batch, tokens, heads, dim))
+
+    def gate():
+        dtype = DTYPES[problem.gate_dtype]
+        unit = 128 // dtype.width if config.paired else 1
+        strides = (
+            *(cute.sym_int64(divisibility=unit) for _ in range(2)),
+            1 if config.paired else cute.sym_int64(),
+        )
+        align = 16 if config.paired else dtype.width // 8
+        return make_fake_tensor(
+            dtype, (batch, tokens, heads_v), stride=strides, assumed_align=align
+        )
+
+    dims = (problem.head_dim_k, problem.head_dim_v)
+    rows, columns = dims[::-1] if problem.state_v_first else dims
+
+    def state():
+        return fake.states(heads_v, rows, columns)
+
+    forward = not config.prescan
+    v_tiles, registers = problem.head_dim_v // V_TILE, problem.head_dim_k * V_TILE // 128
+    return (
+        activation(heads, problem.head_dim_k) if forward else None,
+        activation(heads, problem.head_dim_k),
+        activation(heads_v, problem.head_dim_v),
+        activation(heads_v, problem.head_dim_v),
+        gate() if problem.gate_dtype else None,
+        fake.vector(cutlass.Float32, heads_v) if problem.decay else None,
+        state() if problem.initial_state else None,
+        fake.vector(cutlass.Int32) if problem.indexed else None,
+        state() if problem.final_state and forward else None,
+        state() if problem.checkpoints and forward else None,
+        fake.segment_table() if problem.packed else None,
+        fake.vector(cutlass.Int32) if problem.packed else None,
+        _workspace(cute.sym_int(), heads_v, v_tiles, registers, 128) if config.split else None,
+        _workspace(cute.sym_int(), heads_v) if config.split else None,
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def _workspace(*shape: object):
+    """A contiguous fp32 tensor; all but its first two extents are fixed."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
+    outer = cute.sym_int64(divisibility=math.prod(shape[2:]))
+    return make_fake_tensor(cutlass.Float32, shape, stride=(outer, *strides), assumed_align=16)
