@@ -1,11 +1,11 @@
 """Who may import whom, read from the syntax trees: `python tools/import_rules.py`.
 
 A kernel package imports torch, one kernel language and its tensor exchange, and of ours `cula_core` alone. That imports
-torch, and the DSL in device files and `launch`. `cula` imports torch and what `cula_core` has without the DSL; it knows
+torch, and the DSL in device files and `build`. `cula` imports torch and what `cula_core` has without the DSL; it knows
 the kernel packages only by name, in `_discovery`. Inside a package the host modules run without a kernel language,
-`launch` is imported lazily, and kernels know neither torch nor what calls them. The emulator and `cula_testing` are for
-tests: nothing that runs a kernel imports them, and the emulator imports torch alone until its DSL front end or its
-pytest plugin is used. Nowhere do modules of ours import each other in a circle while they are loaded.
+`launch` and `build` are imported lazily, and kernels know neither torch nor what calls them. The emulator and
+`cula_testing` are for tests: nothing that runs a kernel imports them, and the emulator imports torch alone until its
+DSL front end or its pytest plugin is used. Nowhere do modules of ours import each other in a circle while they are loaded.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tools.layout import (
 
 PACKAGE_MAY = frozenset({"torch", "cutlass", "triton", "tvm_ffi", "torch_c_dlpack_ext", "cuda"})
 CORE, TESTING = "cula_core", "cula_testing"
-CORE_MAY = frozenset({"torch"})
+CORE_MAY = frozenset({"torch", "tvm_ffi"})
 META_MAY = frozenset({"torch", CORE})
 # Folders of `cula` that an extra or a host program equips with more.
 META_PART_MAY = {
     "demo": frozenset({"rich", "matplotlib", "numpy"}),
     "integrations": frozenset({"fla", "einops"}),
 }
-KERNEL_MAY_NOT = ("torch", "ops", "launch", "reference")
+KERNEL_MAY_NOT = ("torch", "ops", "launch", "build", "reference")
 # What of `cula_core` imports the DSL, and what stands above kernels.
-NEEDS_DSL = frozenset({"launch", *DEVICE_FOLDERS})
+NEEDS_DSL = frozenset({"build", *DEVICE_FOLDERS})
 CORE_CALLERS = frozenset(
-    {"call", "contract", "delta_decode", "launch", "prefill", "reference", "tensors"}
+    {"build", "call", "contract", "delta_decode", "launch", "prefill", "reference", "tensors"}
 )
 EMULATOR = "cula_emulator"
 EMULATOR_MAY = frozenset({"torch", CORE})
@@ -193,24 +193,24 @@ def _line(root: Path, path: Path, number: int, text: str) -> str:
 
 
 def _check_base(root: Path, name: str, folder: Path) -> Iterator[str]:
-    """`cula_core`: torch on the host; the DSL in device files and `launch`, which no host file imports at the top."""
+    """`cula_core`: torch on the host; the DSL in device files and `build`, which no host file imports at the top."""
     source = folder / "src"
     for path, tree, found in _modules(source, source):
         device, module = is_kernel(path), path.stem
         for item in found:
             language = item.top in KERNEL_LANGUAGES
-            if language and (device or module == "launch"):
+            if language and (device or module == "build"):
                 pass
             elif not _allowed(item.top, CORE_MAY | {name}):
                 yield _line(
                     root, path, item.line,
-                    f"imports {item.top}: {name} imports torch, and cutlass only in cute/, kernels/ and launch",
+                    f"imports {item.top}: {name} imports torch, and cutlass only in cute/, kernels/ and build",
                 )  # fmt: skip
             if device and (item.top == "torch" or item.of_core & CORE_CALLERS):
                 yield _line(
                     root, path, item.line, f"imports {item.module}: a kernel knows neither torch nor its callers"
                 )  # fmt: skip
-            if item.of_core & NEEDS_DSL and not (item.lazy or device or module == "launch"):
+            if item.of_core & NEEDS_DSL and not (item.lazy or device or module == "build"):
                 yield _line(
                     root, path, item.line,
                     f"imports {item.module} at the top: it must be imported when the op runs",
@@ -256,10 +256,10 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                         f"imports {item.top} beside {[*languages][0]}: one kernel language"
                     )
             if host and item.top in KERNEL_LANGUAGES:
-                yield broken(f"imports {item.top}: only launch and kernel files may")
+                yield broken(f"imports {item.top}: only build and kernel files may")
             if module in PURE_PYTHON and item.top == "torch":
                 yield broken(f"imports torch: {module} is pure Python")
-            late = any(item.under(f"{name}.{part}") for part in ("launch", "kernels"))
+            late = any(item.under(f"{name}.{part}") for part in ("build", "launch", "kernels"))
             if host and not item.lazy and (late or item.of_core & NEEDS_DSL):
                 yield broken(
                     f"imports {item.module} at the top: it must be imported when the op runs"

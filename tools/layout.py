@@ -47,8 +47,8 @@ def is_kernel(path: Path) -> bool:
 
 
 def is_host(path: Path) -> bool:
-    """Whether a package's source file must run without a kernel language: all but device code and `launch`."""
-    return path.stem != "launch" and not is_kernel(path)
+    """Whether a package's source file must run without a kernel language: all but device code and `build`."""
+    return path.stem != "build" and not is_kernel(path)
 
 
 def package_of(path: Path) -> Path:

@@ -84,7 +84,7 @@ def _pool() -> ProcessPoolExecutor:
 
 def _host_object(config: Config, arch: str) -> bytes:
     """The object file of a kernel's host code, which holds its machine code too."""
-    from cula_core.cute.artifacts import artifacts
+    from cula_core.compiled.artifacts import artifacts
     from cula_delta_decode import launch
 
     return artifacts(launch.unit(config, arch)).host_object
@@ -94,7 +94,7 @@ def _loaded(host_object: bytes) -> Any:
     """The function of an object file that `_host_object` returned."""
     from cutlass.cute.runtime import load_module
 
-    from cula_core.cute.artifacts import ENTRY
+    from cula_core.compiled.artifacts import ENTRY
 
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "host.o")

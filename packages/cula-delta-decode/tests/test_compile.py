@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cula_core.cute.artifacts import artifacts
-from cula_delta_decode import launch
+from cula_core.compiled.artifacts import artifacts
+from cula_delta_decode import build, launch
 from cula_delta_decode.config import DTYPES, Config, Fused, Gate, Problem
 from cula_delta_decode.kernels.records import CHUNK
 from cula_delta_decode.plan import candidates, select
@@ -182,7 +182,7 @@ def test_every_candidate_compiles(v_first, tokens):
 
 def test_sizes_and_strides_are_left_open():
     problem = Problem("bfloat16", "float16", 64, 128, 3, True, KDA, replay=True, counted=True)
-    x = launch.fake_arguments(problem)
+    x = build.fake_arguments(problem)
     for tensor, dim in ((x.q, 64), (x.k, 64), (x.v, 128), (x.g, 64), (x.out, 128)):
         assert (tensor.shape[1], tensor.shape[3], tensor.stride[3]) == (3, dim, 1)
         assert not any(

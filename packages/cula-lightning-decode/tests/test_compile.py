@@ -8,10 +8,10 @@ import re
 import pytest
 from decode_helpers import MODES, possible
 
-from cula_core.cute.artifacts import artifacts
+from cula_core.compiled.artifacts import artifacts
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
-from cula_lightning_decode import launch
+from cula_lightning_decode import build, launch
 from cula_lightning_decode.config import STATE_DTYPES, Config, Problem
 from cula_lightning_decode.plan import candidates, select
 from cula_testing.compiled import assert_closed, report
@@ -125,7 +125,7 @@ def test_a_spill_would_be_seen():
 @pytest.mark.parametrize("v_first", [False, True])
 def test_sizes_and_strides_are_left_open(mode, v_first):
     problem = Problem("bfloat16", "bfloat16", 64, 256, 3, v_first, True, mode, mode != "verify")
-    q, k, v, state, decay, indices, accepted, seed, out, _ = launch.fake_arguments(problem)
+    q, k, v, state, decay, indices, accepted, seed, out, _ = build.fake_arguments(problem)
 
     def fixed(tensor) -> list:
         """Extents and strides, None where they are open."""

@@ -12,11 +12,11 @@ import torch
 from decode_helpers import MODES, clone, exact, keys, possible, rows
 from torch import Tensor
 
-from cula_core.cute.artifacts import Unit
+from cula_core.compiled.artifacts import Unit
 from cula_core.reference import lightning_decode as reference
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
-from cula_lightning_decode import launch
+from cula_lightning_decode import build, launch
 from cula_lightning_decode.config import STATE_DTYPES, Problem
 from cula_lightning_decode.kernels.decode import LightningDecode
 from cula_lightning_decode.plan import select
@@ -50,6 +50,14 @@ def label(case: dict) -> str:
 
 
 CASES = covering_cases(FACTORS, possible)
+
+
+class Overlapping(Unit):
+    """A kernel that waits for the one before it only where it must, or does not, whatever its architecture can."""
+
+    def make(self) -> tuple:
+        config, overlap = self.config
+        return LightningDecode(config, overlap), *build.fake_arguments(config.problem)
 
 
 @pytest.fixture
@@ -94,11 +102,7 @@ def run(emulated) -> Callable[..., None]:
         config = select(problem, arch, multiprocessors)
         unit = launch.unit(config, arch)
         if overlap is not None:  # whatever the architecture can
-
-            def make() -> tuple:
-                return LightningDecode(config, overlap), *launch.fake_arguments(problem)
-
-            unit = Unit(make, (config, overlap), arch, unit.modules)
+            unit = Overlapping(unit.module, (config, overlap), arch)
         return emulated_kernel(emulated, unit)
 
     run.compiled = compiled

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from cula_core.cute.artifacts import artifacts
+from cula_core.compiled.artifacts import artifacts
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90 import launch

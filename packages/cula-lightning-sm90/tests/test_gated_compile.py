@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cula_core.cute.artifacts import artifacts
+from cula_core.compiled.artifacts import artifacts
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90.config import SHARED_MEMORY

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cula_core.cute.artifacts import Unit, artifacts
+from cula_core.compiled.artifacts import Unit, artifacts
 from cula_emulator import resources
 from cula_testing.compiled import assert_closed, report
 from liteattention_sm89 import launch

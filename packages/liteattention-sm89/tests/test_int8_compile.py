@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cula_core.cute.artifacts import artifacts
+from cula_core.compiled.artifacts import artifacts
 from cula_emulator import resources
 from cula_testing.compiled import report
 from liteattention_sm89 import launch

@@ -49,7 +49,7 @@ def segments_chosen() -> Callable[[], int]:
 
 def instructions(package: str, config: Any, arch: str) -> Counter[str]:
     """How often each opcode, without its modifiers, stands in the machine code of a kernel."""
-    from cula_core.cute.artifacts import artifacts
+    from cula_core.compiled.artifacts import artifacts
     from cula_core.delta_rule import launch
     from cula_emulator.resources import report
 

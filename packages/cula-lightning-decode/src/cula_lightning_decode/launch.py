@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cula_core import tensors
-from cula_core.cute.artifacts import Unit
-from cula_core.cute.kernels import kernel
+from cula_core.compiled.artifacts import Unit
+from cula_core.compiled.libraries import kernel
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 

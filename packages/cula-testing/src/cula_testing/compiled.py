@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 import cula_core
-from cula_core.cute.artifacts import ENTRY, Unit, artifacts, uncached
-from cula_core.cute.key import closure
+from cula_core.compiled.artifacts import ENTRY, Unit, artifacts, uncached
+from cula_core.compiled.key import closure
 from cula_emulator import resources
 from cula_emulator.pytest_plugin import BoundKernel, Emulated
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cula_core.cute.artifacts import Unit
-from cula_core.cute.constants import LOG2_E
-from cula_core.cute.kernels import kernel
+from cula_core.compiled.artifacts import Unit
+from cula_core.compiled.libraries import kernel
+from cula_core.constants import LOG2_E
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 from cutlass.cute.runtime import make_fake_stream
 
-from .texts import assembler_log, launch_shared_bytes
+from ..compiled.texts import assembler_log, launch_shared_bytes
 
 _LOCK = threading.Lock()
 
@@ -53,6 +53,12 @@ def compile_artifacts(
         log = assembler_log(remarks.read_text())
         shared = tuple(launch_shared_bytes(str(made.ir_module)))
         return str(found.PTX), bytes(found.CUBIN), host.read_bytes(), log, shared
+
+
+def load_object(path: Path, entry: str) -> Callable[..., None]:
+    """Returns the function `entry` of an object file of host code, which the DSL links in memory."""
+    with _LOCK:
+        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), entry)
 
 
 def _compile(

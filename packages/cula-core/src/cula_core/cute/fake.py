@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from .constants import COLUMNS
+from ..constants import COLUMNS
 from .types import DTYPES, F32
 
 

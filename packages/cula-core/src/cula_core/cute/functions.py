@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .constants import LOG2_E
+from ..constants import LOG2_E
 from .types import F32
 
 

@@ -7,8 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from ..compiled.artifacts import part
 from ..cute import fake
-from ..cute.artifacts import part
 from ..cute.schedule import SegmentTable
 from ..cute.types import DTYPES, F32, INDICES
 from .config import (

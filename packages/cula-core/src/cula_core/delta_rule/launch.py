@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import tensors
-from ..cute.artifacts import Unit
-from ..cute.constants import COLUMNS
-from ..cute.kernels import kernel
+from ..compiled.artifacts import Unit
+from ..compiled.libraries import kernel
+from ..constants import COLUMNS
 from ..dtypes import dtype_name
 from ..once import once
 from .call import Call
@@ -225,7 +225,9 @@ def run(
             own = torch.arange(call.sequences, dtype=torch.int32, device=device)
             indices = torch.where(indices < 0, indices, own)
     blocks = workspace[: spread.piece_slots * heads_v * BLOCK_BYTES]
-    blocks = blocks.view(getattr(torch, call.operand)).view(spread.piece_slots, heads_v, BLOCK_BYTES // 2)
+    blocks = blocks.view(getattr(torch, call.operand)).view(
+        spread.piece_slots, heads_v, BLOCK_BYTES // 2
+    )
     _Launch(
         target,
         call,

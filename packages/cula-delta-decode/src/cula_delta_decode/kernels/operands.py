@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cula_core.cute.constants import LOG2_E
+from cula_core.constants import LOG2_E
 from cula_core.cute.functions import exp2, sigmoid
 
 from ..config import Config

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cula_core.cute.texts import assembler_log, launch_shared_bytes
+from cula_core.compiled.texts import assembler_log, launch_shared_bytes
 
 from ..cute import without_driver
 from .kernels import Report, from_cubin, with_dynamic

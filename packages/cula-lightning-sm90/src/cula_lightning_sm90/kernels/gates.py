@@ -6,7 +6,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.constants import LOG2_E
+from cula_core.constants import LOG2_E
 from cula_core.cute.types import DTYPES, F32
 from cula_core.cute.work import SLOTS, receive
 

@@ -129,5 +129,5 @@ class Operator:
 
     def test_the_recurrence_is_found(self):
         config = self.subject.target.recurrence_config("bfloat16")
-        kernel, *_ = launch.kernel(self.subject.target, config)
+        kernel, *_ = launch.unit(self.subject.target, config, "sm_90a").make()
         assert type(kernel).__module__.startswith(f"{self.subject.package.__name__}.")

@@ -5,7 +5,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 
-from cula_core.cute.constants import LOG2_E
+from cula_core.constants import LOG2_E
 from cula_core.cute.types import F32
 
 from ..config import BLOCK_M

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from ...cute.constants import LOG2_E
+from ...constants import LOG2_E
 from ...cute.functions import exp2
 from ...cute.memory import copy_async, view
 from ...cute.types import DTYPES, F32

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
-from ...cute.constants import LOG2_E
+from ...constants import LOG2_E
 from ...cute.functions import exp2, sigmoid
 from ...cute.memory import copy_async, view
 from ...cute.types import DTYPES, F32

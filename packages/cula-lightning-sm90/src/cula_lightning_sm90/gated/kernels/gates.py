@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from cula_core.cute.constants import LOG2_E
+from cula_core.constants import LOG2_E
 from cula_core.cute.functions import exp2, sigmoid
 from cula_core.cute.types import F32
 

@@ -149,7 +149,7 @@ def _linked(unit: Unit, place: Path) -> tuple[Path, dict]:
 
 def _through_the_dsl(unit: Unit, reason: Exception) -> Callable[..., None]:
     """Loads a kernel where nothing can be linked, or a library cannot be opened; the DSL is imported for it."""
-    import cutlass.cute as cute
+    from ..cute.compile import load_object
 
     warnings.warn(
         f"kernels are loaded by way of CuTe DSL, which takes half a second: {reason}",
@@ -158,4 +158,4 @@ def _through_the_dsl(unit: Unit, reason: Exception) -> Callable[..., None]:
     )
     place = Path(tempfile.mkdtemp(dir=STORE.private()), "kernel.o")
     place.write_bytes(artifacts(unit).host_object)
-    return getattr(cute.runtime.load_module(str(place), enable_tvm_ffi=True), ENTRY)
+    return load_object(place, ENTRY)

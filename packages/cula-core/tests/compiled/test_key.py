@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from cula_core.cute import key
-from cula_core.cute.artifacts import Unit
+from cula_core.compiled import key
+from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import Config as DeltaRuleConfig
 from cula_core.delta_rule.config import FactorsConfig, MergeConfig, TableConfig
 from cula_testing.compiled import assert_closed
 
-LAUNCH = "cula_core.delta_rule.launch"
+BUILD = "cula_core.delta_rule.build"
 # A package with every kind of import statement. `unrelated` imports all; nobody imports it.
 SOURCES = {
     "__init__.py": "from . import unrelated\n",
@@ -31,7 +31,7 @@ SOURCES = {
     "kernels/deep/__init__.py": "from ..named import *\n",
     "kernels/named.py": "nothing = None\n",
     "kernels/deep/kernel.py": "from ...tiles import TILES\nfrom .. import layout\nfrom . import nothing\n",
-    "kernels/layout.py": "from cula_core.cute.key import digest\n",
+    "kernels/layout.py": "from cula_core.compiled.key import digest\n",
     "tiles.py": "TILES = 1\n",
     "unrelated.py": "from . import launch\n",
 }
@@ -102,7 +102,7 @@ def test_the_closure_follows_every_import_statement(package):
     assert {name for name in found if name.startswith("cula_core")} >= {
         "cula_core",
         "cula_core.cute",
-        "cula_core.cute.key",
+        "cula_core.compiled.key",
     }
     assert not {"json", "torch", "cutlass"} & found.keys()
     assert package.name not in sys.modules
@@ -146,10 +146,10 @@ def test_a_module_without_a_source_is_refused(name):
 
 
 def test_kernels_of_the_delta_rule_do_not_depend_on_contracts():
-    found = key.closure((LAUNCH,)).keys()
+    found = key.closure((BUILD,)).keys()
     folder = "cula_core.delta_rule"
     assert found >= {
-        LAUNCH,
+        BUILD,
         f"{folder}.kernels.prepare",
         f"{folder}.config",
         "cula_core.cute.compile",
@@ -167,9 +167,7 @@ def test_kernels_of_the_delta_rule_do_not_depend_on_contracts():
     ids=["table", "merge", "factors"],
 )
 def test_the_key_of_a_kernel_holds_every_source_that_makes_it(config: DeltaRuleConfig):
-    from cula_core.delta_rule import launch
-
-    assert_closed(Unit(lambda: launch.kernel(None, config), config, "sm_90a", (LAUNCH,)))
+    assert_closed(Unit(BUILD, config, "sm_90a"))
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -221,16 +219,16 @@ def test_a_config_without_a_stable_text_is_refused(value):
 
 def test_other_processes_find_the_same_key():
     code = f"""
-from cula_core.cute import key
-from cula_core.cute.artifacts import Unit
+from cula_core.compiled import key
+from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import Config as DeltaRuleConfig
 from cula_core.delta_rule.config import FactorsConfig, MergeConfig, TableConfig
 from cula_testing.compiled import assert_closed
-print(key.made_with(), key.asked_for(("a", 1), "sm_90a", ("{LAUNCH}",)))
+print(key.made_with(), key.asked_for(("a", 1), "sm_90a", ("{BUILD}",)))
 import sys
 assert "cutlass" not in sys.modules and "torch" not in sys.modules
 """
-    expected = f"{key.made_with()} {key.asked_for(('a', 1), 'sm_90a', (LAUNCH,))}\n"
+    expected = f"{key.made_with()} {key.asked_for(('a', 1), 'sm_90a', (BUILD,))}\n"
     for seed in "12":
         environment = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(

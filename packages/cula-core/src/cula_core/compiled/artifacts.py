@@ -158,7 +158,7 @@ def _compiled(unit: Unit) -> Artifacts:
             f"CULA_JIT=0 forbids compiling, and neither a bundle nor the cache holds {unit.config} of {unit.module} "
             f"for {unit.arch}: make a bundle with python -m cula compile"
         )
-    from .compile import compile_artifacts
+    from ..cute.compile import compile_artifacts
 
     compiles += 1
     return Artifacts(*compile_artifacts(*unit.make(), arch=unit.arch, entry=ENTRY))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cula_core.cute.texts import assembler_log, launch_shared_bytes
+from cula_core.compiled.texts import assembler_log, launch_shared_bytes
 
 
 def test_the_log_is_what_the_assembler_printed():

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from cula_core.cute import artifacts as cache
-from cula_core.cute import key
-from cula_core.cute.artifacts import Artifacts, Unit, artifacts, uncached
+from cula_core.compiled import artifacts as cache
+from cula_core.compiled import key
+from cula_core.compiled.artifacts import Artifacts, Unit, artifacts, uncached
 from cula_core.store import Store
 
 MADE = Artifacts("ptx", b"cubin", b"object", "log", (1024, 0))
-UNIT = Unit(lambda: ("kernel",), ("config", 1), "sm_90a", ("cula_core.once",))
+UNIT = Unit("cula_core.once", ("config", 1), "sm_90a")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def entry(folder: Path) -> dict[str, Path]:
 
 def test_a_kernel_is_compiled_once(folder, compiled):
     first = artifacts(UNIT)
-    assert first == artifacts(UNIT) == artifacts(replace(UNIT, make=tuple)) == MADE
+    assert first == artifacts(UNIT) == artifacts(replace(UNIT)) == MADE
     assert compiled == [UNIT]
     parts = entry(folder)
     assert parts.keys() == {"ptx", "cubin", "o", "log", "shared", "json"}
@@ -233,20 +233,17 @@ def test_threads_compile_once(folder, monkeypatch):
     assert found == [MADE] * 3 and asked == [UNIT]
 
 
-# The smallest kernel, as `launch.unit` has it. `make` is called where the kernel is compiled.
+# The smallest kernel, as `launch.unit` has it.
 SMALLEST = """
-from cula_core.cute.artifacts import Unit
+from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import TableConfig
-def make():
-    from cula_core.delta_rule import launch
-    return launch.kernel(None, TableConfig("int32"))
-unit = Unit(make, TableConfig("int32"), "sm_90a", ("cula_core.delta_rule.launch",))
+unit = Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
 """
 CHILD = (
     SMALLEST
     + """
 import hashlib, sys
-from cula_core.cute import artifacts as cache
+from cula_core.compiled import artifacts as cache
 def digest(made):
     return hashlib.sha256(repr(made).encode()).hexdigest()
 print("ready", flush=True)
