@@ -23,7 +23,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         f"{PACKAGE}/__init__.py": "from .ops import fwd\n",
         f"{PACKAGE}/ops.py": "import torch\n\ndef fwd():\n    from . import launch\n    return launch\n",
         f"{PACKAGE}/config.py": "from dataclasses import dataclass\n",
-        f"{PACKAGE}/launch.py": "import cutlass\nimport torch\nfrom .kernels.fwd import Fwd\n",
+        f"{PACKAGE}/launch.py": "import torch\nfrom .config import Config\n",
+        f"{PACKAGE}/build.py": "import cutlass\nfrom .kernels.fwd import Fwd\n",
         KERNEL: "import cutlass.cute as cute\nfrom ..config import Config\n",
         "packages/cula-y/src/cula_y/__init__.py": "",
         f"{FOLDERS}/__init__.py": "from cula_core.delta_rule.prefill import Prefill\nfrom .arch import TARGET\n",
@@ -36,8 +37,9 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         f"{CORE}/delta_rule/prefill.py": (
             "import torch\n\ndef run():\n    from .launch import run\n    return run\n"
         ),
-        f"{CORE}/delta_rule/launch.py": (
-            "import cutlass\nimport torch\nfrom ..cute.compile import cute\nfrom .kernels.scan import Scan\n"
+        f"{CORE}/delta_rule/launch.py": "import torch\nfrom .config import CHUNK\n",
+        f"{CORE}/delta_rule/build.py": (
+            "import cutlass\nfrom ..cute.compile import cute\nfrom .kernels.scan import Scan\n"
         ),
         f"{CORE}/delta_rule/kernels/scan.py": "import cutlass\nfrom ..config import CHUNK\n",
         f"{TESTING}/plugin.py": "import pytest\nimport cula_emulator\nimport cula_core\n",
@@ -89,18 +91,18 @@ BROKEN = {
     "ops imports cutlass": (
         f"{PACKAGE}/check.py",
         "import cutlass",
-        "only launch and kernel files",
+        "only build and kernel files",
     ),
     "spec imports triton late": (
         f"{PACKAGE}/_spec.py",
         "def f():\n    import triton",
-        "only launch and kernel files",
+        "only build and kernel files",
     ),
     "config imports torch": (f"{PACKAGE}/config.py", "import torch", "config is pure Python"),
-    "init imports launch at the top": (
+    "init imports build at the top": (
         f"{PACKAGE}/__init__.py",
-        "from . import launch",
-        "imports cula_x.launch at the top",
+        "from . import build",
+        "imports cula_x.build at the top",
     ),
     "reference imports a kernel at the top": (
         f"{PACKAGE}/reference.py",
@@ -150,15 +152,15 @@ BROKEN = {
         "not for this part of cula",
     ),
     "package has a second kernel language": (
-        f"{PACKAGE}/launch.py",
+        f"{PACKAGE}/build.py",
         "import cutlass\nimport triton",
         "imports triton beside cutlass: one kernel language",
     ),
     "package imports the suites": (f"{PACKAGE}/check.py", "import cula_testing", "only torch"),
-    "host file imports core's launch at the top": (
+    "host file imports core's build at the top": (
         f"{FOLDERS}/__init__.py",
-        "from cula_core.delta_rule.launch import run",
-        "imports cula_core.delta_rule.launch at the top",
+        "from cula_core.delta_rule.build import kernel",
+        "imports cula_core.delta_rule.build at the top",
     ),
     "host file imports its kernel at the top": (
         f"{FOLDERS}/arch.py",
@@ -184,12 +186,12 @@ BROKEN = {
     "core imports cutlass in a host file": (
         f"{CORE}/arguments.py",
         "def f():\n    import cutlass",
-        "cutlass only in cute/, kernels/ and launch",
+        "cutlass only in cute/, kernels/ and build",
     ),
-    "core imports launch at the top": (
+    "core imports build at the top": (
         f"{CORE}/delta_rule/prefill.py",
-        "from .launch import run",
-        "imports cula_core.delta_rule.launch at the top",
+        "from .build import kernel",
+        "imports cula_core.delta_rule.build at the top",
     ),
     "core imports its DSL helpers at the top": (
         f"{CORE}/tensors.py",
@@ -222,9 +224,9 @@ BROKEN = {
         "told which package it tests",
     ),
     "suites import cula": (f"{TESTING}/kda.py", "import cula", "told which package it tests"),
-    "meta imports core's launch": (
+    "meta imports core's build": (
         "meta/src/cula/kda.py",
-        "def f():\n    from cula_core.delta_rule import launch",
+        "def f():\n    from cula_core.delta_rule import build",
         "cula does without a kernel language",
     ),
     "meta imports the suites": (
@@ -353,8 +355,8 @@ def test_line_number_is_that_of_the_import(tmp_path: Path) -> None:
 ALLOWED = {
     "core in the meta package": ("meta/src/cula/kda.py", "from cula_core.arguments import tensor"),
     "core in a package": (f"{PACKAGE}/check.py", "from cula_core import arguments"),
-    "core's launch in a package's launch": (
-        f"{PACKAGE}/launch.py",
+    "core's build in a package's build": (
+        f"{PACKAGE}/build.py",
         "from cula_core.cute.compile import cute",
     ),
     "the suites in a package's tests": (
@@ -369,9 +371,9 @@ ALLOWED = {
     "matplotlib in the demo": ("meta/src/cula/demo/plot.py", "import matplotlib.pyplot"),
     "a kernel's name in _discovery": ("meta/src/cula/_discovery.py", "NAME = 'cula_x'"),
     "a kernel's name in a sentence": ("meta/src/cula/kda.py", '"""cula_x serves this op."""'),
-    "launch under TYPE_CHECKING": (
+    "build under TYPE_CHECKING": (
         f"{PACKAGE}/ops.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import launch",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import build",
     ),
     "the emulator in a package's tests": (
         "packages/cula-x/tests/test_emulated.py",

@@ -3,9 +3,10 @@
 A kernel package imports torch, one kernel language and its tensor exchange, and of ours `cula_core` alone. That imports
 torch, and the DSL in device files and `build`. `cula` imports torch and what `cula_core` has without the DSL; it knows
 the kernel packages only by name, in `_discovery`. Inside a package the host modules run without a kernel language,
-`launch` and `build` are imported lazily, and kernels know neither torch nor what calls them. The emulator and
+`build` is imported lazily, and kernels know neither torch nor what calls them. The emulator and
 `cula_testing` are for tests: nothing that runs a kernel imports them, and the emulator imports torch alone until its
-DSL front end or its pytest plugin is used. Nowhere do modules of ours import each other in a circle while they are loaded.
+DSL front end or its pytest plugin is used. Nowhere do modules of ours import each other in a circle while they are
+loaded.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                 yield broken(f"imports {item.top}: only build and kernel files may")
             if module in PURE_PYTHON and item.top == "torch":
                 yield broken(f"imports torch: {module} is pure Python")
-            late = any(item.under(f"{name}.{part}") for part in ("build", "launch", "kernels"))
+            late = any(item.under(f"{name}.{part}") for part in ("build", "kernels"))
             if host and not item.lazy and (late or item.of_core & NEEDS_DSL):
                 yield broken(
                     f"imports {item.module} at the top: it must be imported when the op runs"

@@ -66,7 +66,7 @@ def test_a_kernel_is_compiled_once(folder, compiled):
 
 @pytest.mark.parametrize(
     "change",
-    [{"config": ("config", 2)}, {"arch": "sm_100a"}, {"modules": ("cula_core.dtypes",)}],
+    [{"config": ("config", 2)}, {"arch": "sm_100a"}, {"module": "cula_core.dtypes"}],
     ids=str,
 )
 def test_another_unit_is_another_entry(compiled, change):
