@@ -101,7 +101,7 @@ def test_the_closure_follows_every_import_statement(package):
     assert ours == SOURCES.keys() - UNRELATED
     assert {name for name in found if name.startswith("cula_core")} >= {
         "cula_core",
-        "cula_core.cute",
+        "cula_core.compiled",
         "cula_core.compiled.key",
     }
     assert not {"json", "torch", "cutlass"} & found.keys()

@@ -45,7 +45,8 @@ class Unit:
     @property
     def modules(self) -> tuple[str, ...]:
         """Where its source begins; what these import is followed."""
-        return self.module, *(part.partition(":")[0] for part in self.parts)
+        parts = (part.partition(":")[0] for part in self.parts)
+        return self.module, *parts, "cula_core.cute.compile", __name__
 
     @property
     def asked(self) -> str:
