@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -158,7 +159,7 @@ def _imported(name: str, path: Path) -> list[str]:
     """Every module, and every name in a module, that a module's import statements ask for."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     names = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in _statements(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -166,3 +167,15 @@ def _imported(name: str, path: Path) -> list[str]:
             parent = ".".join([*base, *([node.module] if node.module else [])])
             names += [f"{parent}.{alias.name}" for alias in node.names]
     return names
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yields every statement, however deep. Expressions hold none, and are nine tenths of a tree."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            found = getattr(node, field, ())
+            waiting += found if isinstance(found, list) else ()
