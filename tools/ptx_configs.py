@@ -98,9 +98,9 @@ def decode_specs(package: str) -> Iterator[Spec]:
         yield {"arch": arch, "kernel": "LightningDecode", **flat(config)}
 
 
-def decode_compile(package: str, spec: Spec, options: tuple) -> Any:
+def decode_unit(package: str, spec: Spec) -> Any:
     config = build(package, find(package, "Config"), spec)
-    return find(package, "compile")(config, spec["arch"], *options)
+    return find(package, "unit")(config, spec["arch"])
 
 
 # Nested parts of a problem of delta decode, whose names begin those of their facts in a spec.
@@ -170,7 +170,7 @@ def delta_specs(package: str) -> Iterator[Spec]:
         yield {"arch": arch, "kernel": "DeltaDecode", **facts, **parts}
 
 
-def delta_compile(package: str, spec: Spec, options: tuple) -> Any:
+def delta_unit(package: str, spec: Spec) -> Any:
     for part, cls in DELTA_PARTS.items():
         names = [name for name in spec if name.startswith(f"{part}_")]
         facts = {name.removeprefix(f"{part}_"): spec[name] for name in names}
@@ -178,7 +178,7 @@ def delta_compile(package: str, spec: Spec, options: tuple) -> Any:
             LookupError
         ):  # an older tree lacks the part, as it may lack a field
             spec = spec | {part: find(package, cls)(**facts)}
-    return decode_compile(package, spec, options)
+    return decode_unit(package, spec)
 
 
 def lightning_specs(package: str) -> Iterator[Spec]:
@@ -211,15 +211,11 @@ def lightning_specs(package: str) -> Iterator[Spec]:
         yield {"arch": "sm_90a", "kernel": "SegmentTable", "index_dtype": index_dtype}
 
 
-def lightning_compile(package: str, spec: Spec, options: tuple) -> Any:
-    compile = find(package, "compile")
+def lightning_unit(package: str, spec: Spec) -> Any:
+    unit = find(package, "unit")
     if spec["kernel"] == "SegmentTable":
-        table, index_dtype = find(package, "TableConfig"), spec["index_dtype"]
-        (field,) = dataclasses.fields(table)
-        if "torch" in str(field.type):  # before configs were pure Python
-            index_dtype = getattr(importlib.import_module("torch"), index_dtype)
-        return compile(table(index_dtype), *options)
-    return compile(build(package, find(package, "Config"), spec), *options)
+        return unit(find(package, "TableConfig")(spec["index_dtype"]))
+    return unit(build(package, find(package, "Config"), spec))
 
 
 def kda_specs(package: str) -> Iterator[Spec]:
@@ -271,18 +267,14 @@ def kda_specs(package: str) -> Iterator[Spec]:
             yield {"kernel": kernel, **case, **work}
 
 
-def kda_compile(package: str, spec: Spec, options: tuple) -> Any:
-    compile, arch = find(package, "compile"), spec["arch"]
+def kda_unit(package: str, spec: Spec) -> Any:
+    unit, target, arch = find(package, "unit"), find(package, "TARGET"), spec["arch"]
     cls = find(package, f"{spec['kernel']}Config")
-    try:
-        target = find(package, "TARGET")
-    except LookupError:  # each package had all of its kernels
-        return compile(build(package, cls, spec), arch, *options)
     if spec["kernel"] == "Recurrence":
         names = {field.name for field in dataclasses.fields(cls)}
         facts = {name: value for name, value in spec.items() if name in names}
-        return compile(target, target.recurrence_config(**facts), arch, *options)
-    return compile(target, build(package, cls, spec), arch, *options)
+        return unit(target, target.recurrence_config(**facts), arch)
+    return unit(target, build(package, cls, spec), arch)
 
 
 def lite_specs(package: str) -> Iterator[Spec]:
@@ -317,26 +309,26 @@ def lite_specs(package: str) -> Iterator[Spec]:
     yield from ({"kernel": "Quantize", **case} for case in cover(ends | {"of_keys": BOTH}))
 
 
-def lite_compile(package: str, spec: Spec, options: tuple) -> Any:
-    kernel, more = spec["kernel"], (spec["arch"], *options)
+def lite_unit(package: str, spec: Spec) -> Any:
+    kernel, arch = spec["kernel"], spec["arch"]
     if kernel == "Quantize":
         problem = build(package, find(package, "Problem"), spec)
-        return find(package, "compile_quantize")(problem, spec["of_keys"], *more)
+        return find(package, "quantize_unit")(problem, spec["of_keys"], arch)
     forward = kernel == "LiteForward"
     config = build(package, find(package, "ForwardConfig" if forward else "BackwardConfig"), spec)
     if kernel == "RowSums":
-        return find(package, "compile_sums")(config, spec["with_dlse"], *more)
+        return find(package, "sums_unit")(config, spec["with_dlse"], arch)
     names = {"LiteForward": "forward", "LiteBackward": "backward", "GatherDq": "gather"}
-    return find(package, f"compile_{names[kernel]}")(config, *more)
+    return find(package, f"{names[kernel]}_unit")(config, arch)
 
 
-PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec, tuple], Any]]] = {
-    "cula-lightning-decode": (decode_specs, decode_compile),
-    "cula-delta-decode": (delta_specs, delta_compile),
-    "cula-lightning-sm90": (lightning_specs, lightning_compile),
-    "cula-cp-sm90": (kda_specs, kda_compile),
-    "cula-kda-sm100": (kda_specs, kda_compile),
-    "liteattention-sm89": (lite_specs, lite_compile),
+PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec], Any]]] = {
+    "cula-lightning-decode": (decode_specs, decode_unit),
+    "cula-delta-decode": (delta_specs, delta_unit),
+    "cula-lightning-sm90": (lightning_specs, lightning_unit),
+    "cula-cp-sm90": (kda_specs, kda_unit),
+    "cula-kda-sm100": (kda_specs, kda_unit),
+    "liteattention-sm89": (lite_specs, lite_unit),
 }
 
 
@@ -348,21 +340,24 @@ def specs(package: str) -> list[Spec]:
 
 def write_ptx(spec: Spec, target: Path) -> None:
     """Compiles a spec; where that fails, `target` with the suffix .error holds the reason."""
-    import cutlass.cute as cute
-    from cutlass.base_dsl.compiler import DumpDir
-
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         written = Path(folder, "text")
         try:
-            compiled = PACKAGES[spec["package"]][1](
-                spec["package"], spec, (cute.KeepPTX, DumpDir(folder))
-            )
-            written.write_text(compiled.artifacts.PTX)
+            unit = PACKAGES[spec["package"]][1](spec["package"], spec)
+            written.write_text(_artifacts()(unit).ptx)
         except Exception:
             written.write_text(traceback.format_exc())
             target = target.with_suffix(".error")
         written.rename(target)
+
+
+def _artifacts() -> Callable[[Any], Any]:
+    """What compiles a unit, wherever the tree has it."""
+    for module in ("cula_core.compiled.artifacts", "cula_core.cute.artifacts"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(module).artifacts
+    raise LookupError("this tree keeps no artifacts of kernels")
 
 
 def main(arguments: list[str]) -> None:

@@ -202,19 +202,16 @@ def blackwell_gemm() -> Workload:
 
 def decode() -> Workload:
     """cula-lightning-decode for sm_90a: 8 sequences, 4 heads of 128x128, fp32 state, one token."""
-    import cutlass.cute as cute
-    from cutlass.base_dsl.compiler import DumpDir
-
-    import cula_emulator as emulator
+    from cula_core.compiled.artifacts import ENTRY, artifacts
     from cula_core.reference.lightning_decode import linear_attention_decode
+    from cula_emulator import EmulatedKernel
     from cula_lightning_decode import launch
     from cula_lightning_decode.config import Problem
     from cula_lightning_decode.plan import select
 
     problem = Problem("bfloat16", "float32", 128, 128, 1, False, False)
-    with tempfile.TemporaryDirectory() as scratch:
-        options = (cute.KeepPTX, DumpDir(scratch))
-        built = emulator.emulate(launch.compile(select(problem, "sm_90a"), "sm_90a", *options))
+    made = artifacts(launch.unit(select(problem, "sm_90a"), "sm_90a"))
+    built = EmulatedKernel.load(made.ptx, made.host_object, ENTRY)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, 1, 4, 128, generator=generator).bfloat16() for _ in range(3))
     start = torch.randn(8, 4, 128, 128, generator=generator)
