@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ..store import Store
-from .key import asked_for, edited, made_with
+from .key import STORE, asked_for, edited, made_with
 
-STORE = Store("CULA_CACHE_DIR", "cula")
 ENTRY = "cula_kernel"  # of the host code: the exported function is __tvm_ffi_cula_kernel
 _PARTS = ("ptx", "cubin", "o", "log", "shared")
 _uncached: ContextVar[bool] = ContextVar("uncached", default=False)

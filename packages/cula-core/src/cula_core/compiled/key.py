@@ -17,7 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import IMPORTED
+from ..store import Store
 
+STORE = Store("CULA_CACHE_DIR", "cula")
 FORMAT = 1
 # By name: to walk through all that is installed takes 25 ms, to read these takes one.
 DISTRIBUTIONS = (
@@ -114,8 +116,50 @@ def closure(modules: tuple[str, ...]) -> dict[str, Path]:
     Ours are the packages of `modules` and `cula_core`. Statements inside functions count. A name that a package defines
     may come from what it imports; of a package that is only on the way to a module, its own file counts. Raises
     ValueError for a module that has no source file in a package.
+
+    To parse all that takes 50 to 100 ms, so that what was found is kept beside kernels (`remember`), for as long as no
+    source of these packages changes.
     """
-    ours = {name.partition(".")[0] for name in modules} | {"cula_core"}
+    kept = STORE.find(_closure_name(modules))
+    if kept is not None:
+        with suppress(OSError, ValueError, TypeError):
+            found = {str(name): Path(path) for name, path in json.loads(kept.read_text()).items()}
+            if all(path.is_file() for path in found.values()):
+                return found
+    return _followed(modules)
+
+
+def remember(modules: tuple[str, ...]) -> None:
+    """Keeps what `closure` returns for later processes."""
+    name = _closure_name(modules)
+    if STORE.find(name) is None:
+        with STORE.scratch() as place:
+            fresh = Path(place, "closure")
+            fresh.write_text(
+                json.dumps({name: str(path) for name, path in closure(modules).items()})
+            )
+            STORE.publish(fresh, name)
+
+
+def _closure_name(modules: tuple[str, ...]) -> str:
+    return f"closures/{digest(*modules, *map(_tree, sorted(_ours(modules))))[:40]}.json"
+
+
+@functools.cache
+def _tree(package: str) -> str:
+    """Returns the hash of where all sources of a package are, and of what they hold."""
+    spec = _spec(package)
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(path for root in roots for path in Path(root).rglob("*.py"))
+    return digest(*(part for path in files for part in (path, path.read_bytes())))
+
+
+def _ours(modules: tuple[str, ...]) -> set[str]:
+    return {name.partition(".")[0] for name in modules} | {"cula_core"}
+
+
+def _followed(modules: tuple[str, ...]) -> dict[str, Path]:
+    ours = _ours(modules)
     found: dict[str, Path] = {}
     waiting = list(modules)
     while waiting:
@@ -143,8 +187,7 @@ def closure(modules: tuple[str, ...]) -> dict[str, Path]:
 def _file(name: str) -> Path | None:
     """The source of a module that is not imported for it; None if the name is no module."""
     top, *rest = name.split(".")
-    loaded = sys.modules.get(top)
-    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(top)
+    spec = _spec(top)
     if spec is None or not spec.submodule_search_locations:
         return None
     for root in spec.submodule_search_locations:
@@ -153,6 +196,12 @@ def _file(name: str) -> Path | None:
             if path.is_file():
                 return path
     return None
+
+
+def _spec(package: str):
+    """Returns where a package is, which is not imported for it; None if there is none."""
+    loaded = sys.modules.get(package)
+    return loaded.__spec__ if loaded is not None else importlib.util.find_spec(package)
 
 
 def _imported(name: str, path: Path) -> list[str]:

@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from .artifacts import ENTRY, STORE, Unit, artifacts, is_uncached
-from .key import described, edited, made_with
+from .artifacts import ENTRY, Unit, artifacts, is_uncached
+from .key import STORE, described, edited, made_with, remember
 from .load import link, load
 
 FORMAT = 1  # of bundles
@@ -130,6 +130,7 @@ def _keep(name: str, unit: Unit) -> Path:
         told.write_text(json.dumps(facts))
         kept = STORE.publish(fresh, f"{name}.so")
         STORE.publish(told, f"{name}.json")
+    remember(unit.modules)
     return kept
 
 
