@@ -113,8 +113,8 @@ CASES = {
     "machines of two heads": Case(
         PACKED, True, (2, 1, 4), state="in place", together=2, machines=3
     ),
-    "machines of two heads, one tile per CTA": Case(
-        (150, 150), heads=(1, 2, 4), state="given", together=2, machines=3, tiles=1
+    "machines of two heads with keys of their own, one tile per CTA": Case(
+        (150, 150), heads=(2, 4, 4), state="given", together=2, machines=3, tiles=1
     ),
     "cut, machines of four heads": Case(
         (200, 0, 128, 1, 300), True, (1, 1, 4), segment=2, machines=3, state="given", together=4
@@ -123,8 +123,15 @@ CASES = {
     "cut, one tile per CTA": Case(
         (320,), heads=(1, 1, 2), dtype="float16", segment=1, machines=4, tiles=1
     ),
-    "cut, packed": Case(
-        (200, 0, 128, 1, 300), True, (1, 1, 2), segment=2, machines=5, state="given", v_first=True
+    "cut, packed, machines of two heads with keys of their own": Case(
+        (200, 0, 128, 1, 300),
+        True,
+        (2, 2, 2),
+        segment=2,
+        machines=3,
+        state="given",
+        v_first=True,
+        together=2,
     ),
     "cut, in place": Case(
         (300, 70, 256, 130), True, segment=1, machines=2, state="in place", fresh=True, every=64

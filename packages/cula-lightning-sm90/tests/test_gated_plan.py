@@ -24,10 +24,12 @@ def assert_walks(walk: Walk, longest: int, total: int) -> None:
 @pytest.mark.parametrize("longest", LENGTHS)
 def test_plans_fit_the_card(longest, count, choice, group):
     for chains in CHAINS:
-        total = longest * chains * group
-        found = plan(longest, longest, total, group, count, choice)
+        heads = chains * group
+        total = longest * heads
+        found = plan(longest, longest, total, heads, group, count, choice)
         first, second = found.first, found.second
-        assert group % first.together == 0
+        together = first.together
+        assert heads % together == 0 and (group % together == 0 or together % group == 0)
         total //= first.together
         # A card that has no multiprocessor left beside the smallest walk runs one kernel after the other.
         least = first.columns // first.tiles
@@ -49,7 +51,7 @@ def test_plans_fit_the_card(longest, count, choice, group):
 
 
 def test_one_multiprocessor_is_enough():
-    found = plan(3, 3, 12, 1, 1)
+    found = plan(3, 3, 12, 4, 1, 1)
     assert found.first.machines == 1 and found.prepare_ctas == 1
 
 
@@ -59,20 +61,20 @@ def test_one_multiprocessor_is_enough():
         (16, 64, 2, (64, 64)),
         (64, 64, 2, (64, 64)),
         (256, 64, 2, (64, 64)),
-        (256, 128, 2, (76, 84)),
+        (256, 128, 2, (80, 80)),
         (32, 32, 1, (32, 32)),
         (128, 32, 1, (32, 32)),
     ],
 )
 def test_what_was_the_fastest_on_an_h200(longest, chains, tiles, machines):
-    found = plan(longest, longest, longest * chains, 1, 132)
+    found = plan(longest, longest, longest * chains, chains, 1, 132)
     assert found.second is None and found.first.tiles == tiles
-    assert machines[0] <= found.first.machines <= machines[1]
+    assert machines[0] <= found.first.seats <= machines[1]
 
 
 def test_short_chains_take_more_machines():
     """Where 20 sequences, of 15 steps on average, are packed, whether or not the longest one is known."""
-    unknown, known = (plan(longest, 15, 9472, 1, 132).first.machines for longest in (15, 59))
+    unknown, known = (plan(longest, 15, 9472, 32, 1, 132).first.seats for longest in (15, 59))
     assert unknown == known >= 84
 
 
@@ -81,16 +83,25 @@ def test_short_chains_take_more_machines():
 )
 def test_few_long_chains_are_cut(longest, chains):
     """Where that was faster on an H200."""
-    found = plan(longest, longest, longest * chains, 1, 132)
+    found = plan(longest, longest, longest * chains, chains, 1, 132)
     assert isinstance(found, Plan) and found.second is not None
-    assert found.second.machines >= 4 * chains
+    assert found.second.seats >= 4 * chains
 
 
 @pytest.mark.parametrize(
-    "longest, chains, group, together",
-    [(130, 256, 4, 4), (128, 32, 2, 2), (256, 64, 1, 1), (1024, 8, 8, 4)],
+    "longest, chains, heads, group, together",
+    [
+        (130, 256, 64, 4, 4),
+        (128, 32, 32, 2, 4),
+        (256, 64, 64, 1, 4),
+        (1024, 8, 8, 8, 4),
+        (15, 640, 32, 1, 4),
+        (32, 512, 64, 1, 4),
+        (32, 90, 9, 3, 3),
+        (64, 35, 7, 1, 1),
+    ],
 )
-def test_heads_that_share_keys_are_walked_together(longest, chains, group, together):
-    found = plan(longest, longest, longest * chains, group, 132)
+def test_neighbouring_heads_are_walked_in_step(longest, chains, heads, group, together):
+    found = plan(longest, longest, longest * chains, heads, group, 132)
     assert found.first.together == together
     assert found.first.seats >= min(chains, 60)

@@ -77,6 +77,7 @@ def run(
         longest,
         usual,
         steps * heads,
+        heads,
         heads // k.shape[2],
         multiprocessors or tensors.multiprocessors(q.device),
         call.intracard_cp,

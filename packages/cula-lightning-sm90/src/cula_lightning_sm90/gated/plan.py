@@ -13,9 +13,9 @@ from .config import LINE, PLACES, UNCUT, V_TILES
 # Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
 # tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
 # state head in `prepare`, per multiprocessor.
-CHAIN_US, CTA_US = {1: 1.0, 2: 1.75}, {1: 0.0026, 2: 0.0}
-ENDS_US = 6.0
-PREPARE_US = 1.1
+CHAIN_US, CTA_US = {1: 1.0, 2: 1.9}, {1: 0.0026, 2: 0.0}
+ENDS_US = 4.0
+PREPARE_US = 1.25
 # Where sequences are cut: a chunk and state head in `prepare`, and in the recurrence, on all multiprocessors, which
 # memory limits.
 PREPARE_MEMORY_US, CHAIN_MEMORY_US = 0.0122, 0.0205
@@ -26,10 +26,12 @@ MERGE_US, MERGE_STEP_US = 5.0, 3.4
 CUT_US = 5.0
 # Steps that may lie ready in front of a chain, by its tiles: further ahead both kernels would go through DRAM.
 AHEAD = {1: 8, 2: 5}
-SPARE = 1.4  # of what preparing would need to end with the chains: more costs power and bandwidth
+SPARE = 1.23  # of what preparing would need to end with the chains: more costs power and bandwidth
 GAIN = 1.03  # what cutting has to gain
-# Heads of a machine: how many at most, and by what the model may promise to be faster with fewer.
-MOST_TOGETHER, TOGETHER = 4, 1.05
+# Heads of a machine: how many at most, and by what the model has to promise to be faster with fewer, where these would
+# be fewer than share keys, and where they would not. It does not know that the keys of all but one then come from the
+# L2, and that longer pieces of a row of memory are read at a time.
+MOST_TOGETHER, SHARED_GAIN, NEIGHBOURS_GAIN = 4, 1.05, 1.02
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Walk:
     """How chains are walked through.
 
     tiles: of 64 columns per CTA, columns: of them per head. machines: how many walk, `share` steps each
-    (`kernels.order`). together: heads of a machine, which have the same keys.
+    (`kernels.order`). together: neighbouring heads of a machine, which are walked through in step.
     """
 
     tiles: int
@@ -87,6 +89,7 @@ def plan(
     longest: int,
     usual: int,
     total: int,
+    heads: int,
     group: int,
     multiprocessors: int,
     intracard_cp: str = "auto",
@@ -94,20 +97,20 @@ def plan(
     """Returns the fastest way by a model of the kernels, in which segments forget as often as not.
 
     longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
-    all chains. group: heads that share keys. intracard_cp: "off": sequences stay whole, "on": they are cut, "auto":
-    where it pays.
+    all chains. heads: of states, group: those that share keys. intracard_cp: "off": sequences stay whole, "on": they
+    are cut, "auto": where it pays.
     """
-    ways = [
-        _way(longest, usual, total, together, multiprocessors, intracard_cp)
-        for together in range(1, min(group, MOST_TOGETHER) + 1)
-        if group % together == 0 and (together == 1 or together * V_TILES < multiprocessors)
-    ]
-    # Keys that several heads read at a time come from the L2, which the model does not know.
-    best = ways.pop()
-    for way in ways:
-        if way[0] * TOGETHER < best[0]:
-            best = way
-    return best[1]
+    least, best = float("inf"), None
+    for together in range(min(heads, MOST_TOGETHER), 0, -1):
+        aligned = together % group == 0 or group % together == 0
+        fits = together == 1 or together * V_TILES < multiprocessors
+        if heads % together == 0 and aligned and fits:
+            time, way = _way(longest, usual, total, together, multiprocessors, intracard_cp)
+            gain = SHARED_GAIN if together < group else NEIGHBOURS_GAIN
+            if time * gain < least:
+                least, best = time, way
+    assert best is not None  # one head is always tried
+    return best
 
 
 def _way(

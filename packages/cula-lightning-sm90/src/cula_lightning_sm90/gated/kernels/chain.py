@@ -258,6 +258,7 @@ class Chain:
                     self.outputs.store(out_at, store_o, o, tOsO)
                     self.outputs.commit(stored, out_at, group)
                     out_at.advance()
+                    # The first chunk of the next item stores to this slot, too, before it asks for one.
                     stored.producer_acquire(self.outputs.place(out_at, group))
             if item.ends == CARRIED:
                 self.hand_over(s, carried, carried_flags, item, column, group, part_s, tidx)

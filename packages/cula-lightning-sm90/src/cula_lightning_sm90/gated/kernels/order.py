@@ -5,8 +5,9 @@ last one of a packed sequence one more for the time that its ends take. All chai
 `share` neighbouring steps: the rest of a chain, whole chains, and the beginning of one. It walks through the beginning
 first, so that the next machine, which has the rest of that chain, does not wait for it: that comes last there.
 
-Heads that share keys may be walked through together, each in a seat of a machine: then the keys come from the L2 for
-all but one. Then a chain of the row stands for all of them.
+Neighbouring heads may be walked through in step, each in a seat of a machine: where they share keys, these come from
+the L2 for all but one, and where they do not, longer pieces of a row of memory are read at a time. Then a chain of the
+row stands for all of them.
 
 What is prepared is numbered so that every machine finds its first step before any finds its second.
 """
