@@ -1,4 +1,4 @@
-"""`python -m cula`: what this machine can run, the demo and the benchmarks."""
+"""`python -m cula`: what this machine can run, the demo, the benchmarks, and kernels compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cula import __version__
+from cula import __version__, _compiled
 
 USAGE = 2
 _COLUMNS = 80
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The options of these two belong to others, who also print the help.
     commands.add_parser("demo", help="linear attention at work on real text", add_help=False)
     commands.add_parser("bench", help="benchmarks/run.py of a source checkout", add_help=False)
+    _compiled.add_commands(commands)
     if arguments[:1] == ["demo"]:
         from cula import demo
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return USAGE
+    if options.command in ("compile", "cache"):
+        return {"compile": _compiled.compile, "cache": _compiled.cache}[options.command](options)
     try:
         facts = collect(options.arch)
     except ValueError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 SCRATCH = "building-"  # begins the names of folders with unfinished files
 LOCK_TIMEOUT = 600.0  # seconds; nothing that is built takes longer
+HOUR = 3600.0
 
 
 class Store:
@@ -80,6 +81,27 @@ class Store:
             shutil.copyfile(fresh, target)
         self._broken.discard(target)
         return target
+
+    def trim(self, limit: int) -> None:
+        """Removes the oldest files until the folder has at most `limit` bytes; none that is younger than a day.
+
+        Looks once an hour at most, and at files that were published alone.
+        """
+        folder, now = self.configured(), time.time()
+        if folder is None or _foreign(folder):
+            return
+        with suppress(OSError):
+            looked = folder / "trimmed"
+            if looked.exists() and now - looked.stat().st_mtime < HOUR:
+                return
+            looked.touch()
+            files = [(path.stat(), path) for path in folder.glob("*/**/*") if path.is_file()]
+            left = sum(facts.st_size for facts, _ in files)
+            for facts, path in sorted(files, key=lambda file: file[0].st_mtime):
+                if left <= limit or now - facts.st_mtime < 24 * HOUR:
+                    break
+                path.unlink(missing_ok=True)
+                left -= facts.st_size
 
     def discard(self, path: Path) -> None:
         """Removes a damaged file, or never finds it again where that is not allowed."""

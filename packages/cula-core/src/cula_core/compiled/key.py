@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -42,6 +43,11 @@ def digest(*parts: object) -> str:
     return found.hexdigest()
 
 
+def digest_of(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def described(value: object) -> object:
     """Returns a config as JSON has it: dataclasses by name and field. Raises TypeError for what has no stable text."""
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -50,8 +56,21 @@ def described(value: object) -> object:
         return [described(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: described(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__qualname__, **fields}
+        return {"class": f"{type(value).__module__}:{type(value).__qualname__}", **fields}
     raise TypeError(f"a config holds a {type(value).__name__}, which has no stable text to hash")
+
+
+def revived(value: object) -> object:
+    """Returns the config that `described` has described. Raises ValueError for what names no dataclass."""
+    if isinstance(value, list):
+        return tuple(revived(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    module, _, name = str(value.get("class")).partition(":")
+    kind = getattr(importlib.import_module(module), name, None) if name else None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{value.get('class')} is no config of this version")
+    return kind(**{field: revived(item) for field, item in value.items() if field != "class"})
 
 
 def asked_for(config: object, arch: str, modules: tuple[str, ...]) -> str:
@@ -117,41 +136,50 @@ def closure(modules: tuple[str, ...]) -> dict[str, Path]:
     may come from what it imports; of a package that is only on the way to a module, its own file counts. Raises
     ValueError for a module that has no source file in a package.
 
-    To parse all that takes 50 to 100 ms, so that what was found is kept beside kernels (`remember`), for as long as no
-    source of these packages changes.
+    To parse all that takes 50 to 100 ms, so that the names that were found are kept beside kernels, and in bundles, for
+    as long as no source of these packages changes.
     """
-    kept = STORE.find(_closure_name(modules))
-    if kept is not None:
-        with suppress(OSError, ValueError, TypeError):
-            found = {str(name): Path(path) for name, path in json.loads(kept.read_text()).items()}
-            if all(path.is_file() for path in found.values()):
-                return found
+    name = closure_name(modules)
+    for kept in (STORE.find(name), *(Path(folder, name) for folder in bundles())):
+        if kept is not None:
+            with suppress(OSError, ValueError, TypeError, AttributeError):
+                found = {
+                    name: path for name in json.loads(kept.read_text()) if (path := _file(name))
+                }
+                if found:
+                    return found
     return _followed(modules)
 
 
 def remember(modules: tuple[str, ...]) -> None:
     """Keeps what `closure` returns for later processes."""
-    name = _closure_name(modules)
+    name = closure_name(modules)
     if STORE.find(name) is None:
         with STORE.scratch() as place:
             fresh = Path(place, "closure")
-            fresh.write_text(
-                json.dumps({name: str(path) for name, path in closure(modules).items()})
-            )
+            fresh.write_text(json.dumps(sorted(closure(modules))))
             STORE.publish(fresh, name)
 
 
-def _closure_name(modules: tuple[str, ...]) -> str:
+def closure_name(modules: tuple[str, ...]) -> str:
+    """Returns where the names of `closure` are kept, by the sources of all packages that it may reach."""
     return f"closures/{digest(*modules, *map(_tree, sorted(_ours(modules))))[:40]}.json"
+
+
+def bundles() -> list[Path]:
+    """Returns the folders of compiled kernels that $CULA_BUNDLE names, as PATH does."""
+    return [
+        Path(folder) for folder in os.environ.get("CULA_BUNDLE", "").split(os.pathsep) if folder
+    ]
 
 
 @functools.cache
 def _tree(package: str) -> str:
-    """Returns the hash of where all sources of a package are, and of what they hold."""
+    """Returns the hash of all sources of a package, wherever it is."""
     spec = _spec(package)
     roots = [] if spec is None else spec.submodule_search_locations or []
-    files = sorted(path for root in roots for path in Path(root).rglob("*.py"))
-    return digest(*(part for path in files for part in (path, path.read_bytes())))
+    files = {path.relative_to(root): path for root in roots for path in Path(root).rglob("*.py")}
+    return digest(*(part for name in sorted(files) for part in (name, files[name].read_bytes())))
 
 
 def _ours(modules: tuple[str, ...]) -> set[str]:

@@ -21,33 +21,31 @@ from ..compiled.texts import assembler_log, launch_shared_bytes
 _LOCK = threading.Lock()
 
 
-def compile(
-    kernel: object, *arguments: object, arch: str, options: tuple = ()
-) -> Callable[..., None]:
-    """Compiles a kernel object for an architecture and returns what launches it on torch's current stream.
-
-    arguments: fake tensors and numbers in the order of the kernel's `__call__`, without the stream, which is added.
-    arch: "sm_80", "sm_90a", ... options: further options of `cute.compile`. Threads take turns.
-    """
-    with _LOCK:
-        return _compile(kernel, arguments, arch, options)
-
-
 def compile_artifacts(
     kernel: object, *arguments: object, arch: str, entry: str
 ) -> tuple[str, bytes, bytes, str, tuple[int, ...]]:
-    """Compiles as `compile` does, but asks no GPU, and returns PTX, machine code, the object file of the host code with
-    the function `entry`, the assembler's log, and the dynamic shared memory of each launch."""
+    """Compiles a kernel object for an architecture, without asking a GPU. Threads take turns.
+
+    arguments: fake tensors and numbers in the order of the kernel's `__call__`, without the stream, which is added.
+    arch: "sm_80", "sm_90a", ... Returns PTX, machine code, the object file of the host code with the function `entry`,
+    the assembler's log, and the dynamic shared memory of each launch.
+    """
     with _LOCK, _no_device(), without_locations(), tempfile.TemporaryDirectory() as place:
         host, remarks = Path(place, "host.o"), Path(place, "remarks.yaml")
-        options = (
+        chosen = (
+            cute.GPUArch(arch),
+            cute.EnableTVMFFI,
             cute.KeepPTX,
             cute.KeepCUBIN,
             DumpDir(place),
             RemarkFilter("ptxas"),
             RemarkOutput(str(remarks)),
         )
-        made: Any = _compile(kernel, arguments, arch, options)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        with warnings.catch_warnings():
+            # Loops over the registers of a thread are unrolled on purpose.
+            warnings.filterwarnings("ignore", message="This static loop has")
+            made: Any = cute.compile[chosen](kernel, *arguments, stream)
         made.export_to_c(str(host), function_name=entry)
         found = made.artifacts
         log = assembler_log(remarks.read_text())
@@ -59,17 +57,6 @@ def load_object(path: Path, entry: str) -> Callable[..., None]:
     """Returns the function `entry` of an object file of host code, which the DSL links in memory."""
     with _LOCK:
         return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), entry)
-
-
-def _compile(
-    kernel: object, arguments: tuple[object, ...], arch: str, options: tuple
-) -> Callable[..., None]:
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with warnings.catch_warnings():
-        # Loops over the registers of a thread are unrolled on purpose.
-        warnings.filterwarnings("ignore", message="This static loop has")
-        chosen = (cute.GPUArch(arch), cute.EnableTVMFFI, *options)
-        return cute.compile[chosen](kernel, *arguments, stream)
 
 
 @contextmanager
