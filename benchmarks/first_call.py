@@ -70,11 +70,12 @@ def functions(kda_package: str | None) -> list[Function]:
         ("delta_rule_decode, replay", "cula_delta_decode", "delta_decode", drafts, "cula"),
         ("lightning_attn_fwd", "cula_lightning_sm90", "lightning_prefill", prefill, "cula"),
         ("chunk_simple_gla", "cula_lightning_sm90", "lightning_prefill", f"{prefill}-gate", "cula"),
+        ("chunk_gated_delta_rule", "cula_lightning_sm90", "gated_prefill", prefill, "cula"),
         ("lite_attention", "liteattention_sm89", "lite_attention", full, "lite"),
         ("lite_attention, backward", "liteattention_sm89", "lite_backward", listed, "lite"),
     ]
     if kda_package:
-        ours.insert(5, ("chunk_kda", kda_package, "kda_prefill", prefill, "cula"))
+        ours.insert(6, ("chunk_kda", kda_package, "kda_prefill", prefill, "cula"))
     gla = "fla.ops.simple_gla"
     peers = [
         ("fused_recurrent_simple_gla", gla, "lightning_decode", decode, "fla"),
