@@ -203,7 +203,7 @@ def test_a_config_comes_back(config):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "name",
     [
         "cula_core.delta_rule.config:Gone",
         "cula_core.gone:Config",
@@ -232,6 +232,13 @@ def test_a_line_that_is_none(tmp_path, line):
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "1 GB", "-1"])
+def test_a_limit_that_is_none(monkeypatch, text):
+    monkeypatch.setenv("CULA_CACHE_LIMIT", text)
+    with pytest.raises(ValueError, match="CULA_CACHE_LIMIT: expected a number of bytes"):
+        libraries.library(UNIT)
 
 
 def test_what_is_old_makes_room(folder, monkeypatch):

@@ -72,8 +72,15 @@ def _keep(name: str, unit: Unit) -> Path:
         kept = STORE.publish(fresh, f"{name}.so")
         STORE.publish(told, f"{name}.json")
     remember(unit.modules)
-    STORE.trim(int(os.environ.get("CULA_CACHE_LIMIT", LIMIT)))
+    STORE.trim(_limit())
     return kept
+
+
+def _limit() -> int:
+    text = os.environ.get("CULA_CACHE_LIMIT", str(LIMIT))
+    if not text.isdecimal():
+        raise ValueError(f"CULA_CACHE_LIMIT: expected a number of bytes, got {text!r}")
+    return int(text)
 
 
 def _linked(unit: Unit, place: Path) -> tuple[Path, dict]:
