@@ -266,6 +266,13 @@ def exit_code(*arguments: str) -> int:
     return subprocess.run(command, capture_output=True, cwd=ROOT / "docs").returncode
 
 
+@functools.cache
+def help_of(subcommand: str) -> str:
+    """What a subcommand of cula says of its options."""
+    command = [sys.executable, "-m", "cula", subcommand, "--help"]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_program_named_exists(document: str) -> None:
     """Scripts of the repository, folders of tests, and subcommands of cula with their options."""
@@ -277,7 +284,12 @@ def test_every_program_named_exists(document: str) -> None:
         for path in filter(ours.fullmatch, paths):
             placeholder = any(part.isupper() for part in path.split("/"))
             assert placeholder or (ROOT / path).exists(), line
-        if line.startswith("python -m cula ") and words[3] not in ("demo", "bench"):
+        if not line.startswith("python -m cula ") or words[3] in ("demo", "bench"):
+            continue
+        if words[3] in ("compile", "cache"):  # which need files, or delete some
+            options = (word for word in words if word.startswith("--"))
+            assert all(option in help_of(words[3]) for option in options), line
+        else:
             assert exit_code(*words[1:]) == 0, line
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -63,3 +65,36 @@ def test_a_call_that_raises_keeps_nothing():
     with pytest.raises(RuntimeError, match="^not yet$"):
         fails_once()
     assert fails_once() == fails_once() == 2
+
+
+FORK = """
+import os, threading, warnings
+from cula_core.once import once
+warnings.simplefilter("ignore")  # a process with threads forks on purpose
+inside, leave, parent = threading.Event(), threading.Event(), os.getpid()
+
+@once
+def slow(value):
+    if os.getpid() == parent:
+        inside.set()
+        leave.wait(60)
+    return value + os.getpid()
+
+thread = threading.Thread(target=slow, args=(1,))
+thread.start()
+inside.wait(60)
+child = os.fork()
+if child == 0:
+    os._exit(0 if slow(1) == 1 + os.getpid() else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+leave.set()
+thread.join()
+print(slow(1) == 1 + parent)
+"""
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0", "True"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -12,7 +13,7 @@ def once(function: Callable[..., Any]) -> functools._lru_cache_wrapper[Any]:
     """Keeps every result of a function of hashable arguments, as `functools.cache` does and as fast.
 
     A second thread that asks for the same arguments waits for the first; other arguments do not wait. A call that
-    raises keeps nothing.
+    raises keeps nothing. A forked process waits for no thread that it does not have.
     """
     results: dict[Hashable, Any] = {}
     locks: dict[Hashable, threading.Lock] = {}
@@ -28,6 +29,13 @@ def once(function: Callable[..., Any]) -> functools._lru_cache_wrapper[Any]:
                 results[arguments] = function(*arguments)
             return results[arguments]
 
+    def renew() -> None:
+        nonlocal guard
+        guard = threading.Lock()
+        locks.clear()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=renew)
     forget = cached.cache_clear
 
     def cache_clear() -> None:

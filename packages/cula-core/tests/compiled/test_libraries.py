@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,9 +36,21 @@ except TypeError as error:
 """
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    """A cache that holds what the compiler made of the kernel, but no library."""
+    place = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CULA_CACHE_DIR", str(place))
+        patch.setattr(artifacts, "STORE", Store("CULA_CACHE_DIR", "cula"))
+        artifacts.artifacts(UNIT)
+    return place
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """An empty cache, without the temporary folder and the warnings of another test, and no bundle."""
+def folder(compiled, tmp_path, monkeypatch) -> Path:
+    """A copy of that cache, without the temporary folder and the warnings of another test, and no bundle."""
+    shutil.copytree(compiled, tmp_path / "cache")
     monkeypatch.setenv("CULA_CACHE_DIR", str(tmp_path / "cache"))
     for variable in ("CULA_BUNDLE", "CULA_RECORD", "CULA_JIT", "CULA_CACHE_LIMIT"):
         monkeypatch.delenv(variable, raising=False)
@@ -45,6 +60,13 @@ def folder(tmp_path, monkeypatch) -> Path:
     forget()
     yield tmp_path / "cache"
     forget()
+
+
+@pytest.fixture
+def cold(folder) -> Path:
+    """The cache when it is empty."""
+    shutil.rmtree(folder)
+    return folder
 
 
 def forget() -> None:
@@ -75,13 +97,70 @@ def refused(kernel) -> None:
         kernel(torch.zeros(3))
 
 
-def test_a_second_process_neither_compiles_nor_imports_the_dsl():
+def test_a_second_process_neither_compiles_nor_imports_the_dsl(cold):
     cold, warm = said(), said()
     assert cold[:2] == ["1", "True"] and warm[:2] == ["0", "False"]
     assert cold[2] == warm[2] and "Expects 5 parameters" in warm[2]
 
 
-def test_a_kernel_that_may_not_be_compiled(monkeypatch):
+def test_processes_that_start_at_once_compile_once(cold):
+    racing = [
+        subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    words = [process.communicate(timeout=120)[0].split(maxsplit=2) for process in racing]
+    assert sorted(word[0] for word in words) == ["0", "0", "1"]
+    assert len({word[2] for word in words}) == 1
+    assert len(list(cold.glob("libraries/*/*.so"))) == 1
+
+
+FORK = """
+import os, sys, warnings
+from dataclasses import replace
+from cula_core.compiled import artifacts, libraries
+from cula_core.delta_rule.config import MergeConfig, TableConfig
+warnings.simplefilter("ignore")  # the compiler has threads of its own
+unit = artifacts.Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
+def called(unit):
+    try:
+        libraries.kernel(unit)(1)
+    except TypeError as error:
+        return "Expects" in str(error)
+print(called(unit), flush=True)
+child = os.fork()
+if child == 0:
+    fine = called(unit) and called(replace(unit, config=MergeConfig(index_dtype=None, fades=False)))
+    os._exit(0 if fine and artifacts.compiles == 2 else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_loads_and_compiles(cold):
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["True", "0"]
+
+
+def test_threads_that_ask_for_different_kernels_at_once(cold):
+    units = [replace(UNIT, config=TableConfig(dtype)) for dtype in ("int32", "int64")]
+    units += [replace(UNIT, config=MergeConfig(index_dtype=None, fades=f)) for f in (False, True)]
+    start = threading.Barrier(len(units))
+
+    def work(unit: Unit):
+        start.wait()
+        return libraries.kernel(unit)
+
+    before = count()
+    with ThreadPoolExecutor(len(units)) as pool:
+        kernels = list(pool.map(work, units))
+    assert count() == before + len(units) and len(set(map(id, kernels))) == len(units)
+    for kernel in kernels:
+        with pytest.raises(TypeError, match="Expects"):
+            kernel(1)
+
+
+def test_a_kernel_that_may_not_be_compiled(cold, monkeypatch):
     monkeypatch.setenv("CULA_JIT", "0")
     with pytest.raises(RuntimeError, match="CULA_JIT=0 forbids compiling.*TableConfig.*sm_90a"):
         libraries.kernel(UNIT)
@@ -106,12 +185,16 @@ def test_a_damaged_library_is_made_again_with_one_warning(folder, damage):
     assert key.digest_of(found) == json.loads(found.with_suffix(".json").read_text())["sha256"]
 
 
-def test_without_a_linker_the_dsl_loads_the_kernel(monkeypatch):
+@pytest.mark.parametrize(
+    "name, text",
+    [("link", "there is no C compiler driver to link with"), ("load", "failed to map segment")],
+)
+def test_where_nothing_can_be_linked_or_opened_the_dsl_loads_the_kernel(monkeypatch, name, text):
     def refuse(*_) -> None:
-        raise FileNotFoundError("there is no C compiler driver to link with")
+        raise OSError(text)
 
-    monkeypatch.setattr(libraries, "link", refuse)
-    with pytest.warns(RuntimeWarning, match="by way of CuTe DSL.*no C compiler driver"):
+    monkeypatch.setattr(libraries, name, refuse)
+    with pytest.warns(RuntimeWarning, match=f"by way of CuTe DSL.*{text}"):
         refused(libraries.kernel(UNIT))
 
 
@@ -142,7 +225,10 @@ def test_a_bundle_needs_no_cache_and_no_compiler(tmp_path, monkeypatch):
 
 
 def test_a_bundle_is_added_to(tmp_path, monkeypatch):
-    bundle, other = tmp_path / "bundle", replace(UNIT, config=MergeConfig(None, False))
+    bundle, other = (
+        tmp_path / "bundle",
+        replace(UNIT, config=MergeConfig(index_dtype=None, fades=False)),
+    )
     assert bundles.write(bundle, [UNIT]) == 1 and bundles.write(bundle, [UNIT, other]) == 2
     monkeypatch.setenv("CULA_BUNDLE", f"{tmp_path / 'none'}{os.pathsep}{bundle}")
     with pytest.warns(RuntimeWarning, match="none is no bundle of kernels"):
@@ -195,7 +281,7 @@ def test_what_is_asked_for_is_recorded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config", [("x", 1, None, (2.5, True)), MergeConfig("int32", True)], ids=str
+    "config", [("x", 1, None, (2.5, True)), MergeConfig(index_dtype="int32", fades=True)], ids=str
 )
 def test_a_config_comes_back(config):
     text = json.loads(json.dumps(key.described(config)))
@@ -247,7 +333,7 @@ def test_what_is_old_makes_room(folder, monkeypatch):
     assert len(list(folder.glob("libraries/*/*.so"))) == 1  # younger than a day
     for path in folder.rglob("*"):
         os.utime(path, (0, 0))
-    other = replace(UNIT, config=MergeConfig(None, False))
+    other = replace(UNIT, config=MergeConfig(index_dtype=None, fades=False))
     libraries.library(other)
     assert [path.stem for path in folder.glob("libraries/*/*.so")] == [other.asked]
     with warnings.catch_warnings():

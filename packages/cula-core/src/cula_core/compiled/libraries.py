@@ -21,13 +21,10 @@ LIMIT = 2**30  # bytes of the cache, unless $CULA_CACHE_LIMIT says another numbe
 def kernel(unit: Unit) -> Callable[..., None]:
     """Returns what launches a kernel on torch's current stream. Raises RuntimeError if it may not be compiled."""
     record(unit)
-    path = find(unit)
-    if path is None:
-        try:
-            path = library(unit)
-        except (OSError, subprocess.CalledProcessError) as error:
-            return _through_the_dsl(unit, error)
-    return load(path, ENTRY)
+    try:
+        return load(find(unit) or library(unit), ENTRY)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return _through_the_dsl(unit, error)
 
 
 def library(unit: Unit) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import warnings
@@ -19,6 +20,16 @@ from cutlass.cute.runtime import make_fake_stream
 from ..compiled.texts import assembler_log, launch_shared_bytes
 
 _LOCK = threading.Lock()
+
+
+def _renew() -> None:
+    """A forked process does not have the thread that may hold the lock."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 def compile_artifacts(
