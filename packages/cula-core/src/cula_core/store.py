@@ -85,7 +85,7 @@ class Store:
     def trim(self, limit: int) -> None:
         """Removes the oldest files until the folder has at most `limit` bytes; none that is younger than a day.
 
-        Looks once an hour at most, and at files that were published alone.
+        Looks once an hour at most; what a process that died left unfinished goes, too.
         """
         folder, now = self.configured(), time.time()
         if folder is None or _foreign(folder):

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .artifacts import Unit
-from .key import bundles, closure, closure_name, described, digest_of, revived
+from .key import bundles, closure_name, closure_names, described, digest_of, revived
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -49,9 +49,7 @@ def write(folder: Path, units: Iterable[Unit]) -> int:
     for unit in units:
         source, name = library(unit), f"{unit.asked}.so"
         _put(folder / name, source.read_bytes())
-        _put(
-            folder / closure_name(unit.modules), json.dumps(sorted(closure(unit.modules))).encode()
-        )
+        _put(folder / closure_name(unit.modules), closure_names(unit.modules))
         held[unit.asked] = {"file": name, "sha256": digest_of(folder / name), **_facts(unit)}
     _put(manifest, json.dumps({"format": FORMAT, "kernels": held}, indent=1).encode())
     return len(held)

@@ -157,13 +157,18 @@ def remember(modules: tuple[str, ...]) -> None:
     if STORE.find(name) is None:
         with STORE.scratch() as place:
             fresh = Path(place, "closure")
-            fresh.write_text(json.dumps(sorted(closure(modules))))
+            fresh.write_bytes(closure_names(modules))
             STORE.publish(fresh, name)
 
 
 def closure_name(modules: tuple[str, ...]) -> str:
     """Returns where the names of `closure` are kept, by the sources of all packages that it may reach."""
     return f"closures/{digest(*modules, *map(_tree, sorted(_ours(modules))))[:40]}.json"
+
+
+def closure_names(modules: tuple[str, ...]) -> bytes:
+    """Returns what is kept there."""
+    return json.dumps(sorted(closure(modules))).encode()
 
 
 def bundles() -> list[Path]:
