@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,3 +315,23 @@ def test_every_library_of_the_installed_compiler_is_counted():
     """Those that the tests compile with: a distribution with another name would be missed."""
     versions = {name: key.importlib.metadata.version(name) for name in key.DISTRIBUTIONS[:3]}
     assert set(versions.values()) == {"4.8.1"}
+
+
+def test_threads_that_follow_imports_at_once(monkeypatch):
+    """Python 3.11 fails where a collection of garbage lets another thread go on amid a syntax tree."""
+    monkeypatch.setattr(key.STORE, "find", lambda name: None)
+    monkeypatch.delenv("CULA_BUNDLE", raising=False)
+    threshold = gc.get_threshold()
+
+    def yields(*_: object) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(yields)
+    gc.set_threshold(100)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: key.closure((BUILD,)), range(4)))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(yields)
+    assert all(one == found[0] and BUILD in one for one in found)

@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .key import STORE, asked_for, edited, made_with
+from .turns import turn
 
 ENTRY = "cula_kernel"  # of the host code: the exported function is __tvm_ffi_cula_kernel
 _PARTS = ("ptx", "cubin", "o", "log", "shared")
@@ -157,7 +158,8 @@ def _compiled(unit: Unit) -> Artifacts:
             f"CULA_JIT=0 forbids compiling, and neither a bundle nor the cache holds {unit.config} of {unit.module} "
             f"for {unit.arch}: make a bundle with python -m cula compile"
         )
-    from ..cute.compile import compile_artifacts
+    with turn():
+        from ..cute.compile import compile_artifacts
 
-    compiles += 1
-    return Artifacts(*compile_artifacts(*unit.make(), arch=unit.arch, entry=ENTRY))
+        compiles += 1
+        return Artifacts(*compile_artifacts(*unit.make(), arch=unit.arch, entry=ENTRY))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .. import IMPORTED
 from ..store import Store
+from .turns import turn
 
 STORE = Store("CULA_CACHE_DIR", "cula")
 FORMAT = 1
@@ -148,7 +149,8 @@ def closure(modules: tuple[str, ...]) -> dict[str, Path]:
                 }
                 if found:
                     return found
-    return _followed(modules)
+    with turn():
+        return _followed(modules)
 
 
 def remember(modules: tuple[str, ...]) -> None:

@@ -1,10 +1,8 @@
-"""The one place that compiles: CuTe DSL is not safe for several threads at once."""
+"""The one place that compiles."""
 
 from __future__ import annotations
 
-import os
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +16,7 @@ from cutlass.base_dsl.compiler import DumpDir, RemarkFilter, RemarkOutput
 from cutlass.cute.runtime import make_fake_stream
 
 from ..compiled.texts import assembler_log, launch_shared_bytes
-
-_LOCK = threading.Lock()
-
-
-def _renew() -> None:
-    """A forked process does not have the thread that may hold the lock."""
-    global _LOCK
-    _LOCK = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+from ..compiled.turns import turn
 
 
 def compile_artifacts(
@@ -41,7 +28,7 @@ def compile_artifacts(
     arch: "sm_80", "sm_90a", ... Returns PTX, machine code, the object file of the host code with the function `entry`,
     the assembler's log, and the dynamic shared memory of each launch.
     """
-    with _LOCK, _no_device(), without_locations(), tempfile.TemporaryDirectory() as place:
+    with turn(), _no_device(), without_locations(), tempfile.TemporaryDirectory() as place:
         host, remarks = Path(place, "host.o"), Path(place, "remarks.yaml")
         chosen = (
             cute.GPUArch(arch),
@@ -66,7 +53,7 @@ def compile_artifacts(
 
 def load_object(path: Path, entry: str) -> Callable[..., None]:
     """Returns the function `entry` of an object file of host code, which the DSL links in memory."""
-    with _LOCK:
+    with turn():
         return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), entry)
 
 
