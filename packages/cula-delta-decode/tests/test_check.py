@@ -109,8 +109,7 @@ FLAGS = (
     "use_qk_l2norm_in_kernel",
 )
 
-# The compiled host code of a plain GPU call cannot see these, so Python must refuse them before.
-UNSEEN = [
+VALUES = [
     *(value(flag, 1, TypeError, "a bool", "int") for flag in (*FLAGS, "state_v_first")),
     *(value(flag, None, TypeError, "a bool", "NoneType") for flag in (*FLAGS, "state_v_first")),
     value("commit", 1, TypeError, "a bool", "int", DECODE),
@@ -461,7 +460,7 @@ WRONG = [
             {n: lambda a, n=n: a[n][:0] for n in ("q", "k", "v", "g", "beta", "out", "state_indices", "num_accepted")}
             | {"A_log": lambda a: a["A_log"].int()},
             TypeError, "A_log", "float32 or", "int32"),
-    *UNSEEN,
+    *VALUES,
 ]  # fmt: skip
 
 
@@ -557,43 +556,16 @@ def test_wrong_cuda_arguments_are_refused(cuda, wrong, mode):
     torch.cuda.synchronize()
 
 
-@pytest.fixture
-def host_code(monkeypatch) -> list:
-    """Sends CPU calls down the way of a plain CUDA call, to a launcher whose exceptions are this list's."""
-    answers: list[Exception] = []
-
-    def launch(*arguments):
-        if answers:
-            raise answers[0]
-
+def test_calls_without_the_dispatcher_are_checked_too(monkeypatch):
     monkeypatch.setattr(ops, "is_plain_cuda_call", lambda k: type(k) is Tensor)
-    monkeypatch.setattr(ops, "_decode_cuda", launch)
-    return answers
+    for name in ("_decode_cuda", "_commit_cuda", "_flush_cuda"):
+        monkeypatch.setattr(ops, name, None)
+    for case in cases(WRONG, "cpu"):
+        wrong, mode = case.values
+        assert_refused(partial(call, mode), wrong, good_arguments(mode, "cpu"))
 
 
-def decodes(table: list) -> list:
-    return [case for case in cases(table, "cpu") if case.values[1] in DECODES]
-
-
-@pytest.mark.parametrize("wrong, mode", decodes(WRONG))
-def test_a_refusal_by_the_host_code_is_explained(host_code, wrong, mode):
-    host_code.append(RuntimeError("Mismatched argument #3"))
-    assert_refused(partial(call, mode), wrong, good_arguments(mode, "cpu"))
-
-
-@pytest.mark.parametrize("wrong, mode", decodes(UNSEEN))
-def test_what_the_host_code_cannot_see_does_not_reach_it(host_code, wrong, mode):
-    assert_refused(partial(call, mode), wrong, good_arguments(mode, "cpu"))
-
-
-@pytest.mark.parametrize(
-    "wrong, mode", [case for case in decodes(WRONG) if case.values[1] != "decode"]
-)
-def test_calls_of_few_users_are_checked_before_the_host_code(host_code, wrong, mode):
-    assert_refused(partial(call, mode), wrong, good_arguments(mode, "cpu"))
-
-
-def test_numbers_reach_the_host_code_as_floats(monkeypatch):
+def test_numbers_reach_the_launcher_as_floats(monkeypatch):
     seen: list[tuple] = []
     monkeypatch.setattr(ops, "is_plain_cuda_call", lambda k: type(k) is Tensor)
     monkeypatch.setattr(ops, "_decode_cuda", lambda *given: seen.append(given))
@@ -604,22 +576,6 @@ def test_numbers_reach_the_host_code_as_floats(monkeypatch):
     good = good_arguments("decode", "cpu")
     call("decode", **good | {"norm": GatedNorm(good["v"], torch.ones(DIM_V), 1)})
     assert [x for x in seen[1] if type(x) is float][0] == 1.0
-
-
-def test_an_error_that_no_argument_explains_is_passed_on(host_code):
-    host_code.append(RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="^out of memory$"):
-        call("decode", **good_arguments("decode", "cpu"))
-
-
-def test_a_usual_call_is_not_checked_in_python(host_code, monkeypatch):
-    monkeypatch.setattr(ops, "check_decode", None)
-    good = good_arguments("decode", "cpu")
-    for name in ("A_log", "dt_bias"):
-        good[name].requires_grad_()
-    with torch.no_grad():
-        assert call("decode", **good) is good["out"]
-        call("decode", **good | {"lower_bound": -5.0, "scale": 0.5, "null_slot": 0, "out": None})
 
 
 WRITES = {

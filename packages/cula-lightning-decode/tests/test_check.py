@@ -53,8 +53,7 @@ tokens_are = {
     name: (lambda n: lambda count: resized(n, (1, count)))(name) for name in ("q", "k", "v", "out")
 }
 
-# The compiled host code of a GPU call cannot see these, so Python must refuse them before.
-UNSEEN = [
+VALUES = [
     value("state_v_first", 1, TypeError, "a bool", "int"),
     value("state_v_first", None, TypeError, "a bool", "NoneType"),
     value("scale", "1", TypeError, "a float or None", "str", DECODE),
@@ -225,7 +224,7 @@ WRONG = [
         | {"decay": lambda a: a["decay"].double()},
         TypeError, "decay", "float32", "float64",
     ),
-    *UNSEEN,
+    *VALUES,
 ]  # fmt: skip
 
 
@@ -257,35 +256,13 @@ def test_wrong_cuda_arguments_are_refused(make_inputs, cuda, wrong, function):
     torch.cuda.synchronize()
 
 
-@pytest.fixture
-def host_code(monkeypatch) -> list:
-    """Sends CPU calls down the way of a plain CUDA call, to a launcher whose exceptions are this list's."""
-    answers: list[Exception] = []
-
-    def launch(*arguments):
-        if answers:
-            raise answers[0]
-
+def test_calls_without_the_dispatcher_are_checked_too(make_inputs, monkeypatch):
     monkeypatch.setattr(ops, "is_plain_cuda_call", lambda k: type(k) is Tensor)
-    monkeypatch.setattr(ops, "_decode_cuda", launch)
-    return answers
-
-
-@pytest.mark.parametrize("wrong, function", cases(WRONG, "cpu"))
-def test_a_refusal_by_the_host_code_is_explained(make_inputs, host_code, wrong, function):
-    host_code.append(RuntimeError("Mismatched argument #3"))
-    assert_refused(partial(call, function), wrong, good_arguments(make_inputs, "cpu"))
-
-
-@pytest.mark.parametrize("wrong, function", cases(UNSEEN, "cpu"))
-def test_what_the_host_code_cannot_see_does_not_reach_it(make_inputs, host_code, wrong, function):
-    assert_refused(partial(call, function), wrong, good_arguments(make_inputs, "cpu"))
-
-
-def test_an_error_that_no_argument_explains_is_passed_on(make_inputs, host_code):
-    host_code.append(RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="^out of memory$"):
-        call("decode", **good_arguments(make_inputs, "cpu"))
+    for name in ("_decode_cuda", "_commit_cuda"):
+        monkeypatch.setattr(ops, name, None)
+    for case in cases(WRONG, "cpu"):
+        wrong, function = case.values
+        assert_refused(partial(call, function), wrong, good_arguments(make_inputs, "cpu"))
 
 
 @pytest.mark.parametrize("function", BOTH)

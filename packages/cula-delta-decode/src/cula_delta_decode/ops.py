@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +19,7 @@ from cula_core.delta_decode.slots import Limits
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, fused_decode
 from cula_core.reference.delta_decode import Replay
+from cula_core.shortcuts import shortcut
 from cula_core.tensors import as_stored, is_plain_cuda_call
 
 from .config import HEAD_DIMS, MAX_GRID, MAX_TOKENS
@@ -122,6 +122,7 @@ for _name, _cpu, _cuda in (
     torch.library.register_fake(f"cula_delta_decode::{_name}", lambda *_: None)
 
 
+@shortcut
 def delta_rule_decode(
     q: Tensor,
     k: Tensor,
@@ -227,41 +228,29 @@ def delta_rule_decode(
     state, state_v_first, token_states = _stored(state, state_v_first, token_states)
     if token_states is state and token_state_indices is not None:
         token_states = None
-    # fmt: off
-    given = (
+    check_decode(
         q, k, v, g, beta, state, state_indices, output_state_indices, scale, A_log, dt_bias, lower_bound, softplus_beta,
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
         state_v_first, commit, replay, num_accepted, token_states, token_state_indices, cu_seqlens, max_tokens,
-        null_slot, convolution, norm, out,
-    )
-    # fmt: on
-    # The compiled host code verifies the tensors of a plain call before it launches, far quicker than Python could.
-    plain = is_plain_cuda_call(k)
-    if not plain:
-        check_decode(*given, LIMITS)
-    try:
-        if plain and _is_unusual(given):
-            check_decode(*given, LIMITS)
-        if out is None:
-            out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        tokens = _tokens(k, cu_seqlens, max_tokens)
-        rings = (None,) * 4 if replay is None else replay
-        fused: tuple = (None,) * 4 if convolution is None else convolution
-        fused += _NO_NORM if norm is None else norm._replace(eps=float(norm.eps))
-        run = _decode_cuda if plain else torch.ops.cula_delta_decode.decode.default
-        run(
-            q, k, v, g, beta, A_log, dt_bias, state, state_indices, output_state_indices, num_accepted, token_states,
-            token_state_indices, cu_seqlens, *rings, *fused, k.shape[3] ** -0.5 if scale is None else float(scale),
-            None if lower_bound is None else float(lower_bound), float(softplus_beta), float(softplus_threshold),
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
-            commit, tokens, null_slot, out,
-        )  # fmt: skip
-    except Exception:
-        check_decode(*given, LIMITS)
-        raise
+        null_slot, convolution, norm, out, LIMITS,
+    )  # fmt: skip
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    rings = (None,) * 4 if replay is None else replay
+    fused: tuple = (None,) * 4 if convolution is None else convolution
+    fused += _NO_NORM if norm is None else norm._replace(eps=float(norm.eps))
+    run = _decode_cuda if is_plain_cuda_call(k) else torch.ops.cula_delta_decode.decode.default
+    run(
+        q, k, v, g, beta, A_log, dt_bias, state, state_indices, output_state_indices, num_accepted, token_states,
+        token_state_indices, cu_seqlens, *rings, *fused, k.shape[3] ** -0.5 if scale is None else float(scale),
+        None if lower_bound is None else float(lower_bound), float(softplus_beta), float(softplus_threshold),
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
+        commit, _tokens(k, cu_seqlens, max_tokens), null_slot, out,
+    )  # fmt: skip
     return out
 
 
+@shortcut
 def delta_rule_commit(
     k: Tensor,
     v: Tensor,
@@ -307,7 +296,8 @@ def delta_rule_commit(
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
         state_v_first, cu_seqlens, max_tokens, null_slot, LIMITS,
     )  # fmt: skip
-    torch.ops.cula_delta_decode.commit.default(
+    run = _commit_cuda if is_plain_cuda_call(k) else torch.ops.cula_delta_decode.commit.default
+    run(
         k, v, g, beta, A_log, dt_bias, state, num_accepted, state_indices, cu_seqlens, lower_bound, softplus_beta,
         softplus_threshold, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
         state_v_first, _tokens(k, cu_seqlens, max_tokens), null_slot,
@@ -352,6 +342,7 @@ def new_replay(
     )  # fmt: skip
 
 
+@shortcut
 def delta_rule_flush(
     state: Tensor,
     replay: Replay,
@@ -380,9 +371,8 @@ def delta_rule_flush(
     """
     state, state_v_first, _ = _stored(state, state_v_first, None)
     check_flush(state, replay, num_accepted, state_indices, state_v_first, null_slot, LIMITS)
-    torch.ops.cula_delta_decode.flush.default(
-        state, *replay, num_accepted, state_indices, state_v_first, null_slot
-    )
+    run = _flush_cuda if is_plain_cuda_call(state) else torch.ops.cula_delta_decode.flush.default
+    run(state, *replay, num_accepted, state_indices, state_v_first, null_slot)
 
 
 def _stored(
@@ -406,38 +396,6 @@ def _tokens(k: Tensor, cu_seqlens: Tensor | None, max_tokens: int | None) -> int
     if cu_seqlens is None:
         return k.shape[1]
     return MAX_TOKENS if max_tokens is None else max_tokens
-
-
-def _is_unusual(given: tuple[Any, ...]) -> bool:
-    """Whether a plain call holds what the compiled host code cannot see; the full check looks at it."""
-    # fmt: off
-    (
-        q, k, v, g, beta, state, _, output_indices, scale, A_log, dt_bias, lower_bound, softplus_beta, threshold,
-        use_gate, beta_sigmoid, neg_eigval, l2norm, v_first, commit, replay, num_accepted, token_states, token_indices,
-        cu_seqlens, max_tokens, null_slot, convolution, norm, out,
-    ) = given
-    return (
-        not (
-            type(use_gate) is type(beta_sigmoid) is type(neg_eigval) is type(l2norm) is type(v_first) is type(commit)
-            is bool
-        )
-        or not (type(softplus_beta) is type(threshold) is float)
-        or not (0 < softplus_beta < math.inf and -math.inf < threshold < math.inf)
-        or scale is not None and not (type(scale) is float and -math.inf < scale < math.inf)
-        or lower_bound is not None and not (type(lower_bound) is float and -math.inf < lower_bound < 0 and use_gate)
-        or neg_eigval and (beta is None or not beta_sigmoid)
-        or A_log is not None and (g is None or not use_gate or not A_log.is_floating_point())
-        or dt_bias is not None and (g is None or not use_gate or not dt_bias.is_floating_point())
-        or not (
-            replay is num_accepted is token_states is token_indices is output_indices is cu_seqlens is max_tokens
-            is convolution is norm is None
-        )
-        or not (null_slot is None or type(null_slot) is int and -(1 << 31) <= null_slot < 1 << 31)
-        or k.shape[0] == 0
-        or torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state, A_log, dt_bias, out))
-    )
-    # fmt: on
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from cula_core.delta_decode.recurrent import (
     check_fused_recurrent_kda,
 )
 from cula_core.reference import delta_decode as reference
-from cula_core.tensors import as_stored, longest_sequence, new_states
+from cula_core.shortcuts import shortcut
+from cula_core.tensors import as_stored, is_plain_cuda_call, longest_sequence, new_states
 
 from .ops import GATES, LIMITS
 
@@ -46,6 +47,7 @@ torch.library.impl("cula_delta_decode::recurrent", "CUDA", _recurrent_cuda)
 torch.library.register_fake("cula_delta_decode::recurrent", lambda *_: None)
 
 
+@shortcut
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -108,6 +110,7 @@ def fused_recurrent_kda(
     )  # fmt: skip
 
 
+@shortcut
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -194,7 +197,10 @@ def _recurrent(
         written, final_state = final_state, final_state.transpose(2, 3)
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    torch.ops.cula_delta_decode.recurrent.default(
+    run = (
+        _recurrent_cuda if is_plain_cuda_call(q) else torch.ops.cula_delta_decode.recurrent.default
+    )
+    run(
         q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, q.shape[3] ** -0.5 if scale is None else float(scale),
         lower_bound, 1.0, 20.0, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         use_qk_l2norm_in_kernel, state_v_first != swapped, out, written,

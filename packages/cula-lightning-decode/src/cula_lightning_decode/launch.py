@@ -72,15 +72,9 @@ def run(
     state_v_first: bool,
     mode: str,
 ) -> None:
-    """Launches one call on torch's current stream.
-
-    The compiled host code verifies every dtype, shape, stride, alignment and device in C++ before it launches, which
-    is several times faster than Python could; what it cannot see is verified here. The caller explains the error.
-    """
-    batch, tokens, heads, head_dim_k = k.shape
-    _, _, heads_v, head_dim_v = v.shape
-    if heads_v % heads or (state_indices is None and state.shape[0] < batch):
-        raise ValueError("heads or pool size do not fit")
+    """Launches one call on torch's current stream; the arguments have been checked."""
+    batch, tokens, _, head_dim_k = k.shape
+    head_dim_v = v.shape[3]
     device = k.device
     launch = kernel_for(
         k.dtype, state.dtype, head_dim_k, head_dim_v, tokens, state_v_first,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cula_core.reference import lightning_decode as reference
+from cula_core.shortcuts import shortcut
 from cula_core.tensors import is_plain_cuda_call
 
 from .check import check_commit, check_decode
@@ -76,6 +76,7 @@ _decode = torch.ops.cula_lightning_decode.decode.default
 _commit = torch.ops.cula_lightning_decode.commit.default
 
 
+@shortcut
 def linear_attention_decode(
     q: Tensor,
     k: Tensor,
@@ -135,37 +136,20 @@ def linear_attention_decode(
         [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     """
     state, state_v_first = _as_stored(state, state_v_first)
-    # fmt: off
-    arguments = (q, k, v, state, decay, state_indices, scale, state_v_first, out, commit, rounding_seed)
-    # fmt: on
-    # Of a plain call the compiled host code verifies the tensors in C++ before it launches, which halves the cost.
-    plain = is_plain_cuda_call(k)
-    if not plain:
-        check_decode(*arguments)
-    try:
-        # What the compiled host code cannot see; anything unusual is left to the full check.
-        if plain and (
-            (scale is not None and (type(scale) is not float or not math.isfinite(scale)))
-            or (type(commit) is not bool or type(state_v_first) is not bool)
-            or (rounding_seed is not None and not (commit and _is_seed(rounding_seed, state)))
-            or (q.requires_grad or k.requires_grad or v.requires_grad)
-            or (state.requires_grad or decay.requires_grad)
-            or k.shape[0] == 0
-        ):
-            check_decode(*arguments)
-        if out is None:
-            out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        if scale is None:
-            scale = k.shape[3] ** -0.5
-        seed = _seed_tensor(rounding_seed, k)
-        run = _decode_cuda if plain else _decode
-        run(q, k, v, state, decay, state_indices, seed, float(scale), state_v_first, commit, out)
-    except Exception:
-        check_decode(*arguments)
-        raise
+    check_decode(
+        q, k, v, state, decay, state_indices, scale, state_v_first, out, commit, rounding_seed
+    )
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if scale is None:
+        scale = k.shape[3] ** -0.5
+    seed = _seed_tensor(rounding_seed, k)
+    run = _decode_cuda if is_plain_cuda_call(k) else _decode
+    run(q, k, v, state, decay, state_indices, seed, float(scale), state_v_first, commit, out)
     return out
 
 
+@shortcut
 def linear_attention_commit(
     k: Tensor,
     v: Tensor,
@@ -196,7 +180,8 @@ def linear_attention_commit(
     state, state_v_first = _as_stored(state, state_v_first)
     check_commit(k, v, state, decay, num_accepted, state_indices, state_v_first, rounding_seed)
     seed = _seed_tensor(rounding_seed, k)
-    _commit(k, v, state, decay, num_accepted, state_indices, seed, state_v_first)
+    run = _commit_cuda if is_plain_cuda_call(k) else _commit
+    run(k, v, state, decay, num_accepted, state_indices, seed, state_v_first)
 
 
 @functools.cache
@@ -216,10 +201,6 @@ def _as_stored(state: Tensor, state_v_first: bool) -> tuple[Tensor, bool]:
     ):
         return state.transpose(2, 3), not state_v_first
     return state, state_v_first
-
-
-def _is_seed(seed: object, state: Tensor) -> bool:
-    return (isinstance(seed, Tensor) or type(seed) is int) and state.dtype == torch.bfloat16
 
 
 def _seed_tensor(seed: Tensor | int | None, k: Tensor) -> Tensor | None:

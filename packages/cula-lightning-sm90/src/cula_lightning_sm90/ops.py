@@ -37,6 +37,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cula_core.shortcuts import shortcut
 from cula_core.tensors import (
     DENSE,
     aligned,
@@ -108,6 +109,7 @@ def require_hopper(device: torch.device) -> None:
         )
 
 
+@shortcut
 def lightning_attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -165,6 +167,7 @@ def lightning_attn_fwd(
     )  # fmt: skip
 
 
+@shortcut
 def lightning_attn_fwd_varlen(
     q: Tensor,
     k: Tensor,
@@ -236,6 +239,7 @@ def lightning_attn_fwd_varlen(
     )  # fmt: skip
 
 
+@shortcut
 def chunk_lightning_attn(
     q: Tensor,
     k: Tensor,
@@ -284,6 +288,7 @@ def chunk_lightning_attn(
     )  # fmt: skip
 
 
+@shortcut
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,

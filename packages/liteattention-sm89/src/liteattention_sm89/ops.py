@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cula_core.tensors import DENSE
+from cula_core.shortcuts import shortcut
+from cula_core.tensors import DENSE, is_plain_cuda_call
 
 from . import masks, reference
 from .autograd import TINY
@@ -48,7 +49,10 @@ def _forward_cuda(
 torch.library.impl("liteattention_sm89::forward", "CUDA", _forward_cuda)
 torch.library.register_fake("liteattention_sm89::forward", lambda *_: None)
 
+_forward = torch.ops.liteattention_sm89.forward.default
 
+
+@shortcut
 def lite_attention(
     q: Tensor,
     k: Tensor,
@@ -151,7 +155,8 @@ def lite_attention(
         return masks.unpack(mask, tiles[1]) if as_bool and mask is not None else mask
 
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    on_cpu = q.device.type == "cpu"
+    plain = is_plain_cuda_call(q)
+    on_cpu = not plain and q.device.type == "cpu"
     if on_cpu and (grad_mask is None or not wants_gradient):
         result = reference.lite_attention(
             q, k, v, read_mask, threshold=effective(limit, threshold_mode, extent.keys),
@@ -184,7 +189,8 @@ def lite_attention(
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     write_mask = None if read_mask is None else torch.empty_like(read_mask, memory_format=DENSE)
     if q.numel() > 0 and extent.queries > 0:
-        torch.ops.liteattention_sm89.forward.default(
+        run = _forward_cuda if plain else _forward
+        run(
             q, k, v, read_mask, must_do, cu_seqlens_q, cu_seqlens_k, at, out, lse, write_mask, extent.queries,
             extent.keys, limit, threshold_mode, step, scale, causal, block_n, use_int8,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from ..shortcuts import Launcher
 from .artifacts import ENTRY, Unit, artifacts, is_uncached
 from .bundles import find, record
 from .key import STORE, digest_of, edited, made_with, remember
@@ -22,9 +23,9 @@ def kernel(unit: Unit) -> Callable[..., None]:
     """Returns what launches a kernel on torch's current stream. Raises RuntimeError if it may not be compiled."""
     record(unit)
     try:
-        return load(find(unit) or library(unit), ENTRY)
+        return Launcher(load(find(unit) or library(unit), ENTRY))
     except (OSError, subprocess.CalledProcessError) as error:
-        return _through_the_dsl(unit, error)
+        return Launcher(_through_the_dsl(unit, error))
 
 
 def library(unit: Unit) -> Path:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..dtypes import dtype_name
 from ..reference import kda as reference
+from ..shortcuts import shortcut
 from ..tensors import (
     DENSE,
     aligned,
@@ -37,6 +38,7 @@ class Prefill:
         torch.library.register_fake(name, lambda *_: None)
         self._operator = getattr(torch.ops, target.package).prefill.default
 
+    @shortcut
     def chunk_kda(
         self,
         q: Tensor,

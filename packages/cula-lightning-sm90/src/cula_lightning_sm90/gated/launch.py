@@ -83,26 +83,13 @@ def run(
         call.intracard_cp,
     )
     first, second, segment = spread.first, spread.second, spread.segment
-    segments = 0
-    if second is not None:
-        length = segment * CHUNK
-        whole = offsets is None
-        segments = batch * -(-tokens // length) if whole else tokens // length + call.sequences
 
-    # One allocation: blocks, states between machines, what segments do and begin with, flags, marks of segments.
-    sizes = (
-        slots * heads * BLOCK // 2,
-        first.seats * first.columns * V_TILE * HEAD_DIM,
-        segments * heads * 2 * HEAD_DIM * HEAD_DIM,
-        segments * heads * HEAD_DIM * HEAD_DIM,
-        sum(spread.flags),
-        segments * heads,
-    )
-    blocks, carried, maps, starts, words, marks = q.new_empty(
-        sum(sizes), dtype=torch.float32
-    ).split(sizes)
-    blocks = blocks.view(getattr(torch, operands["operand"])).view(slots, heads, BLOCK)
-    flags = words.view(torch.int32)
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    blocks = new(slots, heads, BLOCK, dtype=call.operand_dtype or torch.float16)
+    carried = new(first.seats, first.columns * V_TILE, HEAD_DIM)  # states between machines
+    flags = new(sum(spread.flags), dtype=torch.int32)
     config = PrepareConfig(
         **operands,
         gate=None if call.g is None else "softplus" if call.raw_gate else "log",
@@ -146,7 +133,8 @@ def run(
             call.output_state_indices if config.redirected else None,
             None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
             saved.flatten(0, 1) if config.checkpoints else None, offsets,
-            carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, marks, starts,
+            carried if way is first else carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, marks,
+            starts,
             -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.seats,
             way.together, way.share, segment, way.ctas,
         )  # fmt: skip
@@ -154,12 +142,16 @@ def run(
     if second is None:
         walk(first, flags)
         return
-    maps = maps.view(segments, heads, 2 * HEAD_DIM, HEAD_DIM)
-    starts = starts.view(segments, heads, HEAD_DIM, HEAD_DIM)
+    # What segments do to states, whether they forget them, and what they begin with.
+    length = segment * CHUNK
+    whole = offsets is None
+    segments = batch * -(-tokens // length) if whole else tokens // length + call.sequences
+    maps = new(segments, heads, 2 * HEAD_DIM, HEAD_DIM)
+    marks = new(segments, heads, dtype=torch.int32)
+    starts = new(segments, heads, HEAD_DIM, HEAD_DIM)
     of_first, of_second = flags.split(spread.flags)
-    marks = marks.view(torch.int32).view(segments, heads)
     walk(first, of_first, maps, marks)
     kernels(MergeConfig(index_dtype=operands["index_dtype"], fades=True))(
-        maps, marks, starts, None, None, offsets, call.sequences, tokens, segment * CHUNK
+        maps, marks, starts, None, None, offsets, call.sequences, tokens, length
     )
     walk(second, of_second, maps, marks, starts)

@@ -13,6 +13,7 @@ from cula_core.delta_decode.slots import Limits
 from cula_core.delta_rule.config import INTRACARD_CP
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
 from cula_core.reference.gated_delta_rule import gated_delta_rule
+from cula_core.shortcuts import shortcut
 from cula_core.tensors import DENSE, aligned, as_stored, is_aligned, is_plain_cuda_call
 
 from ..ops import require_hopper
@@ -126,6 +127,7 @@ torch.library.register_fake(_PREFILL, lambda *_: None)
 _prefill_op = torch.ops.cula_lightning_sm90.gated_prefill.default
 
 
+@shortcut
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,223 @@
+"""Calls that are like earlier ones go straight to their kernels.
+
+What a public function does before it launches (checks, plans, finding kernels) depends on dtypes, shapes, strides,
+alignment and flags, but on no values of CUDA tensors. So when a call comes for the second time as far as these go, it
+is written down: which tensors it allocates, which torch functions it calls, which kernels it launches with what. From
+then on such a call runs that list alone, on its own tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+LIMIT = 512  # lists of a function; the oldest make room
+# What the functions of a list may ask of tensors, because calls with the same answers have the same list.
+_FACTS = frozenset(
+    ("__get__", "__len__", "stride", "dim", "size", "numel", "data_ptr", "element_size", "is_contiguous", "get_device",
+     "storage_offset", "is_floating_point")
+)  # fmt: skip
+_UNKNOWN: tuple[tuple, list[Tensor]] = ((), [])
+_NEW = 0
+_here = threading.local()
+# By the facts of a call: its list as a function, False if it cannot be written down, None if it came once.
+Known = dict[tuple, "Callable[..., Any] | bool | None"]
+_every: list[Known] = []
+# Tests without a GPU put other values here.
+_first_device = 0
+_alignment = 128  # of addresses, the most that a function may ask for
+_current_device: Callable[[], int] = torch.cuda.current_device
+
+
+class Launcher:
+    """What launches a kernel, and tells a list that is being written of it."""
+
+    __slots__ = ("_launch",)
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self._launch = launch
+
+    def __call__(self, *arguments: object) -> None:
+        self._launch(*arguments)
+        steps = getattr(_here, "steps", None)
+        if steps is not None:
+            steps.launched(self._launch, arguments)
+
+
+def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that does nothing on a GPU but by torch functions and by `Launcher`s.
+
+    Arguments are tensors, tuples, and values that can be hashed. A call goes the long way, by the function itself,
+    where a tensor is not on the current CUDA device, is of another class or wants a gradient, where something is being
+    traced, or where the function looks at values. `shortcuts` of the decorated function holds what was written down.
+    """
+    known: Known = {}
+    _every.append(known)
+    lock = threading.Lock()
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*arguments, **named)
+        facts, tensors = _facts(arguments, named)
+        try:
+            short = known.get(facts, _NEW)
+        except TypeError:  # an argument has no hash
+            short = False
+        if callable(short):
+            return short(*tensors)
+        # A tensor that is passed twice could not be told from two.
+        if short is None and len(set(map(id, tensors))) == len(tensors):
+            steps = _Steps(tensors)
+            result = steps.write(function, arguments, named)
+            known[facts] = steps.compiled(result)
+            return result
+        result = function(*arguments, **named)
+        if short is _NEW and facts:
+            with lock:
+                if len(known) >= LIMIT:
+                    del known[next(iter(known))]
+                known[facts] = None
+        return result
+
+    call.shortcuts = known  # type: ignore[attr-defined]
+    return call
+
+
+def forget() -> None:
+    """Forgets the lists of all functions."""
+    for known in _every:
+        known.clear()
+
+
+def _facts(arguments: tuple, named: dict[str, Any]) -> tuple[tuple, list[Tensor]]:
+    """Returns all of a call that its checks and plans depend on, nothing if that is more than we know; its tensors."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return _UNKNOWN
+    gradients = torch.is_grad_enabled()
+    facts: list[object] = [gradients, *named]
+    tensors: list[Tensor] = []
+    device = None
+    waiting = [*arguments, *named.values()]
+    try:
+        for x in waiting:
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                where = x.get_device()
+                if where != device:
+                    if device is not None or where < _first_device or where != _current_device():
+                        return _UNKNOWN
+                    device = where
+                if gradients and x.requires_grad:
+                    return _UNKNOWN
+                past = x.data_ptr() % _alignment
+                facts += x.dtype, x.shape, x.stride(), past % 16 or past and 16
+                tensors.append(x)
+            elif isinstance(x, tuple):
+                facts += kind, len(x)
+                waiting += x
+            else:
+                facts += kind, x
+    except RuntimeError:  # a tensor without an address
+        return _UNKNOWN
+    return _UNKNOWN if device is None else ((device, *facts), tensors)
+
+
+class _Steps(TorchFunctionMode):
+    """The list of what a call does, while it is being written: a line of Python for each step."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._kept = list(tensors)  # while a tensor lives, none other has its id
+        self._names = {id(x): f"t{i}" for i, x in enumerate(tensors)}
+        self._head = ", ".join(self._names.values())
+        self._lines: list[str] = []
+        self._space: dict[str, object] = {}
+        self._possible = True
+
+    def write(self, function: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
+        """Makes a call, notes its steps and returns its result."""
+        _here.steps = self
+        try:
+            with self:
+                return function(*arguments, **named)
+        finally:
+            _here.steps = None
+
+    def compiled(self, result: Any) -> Callable[..., Any] | bool:
+        """Returns what makes such a call from its tensors; False if that is not possible."""
+        text = self._text(result)
+        if not self._possible:
+            return False
+        body = "".join(f"    {line}\n" for line in (*self._lines, f"return {text}"))
+        space = dict(self._space)
+        exec(f"def short({self._head}):\n{body}", space)
+        return space["short"]
+
+    def launched(self, launch: Callable[..., None], arguments: tuple) -> None:
+        """Notes that a kernel was launched."""
+        self._line((), launch, arguments, {})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and self._names.get(id(found)) and not _writes(func, kwargs):
+            pass  # nothing had to be done, as by x.float() where x is float32
+        elif isinstance(found, Tensor):
+            self._line((found,), func, args, kwargs or {})
+        elif type(found) in (tuple, list) and all(isinstance(x, Tensor) for x in found):
+            self._line(found, func, args, kwargs or {}, several=True)
+        elif func.__name__ not in _FACTS:
+            self._possible = False
+        return found
+
+    def _new(self, x: Tensor) -> str:
+        self._kept.append(x)
+        return self._names.setdefault(id(x), f"t{len(self._kept) - 1}")
+
+    def _line(
+        self,
+        found: Sequence[Tensor],
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        several: bool = False,
+    ) -> None:
+        """Writes a line. found: what comes back, which is no argument yet; several: as a tuple."""
+        texts = [self._text(x) for x in args]
+        texts += [f"{name}={self._text(x)}" for name, x in kwargs.items()]
+        call = f"{self._constant(func)}({', '.join(texts)})"
+        names = "".join(f"{self._new(x)}, " for x in found)
+        if not found:
+            self._lines.append(call)
+        else:
+            self._lines.append(f"{names if several else names[:-2]} = {call}")
+
+    def _text(self, x: Any) -> str:
+        """Returns what stands for a value in a line."""
+        if isinstance(x, Tensor):
+            self._possible = self._possible and id(x) in self._names
+            return self._names.get(id(x), "")
+        if type(x) in (tuple, list):
+            return f"({''.join(self._text(item) + ', ' for item in x)})"
+        return self._constant(x)
+
+    def _constant(self, x: object) -> str:
+        if x is None or type(x) in (bool, int):
+            return repr(x)
+        name = f"c{len(self._space)}"
+        self._space[name] = x
+        return name
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether a torch function writes to a tensor that it returns."""
+    return func.__name__.endswith("_") or bool(kwargs and kwargs.get("out") is not None)
