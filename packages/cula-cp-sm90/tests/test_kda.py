@@ -28,6 +28,10 @@ class TestEmulated(kda.Emulated):
     subject = SUBJECT
 
 
+class TestEngineStates(kda.EngineStates):
+    subject = SUBJECT
+
+
 class TestOnGpu(kda.OnGpu):
     subject = SUBJECT
 

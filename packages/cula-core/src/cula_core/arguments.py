@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import dtype_name
+from .tensors import live_rows
 
 # Dtypes of activations by kind of device: kernels serve the first, the references in torch the second.
 ACTIVATIONS: Mapping[str, tuple[torch.dtype, ...]] = {
@@ -388,10 +389,12 @@ def state_or_pool(
     v_first: bool,
     updated: bool,
     aligned: bool = True,
+    null_slot: int | None = None,
 ) -> None:
     """Checks an initial_state with a row for every sequence, or a state_pool and the rows that are used of it.
 
-    updated: the pool is written, so that no two sequences may have the same row. aligned: see `states`.
+    updated: these rows are written, so that no two sequences may have the same. aligned: see `states`. null_slot: a row
+    that means padding.
     """
     initial_states(
         initial_state, state_pool, indices is None, q, v, sequences, v_first, aligned=aligned
@@ -401,7 +404,7 @@ def state_or_pool(
         if state_pool is None:
             value_error(name, "None without a state_pool", type(indices).__name__)
         int32_vector(name, indices, "N", sequences, q)
-        pool_rows(name, indices, "state_pool", state_pool.shape[0], updated)
+        pool_rows(name, indices, "state_pool", state_pool.shape[0], updated, null_slot)
 
 
 def initial_states(
@@ -436,15 +439,32 @@ def initial_states(
             value_error(name, expected, state_pool.shape[0])
 
 
-def pool_rows(name: str, indices: Tensor, pool_name: str, rows: int, updated: bool = True) -> None:
-    """Refuses indices beyond the pool, and a row twice where it is `updated`; negative indices are padding."""
+def pool_rows(
+    name: str,
+    indices: Tensor,
+    pool_name: str,
+    rows: int,
+    updated: bool = True,
+    null_slot: int | None = None,
+) -> None:
+    """Refuses indices beyond the pool, and a row twice where it is `updated`; negative ones and null_slot are
+    padding."""
     if not is_readable(indices) or not indices.numel():
         return
-    if indices.max() >= rows:
-        value_error(name, f"indices below the {rows} rows of {pool_name}", indices.max().item())
-    live = indices[indices >= 0]
+    live = indices[live_rows(indices, null_slot)]
+    if live.numel() and live.max() >= rows:
+        value_error(name, f"indices below the {rows} rows of {pool_name}", live.max().item())
     if updated and live.unique().numel() < live.numel():
         value_error(name, f"a row of {pool_name} once at most", indices[:_SHOWN].tolist())
+
+
+def checkpoint_interval(every: int) -> None:
+    """Refuses a number of tokens after which no kernel keeps states."""
+    name = "checkpoint_every_n_tokens"
+    if type(every) is not int:
+        type_error(name, "an int or None", type(every).__name__)
+    if every < 1 or every % CHECKPOINT_UNIT:
+        value_error(name, f"a positive multiple of {CHECKPOINT_UNIT}", every)
 
 
 def checkpoints(
@@ -467,10 +487,7 @@ def checkpoints(
     name = "checkpoint_every_n_tokens"
     if every is None:
         value_error(name, f"a multiple of {CHECKPOINT_UNIT} beside state_checkpoints", None)
-    if type(every) is not int:
-        type_error(name, "an int or None", type(every).__name__)
-    if every < 1 or every % CHECKPOINT_UNIT:
-        value_error(name, f"a positive multiple of {CHECKPOINT_UNIT}", every)
+    checkpoint_interval(every)
     name = "state_checkpoints"
     if buffer is None:
         value_error(name, "a tensor beside checkpoint_every_n_tokens", None)

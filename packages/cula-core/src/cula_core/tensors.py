@@ -55,14 +55,74 @@ def new_states(sequences: int, q: Tensor, v: Tensor, v_first: bool, like: Tensor
     return torch.empty(sequences, v.shape[2], *matrix, dtype=dtype, device=q.device)
 
 
-def gather_states(initial: Tensor | None, indices: Tensor | None, target: Tensor) -> Tensor:
-    """Writes the initial states of all sequences to `target`, zero for padding, and returns it; reads nothing back."""
+def live_rows(indices: Tensor, null_slot: int | None) -> Tensor:
+    """Returns which rows are none of padding."""
+    live = indices >= 0
+    return live if null_slot is None else live & (indices != null_slot)
+
+
+def gather_states(
+    initial: Tensor | None,
+    indices: Tensor | None,
+    target: Tensor,
+    null_slot: int | None = None,
+    given: Tensor | None = None,
+) -> Tensor:
+    """Writes the initial states of all sequences to `target`, zero for padding, and returns it; reads nothing back.
+
+    given [N]: False where a sequence begins from zero.
+    """
     if initial is None or initial.shape[0] == 0:
         return target.zero_()
+    rows = initial[: target.shape[0]] if indices is None else initial[indices.clamp(min=0).long()]
+    if indices is not None:
+        live = live_rows(indices, null_slot)
+        given = live if given is None else given & live
+    if given is not None:
+        rows = torch.where(given[:, None, None, None], rows, 0.0)
+    return target.copy_(rows)
+
+
+def move_states(
+    initial: Tensor | None,
+    pool: Tensor | None,
+    final: Tensor | None,
+    indices: Tensor | None,
+    targets: Tensor | None,
+    null_slot: int | None,
+    given: Tensor | None,
+    sequences: int,
+) -> None:
+    """What a call without tokens does: states go where they belong. initial is the pool where one is updated."""
+    if pool is None:
+        if final is not None:
+            gather_states(initial, indices, final, null_slot, given)
+    elif pool.shape[0] and not (targets is None and given is None):
+        states = pool.new_empty(sequences, *pool.shape[1:])
+        gather_states(pool, indices, states, null_slot, given)
+        scatter_states(pool, states, indices, targets, null_slot)
+
+
+def scatter_states(
+    pool: Tensor,
+    states: Tensor,
+    indices: Tensor | None,
+    targets: Tensor | None,
+    null_slot: int | None,
+) -> None:
+    """Writes final states to their rows of a pool, but those of padding; reads nothing back.
+
+    indices: rows where sequences began, None for the first ones; targets: other rows for the final states.
+    """
     if indices is None:
-        return target.copy_(initial[: target.shape[0]])
-    rows = initial[indices.clamp(min=0).long()]
-    return target.copy_(torch.where((indices >= 0)[:, None, None, None], rows, 0.0))
+        indices = torch.arange(states.shape[0], device=pool.device)
+    rows, live = indices, live_rows(indices, null_slot)
+    if targets is not None:
+        rows, live = targets, live & live_rows(targets, null_slot)
+    # What is not kept goes to a row behind the pool.
+    rows = torch.where(live, rows, pool.shape[0]).long()
+    wider = torch.cat((pool, pool[:1])).index_copy(0, rows, states)
+    pool.copy_(wider[:-1])
 
 
 @functools.cache

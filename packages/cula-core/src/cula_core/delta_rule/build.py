@@ -89,9 +89,11 @@ def factors_arguments(config: FactorsConfig) -> tuple:
 
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
-    """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices [N],
-    final like initial, maps [segments, HV, 256, 128] and starts [segments, HV, 128, 128] of fp32, segment table,
-    counter [1], tokens of a segment, first slot of the blocks, number of CTAs."""
+    """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices of
+    initial and of final states [N], bytes [N] that are 0 where a sequence has no initial state, final and checkpoints
+    like initial, rows of checkpoints and tokens in front of them [N], maps [segments, HV, 256, 128] and starts
+    [segments, HV, 128, 128] of fp32, segment table, counter [1], null slot, tokens between checkpoints, tokens of a
+    segment, first slot of the blocks, number of CTAs."""
     batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
     shape = (batch, tokens, heads_v, HEAD_DIM)
     packed, forward = config.packed, not config.scan
@@ -101,20 +103,24 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         fake.rows(config.dtype, shape),
         _states(heads_v) if config.initial_state and (config.scan or not config.split) else None,
         fake.vector(cutlass.Int32) if config.indexed else None,
+        fake.vector(cutlass.Int32) if config.redirected else None,
+        fake.vector(cutlass.Uint8) if config.fresh else None,
         _states(heads_v) if config.final_state and forward else None,
+        _states(heads_v) if config.checkpoints else None,
+        fake.vector(cutlass.Int32) if config.placed else None,
+        fake.vector(cutlass.Int32) if config.checkpoints == "once" else None,
         _maps(heads_v) if config.scan else None,
         _states(heads_v) if config.split and forward else None,
         fake.segment_table() if packed else None,
         fake.vector(cutlass.Int32) if packed else None,
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Int32(1) for _ in range(5)),
     )
 
 
 def merge_arguments(config: MergeConfig) -> tuple:
-    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices as `recurrence_arguments`
-    has them, cu_seqlens [N + 1], number of sequences, tokens of a dense one, tokens of a segment."""
+    """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices, bytes as
+    `recurrence_arguments` has them, cu_seqlens [N + 1], null slot, number of sequences, tokens of a dense one, tokens
+    of a segment."""
     heads_v = cute.sym_int()
     return (
         _maps(heads_v),
@@ -122,10 +128,9 @@ def merge_arguments(config: MergeConfig) -> tuple:
         _states(heads_v),
         _states(heads_v) if config.initial_state else None,
         fake.vector(cutlass.Int32) if config.indexed else None,
+        fake.vector(cutlass.Uint8) if config.fresh else None,
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Int32(1) for _ in range(4)),
     )
 
 

@@ -12,7 +12,10 @@ class Call(NamedTuple):
 
     q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV, K]. beta [B, T, HV]. A_log [HV]. dt_bias [HV * K] or [HV, K].
     initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`; state_pool is updated in
-    place, at the rows that state_indices [N] name (negative: padding), and replaces both others. cu_seqlens [N + 1],
+    place and replaces both others. state_indices, output_state_indices [N]: rows of initial and of final states,
+    negative or null_slot: padding; has_initial_state [N]: False where a sequence begins from zero. checkpoints [rows,
+    HV, K, V], or V, K: states after every checkpoint_every tokens or, with checkpoint_offsets [N], after so many, then
+    None is the pool; checkpoint_rows [N]: the row of each sequence's first one. All or none, and 0. cu_seqlens [N + 1],
     cu_seqlens_cpu a copy of it. workspace: bytes between the kernels. Aqk, Akk [B, T, HV, 64] and w, u, qg, kg [B, T,
     HV, 128]: what a backward pass reads; those that are not None are written. gate: g holds log decays ("log"), or what
     a "softplus" or "safe" gate computes them from. bounded: log decays are in [-5, 0). operand: dtype of the operands
@@ -50,6 +53,13 @@ class Call(NamedTuple):
     state_v_first: bool
     operand: str
     intracard_cp: str
+    output_state_indices: Tensor | None = None
+    has_initial_state: Tensor | None = None
+    null_slot: int | None = None
+    checkpoints: Tensor | None = None
+    checkpoint_rows: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+    checkpoint_every: int = 0
 
     @property
     def in_place(self) -> bool:
@@ -65,6 +75,12 @@ class Call(NamedTuple):
     def final(self) -> Tensor | None:
         """The states that are written: `final_state`, or the pool."""
         return self.final_state if self.state_pool is None else self.state_pool
+
+    @property
+    def kept_in(self) -> Tensor | None:
+        """Where states on the way are kept: `checkpoints`, or the pool."""
+        own = self.checkpoint_offsets is not None and self.checkpoints is None
+        return self.state_pool if own else self.checkpoints
 
     @property
     def packed(self) -> bool:
@@ -95,5 +111,7 @@ SCHEMA = (
     "Tensor? cu_seqlens_cpu, Tensor(c!) out, Tensor(d!)? workspace, Tensor(e!)? Aqk, Tensor(f!)? Akk, "
     "Tensor(g!)? w, Tensor(h!)? u, Tensor(i!)? qg, Tensor(j!)? kg, float scale, "
     "str gate, float lower_bound, bool bounded, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
-    "str operand, str intracard_cp) -> ()"
+    "str operand, str intracard_cp, Tensor? output_state_indices=None, Tensor? has_initial_state=None, "
+    "int? null_slot=None, Tensor(k!)? checkpoints=None, Tensor? checkpoint_rows=None, "
+    "Tensor? checkpoint_offsets=None, int checkpoint_every=0) -> ()"
 )

@@ -75,7 +75,9 @@ class RecurrenceConfig:
     dtype: of v and the outputs. operand: of the blocks. tiles: of v_tile columns of v per CTA. split: sequences are cut
     into segments, which start from states that were merged before. scan: the kernel computes the map of a segment
     instead: what it adds to a state, and the matrix that it applies to one. v_tile and stages are facts of the
-    architecture (`Target`). The others say which states there are, as the public function has them.
+    architecture (`Target`). redirected: final states have rows of their own. fresh: sequences say whether they have an
+    initial state. checkpoints: states on the way are kept after "every" so many tokens, or "once"; placed: in rows that
+    the caller names. The others say which states there are, as the public function has them.
     """
 
     dtype: str
@@ -89,6 +91,10 @@ class RecurrenceConfig:
     final_state: bool = True
     indexed: bool = False
     in_place: bool = False
+    redirected: bool = False
+    fresh: bool = False
+    checkpoints: str | None = None
+    placed: bool = False
     v_tile: int = field(kw_only=True)
     stages: int = field(kw_only=True)
 
@@ -116,6 +122,7 @@ class MergeConfig:
     indexed: bool = False
     index_dtype: str | None = None
     fades: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
+from ..delta_decode.slots import Sizes, check_dtype, check_null_slot, check_slot_values
 from ..dtypes import dtype_name
 from ..tensors import longest_sequence
 from .config import (
@@ -45,6 +46,13 @@ def check_prefill(
     out: Tensor | None,
     operand_dtype: torch.dtype | None,
     workspace: Tensor | None,
+    output_indices: Tensor | None,
+    null_slot: int | None,
+    has_initial_state: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    checkpoint_rows: Tensor | None,
+    checkpoint_offsets: Tensor | None,
     flags: dict[str, bool],
 ) -> None:
     """Raises unless the arguments of a prefill fit together. flags: the booleans by name."""
@@ -77,17 +85,21 @@ def check_prefill(
             "return_intermediate_states: expected False, got True; this kernel keeps no states on the way"
         )
     check_cp_context(cp_context)
+    v_first, updated = flags["state_v_first"], flags["update_state_pool"]
+    count = batch if sequences is None else sequences
+    check_null_slot(null_slot)
     arguments.state_or_pool(
-        initial_state,
-        state_pool,
-        indices,
-        q,
-        v,
-        batch if sequences is None else sequences,
-        flags["state_v_first"],
-        flags["update_state_pool"],
-    )
-
+        initial_state, state_pool, indices, q, v, count, v_first, updated and output_indices is None,
+        null_slot=null_slot,
+    )  # fmt: skip
+    _check_targets(state_pool, indices, output_indices, null_slot, updated, q, v, count)
+    states = initial_state if state_pool is None else state_pool
+    if has_initial_state is not None:
+        check_has_initial_state(has_initial_state, states, count, q)
+    _check_checkpoints(
+        checkpoints, checkpoint_every, checkpoint_rows, checkpoint_offsets, q, v, count, v_first, states,
+        state_pool if updated else None, cu_seqlens,
+    )  # fmt: skip
     check_operand_dtype(operand_dtype)
     check_segments(use_intracard_cp, tokens, cu_seqlens, cu_seqlens_cpu)
     if workspace is not None:
@@ -97,7 +109,121 @@ def check_prefill(
         _NO_BACKWARD,
         **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias},
         **{"initial_state": initial_state, "state_pool": state_pool, "out": out},
+        state_checkpoints=checkpoints,
     )
+
+
+def check_has_initial_state(
+    x: Tensor, states: Tensor | None, sequences: int, lead: Tensor, lead_name: str = "q"
+) -> None:
+    """Checks has_initial_state, which says of every sequence whether it begins with a state of `states`."""
+    name = "has_initial_state"
+    arguments.tensor(name, x)
+    if states is None:
+        arguments.value_error(name, "None without an initial_state or a state_pool", "a tensor")
+    check_dtype(name, x, (torch.bool,))
+    if x.shape != (sequences,):
+        arguments.value_error(name, f"[N] = [{sequences}]", list(x.shape))
+    arguments.device(name, x, lead, lead_name)
+
+
+def _check_targets(
+    pool: Tensor | None,
+    indices: Tensor | None,
+    targets: Tensor | None,
+    null_slot: int | None,
+    updated: bool,
+    q: Tensor,
+    v: Tensor,
+    sequences: int,
+) -> None:
+    """Checks the rows of final states, of a pool whose states and rows of initial ones are known to be right."""
+    name = "output_state_indices"
+    for other, x in ((name, targets), ("null_slot", null_slot)):
+        if x is not None and pool is None:
+            arguments.value_error(other, "None without a state_pool", type(x).__name__)
+    if targets is None or pool is None:
+        return
+    arguments.int32_vector(name, targets, "N", sequences, q)
+    if not updated:
+        arguments.value_error(name, "None unless update_state_pool is True", "a tensor")
+    heads, dim_k = q.shape[2:]
+    sizes = Sizes(q.device.type, sequences, 0, heads, v.shape[2], dim_k, v.shape[3], None, q, "q")
+    check_slot_values(
+        pool, indices, targets, None, None, None, sizes, updated, null_slot, "state_pool"
+    )
+
+
+def _check_checkpoints(
+    buffer: Tensor | None,
+    every: int | None,
+    rows: Tensor | None,
+    offsets: Tensor | None,
+    q: Tensor,
+    v: Tensor,
+    sequences: int,
+    v_first: bool,
+    states: Tensor | None,
+    pool: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Checks where states on the way go, and when. pool: one that is updated."""
+    dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
+    heads, dim_v = v.shape[2:]
+    if offsets is None and rows is None:
+        arguments.checkpoints(
+            buffer, every, q, dim_v, v_first, dtype, ("HV", heads), aligned=True
+        )  # fmt: skip
+        return
+    if offsets is None and every is None:
+        other = "None without checkpoint_every_n_tokens or checkpoint_offsets"
+        arguments.value_error("checkpoint_rows", other, type(rows).__name__)
+    if offsets is not None and every is not None:
+        other = "None beside checkpoint_every_n_tokens"
+        arguments.value_error("checkpoint_offsets", other, type(offsets).__name__)
+    for name, x in (("checkpoint_rows", rows), ("checkpoint_offsets", offsets)):
+        if x is not None:
+            arguments.tensor(name, x)
+            check_dtype(name, x, arguments.OFFSETS)
+            if x.shape != (sequences,):
+                arguments.value_error(name, f"[N] = [{sequences}]", list(x.shape))
+            arguments.device(name, x, q)
+    if every is not None:
+        arguments.checkpoint_interval(every)
+    name = "state_checkpoints"
+    if buffer is None:
+        if rows is None or pool is None or every is not None:
+            arguments.value_error(name, "a tensor, or an updated state_pool with rows", None)
+        buffer = pool
+    arguments.states(name, buffer, v, q.shape[3], v_first, dtypes=(dtype,))
+    if rows is None:
+        if buffer.shape[0] < sequences:
+            expected = f"a row for each of {sequences} sequences without checkpoint_rows"
+            arguments.value_error(name, expected, buffer.shape[0])
+    elif arguments.is_readable(rows):
+        _check_last_rows(rows, offsets, every, buffer.shape[0], q.shape[1], cu_seqlens)
+
+
+def _check_last_rows(
+    rows: Tensor,
+    offsets: Tensor | None,
+    every: int | None,
+    count: int,
+    tokens: int,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Refuses rows of states on the way that are beyond the buffer, which has `count`."""
+    last = rows.long()
+    kept = last >= 0
+    if every is not None:
+        lengths = torch.full_like(last, tokens) if cu_seqlens is None else cu_seqlens.long().diff()
+        last = last + lengths // every - 1
+        kept = kept & (lengths >= every)
+    elif offsets is not None:
+        kept = kept & (offsets > 0)
+    if kept.any() and last[kept].max() >= count:
+        expected = f"rows of states below the {count} of state_checkpoints"
+        arguments.value_error("checkpoint_rows", expected, last[kept].max().item())
 
 
 def check_sizes(batch: int, tokens: int, value_heads: int, sequences: int | None) -> None:

@@ -16,7 +16,13 @@ from ..delta_decode.slots import (
     check_null_slot,
     check_slot_values,
 )
-from .contract import check_cp_context, check_operand_dtype, check_segments, check_split_choice
+from .contract import (
+    check_cp_context,
+    check_has_initial_state,
+    check_operand_dtype,
+    check_segments,
+    check_split_choice,
+)
 
 _NO_BACKWARD = (
     "no backward; cula.lightning.chunk_gated_delta_rule has one with flash-linear-attention"
@@ -98,7 +104,7 @@ def check_chunk_gated_delta_rule(
         state_pool, state_indices, output_state_indices, update_state_pool, null_slot, sizes
     )
     if has_initial_state is not None:
-        _check_fresh(has_initial_state, states, sizes)
+        check_has_initial_state(has_initial_state, states, sizes.rows, sizes.lead, sizes.lead_name)
     dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
     arguments.checkpoints(
         state_checkpoints, checkpoint_every_n_tokens, q, sizes.dim_v, state_v_first, dtype, heads,
@@ -201,15 +207,3 @@ def _check_slots(
             pool, state_indices, output_state_indices, None, None, None, sizes, updated, null_slot,
             "state_pool",
         )  # fmt: skip
-
-
-def _check_fresh(x: Tensor, states: Tensor | None, sizes: Sizes) -> None:
-    """Checks has_initial_state, which says of every sequence whether it begins with a state of `states`."""
-    name = "has_initial_state"
-    arguments.tensor(name, x)
-    if states is None:
-        arguments.value_error(name, "None without an initial_state or a state_pool", "a tensor")
-    check_dtype(name, x, (torch.bool,))
-    if x.shape != (sizes.rows,):
-        arguments.value_error(name, f"[N] = [{sizes.rows}]", list(x.shape))
-    arguments.device(name, x, sizes.lead, sizes.lead_name)

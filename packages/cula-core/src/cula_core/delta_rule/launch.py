@@ -58,8 +58,9 @@ def _kernels_of(target: Target, device: torch.device) -> Kernels:
 class _Launch:
     """What the kernels of one call share: the call, how it is spread out, and memory between the kernels.
 
-    initial, final, indices: states as the recurrence reads and writes them. They are the call's own or, in a call of
-    several pieces, those that one piece hands to the next. segment_tokens: a length that no segment exceeds.
+    initial, final, indices, targets, fresh: states as the recurrence reads and writes them, their rows, and bytes that
+    are 0 where a sequence begins from zero. They are the call's own or, in a call of several pieces, those that one
+    piece hands to the next. segment_tokens: a length that no segment exceeds.
     """
 
     target: Target
@@ -70,6 +71,9 @@ class _Launch:
     initial: Tensor | None
     final: Tensor | None
     indices: Tensor | None
+    targets: Tensor | None
+    fresh: Tensor | None
+    null_slot: int
     in_place: bool
     segment_tokens: int
     blocks: Tensor
@@ -136,18 +140,20 @@ class _Launch:
         starts = self._matrices(HEAD_DIM)
         ctas = min(self.multiprocessors, 2 * self.spread.segments * heads_v)
         self.kernels(self._config(scan=True, tiles=self.target.v_tiles))(
-            self.blocks, call.v, call.out, self.initial, self.indices, None, maps, None, segments,
-            None if counters is None else counters[:1], self.segment_tokens, first, ctas,
+            self.blocks, call.v, call.out, self.initial, self.indices, None, self.fresh, None, None, None, None, maps,
+            None, segments, None if counters is None else counters[:1], self.null_slot, CHUNK, self.segment_tokens,
+            first, ctas,
         )  # fmt: skip
         config = MergeConfig(
             call.state_v_first,
             self.initial is not None,
             self.indices is not None,
             self._index_dtype,
+            fresh=self.fresh is not None,
         )
         self.kernels(config)(
-            maps, None, starts, self.initial, self.indices, call.cu_seqlens, call.sequences, call.q.shape[1],
-            self.segment_tokens,
+            maps, None, starts, self.initial, self.indices, self.fresh, call.cu_seqlens, self.null_slot, call.sequences,
+            call.q.shape[1], self.segment_tokens,
         )  # fmt: skip
         return starts
 
@@ -163,8 +169,10 @@ class _Launch:
         tiles = self.target.v_tiles // spread.tiles
         ctas = min(self.multiprocessors, spread.segments * call.v.shape[2] * tiles)
         self.kernels(self._config(scan=False, tiles=spread.tiles))(
-            self.blocks[:held], call.v, call.out, None if spread.split else self.initial, self.indices, self.final,
-            None, starts, segments, None if counters is None else counters[1:], self.segment_tokens, first, ctas,
+            self.blocks[:held], call.v, call.out, None if spread.split else self.initial, self.indices, self.targets,
+            self.fresh, self.final, *self._checkpoints, None, starts,
+            segments, None if counters is None else counters[1:], self.null_slot, max(call.checkpoint_every, CHUNK),
+            self.segment_tokens, first, ctas,
         )  # fmt: skip
 
     def _config(self, scan: bool, tiles: int) -> RecurrenceConfig:
@@ -180,7 +188,26 @@ class _Launch:
             final_state=self.final is not None and not scan,
             indexed=self.indices is not None,
             in_place=self.in_place and not scan,
+            redirected=self.targets is not None and not scan,
+            fresh=self.fresh is not None,
+            checkpoints=self._kept if not scan else None,
+            placed=self._kept is not None and self.call.checkpoint_rows is not None and not scan,
         )
+
+    @property
+    def _kept(self) -> str | None:
+        """When states on the way are kept."""
+        if self.call.checkpoints is None:
+            return None
+        return "every" if self.call.checkpoint_offsets is None else "once"
+
+    @property
+    def _checkpoints(self) -> tuple[Tensor | None, ...]:
+        """Where states on the way are kept, in which rows, and after how many tokens."""
+        call = self.call
+        if call.checkpoints is None:
+            return None, None, None
+        return call.checkpoints, call.checkpoint_rows, call.checkpoint_offsets
 
     @property
     def _index_dtype(self) -> str | None:
@@ -217,13 +244,17 @@ def run(
         target, batch, tokens, heads_v, call.packed_sequences, count, workspace.numel(), call.intracard_cp, longest
     )  # fmt: skip
     initial, final, indices, in_place = call.initial, call.final, call.state_indices, call.in_place
-    if spread.pieces > 1 and not in_place:
+    targets, fresh = call.output_state_indices, call.has_initial_state
+    null_slot = -1 if call.null_slot is None else call.null_slot
+    # Pieces find the states of those before them where these belong in the end, unless sequences begin somewhere else.
+    carried = spread.pieces > 1 and not (in_place and targets is None and fresh is None)
+    if carried:
         initial = final = _carried(call)
-        in_place = True
+        in_place, targets, fresh, null_slot = True, None, None, -1
         # Padding slots keep their indices, so that their tokens are skipped; the others have a row of their own.
         if indices is not None:
             own = torch.arange(call.sequences, dtype=torch.int32, device=device)
-            indices = torch.where(indices < 0, indices, own)
+            indices = torch.where(tensors.live_rows(indices, call.null_slot), own, -1)
     blocks = workspace[: spread.piece_slots * heads_v * BLOCK_BYTES]
     blocks = blocks.view(getattr(torch, call.operand)).view(
         spread.piece_slots, heads_v, BLOCK_BYTES // 2
@@ -237,10 +268,17 @@ def run(
         initial,
         final,
         indices,
+        targets,
+        None if fresh is None else fresh.view(torch.uint8),
+        null_slot,
         in_place,
         spread.segment_tokens or max(tokens, CHUNK),
         blocks,
     ).run()
+    if carried and call.state_pool is not None and final is not None:
+        tensors.scatter_states(
+            call.state_pool, final, call.state_indices, call.output_state_indices, call.null_slot
+        )
 
 
 def _carried(call: Call) -> Tensor:
@@ -250,4 +288,6 @@ def _carried(call: Call) -> Tensor:
     if states is None:
         shape = (call.sequences, call.v.shape[2], HEAD_DIM, HEAD_DIM)
         states = call.q.new_empty(shape, dtype=torch.float32)
-    return tensors.gather_states(call.initial_state, call.state_indices, states)
+    return tensors.gather_states(
+        call.initial, call.state_indices, states, call.null_slot, call.has_initial_state
+    )

@@ -15,9 +15,9 @@ from ..tensors import (
     DENSE,
     aligned,
     as_stored,
-    gather_states,
     is_aligned,
     is_plain_cuda_call,
+    move_states,
     new_states,
 )
 from .call import SCHEMA, Call
@@ -68,7 +68,14 @@ class Prefill:
         out: Tensor | None = None,
         state_pool: Tensor | None = None,
         initial_state_indices: Tensor | None = None,
+        output_state_indices: Tensor | None = None,
         update_state_pool: bool = True,
+        null_slot: int | None = None,
+        has_initial_state: Tensor | None = None,
+        state_checkpoints: Tensor | None = None,
+        checkpoint_every_n_tokens: int | None = None,
+        checkpoint_rows: Tensor | None = None,
+        checkpoint_offsets: Tensor | None = None,
         operand_dtype: torch.dtype | None = None,
         workspace: Tensor | None = None,
         return_intra: bool = False,
@@ -123,10 +130,22 @@ class Prefill:
                 the workspace in one piece; False never cuts. No effect on the CPU.
             out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
             state_pool: `[rows, HV, K, V]`, or V, K, in place of an initial_state and like it, updated in place.
-            initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative:
-                padding, no row is read or written and the outputs are zero. No row of a pool that is updated may occur
-                twice, which is checked on the CPU only. None: row n. Needs a state_pool.
+            initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative, or
+                `null_slot`: padding, no row is read or written and the outputs are zero. No row of a pool that is
+                updated may occur twice, which is checked on the CPU only. None: row n. Needs a state_pool.
+            output_state_indices: `[N]` int32: the row for each final state; negative, or `null_slot`: it is not stored.
+                No other sequence may begin there. None: where the sequence began.
             update_state_pool: False only reads the pool, and `output_final_state` decides what is returned.
+            null_slot: a row of the pool that means padding, as negative ones do.
+            has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its state holds.
+            state_checkpoints: contiguous memory for states on the way, in the dtype and layout of the states; padding
+                and rows that no state belongs to keep their contents. Where states are kept, one of:
+            checkpoint_every_n_tokens: a multiple of 64, n: after every n tokens of each sequence, in
+                `[B, T // n, HV, K, V]` (or V, K): dense sequences from row [b, 0] on, a packed one at tokens [a, b)
+                from row a // n on. With checkpoint_rows in `[rows, HV, K, V]`, from row checkpoint_rows[n] on.
+            checkpoint_offsets: `[N]` int32 or int64: once per sequence, after so many tokens; a multiple of 64, or
+                none is kept. In `[rows, HV, K, V]`, which may be the state_pool, row n or checkpoint_rows[n].
+            checkpoint_rows: `[N]` int32 or int64; negative: none of the sequence's states is kept.
             operand_dtype: of what the kernels hand to the tensor cores: torch.float16 is more precise, for values up to
                 1e4 and queries and keys of norm about 1; torch.bfloat16 takes any. None: float16 with
                 `use_qk_l2norm_in_kernel`, else bfloat16. No effect on the CPU.
@@ -168,6 +187,9 @@ class Prefill:
             indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, A_log=A_log, dt_bias=dt_bias,
             use_intracard_cp=use_intracard_cp, out=out, operand_dtype=operand_dtype, workspace=workspace,
+            output_indices=output_state_indices, null_slot=null_slot, has_initial_state=has_initial_state,
+            checkpoints=state_checkpoints, checkpoint_every=checkpoint_every_n_tokens, checkpoint_rows=checkpoint_rows,
+            checkpoint_offsets=checkpoint_offsets,
             flags={
                 "output_final_state": output_final_state,
                 "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -186,10 +208,19 @@ class Prefill:
         v_first = state_v_first != turned
         pool: Tensor | None = None
         final: Tensor | None = None
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if state_pool is not None and initial_state_indices is None:
+            if null_slot is not None or output_state_indices is not None:
+                initial_state_indices = torch.arange(sequences, dtype=torch.int32, device=q.device)
+        if state_checkpoints is state_pool:
+            state_checkpoints = None
+        saved, saved_turned = as_stored(state_checkpoints)
+        if saved is not None and saved_turned != turned:
+            # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
+            saved = saved.mT.contiguous()
         if state_pool is not None and update_state_pool:
             pool, initial = initial, None
         elif output_final_state:
-            sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             final = new_states(sequences, q, v, v_first, initial)
         if out is None:
             out = torch.empty_like(v, memory_format=DENSE)
@@ -211,11 +242,20 @@ class Prefill:
             state_v_first=v_first,
             operand=dtype_name(operand_dtype),
             intracard_cp=INTRACARD_CP[use_intracard_cp],
+            output_state_indices=output_state_indices,
+            has_initial_state=has_initial_state,
+            null_slot=null_slot,
+            checkpoints=saved,
+            checkpoint_rows=checkpoint_rows,
+            checkpoint_offsets=checkpoint_offsets,
+            checkpoint_every=checkpoint_every_n_tokens or 0,
         )  # fmt: skip
         if plain:
             self._run_on_gpu(call)
         else:
             self._operator(*call)
+        if state_checkpoints is not None and saved is not None and saved_turned != turned:
+            as_stored(state_checkpoints)[0].copy_(saved.mT)  # type: ignore[union-attr]
         states = final.transpose(2, 3) if turned and final is not None else final
         return out, states if pool is None else state_pool, *call.intra
 
@@ -249,8 +289,10 @@ class Prefill:
             # No token at all, or nothing but padding.
             for written in (call.out, *call.intra):
                 written.zero_()
-            if call.final_state is not None:
-                gather_states(call.initial_state, call.state_indices, call.final_state)
+            move_states(
+                call.initial, call.state_pool, call.final_state, call.state_indices, call.output_state_indices,
+                call.null_slot, call.has_initial_state, call.sequences,
+            )  # fmt: skip
             return
         self._launch(prepared(call))
 
@@ -282,7 +324,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _run_on_cpu(call: Call) -> None:
     reference.prefill(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial, call.state_indices,
-        call.final, call.cu_seqlens, call.out, scale=call.scale, gate=call.gate, lower_bound=call.lower_bound,
+        call.final, call.cu_seqlens, call.out, output_state_indices=call.output_state_indices,
+        has_initial_state=call.has_initial_state, null_slot=call.null_slot, checkpoints=call.kept_in,
+        checkpoint_rows=call.checkpoint_rows, checkpoint_offsets=call.checkpoint_offsets,
+        checkpoint_every=call.checkpoint_every, scale=call.scale, gate=call.gate, lower_bound=call.lower_bound,
         l2norm=call.l2norm, beta_sigmoid=call.beta_sigmoid, neg_eigval=call.neg_eigval,
         state_v_first=call.state_v_first, intra=call.intra or None,
     )  # fmt: skip
@@ -307,6 +352,21 @@ def prepared(call: Call) -> Call:
     rate, bias = call.A_log, call.dt_bias
     if bias is not None:
         bias = aligned(bias.float().reshape(g.shape[2:]).contiguous())
+    indices = {
+        name: None if x is None else x.to(torch.int32).contiguous()
+        for name in (
+            "state_indices",
+            "output_state_indices",
+            "checkpoint_rows",
+            "checkpoint_offsets",
+        )
+        for x in (getattr(call, name),)
+    }
+    fresh, saved = call.has_initial_state, call.kept_in
+    if saved is not None and saved.dim() == 5:
+        saved = saved.flatten(0, 1)
+    if saved is not None and saved.shape[0] == 0:
+        saved = None
     workspace = call.workspace
     if workspace is None:
         batch, tokens, heads_v = call.v.shape[:3]
@@ -320,5 +380,8 @@ def prepared(call: Call) -> Call:
         beta=beta,
         A_log=None if rate is None else rate.float(),
         dt_bias=bias,
+        has_initial_state=None if fresh is None else fresh.contiguous(),
+        checkpoints=saved,
         workspace=workspace,
+        **indices,
     )

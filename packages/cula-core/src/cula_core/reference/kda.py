@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tensors import live_rows
 from .common import normalized, work_dtype
 from .gates import log_decay, write_strength
 
@@ -57,6 +58,8 @@ def recurrent_prefill(
     state_v_first: bool = False,
     checkpoints: Tensor | None = None,
     checkpoint_every: int = 0,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in `dtype`; None: in fp64 if q is fp64 and in fp32 otherwise.
@@ -65,7 +68,9 @@ def recurrent_prefill(
     [HV, K], None: 0. initial_state: [rows, HV, K, V] ([rows, HV, V, K] with `state_v_first`) or None. state_indices:
     row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1. checkpoints:
     [B, T // n, HV, K, V] (or V, K) with n = checkpoint_every, written with the states after every n tokens of a
-    sequence; where it begins at token a, from row a // n on.
+    sequence; where it begins at token a, from row a // n on. With checkpoint_rows [N] it is [rows, HV, K, V], and they
+    are written from these rows on, none where they are negative. With checkpoint_offsets [N], multiples of 64, the
+    state after so many tokens is written to row n, or that of checkpoint_rows.
     Returns the outputs [B, T, HV, V] and the final states [N, HV, K, V] (or V, K), unrounded, both zero for padding.
     """
     work = dtype or work_dtype(q)
@@ -94,6 +99,8 @@ def recurrent_prefill(
         states = initial_state[[sequences[n].state for n in live]].to(work)
         states = (states.transpose(2, 3) if state_v_first else states).contiguous()
     running = len(live)
+    offsets = None if checkpoint_offsets is None else checkpoint_offsets.tolist()
+    first = _first_rows(q, sequences, checkpoint_rows, checkpoint_every)
     for t in range(sequences[live[0]].length if live else 0):
         while sequences[live[running - 1]].length <= t:
             running -= 1
@@ -104,11 +111,18 @@ def recurrent_prefill(
         error = v_t - (k_t * state).sum(2)
         state += k_t * (strength[..., None] * error)[:, :, None]
         outputs[rows] = scale * (q_t * state).sum(2)
-        if checkpoints is not None and (t + 1) % checkpoint_every == 0:
+        if checkpoints is None or (t + 1) % (checkpoint_every or _CHUNK):
+            continue
+        due = [i for i in range(running) if first[live[i]] >= 0]
+        number = 0
+        if offsets is None:
             number = (t + 1) // checkpoint_every - 1
-            places = starts[:running] % q.shape[1] // checkpoint_every + number
-            kept = state.transpose(2, 3) if state_v_first else state
-            checkpoints[starts[:running] // q.shape[1], places] = kept.to(checkpoints.dtype)
+        else:
+            due = [i for i in due if offsets[live[i]] == t + 1]
+        kept = state[due].transpose(2, 3) if state_v_first else state[due]
+        rows_kept = [first[live[i]] + number for i in due]
+        places = checkpoints.flatten(0, 1) if checkpoints.dim() == 5 else checkpoints
+        places[rows_kept] = kept.to(checkpoints.dtype)
     finals[live] = states
     return outputs.view(v.shape), finals.transpose(2, 3) if state_v_first else finals
 
@@ -127,6 +141,13 @@ def prefill(
     cu_seqlens: Tensor | None,
     out: Tensor,
     *,
+    output_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_slot: int | None = None,
+    checkpoints: Tensor | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int = 0,
     scale: float,
     gate: str,
     lower_bound: float,
@@ -139,7 +160,9 @@ def prefill(
     """`recurrent_prefill` into `out` and `final_state`: the contract of the kernels' launcher, on the CPU.
 
     final_state: None, another tensor [N, HV, ..] for row n of the final states, or `initial_state` itself, whose rows
-    are then replaced where they were read. intra: the first of the `Intermediates`, or all of them.
+    are then replaced where they were read, or where output_state_indices [N] says; rows that are negative or null_slot
+    are padding. has_initial_state [N]: False where a sequence begins from zero. intra: the first of the
+    `Intermediates`, or all of them.
     """
     if intra is not None:
         found = intermediates(
@@ -148,21 +171,31 @@ def prefill(
         )  # fmt: skip
         for own, exact in zip(intra, found):
             own.copy_(exact)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows = slots = torch.arange(sequences, device=q.device)
+    live = rows >= 0
+    if state_indices is not None:
+        slots, live = state_indices.long(), live_rows(state_indices, null_slot)
+    begin = None
+    if initial_state is not None:
+        read = live if has_initial_state is None else live & has_initial_state
+        begin = initial_state.new_zeros(sequences, *initial_state.shape[1:])
+        begin[read] = initial_state[slots[read]]
     outputs, finals = recurrent_prefill(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale=scale,
+        q, k, v, g, beta, A_log, dt_bias, begin, torch.where(live, rows, -1), cu_seqlens, scale=scale,
         gate=gate, lower_bound=lower_bound, l2norm=l2norm, beta_sigmoid=beta_sigmoid,
-        neg_eigval=neg_eigval, state_v_first=state_v_first,
+        neg_eigval=neg_eigval, state_v_first=state_v_first, checkpoints=checkpoints,
+        checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets, checkpoint_every=checkpoint_every,
     )  # fmt: skip
     out.copy_(outputs)
     if final_state is None:
         return
     if final_state is not initial_state:
         final_state.copy_(finals)
-    elif state_indices is None:
-        final_state[: len(finals)] = finals.to(final_state.dtype)
-    else:
-        live = state_indices >= 0
-        final_state[state_indices[live].long()] = finals[live].to(final_state.dtype)
+        return
+    if output_state_indices is not None:
+        slots, live = output_state_indices.long(), live & live_rows(output_state_indices, null_slot)
+    final_state[slots[live]] = finals[live].to(final_state.dtype)
 
 
 class Intermediates(NamedTuple):
@@ -260,3 +293,18 @@ def _sequences(
         places = [(start, stop - start) for start, stop in zip(bounds[:-1], bounds[1:])]
     slots = range(len(places)) if state_indices is None else state_indices.tolist()
     return [_Sequence(*place, slot) for place, slot in zip(places, slots)]
+
+
+def _first_rows(
+    q: Tensor, sequences: list[_Sequence], rows: Tensor | None, every: int
+) -> list[int]:
+    """The row of the first state on the way of every sequence."""
+    if rows is not None:
+        return rows.tolist()
+    if not every:
+        return list(range(len(sequences)))
+    tokens = q.shape[1]
+    return [
+        start // tokens * (tokens // every) + start % tokens // every if tokens else 0
+        for start, _, _ in sequences
+    ]

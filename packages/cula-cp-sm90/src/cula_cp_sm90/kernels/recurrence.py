@@ -58,7 +58,8 @@ class KdaRecurrence:
         self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
         self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
         self.stages = Stages(config)
-        self.loader, self.states = Loader(config, self.stages), States(config, self)
+        self.states = States(config, self)
+        self.loader = Loader(config, self.stages, self.states)
 
     @cute.jit
     def __call__(
@@ -68,11 +69,18 @@ class KdaRecurrence:
         out: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
         final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
         ctas: cutlass.Int32,
@@ -84,7 +92,8 @@ class KdaRecurrence:
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tile, (CHUNK, V_TILE))
         self.kernel(
-            blocks, tma_v, mV, tma_o, mO, out, initial, indices, final, maps, starts, segments, counter, segment_tokens,
+            blocks, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows,
+            checkpoint_offsets, maps, starts, segments, counter, null_slot, checkpoint_every, segment_tokens,
             first_slot,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -101,11 +110,18 @@ class KdaRecurrence:
         out: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
         final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
     ):
@@ -147,15 +163,15 @@ class KdaRecurrence:
                 cute.arch.setmaxregister_decrease(24)
             if warp_idx == 4 * self.tiles:
                 self.loader.load(
-                    ring, items, base, item_words, blocks, tma_v, mV, indices, segments, counter, segment_tokens,
-                    first_slot, out.shape[2], out.shape[1], out.shape[0],
+                    ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, segments, counter,
+                    null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(240)
             self.walk(
-                ring, items, base, o_base, item_words, tma_o, mO, out, initial, final, maps, starts,
-                warp_idx // 4, tidx % GROUP,
+                ring, items, base, o_base, item_words, tma_o, mO, out, initial, final, checkpoints, checkpoint_rows,
+                checkpoint_offsets, checkpoint_every, maps, starts, warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
     # ---- the chain --------------------------------------------------------------------------------------------------
@@ -173,6 +189,10 @@ class KdaRecurrence:
         out: cute.Tensor,
         initial: cute.Tensor,
         final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
+        checkpoint_every: cutlass.Int32,
         maps: cute.Tensor,
         starts: cute.Tensor,
         group: cutlass.Int32,
@@ -227,7 +247,8 @@ class KdaRecurrence:
         item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
-            token, batch, length, head = item.token, item.batch, item.length, item.head
+            token, length, head = item.token, item.length, item.head
+            batch = I32(0) if cutlass.const_expr(self.config.packed) else item.sequence
             column = item.tile + group
             chunks = cute.ceil_div(length, CHUNK)
             if item.row < 0:
@@ -238,6 +259,10 @@ class KdaRecurrence:
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
+            if cutlass.const_expr(self.config.checkpoints is not None):
+                kept, after = self.states.checkpoints_of(
+                    item, checkpoint_rows, checkpoint_offsets, checkpoint_every, out.shape[1]
+                )
             for c in cutlass.range(chunks, unroll=1):
                 stage = at.index
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
@@ -276,6 +301,8 @@ class KdaRecurrence:
                 if cutlass.const_expr(not scan):
                     self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                     turn = turn + 1
+                if cutlass.const_expr(self.config.checkpoints is not None):
+                    self.states.keep(s, checkpoints, kept, after, item, c, column, part_s)
             if cutlass.const_expr(scan):
                 self.write_state(s, maps[item.segment, head, None, None], column, part_s)
             else:

@@ -89,7 +89,8 @@ class KdaRecurrence:
         self.tiles = config.tiles
         self.threads = THREADS + 128  # registers move between whole groups of four warps only
         self.stages = Stages(config)
-        self.loader, self.states = Loader(config, self.stages), States(config, self)
+        self.states = States(config, self)
+        self.loader = Loader(config, self.stages, self.states)
 
     @cute.jit
     def __call__(
@@ -99,11 +100,18 @@ class KdaRecurrence:
         out: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
         final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
         ctas: cutlass.Int32,
@@ -115,7 +123,8 @@ class KdaRecurrence:
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tile, (CHUNK, V_TILE))
         self.kernel(
-            blocks, tma_v, mV, tma_o, mO, out, initial, indices, final, maps, starts, segments, counter, segment_tokens,
+            blocks, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows,
+            checkpoint_offsets, maps, starts, segments, counter, null_slot, checkpoint_every, segment_tokens,
             first_slot,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -132,11 +141,18 @@ class KdaRecurrence:
         out: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
         final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
     ):
@@ -189,8 +205,8 @@ class KdaRecurrence:
                 self.multiply(ring, items, base, item_words, signals, tmem)
             elif warp_idx == THREADS // 32 + 1:
                 self.loader.load(
-                    ring, items, base, item_words, blocks, tma_v, mV, indices, segments, counter, segment_tokens,
-                    first_slot, out.shape[2], out.shape[1], out.shape[0],
+                    ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, segments, counter,
+                    null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(216)
@@ -207,6 +223,10 @@ class KdaRecurrence:
                 out,
                 initial,
                 final,
+                checkpoints,
+                checkpoint_rows,
+                checkpoint_offsets,
+                checkpoint_every,
                 maps,
                 starts,
                 tidx,
@@ -328,6 +348,10 @@ class KdaRecurrence:
         out: cute.Tensor,
         initial: cute.Tensor,
         final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
+        checkpoint_every: cutlass.Int32,
         maps: cute.Tensor,
         starts: cute.Tensor,
         tidx: cutlass.Int32,
@@ -355,7 +379,8 @@ class KdaRecurrence:
         item = receive(Item, items, item_at, item_words)
         item_at.advance()
         while item.valid != 0:
-            token, batch, length, head = item.token, item.batch, item.length, item.head
+            token, length, head = item.token, item.length, item.head
+            batch = I32(0) if cutlass.const_expr(self.config.packed) else item.sequence
             chunks = cute.ceil_div(length, CHUNK)
             if item.row < 0:
                 chunks = 0
@@ -366,6 +391,10 @@ class KdaRecurrence:
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, 0))
+            if cutlass.const_expr(self.config.checkpoints is not None):
+                kept, after = self.states.checkpoints_of(
+                    item, checkpoint_rows, checkpoint_offsets, checkpoint_every, out.shape[1]
+                )
             for c in cutlass.range(chunks, unroll=1):
                 phase = turn % 2
                 self.store_operand(s_copy, s, signals + Signal.S_READY)
@@ -393,6 +422,8 @@ class KdaRecurrence:
                 added = self.load_sums(s_sum, signals + Signal.S_DONE, phase)
                 s.store(s.load() + added.load())
                 turn = turn + 1
+                if cutlass.const_expr(self.config.checkpoints is not None):
+                    self.states.keep(s, checkpoints, kept, after, item, c, item.tile, (group, tidx))
             if cutlass.const_expr(scan):
                 self.write_state(s, maps[item.segment, head, None, None], item.tile, (group, tidx))
             else:

@@ -152,6 +152,6 @@ def run(
     of_first, of_second = flags.split(spread.flags)
     walk(first, of_first, maps, marks)
     kernels(MergeConfig(index_dtype=operands["index_dtype"], fades=True))(
-        maps, marks, starts, None, None, offsets, call.sequences, tokens, length
+        maps, marks, starts, None, None, None, offsets, -1, call.sequences, tokens, length
     )
     walk(second, of_second, maps, marks, starts)

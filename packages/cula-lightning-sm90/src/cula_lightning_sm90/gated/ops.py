@@ -14,7 +14,14 @@ from cula_core.delta_rule.config import INTRACARD_CP
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
 from cula_core.reference.gated_delta_rule import gated_delta_rule
 from cula_core.shortcuts import shortcut
-from cula_core.tensors import DENSE, aligned, as_stored, is_aligned, is_plain_cuda_call
+from cula_core.tensors import (
+    DENSE,
+    aligned,
+    as_stored,
+    is_aligned,
+    is_plain_cuda_call,
+    move_states,
+)
 
 from ..ops import require_hopper
 from .call import SCHEMA, Call
@@ -52,7 +59,10 @@ def _run_on_cpu(call: Call) -> None:
 def _run_on_gpu(call: Call) -> None:
     require_hopper(call.q.device)
     if call.out.numel() == 0 or call.sequences == 0:
-        _move_states(call)
+        move_states(
+            call.initial, call.state_pool, call.final_state, call.state_indices, call.output_state_indices,
+            call.null_slot, call.has_initial_state, call.sequences,
+        )  # fmt: skip
         return
     out = call.out
     changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
@@ -78,39 +88,6 @@ def _narrow(x: Tensor | None) -> Tensor | None:
 
 def _vector(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
-
-
-def _move_states(call: Call) -> None:
-    """What a call without tokens does: states go where they belong, and nothing is read back from the device."""
-    rows = torch.arange(call.sequences, device=call.q.device)
-    source, live = rows, rows >= 0
-    given, pool = call.initial, call.state_pool
-    if call.state_indices is not None:
-        source, live = _slots(call.state_indices, call.null_slot)
-    reads = live if call.has_initial_state is None else live & call.has_initial_state
-    if given is None or given.shape[0] == 0:
-        states = None
-    else:
-        states = torch.where(reads[:, None, None, None], given[source], 0.0)
-    if pool is None:
-        if call.final_state is not None:
-            call.final_state.copy_(0.0 if states is None else states)  # type: ignore[arg-type]
-    elif states is not None:
-        target, kept = source, live
-        if call.output_state_indices is not None:
-            target, kept = _slots(call.output_state_indices, call.null_slot)
-        # What is not kept goes to a row behind the pool.
-        target = torch.where(kept & live, target, pool.shape[0])
-        wider = torch.cat((pool, pool[:1])).index_copy(0, target, states)
-        pool.copy_(wider[:-1])
-
-
-def _slots(indices: Tensor, null_slot: int | None) -> tuple[Tensor, Tensor]:
-    """Returns rows of a pool, some row for padding, and which are none."""
-    live = indices >= 0
-    if null_slot is not None:
-        live = live & (indices != null_slot)
-    return indices.clamp(min=0).long(), live
 
 
 @functools.cache

@@ -6,6 +6,16 @@ from .machine_code import MachineCode
 from .on_gpu import OnGpu
 from .operator import Operator
 from .recurrence import Recurrence
+from .states import EngineStates
 from .subject import Subject
 
-__all__ = ["Emulated", "MachineCode", "OnGpu", "Operator", "Recurrence", "RefusalsOnGpu", "Subject"]
+__all__ = [
+    "Emulated",
+    "EngineStates",
+    "MachineCode",
+    "OnGpu",
+    "Operator",
+    "Recurrence",
+    "RefusalsOnGpu",
+    "Subject",
+]

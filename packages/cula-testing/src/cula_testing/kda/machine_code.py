@@ -14,6 +14,7 @@ from cula_emulator.covering import covering_cases
 from ..compiled import report
 from ..machine_code import assert_ctas_fit, label
 from .emulated import emulated_configs
+from .states import engine_configs
 from .subject import Subject
 
 BOTH = (False, True)
@@ -23,9 +24,14 @@ FLAGS = ("packed", "state_v_first", "initial_state", "final_state", "indexed", "
 def is_possible(case: dict) -> bool:
     """Whether there can be a call with these values."""
     scan, initial, final = case["work"][2], case["initial_state"], case["final_state"]
-    in_place = case["in_place"]
+    in_place, keeps = case["in_place"], case["checkpoints"] is not None
     return not (
-        case["indexed"] and not initial or in_place and not (initial and final) or scan and final
+        (case["indexed"] and not initial)
+        or (in_place and not (initial and final))
+        or (scan and (final or keeps))
+        or (case["redirected"] and not in_place)
+        or (case["fresh"] and not initial)
+        or (case["placed"] and not keeps)
     )
 
 
@@ -41,10 +47,16 @@ def recurrences(subject: Subject) -> list[tuple[str, RecurrenceConfig]]:
     for arch in subject.architectures:
         for tiles, split, scan in works:
             flags = dict.fromkeys(FLAGS, True) | {"state_v_first": False}
-            flags |= {"final_state": not scan, "in_place": not scan}
+            flags |= {
+                "final_state": not scan,
+                "in_place": not scan,
+                "redirected": not scan,
+                "fresh": True,
+            }
+            flags |= {"checkpoints": None if scan else "every", "placed": not scan}
             fields = {"dtype": "bfloat16", "operand": "float16", "work": (tiles, split, scan)}
             first.append({"arch": arch, **fields, **flags})
-    for config in emulated_configs(target):
+    for config in (*emulated_configs(target), *engine_configs(target)):
         if isinstance(config, RecurrenceConfig):
             fields = asdict(config)
             del fields["v_tile"], fields["stages"]
@@ -56,6 +68,10 @@ def recurrences(subject: Subject) -> list[tuple[str, RecurrenceConfig]]:
         "operand": OPERAND_DTYPES,
         "work": works,
         **dict.fromkeys(FLAGS, BOTH),
+        "redirected": BOTH,
+        "fresh": BOTH,
+        "checkpoints": (None, "every", "once"),
+        "placed": BOTH,
     }
     found = {}
     for case in covering_cases(factors, is_possible, first):

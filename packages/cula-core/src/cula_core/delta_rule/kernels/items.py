@@ -12,21 +12,25 @@ from ...cute.types import DTYPES, I32
 from ...cute.work import SLOTS, draw, post
 from ..config import CHUNK, RecurrenceConfig
 from .block import AQK, BLOCK, KH, QG, STAGED_AQK, STAGED_BLOCK, T_PRIME, runs
+from .states import States
 
 
 class Item(NamedTuple):
     """What the loading warp announces about an item of work. An item that is not valid means that there are no more.
 
-    token, batch, length: the tokens to walk through. sequence, row: whose they are, and its state's row, negative for a
-    padding slot. segment: its number where sequences are cut; first, last: whether it begins or ends a sequence.
+    token, length: the tokens to walk through. chunk: number of the first one's in its sequence. sequence, row, target:
+    whose they are, and the rows of its initial and its final state, negative for padding. segment: its number where
+    sequences are cut. first: 1 where it begins a sequence, 2 where it does from zero, else 0. last: whether it ends
+    one.
     """
 
     valid: cutlass.Int32
     token: cutlass.Int32
-    batch: cutlass.Int32
+    chunk: cutlass.Int32
     length: cutlass.Int32
     sequence: cutlass.Int32
     row: cutlass.Int32
+    target: cutlass.Int32
     segment: cutlass.Int32
     first: cutlass.Int32
     last: cutlass.Int32
@@ -35,7 +39,7 @@ class Item(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Where the tokens of an item are: token, batch, length and sequence as in `Item`.
+    """Where the tokens of an item are: token, length and sequence as in `Item`; batch: where dense ones lie.
 
     number: of the segment among those of all sequences; part, parts: among those of its sequence. slot: of its first
     chunk among the blocks.
@@ -89,8 +93,8 @@ class Stages:
 class Loader:
     """The warp that chooses the CTA's items of work, and loads their chunks into the stages."""
 
-    def __init__(self, config: RecurrenceConfig, stages: Stages):
-        self.config, self.stages = config, stages
+    def __init__(self, config: RecurrenceConfig, stages: Stages, states: States):
+        self.config, self.stages, self.states = config, stages, states
         # Tiles of a head: of a scan also those of M.
         self.columns = config.v_tiles * (2 if config.scan else 1)
 
@@ -105,8 +109,11 @@ class Loader:
         tma_v,
         mV: cute.Tensor,
         indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
         heads_v: cutlass.Int32,
@@ -135,9 +142,9 @@ class Loader:
             column = number % columns
             head, tile = column // per_head, column % per_head * tiles
             segment = self.segment(segments, number // columns, segment_tokens, parts, tokens)
-            row = segment.sequence
-            if cutlass.const_expr(self.config.indexed):
-                row = indices[segment.sequence]
+            row, target, begins = self.states.rows_of(
+                segment.sequence, indices, targets, fresh, null_slot
+            )
             # Only the chunks whose blocks this piece of the call has.
             chunks = cute.ceil_div(segment.length, CHUNK)
             skipped = cutlass.min(cutlass.max(first_slot - segment.slot, 0), chunks)
@@ -156,9 +163,10 @@ class Loader:
                 post(
                     items, item_at, item_words,
                     lambda: Item(
-                        valid=1, token=token, batch=segment.batch, length=length, sequence=segment.sequence, row=row,
-                        segment=segment.number, first=segment.part == 0, last=segment.part + 1 == segment.parts,
-                        head=head, tile=tile,
+                        valid=1, token=token, chunk=segment.part * segment_tokens // CHUNK + skipped, length=length,
+                        sequence=segment.sequence, row=row, target=target, segment=segment.number,
+                        first=cutlass.select_(segment.part == 0, begins, I32(0)),
+                        last=segment.part + 1 == segment.parts, head=head, tile=tile,
                     ),
                     lane,
                 )  # fmt: skip

@@ -39,7 +39,9 @@ class KdaMerge:
         starts: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        fresh: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        null_slot: cutlass.Int32,
         sequences: cutlass.Int32,
         tokens: cutlass.Int32,
         segment_tokens: cutlass.Int32,
@@ -47,7 +49,16 @@ class KdaMerge:
     ):
         """Launches the kernel with the arguments of `launch.merge_arguments`; what the config lacks is None."""
         self.kernel(
-            maps, marks, starts, initial, indices, cu_seqlens, tokens, segment_tokens
+            maps,
+            marks,
+            starts,
+            initial,
+            indices,
+            fresh,
+            cu_seqlens,
+            null_slot,
+            tokens,
+            segment_tokens,
         ).launch(
             grid=(sequences * maps.shape[1] * GROUPS, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
@@ -60,7 +71,9 @@ class KdaMerge:
         starts: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        fresh: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        null_slot: cutlass.Int32,
         tokens: cutlass.Int32,
         segment_tokens: cutlass.Int32,
     ):
@@ -83,12 +96,18 @@ class KdaMerge:
         row = sequence
         if cutlass.const_expr(self.config.indexed):
             row = indices[sequence]
+            row = cutlass.select_(row == null_slot, I32(-1), row)
+        given = cutlass.Boolean(True)
+        if cutlass.const_expr(self.config.fresh):
+            given = fresh[sequence] != 0
         smem = SmemAllocator()
         # [row, column, leading or remaining bits]
         halves = cute.make_layout((ROWS, HEAD_DIM, 2), stride=(STRIDE, 1, ROWS * STRIDE))
         sS = smem.allocate_tensor(F32, halves, byte_alignment=16)
         if row >= 0:
-            self.store_first(starts[segment, head, None, None], initial, row, head, rows, tidx)
+            self.store_first(
+                starts[segment, head, None, None], initial, given, row, head, rows, tidx
+            )
             if parts > 1:
                 for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
                     at = i * THREADS + tidx
@@ -129,17 +148,18 @@ class KdaMerge:
                         )
 
     @cute.jit
-    def store_first(self, start: cute.Tensor, initial: cute.Tensor, row, head, rows, tidx):
-        """Writes this CTA's rows of the transposed initial state, or zeros if there is none."""
+    def store_first(self, start: cute.Tensor, initial: cute.Tensor, given, row, head, rows, tidx):
+        """Writes this CTA's rows of the transposed initial state, or zeros if none is given."""
         for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
             at = i * THREADS + tidx
             v, k = rows + at // HEAD_DIM, at % HEAD_DIM
             value = F32(0.0)
             if cutlass.const_expr(self.config.initial_state):
-                if cutlass.const_expr(self.config.state_v_first):
-                    value = initial[row, head, v, k]
-                else:
-                    value = initial[row, head, k, v]
+                if given:
+                    if cutlass.const_expr(self.config.state_v_first):
+                        value = initial[row, head, v, k]
+                    else:
+                        value = initial[row, head, k, v]
             start[v, k] = value
 
     @cute.jit

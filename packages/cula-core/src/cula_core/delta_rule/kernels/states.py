@@ -1,9 +1,10 @@
-"""The states in front of items of work and behind them."""
+"""The states in front of items of work, behind them, and on the way."""
 
 import cutlass
 import cutlass.cute as cute
 
-from ..config import RecurrenceConfig
+from ...cute.types import I32
+from ..config import CHUNK, RecurrenceConfig
 
 
 class States:
@@ -16,6 +17,23 @@ class States:
 
     def __init__(self, config: RecurrenceConfig, moves):
         self.config, self.moves = config, moves
+
+    @cute.jit
+    def rows_of(self, sequence, indices, targets, fresh, null_slot):
+        """Returns the rows of a sequence's initial and final state, negative for padding, and how it begins: 1 from the
+        first of these states, 2 from zero."""
+        row = sequence
+        if cutlass.const_expr(self.config.indexed):
+            row = indices[sequence]
+            row = cutlass.select_(row == null_slot, I32(-1), row)
+        target = row
+        if cutlass.const_expr(self.config.redirected):
+            target = targets[sequence]
+            target = cutlass.select_((target == null_slot) | (row < 0), I32(-1), target)
+        begins = I32(1)
+        if cutlass.const_expr(self.config.fresh):
+            begins = I32(2) - I32(fresh[sequence])
+        return row, target, begins
 
     def of_caller(self, pool, row, head):
         """Returns a state of the caller's as [V, K], whatever its layout."""
@@ -32,7 +50,7 @@ class States:
             if cutlass.const_expr(self.config.scan):
                 if column >= self.config.v_tiles:
                     self.moves.write_identity(s, column - self.config.v_tiles, place)
-                elif item.first != 0:
+                elif item.first == 1:
                     if cutlass.const_expr(self.config.initial_state):
                         own = self.of_caller(initial, item.row, item.head)
                         self.moves.read_state(s, own, column, place)
@@ -41,16 +59,46 @@ class States:
                 self.moves.read_state(s, own, column, place)
             elif cutlass.const_expr(self.config.initial_state):
                 own = self.of_caller(initial, item.row, item.head)
-                self.moves.read_state(s, own, column, place)
+                if cutlass.const_expr(self.config.fresh):
+                    if item.first == 1:
+                        self.moves.read_state(s, own, column, place)
+                else:
+                    self.moves.read_state(s, own, column, place)
 
     @cute.jit
     def save(self, s: cute.Tensor, final, item, column, place):
         """Writes the state behind a sequence: none of padding slots in place, zero where results are separate."""
         if item.last != 0:
             if cutlass.const_expr(self.config.in_place):
-                if item.row >= 0:
-                    own = self.of_caller(final, item.row, item.head)
+                if item.target >= 0:
+                    own = self.of_caller(final, item.target, item.head)
                     self.moves.write_state(s, own, column, place)
             else:
                 own = self.of_caller(final, item.sequence, item.head)
                 self.moves.write_state(s, own, column, place)
+
+    @cute.jit
+    def checkpoints_of(self, item, rows, offsets, every, tokens):
+        """Returns the row of the first state on the way of an item's sequence, negative for none, and after how many
+        tokens it is kept. tokens: of a dense sequence."""
+        first, after = item.sequence, every
+        if cutlass.const_expr(self.config.checkpoints == "once"):
+            after = offsets[item.sequence]
+        elif cutlass.const_expr(self.config.packed):
+            first = (item.token - item.chunk * CHUNK) // every
+        else:
+            first = item.sequence * (tokens // every)
+        if cutlass.const_expr(self.config.placed):
+            first = rows[item.sequence]
+        return first, after
+
+    @cute.jit
+    def keep(self, s: cute.Tensor, checkpoints, first, after, item, chunk, column, place):
+        """Writes the state behind a whole chunk of an item, where it is one to keep."""
+        done = (item.chunk + chunk + 1) * CHUNK
+        row, due = first, done == after
+        if cutlass.const_expr(self.config.checkpoints == "every"):
+            row, due = first + done // after - 1, done % after == 0
+        if due & (first >= 0) & (item.length >= (chunk + 1) * CHUNK):
+            own = self.of_caller(checkpoints, row, item.head)
+            self.moves.write_state(s, own, column, place)
