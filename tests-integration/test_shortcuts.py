@@ -145,6 +145,16 @@ def _(device):
     )  # fmt: skip
 
 
+@sample(cula_cp_sm90.chunk_kda, "engine")
+def _(device):
+    return kda(
+        device, cu_seqlens=rows(device, 0, 100, T), state_pool=states(device, 5),
+        initial_state_indices=rows(device, 3, 1), output_state_indices=rows(device, 2, 0), null_slot=0,
+        has_initial_state=torch.tensor([True, False], device=device), state_v_first=True,
+        checkpoint_offsets=rows(device, 64, 128).long(), checkpoint_rows=rows(device, 4, -1),
+    )  # fmt: skip
+
+
 @sample(cula_cp_sm90.chunk_kda, "pieces")
 def _(device):
     """In a workspace that holds a chunk, with all that a backward pass reads."""

@@ -508,3 +508,77 @@ def test_intermediates_give_the_recurrence(lengths, gate):
             torch.testing.assert_close(w, again, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(state, finals[n], rtol=1e-10, atol=1e-10)
         start += length
+
+
+ENGINE_LENGTHS = (130, 0, 64, 200)
+
+
+def engine_call(**more):
+    """A packed call on a pool of 8 rows whose rows of no use are NaN; each sequence alone beside it."""
+    x = inputs(
+        1, sum(ENGINE_LENGTHS), 1, 2, gate="log", normalized=True, initial=True, lengths=ENGINE_LENGTHS, states=8,
+        dim_k=8, dim_v=4, dtype=torch.float64,
+    )  # fmt: skip
+    pool = x.pop("initial_state")
+    out = torch.empty_like(x["v"])
+    options = {"scale": 1.0, "gate": "log", "lower_bound": 0.0, "l2norm": False, "beta_sigmoid": False}
+    options |= {"neg_eigval": False, "state_v_first": False}
+    before = pool.clone()
+    tensors = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
+
+    def run(rows, final=pool):
+        reference.prefill(
+            *tensors.values(), None, None, pool, rows, final, x["cu_seqlens"], out, **options, **more
+        )
+
+    def alone(n, state, tokens=None):
+        first = sum(ENGINE_LENGTHS[:n])
+        last = first + (ENGINE_LENGTHS[n] if tokens is None else tokens)
+        part = [t[:, first:last] for t in tensors.values()]
+        found = reference.recurrent_prefill(*part, initial_state=state, scale=1.0, gate="log")
+        return found[0], found[1][0]
+
+    return run, alone, pool, before, out
+
+
+def test_rows_of_a_pool():
+    run, alone, pool, before, out = engine_call(
+        null_slot=0, has_initial_state=torch.tensor([True, True, True, False]),
+        output_state_indices=int32(7, 4, 6, -2),
+    )  # fmt: skip
+    run(int32(5, 3, 0, 2))
+    begins = (before[5:6], before[3:4], None, None)
+    ends = {7: 0, 4: 1}
+    for n in (0, 1, 3):
+        o, state = alone(n, begins[n])
+        first = sum(ENGINE_LENGTHS[:n])
+        assert torch.equal(out[:, first : first + ENGINE_LENGTHS[n]], o)
+        for row in (row for row, of in ends.items() if of == n):
+            assert torch.equal(pool[row], state)
+    assert not out[:, 130:194].any()
+    kept = [row for row in range(8) if row not in ends]
+    assert torch.equal(pool[kept], before[kept])
+
+
+@pytest.mark.parametrize("rows", [None, (9, -1, 3, 4)])
+@pytest.mark.parametrize("every", [0, 64])
+def test_states_on_the_way(rows, every):
+    """They are the final states of shorter calls."""
+    offsets = (128, 64, 64, 100)
+    saved = torch.full((12, 2, 8, 4), math.nan, dtype=torch.float64)
+    options = {"checkpoint_every": every} if every else {"checkpoint_offsets": int32(*offsets)}
+    given = saved[:6].view(1, 6, 2, 8, 4) if every and rows is None else saved
+    run, alone, pool, before, _ = engine_call(
+        checkpoints=given, checkpoint_rows=None if rows is None else int32(*rows), **options
+    )
+    run(int32(5, 3, 1, 2))
+    starts = [sum(ENGINE_LENGTHS[:n]) // 64 for n in range(4)] if every else range(4)
+    expected = torch.full_like(saved, math.nan)
+    for n, length in enumerate(ENGINE_LENGTHS):
+        first = (rows or starts)[n]
+        when = [64 * (i + 1) for i in range(length // 64)] if every else [offsets[n]]
+        for i, tokens in enumerate(when):
+            if first >= 0 and tokens <= length and tokens % 64 == 0:
+                row = (5, 3, 1, 2)[n]
+                expected[first + i] = alone(n, before[row : row + 1], tokens)[1]
+    assert torch.equal(saved.nan_to_num(99.0), expected.nan_to_num(99.0))

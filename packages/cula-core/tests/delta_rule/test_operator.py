@@ -95,6 +95,8 @@ def test_the_schema_is_the_call():
     """The names, the order and the types, so that a Call is what the operator takes."""
     assert [a.name for a in OP._schema.arguments] == list(Call._fields)
     types = {
+        "int": "int",
+        "int | None": "Optional[int]",
         "Tensor": "Tensor",
         "Tensor | None": "Optional[Tensor]",
         "float": "float",
@@ -108,7 +110,7 @@ def test_the_schema_is_the_call():
 def test_the_schema_names_what_is_written():
     written = [a.name for a in OP._schema.arguments if a.alias_info and a.alias_info.is_write]
     intra = ["Aqk", "Akk", "w", "u", "qg", "kg"]
-    assert written == ["state_pool", "final_state", "out", "workspace", *intra]
+    assert written == ["state_pool", "final_state", "out", "workspace", *intra, "checkpoints"]
 
 
 @pytest.mark.parametrize("more", [False, True])

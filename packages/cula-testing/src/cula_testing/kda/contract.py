@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 from cula_core.delta_rule.config import BLOCK_BYTES
 
 from ..refusals import (
+    ANYWHERE,
     CPU,
     CUDA,
+    ELSEWHERE,
     Arguments,
+    Maker,
     Table,
     Wrong,
     assert_refused,
@@ -98,6 +101,109 @@ FLAGS = (
 )  # fmt: skip
 NO_GATE = {"use_gate_in_kernel": False, "safe_gate": False, "lower_bound": None}
 NO_GATE |= {"A_log": None, "dt_bias": None}
+
+
+def rows(*values: int, dtype: torch.dtype = torch.int32) -> Maker:
+    return on_device(list(values), dtype)
+
+
+def saved(*shape: int, dtype: torch.dtype = torch.float32) -> Maker:
+    """Makes memory for states on the way."""
+    return lambda a: torch.zeros(*shape, HEADS_V, DIM, DIM, dtype=dtype, device=a["q"].device)
+
+
+def added(
+    label: str,
+    makers: Mapping[str, Maker],
+    error: type[Exception],
+    argument: str,
+    says: str,
+    got: str,
+    modes: tuple[str, ...] = BOTH,
+    devices: tuple[str, ...] = ANYWHERE,
+) -> Wrong:
+    """Returns an entry with arguments that good ones do not have."""
+    return _TABLE.entry(
+        label, lambda a: {n: make(a) for n, make in makers.items()}, error, argument, says, got, modes, devices
+    )  # fmt: skip
+
+
+EVERY = {"checkpoint_every_n_tokens": lambda a: 64}
+ONCE = {"checkpoint_offsets": rows(64, 0, 64)}
+STATES_OF_ENGINES = [
+    *(value("null_slot", wrong, TypeError, "an int or None", type(wrong).__name__, PACKED) for wrong in (0.0, True)),
+    value("null_slot", 1 << 31, ValueError, "a 32-bit integer", "2147483648", PACKED),
+    value("null_slot", 0, ValueError, "None without a state_pool", "int", DENSE),
+    added("a row of the pool twice beside padding", {"initial_state_indices": rows(2, 0, 2),
+            "null_slot": lambda a: 0}, ValueError, "initial_state_indices", "a row of state_pool once", "[2, 0, 2]",
+            PACKED, CPU),
+    added("targets without a pool", {"output_state_indices": rows(0, 1)}, ValueError, "output_state_indices",
+            "None without a state_pool", "Tensor", DENSE),
+    no_tensor("output_state_indices", [0, 1, 2], PACKED),
+    added("targets of int64", {"output_state_indices": rows(0, 1, 2, dtype=torch.int64)}, TypeError,
+            "output_state_indices", "int32", "int64", PACKED),
+    added("targets too short", {"output_state_indices": rows(0, 1)}, ValueError, "output_state_indices",
+            "[N] = [3]", "[2]", PACKED),
+    added("targets elsewhere", {"output_state_indices": lambda a: rows(0, 1, 2)(a).to(ELSEWHERE[a["q"].device.type])},
+            ValueError, "output_state_indices", "a tensor on", "", PACKED),
+    added("targets of a pool that is read", {"output_state_indices": rows(0, 1, 2), "update_state_pool": lambda a:
+            False}, ValueError, "output_state_indices", "None unless update_state_pool is True", "a tensor", PACKED),
+    added("targets beyond the pool", {"output_state_indices": rows(0, 1, 5)}, ValueError, "output_state_indices",
+            "below the 5 states of state_pool", "5", PACKED, CPU),
+    added("a target twice", {"output_state_indices": rows(4, 1, 4)}, ValueError, "output_state_indices",
+            "slots that differ", "4 twice", PACKED, CPU),
+    added("a target where another begins", {"output_state_indices": rows(0, 1, 4)}, ValueError,
+            "output_state_indices", "slots at which no other row begins", "0 in row 0", PACKED, CPU),
+    added("has_initial_state without states", {"has_initial_state": lambda a: torch.ones(2, dtype=torch.bool),
+            "initial_state": lambda a: None}, ValueError, "has_initial_state",
+            "None without an initial_state or a state_pool", "a tensor", DENSE, CPU),
+    no_tensor("has_initial_state", [True, False, True], PACKED),
+    added("has_initial_state of int32", {"has_initial_state": rows(0, 1, 1)}, TypeError, "has_initial_state", "bool",
+            "int32", PACKED),
+    added("has_initial_state too short", {"has_initial_state": rows(0, 1, dtype=torch.bool)}, ValueError,
+            "has_initial_state", "[N] = [3]", "[2]", PACKED),
+    added("has_initial_state elsewhere", {"has_initial_state": lambda a: rows(0, 1, 1, dtype=torch.bool)(a).to(
+            ELSEWHERE[a["q"].device.type])}, ValueError, "has_initial_state", "a tensor on", "", PACKED),
+    added("memory for no checkpoints", {"state_checkpoints": saved(2, 0)}, ValueError, "checkpoint_every_n_tokens",
+            "a multiple of 64 beside state_checkpoints", "None", DENSE),
+    added("checkpoints in no memory", EVERY, ValueError, "state_checkpoints",
+            "a tensor beside checkpoint_every_n_tokens", "None"),
+    *(added(f"checkpoints after every {wrong}", {"checkpoint_every_n_tokens": lambda a, w=wrong: w,
+              "state_checkpoints": saved(2, 0)}, error, "checkpoint_every_n_tokens", says, str(got), DENSE)
+      for wrong, error, says, got in ((32, ValueError, "a positive multiple of 64", 32),
+                                      (0, ValueError, "a positive multiple of 64", 0),
+                                      (64.0, TypeError, "an int or None", "float"))),
+    added("checkpoints of another shape", EVERY | {"state_checkpoints": saved(2, 1)}, ValueError,
+            "state_checkpoints", "[B, T // n, HV, K, V] = [2, 0, 2, 128, 128]", "[2, 1, 2, 128, 128]", DENSE),
+    added("checkpoints of another dtype", EVERY | {"state_checkpoints": saved(2, 0, dtype=torch.bfloat16)},
+            TypeError, "state_checkpoints", "float32", "bfloat16", DENSE),
+    added("checkpoints that are no tensor", EVERY | {"state_checkpoints": lambda a: 1.0}, TypeError,
+            "state_checkpoints", "a torch.Tensor", "float"),
+    added("rows for no checkpoints", {"checkpoint_rows": rows(0, 1, 2)}, ValueError, "checkpoint_rows",
+            "None without checkpoint_every_n_tokens or checkpoint_offsets", "Tensor", PACKED),
+    added("two kinds of checkpoints", EVERY | ONCE | {"state_checkpoints": saved(3)}, ValueError,
+            "checkpoint_offsets", "None beside checkpoint_every_n_tokens", "Tensor", PACKED),
+    *(added(f"{name} {label}", {**ONCE, "state_checkpoints": saved(3), name: make}, error, name, says, got, PACKED)
+      for name in ("checkpoint_rows", "checkpoint_offsets")
+      for label, make, error, says, got in (
+        ("of a list", lambda a: [0, 1, 2], TypeError, "a torch.Tensor", "list"),
+        ("of float32", rows(0, 1, 2, dtype=torch.float32), TypeError, "int32 or int64", "float32"),
+        ("too short", rows(0, 1), ValueError, "[N] = [3]", "[2]"),
+        ("elsewhere", lambda a: rows(0, 1, 2)(a).to(ELSEWHERE[a["q"].device.type]), ValueError, "a tensor on", ""),
+    )),
+    added("offsets in no memory", ONCE, ValueError, "state_checkpoints",
+            "a tensor, or an updated state_pool with rows", "None", PACKED),
+    added("rows of a pool that is read", {**ONCE, "checkpoint_rows": rows(0, 1, 2), "update_state_pool": lambda a:
+            False}, ValueError, "state_checkpoints", "a tensor, or an updated state_pool with rows", "None", PACKED),
+    added("memory for too few checkpoints", {**ONCE, "state_checkpoints": saved(2)}, ValueError,
+            "state_checkpoints", "a row for each of 3 sequences without checkpoint_rows", "2", PACKED),
+    added("checkpoints beyond their memory", {**ONCE, "state_checkpoints": saved(2), "checkpoint_rows":
+            rows(1, 7, 2)}, ValueError, "checkpoint_rows", "below the 2 of state_checkpoints", "2", PACKED, CPU),
+    added("checkpoints of few heads", {**ONCE, "state_checkpoints": lambda a: saved(3)(a)[:, :1]}, ValueError,
+            "state_checkpoints", "[N, HV, K, V] = [N, 2, 128, 128]", "[3, 1, 128, 128]", PACKED),
+    added("checkpoints that want a gradient", {**ONCE, "state_checkpoints": lambda a: saved(3)(a).requires_grad_()},
+            ValueError, "state_checkpoints", "no gradient", "requires_grad=True", PACKED),
+]  # fmt: skip
 WRONG = [
     *(no_tensor(name, wrong) for name in ("q", "k", "v", "g", "beta") for wrong in (None, [1.0])),
     *(no_tensor(name, 3) for name in ("out", "A_log", "dt_bias", "workspace")),
@@ -213,6 +319,7 @@ WRONG = [
     several("a row of the pool twice", {"initial_state_indices": on_device([2, 0, 2], torch.int32)}, ValueError,
                   "initial_state_indices", "a row of state_pool once at most", "[2, 0, 2]", PACKED, devices=CPU),
     away("initial_state_indices", PACKED),
+    *STATES_OF_ENGINES,
     *(value("operand_dtype", wrong, TypeError, "torch.float16, torch.bfloat16 or None", repr(wrong))
       for wrong in (torch.float32, "float16", 16)),
     *(value("use_intracard_cp", wrong, ValueError, "'auto', True or False", repr(wrong))
