@@ -521,14 +521,29 @@ def engine_call(**more):
     )  # fmt: skip
     pool = x.pop("initial_state")
     out = torch.empty_like(x["v"])
-    options = {"scale": 1.0, "gate": "log", "lower_bound": 0.0, "l2norm": False, "beta_sigmoid": False}
+    options = {
+        "scale": 1.0,
+        "gate": "log",
+        "lower_bound": 0.0,
+        "l2norm": False,
+        "beta_sigmoid": False,
+    }
     options |= {"neg_eigval": False, "state_v_first": False}
     before = pool.clone()
     tensors = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
 
     def run(rows, final=pool):
         reference.prefill(
-            *tensors.values(), None, None, pool, rows, final, x["cu_seqlens"], out, **options, **more
+            *tensors.values(),
+            None,
+            None,
+            pool,
+            rows,
+            final,
+            x["cu_seqlens"],
+            out,
+            **options,
+            **more,
         )
 
     def alone(n, state, tokens=None):
