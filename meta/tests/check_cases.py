@@ -619,6 +619,21 @@ def cases() -> list[Case]:
         ValueError,
         "None without a state_pool",
     )
+    varlen = "lightning_attn_fwd_varlen"
+    known = torch.ones(2, dtype=torch.bool)
+    for name, value, error, expected in (
+        ("null_slot", 0.0, TypeError, "an int or None, got float"),
+        ("null_slot", True, TypeError, "an int or None, got bool"),
+        ("null_slot", 1 << 31, ValueError, "a 32-bit integer"),
+        ("has_initial_state", [True, False], TypeError, "a torch.Tensor, got list"),
+        ("has_initial_state", known.int(), TypeError, "bool, got int32"),
+        ("has_initial_state", known[:1], ValueError, "[N] = [2], got [1]"),
+        ("has_initial_state", known.to("meta"), ValueError, "a tensor on cpu, as q, got meta"),
+    ):
+        add(varlen, name, {name: value}, error, expected)
+    for name, value in (("null_slot", 0), ("has_initial_state", known)):
+        nothing = {"state_pool": None, "initial_state_indices": None, name: value}
+        add(varlen, name, nothing, ValueError, "None without")
     grad = {"v": lambda args: args["v"].clone().requires_grad_()}
     add("lightning_attn_fwd_varlen", "state_pool", grad, ValueError, "no gradients with it")
 

@@ -26,6 +26,8 @@ from cula_core.delta_decode.gates import check_softplus
 from cula_core.delta_rule.contract import (
     SAFE_LOWER_BOUND,
     check_cp_context,
+    check_has_initial_state,
+    check_null_slot,
     check_operand_dtype,
     check_split_choice,
 )
@@ -177,6 +179,8 @@ def lightning_attn_fwd_varlen(
     output_final_state: bool,
     state_v_first: bool,
     update_state_pool: bool,
+    null_slot: int | None,
+    has_initial_state: Tensor | None,
     out: Tensor | None,
     requires_grad: bool,
     **common: Any,
@@ -199,7 +203,10 @@ def lightning_attn_fwd_varlen(
         state_pool=state_pool,
         indices=initial_state_indices,
         updated=update_state_pool,
+        null_slot=null_slot,
     )
+    if has_initial_state is not None:
+        check_has_initial_state(has_initial_state, state_pool, dims.sequences, q)
     if requires_grad and update_state_pool and state_pool is not None:
         arguments.value_error(
             "state_pool",
@@ -345,8 +352,10 @@ def _states(
     state_pool: Tensor | None = None,
     indices: Tensor | None = None,
     updated: bool = False,
+    null_slot: int | None = None,
 ) -> None:
     """States wherever they lie: a kernel that needs aligned ones refuses others itself."""
+    check_null_slot(null_slot, state_pool)
     arguments.state_or_pool(
         initial_state,
         state_pool,
@@ -357,6 +366,7 @@ def _states(
         state_v_first,
         updated,
         aligned=False,
+        null_slot=null_slot,
     )
 
 

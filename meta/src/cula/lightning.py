@@ -157,6 +157,8 @@ def lightning_attn_fwd_varlen(
     state_v_first: bool = False,
     *,
     update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     exact_state: bool = False,
     state_checkpoints: Tensor | None = None,
@@ -176,12 +178,14 @@ def lightning_attn_fwd_varlen(
         state_pool: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`. Sequence n starts from its row and
             leaves its final state there, unless `update_state_pool` is False; an updated pool excludes gradients.
             None: sequences start from zero.
-        initial_state_indices: `[N]` int32, the row of every sequence. Negative: a padding slot, no row is read or
-            written and the outputs of that sequence are zero. Live rows of a pool that is updated must differ, which is
-            checked on the CPU and undefined elsewhere. None: sequence n uses row n.
+        initial_state_indices: `[N]` int32, the row of every sequence. Negative, or `null_slot`: a padding slot, no row
+            is read or written and the outputs of that sequence are zero. Live rows of a pool that is updated must
+            differ, which is checked on the CPU and undefined elsewhere. None: sequence n uses row n.
         output_final_state: without a pool that is updated, whether to return the final states.
         state_v_first: layout of the states.
         update_state_pool: False only reads the pool and returns the final states by themselves.
+        null_slot: a row of the pool that means padding, as negative ones do.
+        has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
         use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
         out: `[1, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
@@ -233,8 +237,9 @@ def lightning_attn_fwd_varlen(
     options: dict[str, Any] = {
         "scale": scale, "state_pool": state_pool, "initial_state_indices": initial_state_indices,
         "output_final_state": output_final_state, "state_v_first": state_v_first,
-        "update_state_pool": update_state_pool, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        "exact_state": exact_state, "state_checkpoints": state_checkpoints,
+        "update_state_pool": update_state_pool, "null_slot": null_slot, "has_initial_state": has_initial_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
+        "state_checkpoints": state_checkpoints,
         "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "num_splits": num_splits, "out": out,
     }
     # fmt: on

@@ -32,7 +32,8 @@ class Call(Slots):
 
     q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or None, decay [HV] or None. lengths: of every sequence; packed
     ones follow each other in a batch of 1. initial [rows, HV, K, V] or None, slots: the row of each sequence, or None
-    for row n. final: None, "separate" or "in place". every: tokens between checkpoints, 0 for none.
+    for row n; null_slot: a row that means padding. fresh: sequences that begin from zero, whose rows of `initial` are
+    zero, and NaN in memory. final: None, "separate" or "in place". every: tokens between checkpoints, 0 for none.
     """
 
     q: Tensor
@@ -50,6 +51,13 @@ class Call(Slots):
     l2norm: bool = False
     exact_state: bool = False
     scale: float = 0.125
+    null_slot: int | None = None
+    fresh: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The pool's row of each sequence."""
+        return tuple(-1 if row == self.null_slot else row for row in super().rows)
 
     def span(self, n: int) -> tuple[int, slice]:
         """Batch entry and tokens of a sequence."""
@@ -117,10 +125,13 @@ def make_call(
     if decay:
         cycle = itertools.islice(itertools.cycle(RATES[rates]), heads_v)
         per_head = torch.tensor(list(cycle), dtype=torch.float32)
-    return Call(
+    call = Call(
         q, k, v, g, per_head, lengths, packed,
         initial=start if initial else None, slots=slots, scale=dim_k**-0.5, **fields,
     )  # fmt: skip
+    for n in call.fresh:
+        start[call.rows[n]] = 0.0
+    return call
 
 
 def poisoned(call: Call, *sequences: int) -> Call:
@@ -199,7 +210,7 @@ def exact(call: Call) -> Outcome:
     checkpoints = _checkpoints(call)
     outcome = reference.recurrent_prefill(
         call.q, call.k, call.v, call.g, call.decay, call.initial,
-        None if call.slots is None else torch.tensor(call.slots), checkpoints,
+        None if call.slots is None else torch.tensor(call.rows), checkpoints,
         None if starts is None else torch.tensor(starts),
         scale=call.scale, l2norm=call.l2norm, checkpoint_every=call.every,
     )  # fmt: skip

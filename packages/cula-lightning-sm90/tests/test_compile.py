@@ -40,6 +40,7 @@ FACTORS = {
     "checkpoints": (False, True),
     "l2norm": (False, True),
     "exact_state": (False, True),
+    "fresh": (False, True),
     "dtype": ACTIVATION_DTYPES,
     # (tiles, split, prescan, paired)
     "work": tuple(
@@ -55,7 +56,7 @@ def possible(case: dict) -> bool:
 
 def config_of(case: dict) -> Config:
     (gate_dtype, decay), (initial, indexed, in_place, final) = case["mode"], case["states"]
-    flags = ("packed", "state_v_first", "checkpoints", "l2norm")
+    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "fresh")
     problem = Problem(
         case["dtype"], *case["dims"], gate_dtype, decay, initial_state=initial, indexed=indexed, in_place=in_place,
         final_state=final, exact_state=case["exact_state"], **{name: case[name] for name in flags},
@@ -71,7 +72,7 @@ HEAVY = [
     for config in candidates(
         Problem(
             "bfloat16", 128, 128, "float32", packed=packed, initial_state=True, indexed=True,
-            in_place=True, checkpoints=True, l2norm=True, exact_state=True,
+            in_place=True, checkpoints=True, l2norm=True, exact_state=True, fresh=True,
         )
     )
 ]  # fmt: skip

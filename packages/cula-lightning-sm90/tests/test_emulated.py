@@ -113,7 +113,8 @@ def run(emulated) -> Callable[..., Outcome]:
         initial = final = before = checkpoints = None
         if call.initial is not None:
             initial = states(len(call.initial))
-            turned(initial)[used] = call.initial[used]
+            read = [row for n, row in enumerate(call.rows) if row >= 0 and n not in call.fresh]
+            turned(initial)[read] = call.initial[read]
             before = initial.clone()
         if call.final:
             final = initial if call.final == "in place" else states(len(call.lengths))
@@ -125,6 +126,9 @@ def run(emulated) -> Callable[..., Outcome]:
             cu_seqlens = torch.tensor([0, *call.lengths]).cumsum(0).to(index_dtype)
         if call.slots is not None:
             slots = torch.tensor(call.slots, dtype=torch.int32)
+        known = None
+        if call.fresh:
+            known = torch.tensor([n not in call.fresh for n in range(len(call.lengths))])
         decay = None if call.decay is None else -decay_sign * call.decay
         with poisoned_memory():
             in_place = call.final == "in place"
@@ -134,7 +138,7 @@ def run(emulated) -> Callable[..., Outcome]:
                 None if in_place else final, checkpoints, cu_seqlens, out,
                 scale=call.scale, decay_sign=decay_sign, state_v_first=call.v_first,
                 l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=call.every,
-                num_splits=num_splits,
+                num_splits=num_splits, has_initial_state=known, null_slot=call.null_slot,
             )  # fmt: skip
             launch.run(arguments, multiprocessors=multiprocessors, kernels=kernels)
         kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
@@ -234,6 +238,16 @@ def test_packed_lengths(run, lengths):
 def test_packed_splits(run, lengths, slots, num_splits):
     call = make_call(lengths, slots=slots, **PACKED)
     assert_right(call, run(call, num_splits=num_splits, multiprocessors=3))
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("final", ["in place", "separate"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_padding_by_value_and_fresh_sequences(run, num_splits, final):
+    call = make_call(
+        (130, 70, 0, 64, 66), slots=(0, 3, 1, 4, 2), null_slot=4, fresh=(0, 2), **PACKED | {"final": final}
+    )  # fmt: skip
+    assert_right(call, run(poisoned(call, *call.padding), num_splits=num_splits, multiprocessors=3))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 4])

@@ -304,13 +304,15 @@ def _lightning_attn_fwd(
 def _lightning_attn_fwd_varlen(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cu_seqlens: Tensor, *,
     state_pool: Tensor | None, initial_state_indices: Tensor | None, output_final_state: bool,
-    update_state_pool: bool, out: Tensor | None, gla: Callable[..., Any] = _chunk_simple_gla, **options: Any,
+    update_state_pool: bool, null_slot: int | None, has_initial_state: Tensor | None, out: Tensor | None,
+    gla: Callable[..., Any] = _chunk_simple_gla, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     options |= {"g_gamma": -decay, "cu_seqlens": cu_seqlens}
     if state_pool is None:
         return gla(q, k, v, output_final_state=output_final_state, out=out, **options)
-    slots, live = pool_slots(initial_state_indices, cu_seqlens.shape[0] - 1, state_pool)
-    initial = live_states(state_pool, slots, live)
+    slots, live = pool_slots(initial_state_indices, cu_seqlens.shape[0] - 1, state_pool, null_slot)
+    read = live if has_initial_state is None else live & has_initial_state
+    initial = live_states(state_pool, slots, read)
     wanted = update_state_pool or output_final_state
     o, final = gla(q, k, v, initial_state=initial, output_final_state=wanted, **options)
     o = only_live(o, live, cu_seqlens)

@@ -72,6 +72,8 @@ def lightning_attn_fwd_varlen(
     state_v_first: bool = False,
     *,
     update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     exact_state: bool = False,
     state_checkpoints: Tensor | None = None,
@@ -83,9 +85,10 @@ def lightning_attn_fwd_varlen(
 
     state_pool `[pool, HV, K, V]` (`[pool, HV, V, K]` with `state_v_first`): sequence n starts from row
     `initial_state_indices[n]` (row n when no indices are given) and its final state replaces that row in place. A
-    negative index is a padding slot: no row is read or written for it and its tokens give exactly zero. Live indices
-    must differ. The pool is a buffer then: no gradient flows through it. With `update_state_pool=False` it is only
-    read, and gradients reach it. The other arguments are those of `chunk_simple_gla`.
+    negative index, or null_slot, is a padding slot: no row is read or written for it and its tokens give exactly zero.
+    Where has_initial_state `[N]` is False, a sequence begins from zero. Live indices must differ. The pool is a buffer
+    then: no gradient flows through it. With `update_state_pool=False` it is only read, and gradients reach it. The
+    other arguments are those of `chunk_simple_gla`.
 
     Returns `(o, state_pool)`; without a pool (every sequence starts from zero), or with one that is only read,
     `(o, final_states or None)`, in which a padding slot has zeros.
@@ -117,7 +120,8 @@ def lightning_attn_fwd_varlen(
 
     sequences = cu_seqlens.shape[0] - 1
     pool = state_pool.detach() if update_state_pool else state_pool
-    slots, live = pool_slots(initial_state_indices, sequences, pool)
+    slots, live = pool_slots(initial_state_indices, sequences, pool, null_slot)
+    read = live if has_initial_state is None else live & has_initial_state
     o, final = chunked_simple_gla(
         q,
         k,
@@ -125,7 +129,7 @@ def lightning_attn_fwd_varlen(
         None,
         -decay,
         scale,
-        live_states(pool, slots, live),
+        live_states(pool, slots, read),
         state_v_first,
         cu_seqlens,
         use_qk_l2norm_in_kernel,

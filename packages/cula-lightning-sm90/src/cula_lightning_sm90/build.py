@@ -60,6 +60,7 @@ def fake_arguments(config: Config) -> tuple:
         fake.vector(cutlass.Float32, heads_v) if problem.decay else None,
         state() if problem.initial_state else None,
         fake.vector(cutlass.Int32) if problem.indexed else None,
+        fake.vector(cutlass.Uint8) if problem.fresh else None,
         state() if problem.final_state and forward else None,
         state() if problem.checkpoints and forward else None,
         fake.segment_table() if problem.packed else None,
@@ -68,9 +69,7 @@ def fake_arguments(config: Config) -> tuple:
         _workspace(cute.sym_int(), heads_v) if config.split else None,
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Int32(1) for _ in range(4)),
     )
 
 

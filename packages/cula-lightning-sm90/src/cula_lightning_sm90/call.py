@@ -11,7 +11,7 @@ SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, Tensor(a!)? state_pool, "
     "Tensor? state_indices, Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, "
     "float scale, int decay_sign, bool state_v_first, bool l2norm, bool exact_state, int checkpoint_every, "
-    "int? num_splits) -> ()"
+    "int? num_splits, Tensor? has_initial_state=None, int? null_slot=None) -> ()"
 )
 
 
@@ -20,8 +20,9 @@ class Call(NamedTuple):
 
     q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV], head_decay [HV]: the log decay per token is g plus
     decay_sign * head_decay. initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`;
-    state_pool is updated in place, at the rows that state_indices [N] name (negative: padding), and replaces both
-    others. checkpoints [B, T // n, HV, K, V] with n = checkpoint_every, or None and 0. cu_seqlens [N + 1].
+    state_pool is updated in place, at the rows that state_indices [N] name (negative or null_slot: padding), and
+    replaces both others. has_initial_state [N]: False where a sequence begins from zero. checkpoints [B, T // n, HV, K,
+    V] with n = checkpoint_every, or None and 0. cu_seqlens [N + 1].
     """
 
     q: Tensor
@@ -43,6 +44,8 @@ class Call(NamedTuple):
     exact_state: bool
     checkpoint_every: int
     num_splits: int | None
+    has_initial_state: Tensor | None = None
+    null_slot: int | None = None
 
     @property
     def in_place(self) -> bool:

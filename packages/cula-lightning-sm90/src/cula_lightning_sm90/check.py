@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cula_core import arguments
+from cula_core.delta_rule.contract import check_has_initial_state, check_null_slot
 from cula_core.dtypes import dtype_name
 
 from .config import HEAD_DIMS
@@ -33,6 +34,8 @@ def check_prefill(
     num_splits: int | None,
     out: Tensor | None,
     cu_seqlens_cpu: Tensor | None = None,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
 ) -> None:
     """Raises unless the arguments of a prefill fit together.
 
@@ -74,16 +77,14 @@ def check_prefill(
         state_v_first=state_v_first,
     )
     pooled = state_name == "state_pool"
+    pool = state if pooled else None
+    check_null_slot(null_slot, pool)
     arguments.state_or_pool(
-        None if pooled else state,
-        state if pooled else None,
-        indices,
-        q,
-        v,
-        sequences,
-        state_v_first,
-        update,
-    )
+        None if pooled else state, pool, indices, q, v, sequences, state_v_first, update,
+        null_slot=null_slot,
+    )  # fmt: skip
+    if has_initial_state is not None:
+        check_has_initial_state(has_initial_state, pool, sequences, q)
     state_dtype = arguments.state_dtypes(q)[-1] if state is None else state.dtype
     arguments.checkpoints(
         checkpoints, checkpoint_every, q, dim_v, state_v_first, state_dtype, ("HV", heads_v), aligned=True

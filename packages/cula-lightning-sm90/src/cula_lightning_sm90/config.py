@@ -20,7 +20,8 @@ class Problem:
 
     gate_dtype: dtype of the per-token log decay, None without one. decay: there is a log decay per head. packed: the
     sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are
-    skipped. in_place: the final state replaces the initial one. l2norm, exact_state: see the public functions.
+    skipped. in_place: the final state replaces the initial one. l2norm, exact_state: see the public functions. fresh:
+    sequences say whether they have an initial state.
     """
 
     dtype: str
@@ -37,6 +38,7 @@ class Problem:
     checkpoints: bool = False
     l2norm: bool = False
     exact_state: bool = False
+    fresh: bool = False
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -46,8 +48,8 @@ class Problem:
             return f"g must be {', '.join(GATE_DTYPES)}, not {self.gate_dtype}"
         if self.head_dim_k not in HEAD_DIMS or self.head_dim_v not in HEAD_DIMS:
             return f"K and V must be in {HEAD_DIMS}, not {self.head_dim_k}, {self.head_dim_v}"
-        if (self.indexed or self.in_place) and not self.initial_state:
-            return "state indices and in-place states need an initial state"
+        if (self.indexed or self.in_place or self.fresh) and not self.initial_state:
+            return "state indices, in-place and fresh states need an initial state"
         if self.in_place and not self.final_state:
             return "an in-place state is a final state"
         return None

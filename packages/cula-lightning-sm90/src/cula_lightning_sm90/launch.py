@@ -57,6 +57,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         checkpoints=call.checkpoints is not None,
         l2norm=call.l2norm,
         exact_state=call.exact_state,
+        fresh=call.has_initial_state is not None,
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
     spread = plan(
@@ -74,15 +75,18 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         shape = (spread.segments, heads_v, tiles, registers, 128)
         states = q.new_empty(shape, dtype=torch.float32)
         decays = q.new_empty(shape[:2], dtype=torch.float32)
-    saved = call.checkpoints
+    saved, fresh = call.checkpoints, call.has_initial_state
+    if fresh is not None:
+        fresh = fresh.view(torch.uint8)
     for number, config in enumerate(configs(problem, spread)):
         forward = not config.prescan
         kernels(config)(
-            q if forward else None, call.k, v, call.out, g, call.head_decay, call.initial, call.state_indices,
+            q if forward else None, call.k, v, call.out, g, call.head_decay, call.initial, call.state_indices, fresh,
             call.final if forward else None,
             saved.flatten(0, 1) if forward and saved is not None else None,
             segments, None if counters is None else counters[number : number + 1], states, decays,
-            call.scale, call.decay_sign * LOG2_E, segment_tokens, max(call.checkpoint_every, CHUNK), spread.ctas,
+            call.scale, call.decay_sign * LOG2_E, -1 if call.null_slot is None else call.null_slot, segment_tokens,
+            max(call.checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
 
 

@@ -42,9 +42,9 @@ from cula_core.tensors import (
     DENSE,
     aligned,
     as_stored,
-    gather_states,
     is_aligned,
     is_plain_cuda_call,
+    move_states,
     new_states,
 )
 
@@ -61,6 +61,7 @@ def _run_on_cpu(call: Call) -> None:
         call.q, call.k, call.v, call.g, call.head_decay, call.initial, call.state_indices, call.final,
         call.checkpoints, call.cu_seqlens, call.out, scale=call.scale, decay_sign=call.decay_sign,
         state_v_first=call.state_v_first, l2norm=call.l2norm, checkpoint_every=call.checkpoint_every,
+        has_initial_state=call.has_initial_state, null_slot=call.null_slot,
     )  # fmt: skip
 
 
@@ -69,8 +70,10 @@ def _run_on_gpu(call: Call) -> None:
     if call.out.numel() == 0 or (call.initial is not None and call.initial.shape[0] == 0):
         # No token at all, or nothing but padding.
         call.out.zero_()
-        if call.final_state is not None:
-            gather_states(call.initial_state, call.state_indices, call.final_state)
+        move_states(
+            call.initial, call.state_pool, call.final_state, call.state_indices, None, call.null_slot,
+            call.has_initial_state, call.sequences,
+        )  # fmt: skip
         return
     g, out = call.g, call.out
     changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
@@ -78,6 +81,8 @@ def _run_on_gpu(call: Call) -> None:
         changes["g"] = g.float()
     if call.checkpoints is not None and call.checkpoints.numel() == 0:
         changes |= {"checkpoints": None, "checkpoint_every": 0}
+    if call.has_initial_state is not None:
+        changes["has_initial_state"] = call.has_initial_state.contiguous()
     if not is_aligned(out):
         changes["out"] = torch.empty_like(out, memory_format=DENSE)
     call = call._replace(**changes)
@@ -181,6 +186,8 @@ def lightning_attn_fwd_varlen(
     state_v_first: bool = False,
     *,
     update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     exact_state: bool = False,
     state_checkpoints: Tensor | None = None,
@@ -201,12 +208,14 @@ def lightning_attn_fwd_varlen(
             device is never read back.
         scale: factor of the outputs; None: K ** -0.5.
         state_pool: `[rows, HV, K, V]`, or `[rows, HV, V, K]` with `state_v_first`. None: states start from zero.
-        initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative:
-            padding, no row is read or written and the outputs are zero. No row of a pool that is updated may occur
-            twice, which is checked on the CPU only. None: row n. Needs a state_pool.
+        initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative, or
+            `null_slot`: padding, no row is read or written and the outputs are zero. No row of a pool that is updated
+            may occur twice, which is checked on the CPU only. None: row n. Needs a state_pool.
         output_final_state: whether to return the final states where no pool is updated.
         state_v_first: layout of all states.
         update_state_pool: False only reads the pool and returns the final states `[N, HV, ..]` (zero for padding).
+        null_slot: a row of the pool that means padding, as negative ones do.
+        has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
         use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
             head of this module, which also gives dtypes, strides and layouts.
 
@@ -235,7 +244,8 @@ def lightning_attn_fwd_varlen(
     return _prefill(
         q, k, v, None, decay, "decay", scale, state_pool, "state_pool", initial_state_indices,
         update_state_pool, output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state,
-        state_checkpoints, checkpoint_every_n_tokens, num_splits, out,
+        state_checkpoints, checkpoint_every_n_tokens, num_splits, out, null_slot=null_slot,
+        has_initial_state=has_initial_state,
     )  # fmt: skip
 
 
@@ -374,6 +384,9 @@ def _prefill(
     num_splits: int | None,
     out: Tensor | None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Checks, allocates and runs for every public function. update: the state is replaced, not only read."""
     plain = is_plain_cuda_call(q)
@@ -382,8 +395,10 @@ def _prefill(
     check_prefill(
         q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
         state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits, out,
-        cu_seqlens_cpu,
+        cu_seqlens_cpu, null_slot, has_initial_state,
     )  # fmt: skip
+    if null_slot is not None and indices is None and cu_seqlens is not None:
+        indices = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=q.device)
     initial, turned = as_stored(state)
     v_first = state_v_first != turned
     pool: Tensor | None = None
@@ -409,6 +424,8 @@ def _prefill(
         exact_state=exact_state,
         checkpoint_every=checkpoint_every or 0,
         num_splits=num_splits,
+        has_initial_state=has_initial_state,
+        null_slot=null_slot,
     )  # fmt: skip
     if plain:
         _run_on_gpu(call)

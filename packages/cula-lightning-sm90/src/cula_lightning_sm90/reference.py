@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cula_core.reference.common import normalized, work_dtype
+from cula_core.tensors import live_rows
 
 _CHUNK = 64
 
@@ -174,12 +175,27 @@ def prefill(
     state_v_first: bool = False,
     l2norm: bool = False,
     checkpoint_every: int = 0,
+    has_initial_state: Tensor | None = None,
+    null_slot: int | None = None,
 ) -> None:
     """`chunked_prefill` into `out` and `final_state`: the contract of the kernel's launcher, on the CPU.
 
     final_state: None, another tensor [N, HV, ..] for row n of the final states, or `initial_state` itself, whose rows
-    are then replaced where they were read.
+    are then replaced where they were read. Rows that are negative or null_slot are padding. has_initial_state [N]:
+    False where a sequence begins from zero.
     """
+    pool = initial_state
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows = slots = torch.arange(sequences, device=q.device)
+    live = rows >= 0
+    if state_indices is not None:
+        slots, live = state_indices.long(), live_rows(state_indices, null_slot)
+        state_indices = torch.where(live, slots, -1)
+    if has_initial_state is not None and pool is not None:
+        read = live & has_initial_state
+        initial_state = pool.new_zeros(sequences, *pool.shape[1:])
+        initial_state[read] = pool[slots[read]]
+        state_indices = torch.where(live, rows, -1)
     outputs, finals = chunked_prefill(
         q, k, v, g, head_decay, initial_state, state_indices, checkpoints, cu_seqlens, scale=scale,
         decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
@@ -188,13 +204,10 @@ def prefill(
     out.copy_(outputs)
     if final_state is None:
         return
-    if final_state is not initial_state:
+    if final_state is not pool:
         final_state.copy_(finals)
-    elif state_indices is None:
-        final_state[: len(finals)] = finals.to(final_state.dtype)
     else:
-        live = state_indices >= 0
-        final_state[state_indices[live].long()] = finals[live].to(final_state.dtype)
+        final_state[slots[live]] = finals[live].to(final_state.dtype)
 
 
 def _chunk(

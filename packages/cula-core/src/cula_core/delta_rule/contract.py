@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..delta_decode.slots import Sizes, check_dtype, check_null_slot, check_slot_values
+from ..delta_decode import slots
+from ..delta_decode.slots import Sizes, check_dtype, check_slot_values
 from ..dtypes import dtype_name
 from ..tensors import longest_sequence
 from .config import (
@@ -87,7 +88,7 @@ def check_prefill(
     check_cp_context(cp_context)
     v_first, updated = flags["state_v_first"], flags["update_state_pool"]
     count = batch if sequences is None else sequences
-    check_null_slot(null_slot)
+    check_null_slot(null_slot, state_pool)
     arguments.state_or_pool(
         initial_state, state_pool, indices, q, v, count, v_first, updated and output_indices is None,
         null_slot=null_slot,
@@ -111,6 +112,13 @@ def check_prefill(
         **{"initial_state": initial_state, "state_pool": state_pool, "out": out},
         state_checkpoints=checkpoints,
     )
+
+
+def check_null_slot(null_slot: int | None, pool: Tensor | None) -> None:
+    """Refuses a row that means padding where it is no 32-bit integer, or there is no pool."""
+    slots.check_null_slot(null_slot)
+    if null_slot is not None and pool is None:
+        arguments.value_error("null_slot", "None without a state_pool", type(null_slot).__name__)
 
 
 def check_has_initial_state(
@@ -139,9 +147,8 @@ def _check_targets(
 ) -> None:
     """Checks the rows of final states, of a pool whose states and rows of initial ones are known to be right."""
     name = "output_state_indices"
-    for other, x in ((name, targets), ("null_slot", null_slot)):
-        if x is not None and pool is None:
-            arguments.value_error(other, "None without a state_pool", type(x).__name__)
+    if targets is not None and pool is None:
+        arguments.value_error(name, "None without a state_pool", type(targets).__name__)
     if targets is None or pool is None:
         return
     arguments.int32_vector(name, targets, "N", sequences, q)

@@ -316,11 +316,7 @@ def row_slots(
     indices: Tensor | None, null_slot: int | None, rows: int, pool: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The slot of each row, 0 for padding, and which rows are none."""
-    if null_slot is not None:
-        if indices is None:
-            indices = torch.arange(rows, device=pool.device)
-        indices = torch.where(indices == null_slot, -1, indices)
-    return pool_slots(indices, rows, pool)
+    return pool_slots(indices, rows, pool, null_slot)
 
 
 def _read(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..tensors import live_rows
 from .common import work_dtype
 
 _MASK = 0xFFFFFFFF
@@ -129,11 +130,15 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def pool_slots(indices: Tensor | None, count: int, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """The pool row of each of `count` rows, with 0 for padding, and which rows are no padding (index >= 0)."""
+def pool_slots(
+    indices: Tensor | None, count: int, pool: Tensor, null_slot: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The pool row of each of `count` rows, with 0 for padding, and which rows are no padding: neither negative nor
+    null_slot."""
     if indices is None:
         indices = torch.arange(count, device=pool.device)
-    return indices.to(torch.int64).clamp(min=0), indices >= 0
+    live = live_rows(indices, null_slot)
+    return torch.where(live, indices, 0).to(torch.int64), live
 
 
 def store_live(pool: Tensor, states: Tensor, slots: Tensor, live: Tensor) -> None:

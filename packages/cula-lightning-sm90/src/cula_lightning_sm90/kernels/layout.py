@@ -25,7 +25,10 @@ EXPM1_SERIES = tuple(math.log(2) ** k / math.factorial(k) for k in range(10, 0, 
 
 
 class Item(NamedTuple):
-    """What the loading warp announces about an item of work. An item that is not valid means that there are no more."""
+    """What the loading warp announces about an item of work. An item that is not valid means that there are no more.
+
+    row: of its sequence's state, negative for padding. begins: 0 where the sequence begins from zero.
+    """
 
     valid: cutlass.Int32
     token: cutlass.Int32
@@ -38,6 +41,7 @@ class Item(NamedTuple):
     head: cutlass.Int32
     tile: cutlass.Int32
     row: cutlass.Int32
+    begins: cutlass.Int32
 
 
 @cute.jit

@@ -76,6 +76,7 @@ class LightningPrefill(Layout):
         head_decay: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
         segments: cute.Tensor,
@@ -84,6 +85,7 @@ class LightningPrefill(Layout):
         decays: cute.Tensor,
         scale: cutlass.Float32,
         decay_factor: cutlass.Float32,
+        null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         ctas: cutlass.Int32,
@@ -104,8 +106,9 @@ class LightningPrefill(Layout):
         if cutlass.const_expr(self.config.paired):
             tma_g, g = self.gates.make_tma(g)
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, final, checkpoints,
-            segments, counter, states, decays, scale, decay_factor, segment_tokens, checkpoint_every,
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, fresh, final,
+            checkpoints, segments, counter, states, decays, scale, decay_factor, null_slot, segment_tokens,
+            checkpoint_every,
         ).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -132,6 +135,7 @@ class LightningPrefill(Layout):
         head_decay: cute.Tensor,
         initial: cute.Tensor,
         indices: cute.Tensor,
+        fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
         segments: cute.Tensor,
@@ -140,6 +144,7 @@ class LightningPrefill(Layout):
         decays: cute.Tensor,
         scale: cutlass.Float32,
         decay_factor: cutlass.Float32,
+        null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
     ):
@@ -209,8 +214,8 @@ class LightningPrefill(Layout):
             cute.arch.setmaxregister_decrease(registers[2])
             if warp_idx == self.loader:
                 self.load(
-                    ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, indices, segments, counter,
-                    segment_tokens, out.shape[2], out.shape[1], out.shape[0],
+                    ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, indices, fresh, segments, counter,
+                    null_slot, segment_tokens, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
             if cutlass.const_expr(self.gate):
                 if warp_idx == self.loader + 1:
@@ -261,8 +266,10 @@ class LightningPrefill(Layout):
         tma_v,
         mV: cute.Tensor,
         indices: cute.Tensor,
+        fresh: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         heads_v: cutlass.Int32,
         tokens: cutlass.Int32,
@@ -298,6 +305,10 @@ class LightningPrefill(Layout):
             row = sequence
             if cutlass.const_expr(self.problem.indexed):
                 row = indices[sequence]
+                row = cutlass.select_(row == null_slot, I32(-1), row)
+            begins = I32(1)
+            if cutlass.const_expr(self.problem.fresh):
+                begins = I32(fresh[sequence])
             wanted = cutlass.Boolean(True)
             if cutlass.const_expr(not self.forward):
                 wanted = (part + 1 < parts_here) & (row >= 0)
@@ -305,7 +316,8 @@ class LightningPrefill(Layout):
                 post(
                     items, item_at, item_words,
                     lambda: Item(
-                        1, token, in_batch, length, sequence, slot, part, parts_here, head, tile * self.tiles, row
+                        1, token, in_batch, length, sequence, slot, part, parts_here, head, tile * self.tiles, row,
+                        begins,
                     ),
                     lane,
                 )  # fmt: skip

@@ -96,7 +96,7 @@ class Tiles(Layout):
                 chunks = 0
                 self.outputs.clear(out, batch, token, length, head, column, tidx)
             self.start(
-                s, part_s, initial, states, decays, sequence, slot, part, parts, head, column, row, tidx
+                s, part_s, initial, states, decays, slot, part, parts, head, column, row, item.begins, tidx
             )  # fmt: skip
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -193,7 +193,7 @@ class Tiles(Layout):
             slot, head, column = item.slot, item.head, item.tile + tile
             s.fill(0.0)
             if cutlass.const_expr(self.problem.initial_state):
-                if item.part == 0:
+                if (item.part == 0) & (item.begins != 0):
                     self.get(s, part_s, initial, item.row, head, column)
                     if cutlass.const_expr(self.problem.in_place):
                         # The last segment may replace the pool's row before the first one is started.
@@ -318,20 +318,20 @@ class Tiles(Layout):
         initial,
         states,
         decays,
-        sequence,
         slot,
         part,
         parts,
         head,
         column,
         row,
+        begins,
         tidx,
     ):
         """Loads the state in front of an item: the initial one, or the sum over the segments before it."""
         s.fill(0.0)
         if row >= 0:
             if cutlass.const_expr(self.problem.initial_state):
-                if part == 0:
+                if (part == 0) & (begins != 0):
                     if cutlass.const_expr(self.problem.in_place and self.config.split):
                         if parts > 1:
                             source = self.spilled(states, slot + parts - 1, head, column, tidx)
