@@ -637,6 +637,9 @@ def cases() -> list[Case]:
     grad = {"v": lambda args: args["v"].clone().requires_grad_()}
     add("lightning_attn_fwd_varlen", "state_pool", grad, ValueError, "no gradients with it")
 
+    for name, value in (("null_slot", 0.0), ("null_slot", True)):
+        add(DECODE, name, {name: value}, TypeError, "an int or None")
+    add(DECODE, "null_slot", {"null_slot": 1 << 31}, ValueError, "a 32-bit integer")
     for function in DECODE:
         for name in ("k", "v", "state", "decay"):
             wants = change(name, lambda x: x.clone().requires_grad_())

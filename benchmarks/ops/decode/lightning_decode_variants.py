@@ -47,7 +47,7 @@ def _call(name: str, chosen: Setting, x: Inputs, out: Tensor | None = None) -> C
     kernel = compiled_here(configurations(chosen)[name])
     out = torch.empty_like(x.v) if out is None else out
     scale = decode.DIM**-0.5
-    return lambda: kernel(x.q, x.k, x.v, x.state, x.decay, x.indices, None, None, out, scale)
+    return lambda: kernel(x.q, x.k, x.v, x.state, x.decay, x.indices, None, None, out, scale, None)
 
 
 def _result(name: str, chosen: Setting, x: Inputs) -> tuple[Tensor, Tensor]:

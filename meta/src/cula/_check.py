@@ -22,6 +22,7 @@ from cula._arguments import (
     token_dims,
 )
 from cula_core import arguments
+from cula_core.delta_decode import slots
 from cula_core.delta_decode.gates import check_softplus
 from cula_core.delta_rule.contract import (
     SAFE_LOWER_BOUND,
@@ -266,11 +267,14 @@ def linear_attention_decode(
     out: Tensor | None,
     commit: bool,
     rounding_seed: Tensor | int | None,
+    null_slot: int | None,
 ) -> None:
     """The contract of `linear_attention_decode`."""
     arguments.booleans(state_v_first=state_v_first, commit=commit)
     activations(q=q, k=k, v=v)
-    _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=commit)
+    _decode(
+        k, v, state, decay, state_indices, state_v_first, rounding_seed, null_slot, written=commit
+    )
     if q.shape != k.shape:
         arguments.value_error("q", f"the shape of k, {list(k.shape)}", list(q.shape))
     arguments.number("scale", scale)
@@ -293,11 +297,14 @@ def linear_attention_commit(
     state_indices: Tensor | None,
     state_v_first: bool,
     rounding_seed: Tensor | int | None,
+    null_slot: int | None,
 ) -> None:
     """The contract of `linear_attention_commit`."""
     arguments.booleans(state_v_first=state_v_first)
     activations(k=k, v=v)
-    _decode(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=True)
+    _decode(
+        k, v, state, decay, state_indices, state_v_first, rounding_seed, null_slot, written=True
+    )
     arguments.int32_vector("num_accepted", num_accepted, "B", k.shape[0], k, "k")
     arguments.no_gradients(_IN_PLACE, k=k, v=v, state=state, decay=decay)
 
@@ -438,6 +445,7 @@ def _decode(
     state_indices: Tensor | None,
     state_v_first: bool,
     rounding_seed: Tensor | int | None,
+    null_slot: int | None,
     *,
     written: bool,
 ) -> None:
@@ -453,12 +461,15 @@ def _decode(
         "state", state, v, dims.dim_k, state_v_first, dtypes=pools, aligned=False, lead_name="k"
     )
     decays("decay", decay, k, dims.value_heads, 1, "k")
+    slots.check_null_slot(null_slot)
     if state_indices is None:
         if state.shape[0] < dims.batch:
             expected = f"a pool of at least B = {dims.batch} states when there are no state_indices"
             arguments.value_error("state", expected, state.shape[0])
     else:
         arguments.int32_vector("state_indices", state_indices, "B", dims.batch, k, "k")
-        arguments.pool_rows("state_indices", state_indices, "state", state.shape[0], written)
+        arguments.pool_rows(
+            "state_indices", state_indices, "state", state.shape[0], written, null_slot
+        )
     if rounding_seed is not None:
         seed_of_rounding(rounding_seed, state)

@@ -721,6 +721,7 @@ def linear_attention_decode(
     out: Tensor | None = None,
     commit: bool = True,
     rounding_seed: Tensor | int | None = None,
+    null_slot: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Lightning attention for 1 to 8 new tokens per row, on a pool of states that is updated in place. Inference only.
@@ -731,9 +732,9 @@ def linear_attention_decode(
         state: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16 (on the CPU
             also float64); arithmetic is fp32 or better. Updated in place unless `commit` is False.
         decay: `[HV]` float32, >= 0 (checked on the CPU).
-        state_indices: `[B]` int32, the pool row of every row. Negative: padding, the output is zero and no state
-            changes. With `commit` live rows must differ, which is checked on the CPU and undefined elsewhere. None: row
-            b uses pool row b.
+        state_indices: `[B]` int32, the pool row of every row. Negative, or `null_slot`: padding, the output is zero and
+            no state changes. With `commit` live rows must differ, which is checked on the CPU and undefined elsewhere.
+            None: row b uses pool row b.
         scale: factor of the output, finite; None: `K ** -0.5`.
         state_v_first: layout of the pool.
         out: `[B, T, HV, V]` in the dtype of v, written and returned.
@@ -741,6 +742,7 @@ def linear_attention_decode(
             `linear_attention_commit` then advances every row by the tokens that were accepted.
         rounding_seed: None rounds a state to the nearest. An int, or a one-element int64 tensor on the device (which a
             CUDA graph can advance between replays), rounds a bfloat16 state stochastically.
+        null_slot: a row of the pool that means padding, as negative ones do.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -777,7 +779,7 @@ def linear_attention_decode(
     # fmt: off
     options: dict[str, Any] = {
         "state_indices": state_indices, "scale": scale, "state_v_first": state_v_first, "out": out, "commit": commit,
-        "rounding_seed": rounding_seed,
+        "rounding_seed": rounding_seed, "null_slot": null_slot,
     }
     # fmt: on
     if run not in self_checking:
@@ -795,6 +797,7 @@ def linear_attention_commit(
     state_indices: Tensor | None = None,
     state_v_first: bool = False,
     rounding_seed: Tensor | int | None = None,
+    null_slot: int | None = None,
     impl: str = "auto",
 ) -> None:
     """Advances the state of row b by its first `num_accepted[b]` tokens, in place: the other half of `commit=False`.
@@ -802,7 +805,7 @@ def linear_attention_commit(
     Args:
         k: `[B, T, H, K]`, T = 1..8.
         v: `[B, T, HV, V]`.
-        state, decay, state_indices, state_v_first, rounding_seed: as in `linear_attention_decode`.
+        state, decay, state_indices, state_v_first, rounding_seed, null_slot: as in `linear_attention_decode`.
         num_accepted: `[B]` int32; less than 0 counts as 0, more than T as T.
         impl: "auto" or the name of an implementation.
 
@@ -843,6 +846,7 @@ def linear_attention_commit(
             state_indices=state_indices,
             state_v_first=state_v_first,
             rounding_seed=rounding_seed,
+            null_slot=null_slot,
         )
     run(
         k,
@@ -853,4 +857,5 @@ def linear_attention_commit(
         state_indices=state_indices,
         state_v_first=state_v_first,
         rounding_seed=rounding_seed,
+        null_slot=null_slot,
     )

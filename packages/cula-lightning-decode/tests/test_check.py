@@ -54,6 +54,8 @@ tokens_are = {
 }
 
 VALUES = [
+    *(value("null_slot", wrong, TypeError, "an int or None", type(wrong).__name__) for wrong in (0.0, True)),
+    value("null_slot", -(1 << 31) - 1, ValueError, "a 32-bit integer", "-2147483649"),
     value("state_v_first", 1, TypeError, "a bool", "int"),
     value("state_v_first", None, TypeError, "a bool", "NoneType"),
     value("scale", "1", TypeError, "a float or None", "str", DECODE),

@@ -26,13 +26,14 @@ FACTORS = {
     "dtype": ("bfloat16", "float16"),
     "state_v_first": (False, True),
     "indexed": (False, True),
+    "padded": (False, True),
 }
 COVERING = covering_cases(FACTORS, possible)
 
 
 def problem_of(case: dict) -> Problem:
     mode, stochastic = case["mode"]
-    flags = (case["state_v_first"], case["indexed"], mode, stochastic)
+    flags = (case["state_v_first"], case["indexed"], mode, stochastic, case["padded"])
     return Problem(case["dtype"], case["state_dtype"], *case["dims"], case["tokens"], *flags)
 
 
@@ -125,7 +126,7 @@ def test_a_spill_would_be_seen():
 @pytest.mark.parametrize("v_first", [False, True])
 def test_sizes_and_strides_are_left_open(mode, v_first):
     problem = Problem("bfloat16", "bfloat16", 64, 256, 3, v_first, True, mode, mode != "verify")
-    q, k, v, state, decay, indices, accepted, seed, out, _ = build.fake_arguments(problem)
+    q, k, v, state, decay, indices, accepted, seed, out, *_ = build.fake_arguments(problem)
 
     def fixed(tensor) -> list:
         """Extents and strides, None where they are open."""

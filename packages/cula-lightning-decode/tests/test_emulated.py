@@ -77,6 +77,7 @@ def run(emulated) -> Callable[..., None]:
         state_indices: Tensor | None = None,
         num_accepted: Tensor | None = None,
         rounding_seed: int | None = None,
+        null_slot: int | None = None,
         scale: float | None = None,
         multiprocessors: int = 132,
         overlap: bool | None = None,
@@ -87,7 +88,7 @@ def run(emulated) -> Callable[..., None]:
             Problem(
                 str(k.dtype).removeprefix("torch."), str(state.dtype).removeprefix("torch."),
                 k.shape[3], v.shape[3], k.shape[1], state_v_first, state_indices is not None,
-                mode, rounding_seed is not None,
+                mode, rounding_seed is not None, null_slot is not None,
             ),
             arch, multiprocessors, overlap,
         )  # fmt: skip
@@ -95,7 +96,20 @@ def run(emulated) -> Callable[..., None]:
         scale = k.shape[3] ** -0.5 if scale is None else scale
         if mode == "commit":
             q = out = None
-        kernel(q, k, v, state, decay, state_indices, num_accepted, seed, out, scale, **changes)
+        kernel(
+            q,
+            k,
+            v,
+            state,
+            decay,
+            state_indices,
+            num_accepted,
+            seed,
+            out,
+            scale,
+            null_slot,
+            **changes,
+        )
 
     def compiled(problem, arch, multiprocessors, overlap):
         assert problem.illegal() is None
@@ -200,6 +214,34 @@ def test_odd_token_counts(run, emulated, make_inputs, assert_rounded_once, token
     run(inputs, out, "sm_90a", state_v_first=v_first, scale=-1.5)
     assert_rounded_once(out, expected)
     assert_rounded_once(inputs["state"], state)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("mode", ["decode", "commit"])
+def test_a_slot_that_means_padding(run, emulated, make_inputs, mode):
+    """It has the bits of a negative one; without indices a row is padding by its own number."""
+    found = []
+    for slots, null_slot in (
+        ((5, 3, 0, 2), 3),
+        ((5, -1, 0, 2), None),
+        (None, 1),
+        ((0, -1, 2, 3), None),
+    ):
+        torch.manual_seed(0)
+        inputs = make_inputs(4, 2, 1, 2, 64, 64, pool=6, dtype=torch.bfloat16)
+        for name in ("q", "k", "v"):
+            inputs[name][1] = math.nan
+        inputs["state"][1 if slots is None else 3 if slots[0] else 1] = math.nan
+        out = emulated.empty_like(inputs["v"])
+        accepted = {"num_accepted": rows("cpu", 1, 2, 2, 0)} if mode == "commit" else {}
+        indices = None if slots is None else rows("cpu", *slots)
+        run(
+            inputs, out, "sm_90a", mode=mode, state_indices=indices, null_slot=null_slot, **accepted
+        )
+        found.append((out, inputs["state"]))
+    for one, other in (found[:2], found[2:]):
+        assert same(one[0], other[0]) and same(one[1], other[1])
+        assert mode == "commit" or not one[0][1].any()
 
 
 @pytest.mark.parametrize("v_first", [False, True])

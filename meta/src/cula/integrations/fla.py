@@ -328,11 +328,11 @@ def _lightning_attn_fwd_varlen(
 def _linear_attention_decode(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor, *,
     state_indices: Tensor | None, scale: float | None, state_v_first: bool,
-    out: Tensor | None, commit: bool, rounding_seed: None,
+    out: Tensor | None, commit: bool, rounding_seed: None, null_slot: int | None,
 ) -> Tensor:  # fmt: skip
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
-    slots, live = pool_slots(state_indices, q.shape[0], state)
+    slots, live = pool_slots(state_indices, q.shape[0], state, null_slot)
     o, final = fused_recurrent_simple_gla(
         expand_heads(q, v.shape[2]),
         expand_heads(k, v.shape[2]),
@@ -350,11 +350,11 @@ def _linear_attention_decode(
 
 def _linear_attention_commit(
     k: Tensor, v: Tensor, state: Tensor, decay: Tensor, num_accepted: Tensor, *,
-    state_indices: Tensor | None, state_v_first: bool, rounding_seed: None,
+    state_indices: Tensor | None, state_v_first: bool, rounding_seed: None, null_slot: int | None,
 ) -> None:  # fmt: skip
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
-    slots, live = pool_slots(state_indices, k.shape[0], state)
+    slots, live = pool_slots(state_indices, k.shape[0], state, null_slot)
     # A token that was not accepted neither writes nor decays.
     accepted = torch.arange(k.shape[1], device=k.device) < num_accepted[:, None]
     k = torch.where(accepted[..., None, None], expand_heads(k, v.shape[2]), 0)

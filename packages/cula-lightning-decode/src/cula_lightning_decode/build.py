@@ -44,6 +44,7 @@ def fake_arguments(problem: Problem) -> tuple:
         vector(cutlass.Int64, 1) if problem.stochastic else None,
         activation(heads_v, problem.head_dim_v) if outputs else None,
         cutlass.Float32(1.0),
+        cutlass.Int32(1) if problem.padded else None,
     )
 
 

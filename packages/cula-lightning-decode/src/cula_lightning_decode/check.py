@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cula_core import arguments
+from cula_core.delta_decode.slots import check_null_slot
 from cula_core.dtypes import dtype_name
 
 from .config import HEAD_DIMS, MAX_TOKENS
@@ -27,12 +28,15 @@ def check_decode(
     out: Tensor | None,
     commit: bool,
     rounding_seed: Tensor | int | None,
+    null_slot: int | None,
 ) -> None:
     """Raises unless the arguments of `linear_attention_decode` fit together."""
     arguments.tensor("q", q)
     if q.dim() != 4:
         arguments.value_error("q", "4 dimensions [B, T, H, K]", list(q.shape))
-    _check_shared(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=commit)
+    _check_shared(
+        k, v, state, decay, state_indices, state_v_first, rounding_seed, null_slot, written=commit
+    )
     if q.shape != k.shape:
         arguments.value_error("q", f"the shape of k, {list(k.shape)}", list(q.shape))
     arguments.activation("q", q, k, "k")
@@ -55,9 +59,12 @@ def check_commit(
     state_indices: Tensor | None,
     state_v_first: bool,
     rounding_seed: Tensor | int | None,
+    null_slot: int | None,
 ) -> None:
     """Raises unless the arguments of `linear_attention_commit` fit together."""
-    _check_shared(k, v, state, decay, state_indices, state_v_first, rounding_seed, written=True)
+    _check_shared(
+        k, v, state, decay, state_indices, state_v_first, rounding_seed, null_slot, written=True
+    )
     arguments.int32_vector("num_accepted", num_accepted, "B", k.shape[0], k, "k")
     arguments.no_gradients(_NO_BACKWARD, k=k, v=v, state=state, decay=decay)
 
@@ -70,6 +77,7 @@ def _check_shared(
     state_indices: Tensor | None,
     state_v_first: bool,
     rounding_seed: Tensor | int | None,
+    null_slot: int | None,
     *,
     written: bool,
 ) -> None:
@@ -128,10 +136,11 @@ def _check_shared(
             "decay", "values >= 0 (a state is multiplied by exp(-decay))", decay.min().item()
         )
 
+    check_null_slot(null_slot)
     if state_indices is not None:
         arguments.int32_vector("state_indices", state_indices, "B", batch, k, "k")
         if arguments.is_readable(state_indices):
-            _check_slots(state_indices, state, written)
+            _check_slots(state_indices, state, written, null_slot)
     elif state.shape[0] < batch:
         arguments.value_error(
             "state",
@@ -164,8 +173,10 @@ def _check_seed(seed: Tensor | int, state: Tensor, k: Tensor) -> None:
         arguments.value_error("rounding_seed", "a 64-bit integer", seed)
 
 
-def _check_slots(state_indices: Tensor, state: Tensor, written: bool) -> None:
-    live = [slot for slot in state_indices.tolist() if slot >= 0]
+def _check_slots(
+    state_indices: Tensor, state: Tensor, written: bool, null_slot: int | None
+) -> None:
+    live = [slot for slot in state_indices.tolist() if slot >= 0 and slot != null_slot]
     if live and max(live) >= state.shape[0]:
         arguments.value_error(
             "state_indices", f"values below the {state.shape[0]} states of state", max(live)

@@ -20,7 +20,8 @@ class Problem:
     """The static facts of a call: batch, pool size, head counts, strides and scale are not among them.
 
     mode: "decode" writes outputs and states, "verify" outputs only, "commit" states only.
-    indexed: rows find their state through `state_indices`. stochastic: bf16 states are rounded stochastically.
+    indexed: rows find their state through `state_indices`. stochastic: bf16 states are rounded stochastically. padded:
+    a slot means padding.
     """
 
     dtype: str
@@ -32,6 +33,7 @@ class Problem:
     indexed: bool
     mode: str = "decode"
     stochastic: bool = False
+    padded: bool = False
 
     @property
     def vector(self) -> int:

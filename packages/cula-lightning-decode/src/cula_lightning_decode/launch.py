@@ -37,6 +37,7 @@ def kernel_for(
     indexed: bool,
     mode: str,
     stochastic: bool,
+    padded: bool,
     device: torch.device,
 ):
     """Returns the compiled kernel for the static facts of a call; compiles on first use (about a second).
@@ -50,7 +51,7 @@ def kernel_for(
         )
     names = [dtype_name(d) for d in (dtype, state_dtype)]
     problem = Problem(
-        *names, head_dim_k, head_dim_v, tokens, state_v_first, indexed, mode, stochastic
+        *names, head_dim_k, head_dim_v, tokens, state_v_first, indexed, mode, stochastic, padded
     )
     if problem.illegal():
         raise ValueError(problem.illegal())
@@ -71,6 +72,7 @@ def run(
     scale: float,
     state_v_first: bool,
     mode: str,
+    null_slot: int | None,
 ) -> None:
     """Launches one call on torch's current stream; the arguments have been checked."""
     batch, tokens, _, head_dim_k = k.shape
@@ -78,11 +80,12 @@ def run(
     device = k.device
     launch = kernel_for(
         k.dtype, state.dtype, head_dim_k, head_dim_v, tokens, state_v_first,
-        state_indices is not None, mode, rounding_seed is not None, device,
+        state_indices is not None, mode, rounding_seed is not None, null_slot is not None, device,
     )  # fmt: skip
     if batch == 0:
         return
-    arguments = (q, k, v, state, decay, state_indices, num_accepted, rounding_seed, out, scale)
+    given = (q, k, v, state, decay, state_indices, num_accepted, rounding_seed, out)
+    arguments = (*given, scale, null_slot)
     if device.index == torch.cuda.current_device():
         launch(*arguments)
     else:

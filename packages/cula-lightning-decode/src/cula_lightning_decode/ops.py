@@ -17,50 +17,55 @@ from .check import check_commit, check_decode
 torch.library.define(
     "cula_lightning_decode::decode",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor decay, Tensor? state_indices, Tensor? rounding_seed, "
-    "float scale, bool state_v_first, bool commit, Tensor(b!) out) -> ()",
+    "float scale, bool state_v_first, bool commit, Tensor(b!) out, int? null_slot=None) -> ()",
 )
 torch.library.define(
     "cula_lightning_decode::commit",
     "(Tensor k, Tensor v, Tensor(a!) state, Tensor decay, Tensor num_accepted, Tensor? state_indices, "
-    "Tensor? rounding_seed, bool state_v_first) -> ()",
+    "Tensor? rounding_seed, bool state_v_first, int? null_slot=None) -> ()",
 )
 
 
 def _decode_cpu(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor, state_indices: Tensor | None,
     rounding_seed: Tensor | None, scale: float, state_v_first: bool, commit: bool, out: Tensor,
+    null_slot: int | None = None,
 ) -> None:  # fmt: skip
     reference.linear_attention_decode(
         q, k, v, state, decay, state_indices=state_indices, scale=scale, state_v_first=state_v_first,
-        out=out, commit=commit, rounding_seed=rounding_seed,
+        out=out, commit=commit, rounding_seed=rounding_seed, null_slot=null_slot,
     )  # fmt: skip
 
 
 def _decode_cuda(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor, state_indices: Tensor | None,
     rounding_seed: Tensor | None, scale: float, state_v_first: bool, commit: bool, out: Tensor,
+    null_slot: int | None = None,
 ) -> None:  # fmt: skip
     mode = "decode" if commit else "verify"
     seed = rounding_seed if commit else None
-    _launch()(q, k, v, state, decay, state_indices, None, seed, out, scale, state_v_first, mode)
+    _launch()(
+        q, k, v, state, decay, state_indices, None, seed, out, scale, state_v_first, mode, null_slot
+    )
 
 
 def _commit_cpu(
     k: Tensor, v: Tensor, state: Tensor, decay: Tensor, num_accepted: Tensor, state_indices: Tensor | None,
-    rounding_seed: Tensor | None, state_v_first: bool,
+    rounding_seed: Tensor | None, state_v_first: bool, null_slot: int | None = None,
 ) -> None:  # fmt: skip
     reference.linear_attention_commit(
         k, v, state, decay, num_accepted, state_indices=state_indices, state_v_first=state_v_first,
-        rounding_seed=rounding_seed,
+        rounding_seed=rounding_seed, null_slot=null_slot,
     )  # fmt: skip
 
 
 def _commit_cuda(
     k: Tensor, v: Tensor, state: Tensor, decay: Tensor, num_accepted: Tensor, state_indices: Tensor | None,
-    rounding_seed: Tensor | None, state_v_first: bool,
+    rounding_seed: Tensor | None, state_v_first: bool, null_slot: int | None = None,
 ) -> None:  # fmt: skip
     _launch()(
-        None, k, v, state, decay, state_indices, num_accepted, rounding_seed, None, 1.0, state_v_first, "commit"
+        None, k, v, state, decay, state_indices, num_accepted, rounding_seed, None, 1.0, state_v_first, "commit",
+        null_slot,
     )  # fmt: skip
 
 
@@ -90,6 +95,7 @@ def linear_attention_decode(
     out: Tensor | None = None,
     commit: bool = True,
     rounding_seed: Tensor | int | None = None,
+    null_slot: int | None = None,
 ) -> Tensor:
     """Lightning attention for 1 to 8 new tokens per row, on a pool of states that is updated in place.
 
@@ -106,15 +112,16 @@ def linear_attention_decode(
             arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A `[.., K, V]`
             view of `[.., V, K]` storage (or the other way round) is used without a copy.
         decay: `[HV]` float32, >= 0 (checked on the CPU), in natural log units per token.
-        state_indices: `[B]` int32, the slot of every row. Negative: padding, the output is zero and no state changes.
-            With `commit` the same slot twice in one call is refused on the CPU and undefined on a GPU, where looking
-            would need a synchronisation. None: row b uses slot b.
+        state_indices: `[B]` int32, the slot of every row. Negative, or `null_slot`: padding, the output is zero and no
+            state changes. With `commit` the same slot twice in one call is refused on the CPU and undefined on a GPU,
+            where looking would need a synchronisation. None: row b uses slot b.
         scale: factor of the output; None: K ** -0.5.
         out: `[B, T, HV, V]` tensor to write to; None: allocated.
         commit: False leaves all states alone and only returns the outputs (speculative verification);
             `linear_attention_commit` then advances every row by the tokens that were accepted.
         rounding_seed: None rounds to the nearest. An int, or an int64 tensor of one element (which a CUDA graph can
             advance between replays), rounds a bfloat16 state stochastically; use a new seed at every step.
+        null_slot: a slot that means padding, as negative ones do.
 
     Returns:
         `[B, T, HV, V]`, the dtype of v.
@@ -137,7 +144,18 @@ def linear_attention_decode(
     """
     state, state_v_first = _as_stored(state, state_v_first)
     check_decode(
-        q, k, v, state, decay, state_indices, scale, state_v_first, out, commit, rounding_seed
+        q,
+        k,
+        v,
+        state,
+        decay,
+        state_indices,
+        scale,
+        state_v_first,
+        out,
+        commit,
+        rounding_seed,
+        null_slot,
     )
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -145,7 +163,20 @@ def linear_attention_decode(
         scale = k.shape[3] ** -0.5
     seed = _seed_tensor(rounding_seed, k)
     run = _decode_cuda if is_plain_cuda_call(k) else _decode
-    run(q, k, v, state, decay, state_indices, seed, float(scale), state_v_first, commit, out)
+    run(
+        q,
+        k,
+        v,
+        state,
+        decay,
+        state_indices,
+        seed,
+        float(scale),
+        state_v_first,
+        commit,
+        out,
+        null_slot,
+    )
     return out
 
 
@@ -160,6 +191,7 @@ def linear_attention_commit(
     state_indices: Tensor | None = None,
     state_v_first: bool = False,
     rounding_seed: Tensor | int | None = None,
+    null_slot: int | None = None,
 ) -> None:
     """Advances the state of row b by its first `num_accepted[b]` tokens, in place.
 
@@ -178,10 +210,12 @@ def linear_attention_commit(
         [3.0, 0.0]
     """
     state, state_v_first = _as_stored(state, state_v_first)
-    check_commit(k, v, state, decay, num_accepted, state_indices, state_v_first, rounding_seed)
+    check_commit(
+        k, v, state, decay, num_accepted, state_indices, state_v_first, rounding_seed, null_slot
+    )
     seed = _seed_tensor(rounding_seed, k)
     run = _commit_cuda if is_plain_cuda_call(k) else _commit
-    run(k, v, state, decay, num_accepted, state_indices, seed, state_v_first)
+    run(k, v, state, decay, num_accepted, state_indices, seed, state_v_first, null_slot)
 
 
 @functools.cache

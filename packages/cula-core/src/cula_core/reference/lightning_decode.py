@@ -29,13 +29,14 @@ def linear_attention_decode(
     out: Tensor | None = None,
     commit: bool = True,
     rounding_seed: Tensor | int | None = None,
+    null_slot: int | None = None,
 ) -> Tensor:
     """Runs the T tokens of every row through its state, one after another.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. state: [pool, HV, K, V], or [pool, HV, V, K] with `state_v_first`; updated in
-    place unless `commit` is false. decay: [HV], natural log units, >= 0. state_indices: int32 [B]; a negative index is
-    padding: its output is zero and no state changes. Arithmetic is fp32, or fp64 when an input is fp64.
-    Returns the outputs [B, T, HV, V].
+    place unless `commit` is false. decay: [HV], natural log units, >= 0. state_indices: int32 [B]; a negative index,
+    or null_slot, is padding: its output is zero and no state changes. Arithmetic is fp32, or fp64 when an input is
+    fp64. Returns the outputs [B, T, HV, V].
 
     Example:
         >>> import torch
@@ -48,7 +49,7 @@ def linear_attention_decode(
     batch, tokens, heads, dim_k = q.shape
     group = v.shape[2] // heads
     work = work_dtype(q, v, state)
-    slots, valid = pool_slots(state_indices, batch, state)
+    slots, valid = pool_slots(state_indices, batch, state, null_slot)
     scale = dim_k**-0.5 if scale is None else scale
     current = _read(state, slots, state_v_first, work)
     factor = torch.exp(-decay.to(work))[None, :, None, None]
@@ -76,6 +77,7 @@ def linear_attention_commit(
     state_indices: Tensor | None = None,
     state_v_first: bool = False,
     rounding_seed: Tensor | int | None = None,
+    null_slot: int | None = None,
 ) -> None:
     """Advances the state of row b by its first `num_accepted[b]` tokens (int32 [B], 0..T).
 
@@ -91,7 +93,7 @@ def linear_attention_commit(
     batch, tokens, heads, _ = k.shape
     group = v.shape[2] // heads
     work = work_dtype(k, v, state)
-    slots, valid = pool_slots(state_indices, batch, state)
+    slots, valid = pool_slots(state_indices, batch, state, null_slot)
     current = _read(state, slots, state_v_first, work)
     factor = torch.exp(-decay.to(work))[None, :, None, None]
     for t in range(tokens):

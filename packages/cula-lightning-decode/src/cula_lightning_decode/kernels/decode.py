@@ -58,6 +58,7 @@ class LightningDecode:
         mSeed: cute.Tensor | None,
         mOut: cute.Tensor | None,
         scale: Float32,
+        null_slot: Int32 | None,
         stream,
     ):
         aligned = Boolean(True)
@@ -67,7 +68,7 @@ class LightningDecode:
                 aligned = aligned and ((mX.iterator.toint() | (strides * 2)) & 15) == 0
         tensors = (mQ, mK, mV, mState, mDecay, mIndices, mAccepted, mSeed, mOut)
         batch, _, heads, _ = mK.shape
-        self.kernel(*tensors, scale, aligned).launch(
+        self.kernel(*tensors, scale, null_slot, aligned).launch(
             grid=[self.tiles * (mV.shape[2] // heads), heads, batch],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -87,6 +88,7 @@ class LightningDecode:
         mSeed: cute.Tensor | None,
         mOut: cute.Tensor | None,
         scale: Float32,
+        null_slot: Int32 | None,
         aligned: Boolean,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -109,6 +111,8 @@ class LightningDecode:
         slot, accepted, seed = row, Int32(self.tokens), Uint32(0)
         if cutlass.const_expr(self.indexed):
             slot = mIndices[row]
+        if cutlass.const_expr(null_slot is not None):
+            slot = cutlass.select_(slot == null_slot, Int32(-1), slot)
         if cutlass.const_expr(self.counted):
             accepted = mAccepted[row]
         if cutlass.const_expr(self.stochastic):
