@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -156,15 +157,27 @@ def foreign(x, kept=torch.zeros(3)):  # noqa: B008
     return kept + 0
 
 
-@pytest.mark.parametrize("function", [reads, branches, sets, foreign])
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+def named(x):
+    return Pair(x + 1, 2)
+
+
+@pytest.mark.parametrize("function", [reads, branches, sets, foreign, named])
 def test_what_cannot_be_written_down(function):
     counted = Counted(function)
     for i in (1.0, 1.0, -2.0, 3.0):
         x = torch.full((3,), i)
         expected = function(x)
+        found = counted.call(x)
         if function is foreign:
             expected += x
-        assert torch.equal(counted.call(x), expected)
+        if function is named:
+            expected, found = expected.first, found.first
+        assert torch.equal(found, expected)
     assert counted.long == 4
 
 

@@ -24,6 +24,10 @@ _FACTS = frozenset(
     ("__get__", "__len__", "stride", "dim", "size", "numel", "data_ptr", "element_size", "is_contiguous", "get_device",
      "storage_offset", "is_floating_point")
 )  # fmt: skip
+# What an argument or a result may be beside tensors and tuples of them.
+_VALUES = frozenset(
+    (float, str, torch.dtype, torch.device, torch.memory_format, torch.Size, slice, type(Ellipsis))
+)
 _UNKNOWN: tuple[tuple, list[Tensor]] = ((), [])
 _NEW = 0
 _here = threading.local()
@@ -194,7 +198,7 @@ class _Steps(TorchFunctionMode):
         """Writes a line. found: what comes back, which is no argument yet; several: as a tuple."""
         texts = [self._text(x) for x in args]
         texts += [f"{name}={self._text(x)}" for name, x in kwargs.items()]
-        call = f"{self._constant(func)}({', '.join(texts)})"
+        call = f"{self._kept_as(func)}({', '.join(texts)})"
         names = "".join(f"{self._new(x)}, " for x in found)
         if not found:
             self._lines.append(call)
@@ -208,11 +212,13 @@ class _Steps(TorchFunctionMode):
             return self._names.get(id(x), "")
         if type(x) in (tuple, list):
             return f"({''.join(self._text(item) + ', ' for item in x)})"
-        return self._constant(x)
-
-    def _constant(self, x: object) -> str:
         if x is None or type(x) in (bool, int):
             return repr(x)
+        # Anything else might hold a tensor of this call.
+        self._possible = self._possible and type(x) in _VALUES
+        return self._kept_as(x)
+
+    def _kept_as(self, x: object) -> str:
         name = f"c{len(self._space)}"
         self._space[name] = x
         return name
