@@ -300,16 +300,8 @@ def run(emulated) -> Callable[..., Outcome]:
                 options_of_scan = options.get("of_scan", {})
                 walked(case.scan, plan.first, of_first, maps, marks, None, options_of_scan)
                 compiled(MergeConfig(index_dtype=case.index_dtype, fades=True))(
-                    maps,
-                    marks,
-                    starts,
-                    None,
-                    None,
-                    offsets,
-                    sequences,
-                    tokens,
-                    case.segment * CHUNK,
-                )
+                    maps, marks, starts, None, None, None, offsets, -1, sequences, tokens, case.segment * CHUNK
+                )  # fmt: skip
             walked(
                 recurrence, walk, of_second if recurrence.cut else of_first, maps, marks, starts,
                 options.get("of_recurrence", {}),
