@@ -79,6 +79,7 @@ def decode_specs(package: str) -> Iterator[Spec]:
         "dims": ((64, 64), (128, 128), (256, 256), (64, 256), (256, 64)),
         "arch": ("sm_80", "sm_89", "sm_90a", "sm_100a"),
         "state_dtype": FLOATS, "tokens": (1, 3, 4, 8), "dtype": DTYPES, "state_v_first": BOTH, "indexed": BOTH,
+        "padded": BOTH,
     }  # fmt: skip
 
     def problem(case: dict) -> Any:
@@ -186,7 +187,7 @@ def lightning_specs(package: str) -> Iterator[Spec]:
     candidates = find(package, "candidates")
     full = problem_of("bfloat16", 128, 128, "float32")
     states = ("initial_state", "indexed", "in_place", "final_state")
-    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "exact_state")
+    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "exact_state", "fresh")
     factors = {
         "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
         "gate": ((None, False), (None, True), ("float32", False), ("bfloat16", True), ("float16", False)),
@@ -203,7 +204,7 @@ def lightning_specs(package: str) -> Iterator[Spec]:
         return config_of(problem, *case["work"])
 
     found = [config(c) for c in cover(factors, lambda case: config(case).illegal() is None)]
-    most = dict.fromkeys((*states, "checkpoints", "l2norm", "exact_state"), True)
+    most = dict.fromkeys((*states, "checkpoints", "l2norm", "exact_state", "fresh"), True)
     for packed in BOTH:
         found += candidates(dataclasses.replace(full, packed=packed, **most))
     yield from ({"arch": "sm_90a", "kernel": "LightningPrefill", **flat(c)} for c in found)
@@ -234,32 +235,49 @@ def kda_specs(package: str) -> Iterator[Spec]:
 
     def recurrence(case: dict) -> bool:
         initial, final, scan = case["initial_state"], case["final_state"], case["work"][2]
+        keeps = case["checkpoints"] is not None
         return not (
-            (case["indexed"] and not initial)
+            ((case["indexed"] or case["fresh"]) and not initial)
             or (case["in_place"] and not (initial and final))
-            or (scan and final)
+            or (scan and (final or keeps))
+            or (case["redirected"] and not case["in_place"])
+            or (case["placed"] and not keeps)
         )
 
     switches = ("bounded", "l2norm", "beta_sigmoid", "neg_eigval", "rate", "bias", "intra")
-    walks = ("packed", "state_v_first", "initial_state", "final_state", "indexed", "in_place")
+    walks = (
+        "packed",
+        "state_v_first",
+        "initial_state",
+        "final_state",
+        "indexed",
+        "in_place",
+        "redirected",
+        "fresh",
+    )
     prepares = {
         "arch": targets, "dtype": DTYPES, "gate_dtype": FLOATS, "beta_dtype": FLOATS, "operand": DTYPES,
         "gate": ("log", "softplus", "safe"), **dict.fromkeys(switches, BOTH), "index_dtype": INDEX_DTYPES,
     }  # fmt: skip
     recurrences = {
         "arch": targets, "dtype": DTYPES, "operand": DTYPES, "work": works, **dict.fromkeys(walks, BOTH),
+        "checkpoints": (None, "every", "once"), "placed": BOTH,
     }  # fmt: skip
     factors = {"arch": targets, "dtype": DTYPES, "operand": DTYPES, "index_dtype": INDEX_DTYPES}
     merges = {
         "arch": targets, "index_dtype": INDEX_DTYPES,
-        **dict.fromkeys(("state_v_first", "initial_state", "indexed"), BOTH),
+        **dict.fromkeys(("state_v_first", "initial_state", "indexed", "fresh"), BOTH),
     }  # fmt: skip
     tables = {"arch": targets, "index_dtype": INDEX_DTYPES[1:]}
     for kernel, table, possible in (
         ("Prepare", prepares, prepare),
         ("Factors", factors, lambda _: True),
         ("Recurrence", recurrences, recurrence),
-        ("Merge", merges, lambda case: case["initial_state"] or not case["indexed"]),
+        (
+            "Merge",
+            merges,
+            lambda case: case["initial_state"] or not (case["indexed"] or case["fresh"]),
+        ),
         ("Table", tables, lambda _: True),
     ):
         for case in cover(table, possible):
