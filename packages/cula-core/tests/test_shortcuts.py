@@ -93,7 +93,27 @@ def test_every_kind_of_step():
     assert counted.long == 2
 
 
-def test_what_differs_goes_the_long_way():
+def test_the_fourth_call_asks_for_no_facts(monkeypatch):
+    counted = Counted(body)
+    x, y, out = torch.zeros(3), torch.ones(3), torch.zeros(3)
+    for _ in range(3):
+        counted.call(x, y, out=out)
+    asked = []
+    monkeypatch.setattr(shortcuts, "_facts", lambda *call: asked.append(call) or shortcuts._UNKNOWN)
+    assert counted.call(y, x, out=out) is out and out.tolist() == [1.0] * 3
+    assert asked == []
+    shortcuts.forget()
+    counted.call(x, y, out=out)
+    assert len(asked) == 1 and counted.long == 3
+
+
+def without_torch_compile(monkeypatch):
+    monkeypatch.setattr(shortcuts, "TensorGuards", None)
+
+
+@pytest.mark.parametrize("torch_has", [lambda monkeypatch: None, without_torch_compile])
+def test_what_differs_goes_the_long_way(monkeypatch, torch_has):
+    torch_has(monkeypatch)
     counted = Counted(body)
     x, y = torch.zeros(128), torch.ones(128)
     for _ in range(3):
@@ -112,9 +132,11 @@ def test_what_differs_goes_the_long_way():
     for number, given in enumerate(others):
         assert torch.equal(counted.call(*given), body(*given))
         assert counted.long == 3 + number
-    counted.call(x, y=y)  # another way to say the same
-    counted.call(y=y, x=x)
+    for _ in range(3):
+        counted.call(x, y=y)  # another way to say the same
     assert counted.long == 4 + len(others)
+    assert torch.equal(counted.call(y=x, x=y), body(y, x))
+    assert counted.long == 5 + len(others)
 
 
 def test_gradients_go_the_long_way():

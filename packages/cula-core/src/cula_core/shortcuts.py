@@ -11,12 +11,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+
+try:  # part of torch.compile, and not of torch's promises
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # pragma: no cover
+    TensorGuards = None
 
 LIMIT = 512  # lists of a function; the oldest make room
 # What the functions of a list may ask of tensors, because calls with the same answers have the same list.
@@ -29,10 +34,28 @@ _VALUES = frozenset(
     (float, str, torch.dtype, torch.device, torch.memory_format, torch.Size, slice, type(Ellipsis))
 )
 _UNKNOWN: tuple[tuple, list[Tensor]] = ((), [])
-_NEW = 0
+_NEW, _ONCE = 0, 1
+_MISSED = object()
 _here = threading.local()
-# By the facts of a call: its list as a function, False if it cannot be written down, None if it came once.
-Known = dict[tuple, "Callable[..., Any] | bool | None"]
+
+
+class _Written(NamedTuple):
+    """The list of a call as a function of its tensors, and as `_alike` says."""
+
+    short: Callable[..., Any]
+    alike: Callable[[tuple, dict[str, Any]], Any] | None
+
+
+class Known(dict[tuple, "_Written | int | None"]):
+    """Lists by the facts of a call: None if it cannot be written down, `_ONCE` if it came once."""
+
+    latest: Callable[[tuple, dict[str, Any]], Any] | None = None  # to be tried first
+
+    def clear(self) -> None:
+        super().clear()
+        self.latest = None
+
+
 _every: list[Known] = []
 # Tests without a GPU put other values here.
 _first_device = 0
@@ -62,7 +85,7 @@ def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
     where a tensor is not on the current CUDA device, is of another class or wants a gradient, where something is being
     traced, or where the function looks at values. `shortcuts` of the decorated function holds what was written down.
     """
-    known: Known = {}
+    known = Known()
     _every.append(known)
     lock = threading.Lock()
 
@@ -70,25 +93,32 @@ def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*arguments, **named)
+        latest = known.latest
+        if latest is not None:
+            result = latest(arguments, named)
+            if result is not _MISSED:
+                return result
         facts, tensors = _facts(arguments, named)
         try:
-            short = known.get(facts, _NEW)
+            written = known.get(facts, _NEW)
         except TypeError:  # an argument has no hash
-            short = False
-        if callable(short):
-            return short(*tensors)
+            written = None
+        if isinstance(written, _Written):
+            known.latest = written.alike
+            return written.short(*tensors)
         # A tensor that is passed twice could not be told from two.
-        if short is None and len(set(map(id, tensors))) == len(tensors):
+        if written is _ONCE and len(set(map(id, tensors))) == len(tensors):
             steps = _Steps(tensors)
             result = steps.write(function, arguments, named)
-            known[facts] = steps.compiled(result)
+            short = steps.compiled(result)
+            known[facts] = short and _Written(short, _alike(short, arguments, named, tensors))
             return result
         result = function(*arguments, **named)
-        if short is _NEW and facts:
+        if written is _NEW and facts:
             with lock:
                 if len(known) >= LIMIT:
                     del known[next(iter(known))]
-                known[facts] = None
+                known[facts] = _ONCE
         return result
 
     call.shortcuts = known  # type: ignore[attr-defined]
@@ -134,6 +164,63 @@ def _facts(arguments: tuple, named: dict[str, Any]) -> tuple[tuple, list[Tensor]
     return _UNKNOWN if device is None else ((device, *facts), tensors)
 
 
+def _alike(
+    short: Callable[..., Any], arguments: tuple, named: dict[str, Any], tensors: list[Tensor]
+) -> Callable[[tuple, dict[str, Any]], Any] | None:
+    """Returns what makes such a call, or `_MISSED` one of other facts, in less time than it takes to ask for them.
+
+    It compares all arguments with those of a call that was made, torch the tensors. Nothing where there are tuples.
+    """
+    if TensorGuards is None:
+        return None
+    places = [f"a{i}" for i in range(len(arguments))], [f"n{i}" for i in range(len(named))]
+    space: dict[str, object] = {
+        "short": short,
+        "missed": _MISSED,
+        "names": [*named],
+        "same": TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
+        "gradients": torch.is_grad_enabled(),
+        "gradients_now": torch.is_grad_enabled,
+        "device_now": _current_device,
+        "modes": torch._C._len_torch_function_stack,
+        "modes_of_dispatch": torch._C._len_torch_dispatch_stack,
+    }
+    conditions, given = [], []
+    for place, x in zip(places[0] + places[1], (*arguments, *named.values()), strict=True):
+        if isinstance(x, Tensor):
+            given.append(place)
+        elif isinstance(x, tuple):
+            return None
+        elif x is None or type(x) is bool:
+            conditions.append(f"{place} is {x}")
+        else:
+            space |= {f"{place}_kind": type(x), f"{place}_value": x}
+            conditions.append(f"type({place}) is {place}_kind and {place} == {place}_value")
+    past = {place: x.data_ptr() % _alignment for place, x in zip(given, tensors, strict=True)}
+    aligned = " | ".join(f"{place}.data_ptr()" for place in given if not past[place])
+    conditions += [
+        f"same({', '.join(given)})",
+        "gradients_now() is gradients",
+        f"device_now() == {tensors[0].get_device()}",
+        "not modes()",
+        "not modes_of_dispatch()",
+        *([f"not ({aligned}) % {_alignment}"] if aligned else []),
+        *(f"{place}.data_ptr() % {_alignment} == {x}" for place, x in past.items() if x),
+    ]
+    exec(
+        f"""def alike(arguments, named):
+    if len(arguments) != {len(arguments)} or [*named] != names:
+        return missed
+    {"".join(place + ", " for place in places[0]) or "()"} = arguments
+    {"".join(place + ", " for place in places[1]) or "()"} = named.values()
+    if {" and ".join(conditions)}:
+        return short({", ".join(given)})
+    return missed""",
+        space,
+    )
+    return space["alike"]  # type: ignore[return-value]
+
+
 class _Steps(TorchFunctionMode):
     """The list of what a call does, while it is being written: a line of Python for each step."""
 
@@ -155,11 +242,11 @@ class _Steps(TorchFunctionMode):
         finally:
             _here.steps = None
 
-    def compiled(self, result: Any) -> Callable[..., Any] | bool:
-        """Returns what makes such a call from its tensors; False if that is not possible."""
+    def compiled(self, result: Any) -> Callable[..., Any] | None:
+        """Returns what makes such a call from its tensors, if that is possible."""
         text = self._text(result)
         if not self._possible:
-            return False
+            return None
         body = "".join(f"    {line}\n" for line in (*self._lines, f"return {text}"))
         space = dict(self._space)
         exec(f"def short({self._head}):\n{body}", space)
