@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from .config import (
     RecurrenceConfig,
     TableConfig,
     chunk_slots,
+    workspace_bytes,
 )
 from .plan import Plan, plan
 from .target import Target
@@ -168,8 +170,9 @@ class _Launch:
         call, spread = self.call, self.spread
         tiles = self.target.v_tiles // spread.tiles
         ctas = min(self.multiprocessors, spread.segments * call.v.shape[2] * tiles)
+        blocks = self.blocks if held == len(self.blocks) else self.blocks[:held]
         self.kernels(self._config(scan=False, tiles=spread.tiles))(
-            self.blocks[:held], call.v, call.out, None if spread.split else self.initial, self.indices, self.targets,
+            blocks, call.v, call.out, None if spread.split else self.initial, self.indices, self.targets,
             self.fresh, self.final, *self._checkpoints, None, starts,
             segments, None if counters is None else counters[1:], self.null_slot, max(call.checkpoint_every, CHUNK),
             self.segment_tokens, first, ctas,
@@ -229,19 +232,20 @@ def run(
 ) -> None:
     """Launches one call on torch's current stream.
 
-    The call has a workspace, and tensors as the kernels read them. Tests without a GPU
-    pass the number of multiprocessors, `kernels`, which returns what to call for a config, and a planner.
+    The call has tensors as the kernels read them. Tests without a GPU pass the number of multiprocessors, `kernels`,
+    which returns what to call for a config, and a planner.
     """
     batch, tokens, heads_v = call.v.shape[:3]
     workspace, device = call.workspace, call.q.device
-    assert workspace is not None
+    whole = workspace_bytes(batch, tokens, heads_v, call.packed_sequences)
     count = multiprocessors or tensors.multiprocessors(device)
     longest: int | None = tokens
     if call.packed:
         copy = call.cu_seqlens_cpu
         longest = None if copy is None else tensors.longest_sequence(copy)
     spread = planner(
-        target, batch, tokens, heads_v, call.packed_sequences, count, workspace.numel(), call.intracard_cp, longest
+        target, batch, tokens, heads_v, call.packed_sequences, count,
+        whole if workspace is None else workspace.numel(), call.intracard_cp, longest,
     )  # fmt: skip
     initial, final, indices, in_place = call.initial, call.final, call.state_indices, call.in_place
     targets, fresh = call.output_state_indices, call.has_initial_state
@@ -255,10 +259,11 @@ def run(
         if indices is not None:
             own = torch.arange(call.sequences, dtype=torch.int32, device=device)
             indices = torch.where(tensors.live_rows(indices, call.null_slot), own, -1)
-    blocks = workspace[: spread.piece_slots * heads_v * BLOCK_BYTES]
-    blocks = blocks.view(getattr(torch, call.operand)).view(
-        spread.piece_slots, heads_v, BLOCK_BYTES // 2
-    )
+    shape, operand = (spread.piece_slots, heads_v, BLOCK_BYTES // 2), getattr(torch, call.operand)
+    if workspace is None:
+        blocks = call.q.new_empty(shape, dtype=operand)
+    else:
+        blocks = workspace[: math.prod(shape) * 2].view(operand).view(shape)
     _Launch(
         target,
         call,

@@ -347,7 +347,7 @@ def _new_intra(
 
 
 def prepared(call: Call) -> Call:
-    """Returns the call with tensors as the kernels read them, and with a workspace."""
+    """Returns the call with tensors as the kernels read them."""
     g, beta = (x.float() if x.dtype == torch.float64 else x for x in (call.g, call.beta))
     rate, bias = call.A_log, call.dt_bias
     if bias is not None:
@@ -367,11 +367,6 @@ def prepared(call: Call) -> Call:
         saved = saved.flatten(0, 1)
     if saved is not None and saved.shape[0] == 0:
         saved = None
-    workspace = call.workspace
-    if workspace is None:
-        batch, tokens, heads_v = call.v.shape[:3]
-        size = workspace_bytes(batch, tokens, heads_v, call.packed_sequences)
-        workspace = call.q.new_empty(size, dtype=torch.uint8)
     return call._replace(
         q=aligned(call.q),
         k=aligned(call.k),
@@ -382,6 +377,5 @@ def prepared(call: Call) -> Call:
         dt_bias=bias,
         has_initial_state=None if fresh is None else fresh.contiguous(),
         checkpoints=saved,
-        workspace=workspace,
         **indices,
     )
