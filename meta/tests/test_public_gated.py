@@ -50,7 +50,8 @@ def assert_near(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-def test_pools_checkpoints_and_fresh_sequences(v_first: bool) -> None:
+@pytest.mark.parametrize("kept", ["every", "in rows", "once", "once in rows", "in the pool"])
+def test_pools_checkpoints_and_fresh_sequences(v_first: bool, kept: str) -> None:
     """Everything at once on a dense batch and on packed sequences; what the oracle leaves alone stays as it was."""
     for packed in (True, False):
         x = inputs() | {"cu_seqlens": CU} if packed else inputs(4, 130)
@@ -63,12 +64,26 @@ def test_pools_checkpoints_and_fresh_sequences(v_first: bool) -> None:
             "has_initial_state": torch.tensor([False, True, True, True]), "state_v_first": v_first,
             "state_checkpoints": buffer, "checkpoint_every_n_tokens": 64, "use_qk_l2norm_in_kernel": True,
         }  # fmt: skip
+        if kept != "every":
+            buffer = torch.full((9, *pool.shape[1:]), NAN, dtype=DOUBLE)
+            options |= {"state_checkpoints": buffer}
+        if kept.endswith("rows"):
+            options["checkpoint_rows"] = int32(-1, 5, 2, 0)
+        if kept.startswith("once"):
+            options |= {"checkpoint_every_n_tokens": None, "checkpoint_offsets": torch.tensor([64, 64, 64, 128])}
+        if kept == "in the pool":
+            options |= {"checkpoint_every_n_tokens": None, "checkpoint_offsets": torch.tensor([64, 64, 64, 128])}
+            options |= {"checkpoint_rows": int32(5, 5, -1, 2), "state_checkpoints": None}
+            options["checkpoint_offsets"][1] = 0
         expected = gated_delta_rule(**x, **options, state_pool=pool)
         o, final = chunk_gated_delta_rule(**x, **options, state_pool=pool)
         assert final is pool
-        assert_near((o, pool, buffer), (expected.out, expected.pool, expected.checkpoints))
+        assert_near((o, pool), (expected.out, expected.pool))
+        if kept != "in the pool":
+            assert_near(buffer, expected.checkpoints)
+            assert buffer.isfinite().any()
         # Of the dense batch the third row is padding, which writes none.
-        assert pool[1].isfinite().all() and buffer.isnan().any() == (not packed)
+        assert pool[1].isfinite().all() and (kept != "every" or buffer.isnan().any() == (not packed))
         assert not (o[0, 70:73] if packed else o[2]).any()
 
 

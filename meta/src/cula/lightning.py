@@ -453,6 +453,8 @@ def chunk_gated_delta_rule(
     has_initial_state: Tensor | None = None,
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -502,6 +504,11 @@ def chunk_gated_delta_rule(
         has_initial_state: `[N]` bool. Where it is False the sequence starts from zero and its row of initial_state or
             state_pool is not read, whatever it holds. None: all True.
         state_checkpoints, checkpoint_every_n_tokens: see the module; heads are HS.
+        checkpoint_offsets: `[N]` int32 or int64, in place of an interval: each sequence keeps one state, after so many
+            tokens; a multiple of 64, or none is kept. It goes to row n of state_checkpoints `[rows, HS, K, V]` or, with
+            checkpoint_rows and no state_checkpoints, to a row of the state_pool.
+        checkpoint_rows: `[N]` int32 or int64: the row of state_checkpoints `[rows, HS, K, V]` of a sequence's first
+            state; negative: none of its states is kept.
         use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
             False.
         operand_dtype: torch.float16 or torch.bfloat16, what a kernel hands to the tensor cores: the first is more
@@ -569,7 +576,7 @@ def chunk_gated_delta_rule(
         state_pool is not None,
         update_state_pool,
         has_initial_state is not None,
-        state_checkpoints is not None,
+        state_checkpoints is not None or checkpoint_offsets is not None,
         use_intracard_cp,
         operand_dtype,
     )
@@ -583,7 +590,8 @@ def chunk_gated_delta_rule(
         "softplus_threshold": softplus_threshold, "state_pool": state_pool, "state_indices": state_indices,
         "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,
         "has_initial_state": has_initial_state, "state_checkpoints": state_checkpoints,
-        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "use_intracard_cp": use_intracard_cp,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "checkpoint_rows": checkpoint_rows,
+        "checkpoint_offsets": checkpoint_offsets, "use_intracard_cp": use_intracard_cp,
         "operand_dtype": operand_dtype, "out": out,
     }
     # fmt: on

@@ -255,8 +255,8 @@ def _fused_recurrent_gated_delta_rule(
 # Arguments of chunk_gated_delta_rule that FLA has not; `supports` has refused what they would change.
 _UNKNOWN_TO_FLA = (
     "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
-    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "use_intracard_cp",
-    "operand_dtype",
+    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "checkpoint_rows",
+    "checkpoint_offsets", "use_intracard_cp", "operand_dtype",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cula.reference._chunks import Chunks, PackedChunks
+from cula_core.reference.lightning_decode import store_live
 
 
 def checkpoint_writer(
@@ -16,28 +17,56 @@ def checkpoint_writer(
     every: int | None,
     state_v_first: bool,
     live: Tensor | None = None,
+    rows: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Callable[[int, Tensor], None]:
     """A function of a chunk and the states `[B, HV, K, V]` after it, which stores those that are due.
 
     buffer `[B, T // every, HV, K, V]` (V, K with `state_v_first`); `every` is a multiple of the chunk. A sequence that
     starts at token a puts its i-th state into row `a // every + i`, and rows of different sequences never meet:
-    the next sequence starts no earlier than the tokens that the row counts. live `[N]`: sequences that may write.
+    the next sequence starts no earlier than the tokens that the row counts. With rows `[N]` the buffer is
+    `[rows, HV, K, V]`, and they are the sequences' first ones; negative: none. With offsets `[N]` a sequence has one
+    state, after so many tokens, in row n or that of rows. live `[N]`: sequences that may write.
     """
-    if buffer is None or every is None or buffer.shape[1] == 0:
+    if buffer is None or buffer.numel() == 0:
         return lambda chunk, state: None
-    target = buffer.detach()
-    length = chunks.token[:, -1] + 1 - chunks.start
-    # [NC, B], or [NC, 1] where all rows of a batch are alike.
-    due = (chunks.valid[:, -1] & (length % every == 0))[:, None]
+    packed = isinstance(chunks, PackedChunks)
+    length = (
+        chunks.token[:, -1] + 1 - chunks.start
+    )  # of a sequence up to the end of each chunk, [NC]
+    whole = chunks.valid[:, -1]
+    count = (
+        1
+        if packed
+        else (buffer.shape[0] if buffer.dim() == 5 else len(rows if rows is not None else offsets))
+    )  # type: ignore[arg-type]
+    # Which sequence each state after a chunk is of, [NC, B].
+    sequence = (
+        chunks.sequence[:, None]
+        if packed
+        else torch.arange(count, device=length.device).expand(len(length), -1)
+    )
+    if offsets is not None:
+        due, first = length[:, None] == offsets[sequence], sequence
+        number = torch.zeros_like(length)
+    else:
+        assert every is not None
+        due, number = (length % every == 0)[:, None].expand_as(sequence), length // every - 1
+        per_row = buffer.shape[1] if buffer.dim() == 5 else 0
+        first = chunks.start[:, None] // every + (0 if packed else sequence * per_row)
+    if rows is not None:
+        first = rows[sequence]
+        due = due & (first >= 0)
+    due = due & whole[:, None]
     if live is not None:
-        due = due & (live[chunks.sequence][:, None] if isinstance(chunks, PackedChunks) else live)
-    row = (chunks.start // every + length // every - 1).clamp(0, buffer.shape[1] - 1)
+        due = due & live[sequence]
+    target = buffer.detach()
+    target = target.flatten(0, 1) if target.dim() == 5 else target
+    place = (first + number[:, None]).clamp(0, len(target) - 1)
 
     def write(chunk: int, state: Tensor) -> None:
-        here = row[chunk : chunk + 1]
         state = (state.mT if state_v_first else state).detach().to(target.dtype)
-        kept = target.index_select(1, here)
-        now = due[chunk][:, None, None, None, None]
-        target.index_copy_(1, here, torch.where(now, state[:, None], kept))
+        # What is not due writes what the row of the first one that is holds then, or leaves a row as it is.
+        store_live(target, state, place[chunk], due[chunk])
 
     return write

@@ -483,6 +483,8 @@ def chunk_gated_delta_rule(
     has_initial_state: Tensor | None = None,
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -531,9 +533,12 @@ def chunk_gated_delta_rule(
         initial_state = torch.where(has_initial_state[:, None, None, None], initial_state, 0)
     initial = incoming_state(initial_state, inputs[1], inputs[2], cu_seqlens, state_v_first)
     chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
-    checkpoint = checkpoint_writer(
-        chunks, state_checkpoints, checkpoint_every_n_tokens, state_v_first, live
+    saved = (
+        pool if state_checkpoints is None and checkpoint_offsets is not None else state_checkpoints
     )
+    checkpoint = checkpoint_writer(
+        chunks, saved, checkpoint_every_n_tokens, state_v_first, live, checkpoint_rows, checkpoint_offsets
+    )  # fmt: skip
     o, final, _ = _walk_chunks(inputs, chunks, initial, checkpoint=checkpoint)
     o = outgoing_tokens(o if live is None else only_live(o, live, cu_seqlens), v, out)
     if pool is None or slots is None or live is None:

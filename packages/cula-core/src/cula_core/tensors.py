@@ -45,6 +45,19 @@ def as_stored(states: Tensor | None) -> tuple[Tensor | None, bool]:
     return states, False
 
 
+def stored_alike(states: Tensor | None, turned: bool) -> Tensor | None:
+    """Returns states in the order of memory that those of `as_stored` have, a copy where they lie otherwise."""
+    found, own = as_stored(states)
+    return found if found is None or own == turned else found.mT.contiguous()
+
+
+def put_back(found: Tensor | None, states: Tensor | None, turned: bool) -> None:
+    """Writes what `stored_alike` has returned to where it came from, if it is a copy."""
+    original, own = as_stored(states)
+    if found is not None and original is not None and own != turned:
+        original.copy_(found.mT)
+
+
 def new_states(sequences: int, q: Tensor, v: Tensor, v_first: bool, like: Tensor | None) -> Tensor:
     """Returns memory for final states [N, HV, K, V], or V, K, in the dtype of the initial ones `like`."""
     matrix = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])

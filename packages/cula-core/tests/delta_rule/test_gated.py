@@ -18,7 +18,8 @@ from cula_testing.refusals import Arguments
 LIMITS = Limits((128,), 1000)
 NONE = (
     "cu_seqlens cu_seqlens_cpu chunk_indices cp_context initial_state state_pool state_indices output_state_indices "
-    "null_slot has_initial_state state_checkpoints checkpoint_every_n_tokens operand_dtype"
+    "null_slot has_initial_state state_checkpoints checkpoint_every_n_tokens checkpoint_rows checkpoint_offsets "
+    "operand_dtype"
 ).split()
 OTHERS = {"softplus_beta": 1.0, "softplus_threshold": 20.0, "use_intracard_cp": "auto"}
 FLAGS = {"state_v_first": False, "update_state_pool": True, "use_qk_l2norm_in_kernel": True}

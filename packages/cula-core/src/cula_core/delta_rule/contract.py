@@ -97,7 +97,7 @@ def check_prefill(
     states = initial_state if state_pool is None else state_pool
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, states, count, q)
-    _check_checkpoints(
+    check_checkpoints(
         checkpoints, checkpoint_every, checkpoint_rows, checkpoint_offsets, q, v, count, v_first, states,
         state_pool if updated else None, cu_seqlens,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _check_targets(
     )
 
 
-def _check_checkpoints(
+def check_checkpoints(
     buffer: Tensor | None,
     every: int | None,
     rows: Tensor | None,
@@ -173,13 +173,16 @@ def _check_checkpoints(
     states: Tensor | None,
     pool: Tensor | None,
     cu_seqlens: Tensor | None,
+    *,
+    heads: tuple[str, int] | None = None,
+    aligned: bool = True,
 ) -> None:
-    """Checks where states on the way go, and when. pool: one that is updated."""
+    """Checks where states on the way go, and when. pool: one that is updated. heads, aligned: see `arguments.states`."""
     dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
-    heads, dim_v = v.shape[2:]
+    heads = ("HV", v.shape[2]) if heads is None else heads
     if offsets is None and rows is None:
         arguments.checkpoints(
-            buffer, every, q, dim_v, v_first, dtype, ("HV", heads), aligned=True
+            buffer, every, q, v.shape[3], v_first, dtype, heads, aligned=aligned
         )  # fmt: skip
         return
     if offsets is None and every is None:
@@ -202,7 +205,9 @@ def _check_checkpoints(
         if rows is None or pool is None or every is not None:
             arguments.value_error(name, "a tensor, or an updated state_pool with rows", None)
         buffer = pool
-    arguments.states(name, buffer, v, q.shape[3], v_first, dtypes=(dtype,))
+    arguments.states(
+        name, buffer, v, q.shape[3], v_first, dtypes=(dtype,), aligned=aligned, heads=heads
+    )
     if rows is None:
         if buffer.shape[0] < sequences:
             expected = f"a row for each of {sequences} sequences without checkpoint_rows"

@@ -17,6 +17,7 @@ from ..delta_decode.slots import (
     check_slot_values,
 )
 from .contract import (
+    check_checkpoints,
     check_cp_context,
     check_has_initial_state,
     check_operand_dtype,
@@ -58,6 +59,8 @@ def check_chunk_gated_delta_rule(
     has_initial_state: Tensor | None,
     state_checkpoints: Tensor | None,
     checkpoint_every_n_tokens: int | None,
+    checkpoint_rows: Tensor | None,
+    checkpoint_offsets: Tensor | None,
     use_intracard_cp: bool | str,
     operand_dtype: torch.dtype | None,
     out: Tensor | None,
@@ -105,9 +108,9 @@ def check_chunk_gated_delta_rule(
     )
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, states, sizes.rows, sizes.lead, sizes.lead_name)
-    dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
-    arguments.checkpoints(
-        state_checkpoints, checkpoint_every_n_tokens, q, sizes.dim_v, state_v_first, dtype, heads,
+    check_checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, checkpoint_rows, checkpoint_offsets, q, v, sizes.rows,
+        state_v_first, states, state_pool if update_state_pool else None, cu_seqlens, heads=heads,
         aligned=limits is not None,
     )  # fmt: skip
 

@@ -19,6 +19,8 @@ from ..tensors import (
     is_plain_cuda_call,
     move_states,
     new_states,
+    put_back,
+    stored_alike,
 )
 from .call import SCHEMA, Call
 from .config import CHUNK, INTRACARD_CP, workspace_bytes
@@ -214,10 +216,8 @@ class Prefill:
                 initial_state_indices = torch.arange(sequences, dtype=torch.int32, device=q.device)
         if state_checkpoints is state_pool:
             state_checkpoints = None
-        saved, saved_turned = as_stored(state_checkpoints)
-        if saved is not None and saved_turned != turned:
-            # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
-            saved = saved.mT.contiguous()
+        # All states of a call lie alike. A copy starts from the caller's, because not every row is written.
+        saved = stored_alike(state_checkpoints, turned)
         if state_pool is not None and update_state_pool:
             pool, initial = initial, None
         elif output_final_state:
@@ -254,8 +254,7 @@ class Prefill:
             self._run_on_gpu(call)
         else:
             self._operator(*call)
-        if state_checkpoints is not None and saved is not None and saved_turned != turned:
-            as_stored(state_checkpoints)[0].copy_(saved.mT)  # type: ignore[union-attr]
+        put_back(saved, state_checkpoints, turned)
         states = final.transpose(2, 3) if turned and final is not None else final
         return out, states if pool is None else state_pool, *call.intra
 

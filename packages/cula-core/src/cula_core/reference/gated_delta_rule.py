@@ -64,6 +64,8 @@ def gated_delta_rule(
     has_initial_state: Tensor | None = None,
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Outcome:
     """Returns what `cula.lightning.chunk_gated_delta_rule` makes of the same arguments; none of them is changed.
@@ -99,15 +101,17 @@ def gated_delta_rule(
     if given is not None:
         begin = given.new_zeros(sequences, *given.shape[1:], dtype=dtype)
         begin[read] = given[slots[read]].to(dtype)
+    pool = None if state_pool is None else state_pool.to(dtype, copy=True)
     checkpoints = None if state_checkpoints is None else state_checkpoints.to(dtype, copy=True)
+    kept_in = pool if checkpoints is None and checkpoint_offsets is not None else checkpoints
     out, states = recurrent_prefill(
         q, k, v, decay[..., None].expand_as(k), strength, initial_state=begin,
         state_indices=torch.where(live, rows, -1), cu_seqlens=cu_seqlens, scale=scale,
-        l2norm=use_qk_l2norm_in_kernel, state_v_first=state_v_first, checkpoints=checkpoints,
-        checkpoint_every=checkpoint_every_n_tokens or 0, dtype=dtype,
+        l2norm=use_qk_l2norm_in_kernel, state_v_first=state_v_first, checkpoints=kept_in,
+        checkpoint_every=checkpoint_every_n_tokens or 0, checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets, dtype=dtype,
     )  # fmt: skip
 
-    pool = None if state_pool is None else state_pool.to(dtype, copy=True)
     if pool is not None and update_state_pool:
         wanted = state_indices if output_state_indices is None else output_state_indices
         targets, kept = row_slots(wanted, null_slot, sequences, pool)

@@ -260,9 +260,7 @@ class KdaRecurrence:
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             if cutlass.const_expr(self.config.checkpoints is not None):
-                kept, after = self.states.checkpoints_of(
-                    item, checkpoint_rows, checkpoint_offsets, checkpoint_every, out.shape[1]
-                )
+                after = self.states.kept.after(item.sequence, checkpoint_offsets, checkpoint_every)
             for c in cutlass.range(chunks, unroll=1):
                 stage = at.index
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
@@ -302,7 +300,17 @@ class KdaRecurrence:
                     self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                     turn = turn + 1
                 if cutlass.const_expr(self.config.checkpoints is not None):
-                    self.states.keep(s, checkpoints, kept, after, item, c, column, part_s)
+                    self.states.keep(
+                        s,
+                        checkpoints,
+                        checkpoint_rows,
+                        after,
+                        item,
+                        c,
+                        out.shape[1],
+                        column,
+                        part_s,
+                    )
             if cutlass.const_expr(scan):
                 self.write_state(s, maps[item.segment, head, None, None], column, part_s)
             else:

@@ -63,10 +63,11 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
-    sequences begin with a state [N], final and checkpoints like initial, cu_seqlens [N + 1], states between machines
-    [seats, V, K], of a scan [seats, 256, K], blocks [slots, HS, BLOCK], flags, maps [segments, HS, 256, K], marks
-    of segments that forget [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints,
-    seats, heads of a machine, share of one, chunks of a segment, number of CTAs."""
+    sequences begin with a state [N], final and checkpoints like initial, rows of checkpoints and tokens in front of
+    them [N], cu_seqlens [N + 1], states between machines [seats, V, K], of a scan [seats, 256, K], blocks [slots, HS,
+    BLOCK], flags, maps [segments, HS, 256, K], marks of segments that forget [segments, HS], starts [segments, HS, V,
+    K], the padding row, tokens between checkpoints, seats, heads of a machine, share of one, chunks of a segment,
+    number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def state(rows: int = HEAD_DIM):
@@ -83,6 +84,8 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         fake.vector(cutlass.Uint8) if config.fresh else None,
         state() if config.final_state else None,
         state() if config.checkpoints else None,
+        fake.vector(cutlass.Int32) if config.placed else None,
+        fake.vector(cutlass.Int32) if config.checkpoints == "once" else None,
         _offsets(config),
         make_fake_tensor(
             cutlass.Float32,

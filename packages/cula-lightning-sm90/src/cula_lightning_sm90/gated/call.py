@@ -13,7 +13,8 @@ SCHEMA = (
     "Tensor(a!)? state_pool, Tensor? state_indices, Tensor? output_state_indices, Tensor? has_initial_state, "
     "Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, float scale, bool raw_gate, "
     "bool beta_logits, bool doubled, bool state_v_first, bool l2norm, float softplus_beta, float softplus_threshold, "
-    "int? null_slot, int checkpoint_every, ScalarType? operand_dtype, Tensor? cu_seqlens_cpu, str intracard_cp) -> ()"
+    "int? null_slot, int checkpoint_every, ScalarType? operand_dtype, Tensor? cu_seqlens_cpu, str intracard_cp, "
+    "Tensor? checkpoint_rows=None, Tensor? checkpoint_offsets=None) -> ()"
 )
 
 
@@ -22,9 +23,10 @@ class Call(NamedTuple):
 
     Tensors are those of the public function. initial_state, final_state, state_pool: [rows, HS, K, V], or V, K with
     `state_v_first`. state_pool is updated in place, at the rows that state_indices and output_state_indices name, and
-    replaces both others. checkpoints and checkpoint_every: both or None and 0. raw_gate: g is what the softplus makes a
-    decay of. beta_logits, doubled: of what strengths are made. cu_seqlens_cpu: a copy of cu_seqlens. intracard_cp:
-    "auto", "on" or "off".
+    replaces both others. checkpoints: states after every checkpoint_every tokens or, with checkpoint_offsets [N], after
+    so many, then None is the pool; checkpoint_rows [N]: the row of each sequence's first one. raw_gate: g is what the
+    softplus makes a decay of. beta_logits, doubled: of what strengths are made. cu_seqlens_cpu: a copy of cu_seqlens.
+    intracard_cp: "auto", "on" or "off".
     """
 
     q: Tensor
@@ -56,11 +58,19 @@ class Call(NamedTuple):
     operand_dtype: torch.dtype | None
     cu_seqlens_cpu: Tensor | None
     intracard_cp: str
+    checkpoint_rows: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
 
     @property
     def initial(self) -> Tensor | None:
         """The states that are read: `initial_state`, or the pool."""
         return self.initial_state if self.state_pool is None else self.state_pool
+
+    @property
+    def kept_in(self) -> Tensor | None:
+        """Where states on the way are kept: `checkpoints`, or the pool."""
+        own = self.checkpoint_offsets is not None and self.checkpoints is None
+        return self.state_pool if own else self.checkpoints
 
     @property
     def sequences(self) -> int:

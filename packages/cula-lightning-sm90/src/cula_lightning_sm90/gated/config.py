@@ -108,7 +108,8 @@ class RecurrenceConfig(Operands):
     scan: it only finds what every segment but the last ones of sequences does to a state. cut: segments begin with
     states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that
     they begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero
-    whatever their states are. in_place: final states replace those of the pool.
+    whatever their states are. in_place: final states replace those of the pool. checkpoints: states on the way are kept
+    after "every" so many tokens, or "once"; placed: in rows that the caller names.
     """
 
     tiles: int = 1
@@ -119,7 +120,8 @@ class RecurrenceConfig(Operands):
     redirected: bool = False
     fresh: bool = False
     in_place: bool = False
-    checkpoints: bool = False
+    checkpoints: str | None = None
+    placed: bool = False
     scan: bool = False
     cut: bool = False
 

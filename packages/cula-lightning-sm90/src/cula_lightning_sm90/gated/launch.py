@@ -103,7 +103,11 @@ def run(
         q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
         call.softplus_threshold, first.seats, first.together, first.share, segment, spread.ahead, spread.prepare_ctas,
     )  # fmt: skip
-    fresh, saved = call.has_initial_state, call.checkpoints
+    fresh, saved = call.has_initial_state, call.kept_in
+    kept = None
+    if saved is not None:
+        saved = saved.flatten(0, 1) if saved.dim() == 5 else saved
+        kept = "every" if call.checkpoint_offsets is None else "once"
     final = call.final_state if pool is None else pool
 
     def walk(
@@ -124,7 +128,8 @@ def run(
             redirected=not scan and call.output_state_indices is not None,
             fresh=fresh is not None,
             in_place=not scan and pool is not None,
-            checkpoints=not scan and saved is not None,
+            checkpoints=kept if not scan else None,
+            placed=not scan and kept is not None and call.checkpoint_rows is not None,
             scan=scan,
             cut=starts is not None,
         )
@@ -132,7 +137,8 @@ def run(
             q, k, call.v, call.out, initial, call.state_indices,
             call.output_state_indices if config.redirected else None,
             None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
-            saved.flatten(0, 1) if config.checkpoints else None, offsets,
+            saved if config.checkpoints else None, call.checkpoint_rows if config.placed else None,
+            call.checkpoint_offsets if config.checkpoints == "once" else None, offsets,
             carried if way is first else carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, marks,
             starts,
             -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.seats,

@@ -21,6 +21,8 @@ from cula_core.tensors import (
     is_aligned,
     is_plain_cuda_call,
     move_states,
+    put_back,
+    stored_alike,
 )
 
 from ..ops import require_hopper
@@ -45,7 +47,8 @@ def _run_on_cpu(call: Call) -> None:
         state_pool=call.initial if pooled else None, state_indices=call.state_indices,
         output_state_indices=call.output_state_indices, update_state_pool=call.state_pool is not None,
         null_slot=call.null_slot, has_initial_state=call.has_initial_state, state_checkpoints=call.checkpoints,
-        checkpoint_every_n_tokens=call.checkpoint_every or None,
+        checkpoint_every_n_tokens=call.checkpoint_every or None, checkpoint_rows=call.checkpoint_rows,
+        checkpoint_offsets=call.checkpoint_offsets,
     )  # fmt: skip
     call.out.copy_(found.out)
     if call.state_pool is not None:
@@ -71,8 +74,11 @@ def _run_on_gpu(call: Call) -> None:
     for name in ("state_indices", "output_state_indices", "has_initial_state"):
         x = getattr(call, name)
         changes[name] = None if x is None else x.contiguous()
+    for name in ("checkpoint_rows", "checkpoint_offsets"):
+        x = getattr(call, name)
+        changes[name] = None if x is None else x.to(torch.int32).contiguous()
     if call.checkpoints is not None and call.checkpoints.numel() == 0:
-        changes |= {"checkpoints": None, "checkpoint_every": 0}
+        changes |= {"checkpoints": None, "checkpoint_every": 0, "checkpoint_offsets": None}
     if not is_aligned(out):
         changes["out"] = torch.empty_like(out, memory_format=DENSE)
     call = call._replace(**changes)
@@ -136,6 +142,8 @@ def chunk_gated_delta_rule(
     has_initial_state: Tensor | None = None,
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -179,9 +187,14 @@ def chunk_gated_delta_rule(
             written and the outputs are zero. None: row n.
         output_state_indices: `[N]` int32: the row for each final state; negative: it is not stored. None: as it began.
         has_initial_state: `[N]` bool: False: the sequence starts from zero, whatever its row holds.
-        state_checkpoints, checkpoint_every_n_tokens: with n, a multiple of 64, the state after every n tokens of each
-            sequence goes to `[B, T // n, HS, K, V]` (or V, K; contiguous); a packed sequence at [a, b) writes its
-            i-th to row a // n + i. Other rows keep their contents.
+        state_checkpoints: memory for states on the way, in the dtype and layout of the states; padding and rows that no
+            state belongs to keep their contents. Where states are kept, one of:
+        checkpoint_every_n_tokens: a multiple of 64, n: after every n tokens of each sequence, in
+            `[B, T // n, HS, K, V]` (or V, K; contiguous); a packed sequence at [a, b) writes its i-th to row
+            a // n + i. With checkpoint_rows in `[rows, HS, K, V]`, from row checkpoint_rows[n] on.
+        checkpoint_offsets: `[N]` int32 or int64: once per sequence, after so many tokens; a multiple of 64, or none is
+            kept. In `[rows, HS, K, V]`, or, with checkpoint_rows and no state_checkpoints, in the state_pool.
+        checkpoint_rows: `[N]` int32 or int64; negative: none of the sequence's states is kept.
         use_intracard_cp: whether long sequences are cut into segments that run side by side: "auto" decides from shapes
             alone, and `cu_seqlens_cpu`; True, which needs a sequence of 2048 tokens, and False force it. Results differ
             in their last bits.
@@ -224,7 +237,8 @@ def chunk_gated_delta_rule(
         softplus_threshold=softplus_threshold, state_pool=state_pool, state_indices=state_indices,
         output_state_indices=output_state_indices, update_state_pool=update_state_pool, null_slot=null_slot,
         has_initial_state=has_initial_state, state_checkpoints=state_checkpoints,
-        checkpoint_every_n_tokens=checkpoint_every_n_tokens, use_intracard_cp=use_intracard_cp,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens, checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets, use_intracard_cp=use_intracard_cp,
         operand_dtype=operand_dtype, out=out, limits=_LIMITS, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
@@ -245,10 +259,9 @@ def chunk_gated_delta_rule(
         wide = q.dtype if q.dtype == torch.float64 else torch.float32
         dtype = wide if states is None else states.dtype
         final = torch.empty(sequences, heads, *dims, dtype=dtype, device=q.device)
-    saved = state_checkpoints
-    if turned and state_checkpoints is not None:
-        # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
-        saved = state_checkpoints.transpose(3, 4).contiguous()
+    if state_checkpoints is state_pool:
+        state_checkpoints = None
+    saved = stored_alike(state_checkpoints, turned)
     if out is None:
         out = torch.empty(*q.shape[:2], heads, v.shape[3], dtype=v.dtype, device=v.device)
     call = Call(
@@ -267,13 +280,14 @@ def chunk_gated_delta_rule(
         operand_dtype=operand_dtype,
         cu_seqlens_cpu=cu_seqlens_cpu,
         intracard_cp=INTRACARD_CP[use_intracard_cp],
+        checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets,
     )  # fmt: skip
     if plain:
         _run_on_gpu(call)
     else:
         _prefill_op(*call)
-    if state_checkpoints is not None and saved is not None and saved is not state_checkpoints:
-        state_checkpoints.copy_(saved.transpose(3, 4))
+    put_back(saved, state_checkpoints, turned)
     if pool is not None:
         return out, state_pool
     return out, final.transpose(2, 3) if turned and final is not None else final

@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
+from ...cute.checkpoints import Checkpoints
 from ...cute.types import I32
 from ..config import CHUNK, RecurrenceConfig
 
@@ -17,6 +18,7 @@ class States:
 
     def __init__(self, config: RecurrenceConfig, moves):
         self.config, self.moves = config, moves
+        self.kept = Checkpoints(config.checkpoints, config.placed, config.packed)
 
     @cute.jit
     def rows_of(self, sequence, indices, targets, fresh, null_slot):
@@ -78,27 +80,12 @@ class States:
                 self.moves.write_state(s, own, column, place)
 
     @cute.jit
-    def checkpoints_of(self, item, rows, offsets, every, tokens):
-        """Returns the row of the first state on the way of an item's sequence, negative for none, and after how many
-        tokens it is kept. tokens: of a dense sequence."""
-        first, after = item.sequence, every
-        if cutlass.const_expr(self.config.checkpoints == "once"):
-            after = offsets[item.sequence]
-        elif cutlass.const_expr(self.config.packed):
-            first = (item.token - item.chunk * CHUNK) // every
-        else:
-            first = item.sequence * (tokens // every)
-        if cutlass.const_expr(self.config.placed):
-            first = rows[item.sequence]
-        return first, after
-
-    @cute.jit
-    def keep(self, s: cute.Tensor, checkpoints, first, after, item, chunk, column, place):
-        """Writes the state behind a whole chunk of an item, where it is one to keep."""
+    def keep(self, s: cute.Tensor, checkpoints, rows, after, item, chunk, tokens, column, place):
+        """Writes the state behind a whole chunk of an item, where it is one to keep. after: of `kept`."""
         done = (item.chunk + chunk + 1) * CHUNK
-        row, due = first, done == after
-        if cutlass.const_expr(self.config.checkpoints == "every"):
-            row, due = first + done // after - 1, done % after == 0
-        if due & (first >= 0) & (item.length >= (chunk + 1) * CHUNK):
-            own = self.of_caller(checkpoints, row, item.head)
-            self.moves.write_state(s, own, column, place)
+        if self.kept.due(done, after) & (item.length >= (chunk + 1) * CHUNK):
+            start = item.token - item.chunk * CHUNK
+            row = self.kept.row(item.sequence, start, tokens, rows, after, done)
+            if row >= 0:
+                own = self.of_caller(checkpoints, row, item.head)
+                self.moves.write_state(s, own, column, place)

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from cula_core.cute.checkpoints import Checkpoints
 from cula_core.cute.memory import repeated
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
@@ -80,6 +81,7 @@ class Chain:
         self.config, self.stages = config, stages
         self.dtype, self.operand = stages.dtype, stages.operand
         self.outputs = outputs
+        self.kept = Checkpoints(config.checkpoints, config.placed, config.packed)
 
     @cute.jit
     def run(
@@ -94,6 +96,8 @@ class Chain:
         initial: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         checkpoint_every: cutlass.Int32,
         carried: cute.Tensor,
         carried_flags: cute.Tensor,
@@ -163,6 +167,9 @@ class Chain:
         while item.valid != 0:
             length, chunks = item.length, item.chunks
             head, column = item.head, item.tile + group
+            after = None
+            if cutlass.const_expr(self.config.checkpoints is not None):
+                after = self.kept.after(item.sequence, checkpoint_offsets, checkpoint_every)
             self.start(
                 s, initial, carried, carried_flags, together, maps, marks, starts, item, column, part_s
             )  # fmt: skip
@@ -246,12 +253,15 @@ class Chain:
                     # At the end: a copy may overtake reads before an arrival that comes right behind them.
                     release(ring, at)
                     at.advance()
-                    if cutlass.const_expr(self.config.checkpoints):
+                    if cutlass.const_expr(self.config.checkpoints is not None):
                         done = (item.chunk + c + 1) * CHUNK
-                        if (left >= CHUNK) & (done % checkpoint_every == 0):
-                            row = self.checkpoint_row(item, checkpoint_every, out)
-                            row = row + done // checkpoint_every - 1
-                            self.put(s, part_s, checkpoints, row, head, column)
+                        if (left >= CHUNK) & self.kept.due(done, after):
+                            row = self.kept.row(
+                                item.sequence, item.token - item.chunk * CHUNK, out.shape[1], checkpoint_rows, after,
+                                done,
+                            )  # fmt: skip
+                            if row >= 0:
+                                self.put(s, part_s, checkpoints, row, head, column)
                 first, last = last, chunks
             if cutlass.const_expr(not self.config.scan):
                 if chunks > 0:
@@ -393,11 +403,3 @@ class Chain:
                 self.put(s, part_s, final, item.target, item.head, column)
         else:
             self.put(s, part_s, final, item.sequence, item.head, column)
-
-    @cute.jit
-    def checkpoint_row(self, item: Item, checkpoint_every, out):
-        """Returns the row of a sequence's first checkpoint."""
-        if cutlass.const_expr(self.config.packed):
-            return (item.token - item.chunk * CHUNK) // checkpoint_every
-        else:
-            return item.sequence * (out.shape[1] // checkpoint_every)

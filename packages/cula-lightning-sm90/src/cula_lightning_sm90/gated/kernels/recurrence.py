@@ -89,6 +89,8 @@ class GatedDeltaRecurrence:
         fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         cu_seqlens: cute.Tensor,
         carried: cute.Tensor,
         blocks: cute.Tensor,
@@ -115,8 +117,8 @@ class GatedDeltaRecurrence:
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
-            cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot, checkpoint_every, seats, together,
-            share, segment,
+            checkpoint_rows, checkpoint_offsets, cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot,
+            checkpoint_every, seats, together, share, segment,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=self.config.waits,
@@ -140,6 +142,8 @@ class GatedDeltaRecurrence:
         fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         cu_seqlens: cute.Tensor,
         carried: cute.Tensor,
         blocks: cute.Tensor,
@@ -217,9 +221,10 @@ class GatedDeltaRecurrence:
             if cutlass.const_expr(self.config.waits):
                 carried_flags = carried_flags + seats * (share + 1) * LINE
             self.chain.run(
-                ring, prepared, ready, items, stored, memory, out, initial, final, checkpoints, checkpoint_every,
-                carried, cute.make_tensor(carried_flags, cute.make_layout(PLACES * seats)), together, maps, marks,
-                starts, warp_idx // 4, tidx % GROUP,
+                ring, prepared, ready, items, stored, memory, out, initial, final, checkpoints, checkpoint_rows,
+                checkpoint_offsets, checkpoint_every, carried,
+                cute.make_tensor(carried_flags, cute.make_layout(PLACES * seats)), together, maps, marks, starts,
+                warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
     @cute.jit
