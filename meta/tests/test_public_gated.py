@@ -70,9 +70,15 @@ def test_pools_checkpoints_and_fresh_sequences(v_first: bool, kept: str) -> None
         if kept.endswith("rows"):
             options["checkpoint_rows"] = int32(-1, 5, 2, 0)
         if kept.startswith("once"):
-            options |= {"checkpoint_every_n_tokens": None, "checkpoint_offsets": torch.tensor([64, 64, 64, 128])}
+            options |= {
+                "checkpoint_every_n_tokens": None,
+                "checkpoint_offsets": torch.tensor([64, 64, 64, 128]),
+            }
         if kept == "in the pool":
-            options |= {"checkpoint_every_n_tokens": None, "checkpoint_offsets": torch.tensor([64, 64, 64, 128])}
+            options |= {
+                "checkpoint_every_n_tokens": None,
+                "checkpoint_offsets": torch.tensor([64, 64, 64, 128]),
+            }
             options |= {"checkpoint_rows": int32(5, 5, -1, 2), "state_checkpoints": None}
             options["checkpoint_offsets"][1] = 0
         expected = gated_delta_rule(**x, **options, state_pool=pool)
@@ -83,7 +89,9 @@ def test_pools_checkpoints_and_fresh_sequences(v_first: bool, kept: str) -> None
             assert_near(buffer, expected.checkpoints)
             assert buffer.isfinite().any()
         # Of the dense batch the third row is padding, which writes none.
-        assert pool[1].isfinite().all() and (kept != "every" or buffer.isnan().any() == (not packed))
+        assert pool[1].isfinite().all() and (
+            kept != "every" or buffer.isnan().any() == (not packed)
+        )
         assert not (o[0, 70:73] if packed else o[2]).any()
 
 

@@ -56,7 +56,8 @@ RECURRENCE = OPERANDS | {
         (True, True, True, False, True, True),
         (True, True, True, True, True, True),
     ),
-    "checkpoints": (True, False),
+    # (checkpoints, placed)
+    "kept": ((None, False), ("every", False), ("every", True), ("once", False), ("once", True)),
     "cut": (True, False),
 }
 SCAN = OPERANDS | {
@@ -77,7 +78,7 @@ def config_of(case: dict) -> Config:
     walk = (case["state_v_first"], *case["states"])
     if "cut" not in case:
         return RecurrenceConfig(*operands, 2, *walk, scan=True)
-    return RecurrenceConfig(*operands, case["tiles"], *walk, case["checkpoints"], cut=case["cut"])
+    return RecurrenceConfig(*operands, case["tiles"], *walk, *case["kept"], cut=case["cut"])
 
 
 def possible(case: dict) -> bool:

@@ -41,7 +41,8 @@ PACKED = (70, 0, 1, 64, 130)
 @dataclass(frozen=True)
 class Case:
     """A call. heads: of q, k and v. state: None, "given", "indexed", "in place" or "redirected". segment: of how many
-    chunks; a scan runs on `machines` too, which have `together` heads each."""
+    chunks; a scan runs on `machines` too, which have `together` heads each. every, offsets: where states on the way are
+    kept, kept_rows: in which of 12 rows; in_pool: of the pool."""
 
     lengths: tuple[int, ...]
     packed: bool = False
@@ -56,6 +57,9 @@ class Case:
     v_first: bool = False
     fresh: bool = False
     every: int = 0
+    offsets: tuple[int, ...] | None = None
+    kept_rows: tuple[int, ...] | None = None
+    in_pool: bool = False
     tiles: int = 2
     machines: int = 2
     prepare_ctas: int = 2
@@ -80,15 +84,16 @@ class Case:
         return RecurrenceConfig(
             self.dtype, self.operand, self.l2norm, self.index_dtype, self.tiles, state_v_first=self.v_first,
             initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
-            redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place, checkpoints=self.every > 0,
-            cut=self.segment < UNCUT,
+            redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place,
+            checkpoints="once" if self.offsets else "every" if self.every else None,
+            placed=self.kept_rows is not None, cut=self.segment < UNCUT,
         )  # fmt: skip
 
     @property
     def scan(self) -> RecurrenceConfig:
         return replace(
-            self.recurrence, tiles=2, final_state=False, redirected=False, in_place=False, checkpoints=False, scan=True,
-            cut=False,
+            self.recurrence, tiles=2, final_state=False, redirected=False, in_place=False, checkpoints=None,
+            placed=False, scan=True, cut=False,
         )  # fmt: skip
 
 
@@ -105,6 +110,20 @@ CASES = {
     ),
     "in place": Case((70, 70, 70), strength="doubled logits", state="in place", machines=4),
     "redirected": Case(PACKED, True, state="redirected", fresh=True, every=64, v_first=True),
+    "checkpoints in rows": Case(
+        PACKED, True, (1, 1, 2), every=64, kept_rows=(3, 1, 0, -1, 10), state="given"
+    ),
+    "checkpoints in the pool": Case(
+        PACKED,
+        True,
+        state="in place",
+        offsets=(64, 0, 64, 64, 128),
+        kept_rows=(1, 2, 4, 8, 6),
+        in_pool=True,
+    ),
+    "a checkpoint of each, cut": Case(
+        (320, 320), offsets=(64, 256), segment=2, machines=3, state="given"
+    ),
     "float16": Case((150,), dtype="float16", state="given"),
     "float16, packed, keys of norm 1": Case(
         PACKED, True, dtype="float16", l2norm=False, machines=3
@@ -160,10 +179,11 @@ class Call:
         """What the reference makes of it, in fp64; states and checkpoints as the kernel stores them."""
         case, states, options = self.case, self.states, {}
         checkpoints = None
-        if case.every:
-            batch, tokens, heads = self.out_shape[:3]
-            shape = (batch, tokens // case.every, heads, HEAD_DIM, HEAD_DIM)
-            checkpoints = torch.full(shape, math.nan)
+        batch, tokens, heads = self.out_shape[:3]
+        if (case.every or case.offsets) and not case.in_pool:
+            rows = (batch, tokens // case.every) if case.every and case.kept_rows is None else (12,)
+            checkpoints = torch.full((*rows, heads, HEAD_DIM, HEAD_DIM), math.nan)
+        vectors = {"checkpoint_rows": case.kept_rows, "checkpoint_offsets": case.offsets}
         if case.state in ("indexed", "in place", "redirected"):
             options = {
                 "state_pool": states,
@@ -182,7 +202,8 @@ class Call:
             use_beta_sigmoid_in_kernel=case.strength in ("logits", "doubled logits"),
             allow_neg_eigval=case.strength == "doubled logits", state_v_first=case.v_first, cu_seqlens=cu_seqlens,
             use_gate_in_kernel=case.gate == "softplus", A_log=self.rates, dt_bias=self.biases,
-            state_checkpoints=checkpoints, checkpoint_every_n_tokens=case.every or None, **options,
+            state_checkpoints=checkpoints, checkpoint_every_n_tokens=case.every or None,
+            **{name: None if x is None else torch.tensor(x) for name, x in vectors.items()}, **options,
         )  # fmt: skip
 
     @property
@@ -255,7 +276,11 @@ def run(emulated) -> Callable[..., Outcome]:
         if call.states is not None:
             initial = matrices(len(call.states)).copy_(call.states)
         final = initial if recurrence.in_place else matrices(sequences)
-        if case.every:
+        if case.in_pool:
+            checkpoints = initial
+        elif case.offsets or case.kept_rows:
+            checkpoints = matrices(12)
+        elif case.every:
             checkpoints = matrices(call.out_shape[0] * (call.out_shape[1] // case.every))
         int32 = {"dtype": torch.int32}
         with poisoned_memory():
@@ -290,7 +315,9 @@ def run(emulated) -> Callable[..., Outcome]:
                     torch.tensor(call.indices, **int32) if config.indexed else None,
                     torch.tensor(call.targets, **int32) if config.redirected else None,
                     torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
-                    final if config.final_state else None, checkpoints if config.checkpoints else None, offsets,
+                    final if config.final_state else None, checkpoints if config.checkpoints else None,
+                    torch.tensor(case.kept_rows, **int32) if config.placed else None,
+                    torch.tensor(case.offsets, **int32) if config.checkpoints == "once" else None, offsets,
                     emulated.empty(carried, torch.float32), blocks, flags, maps, marks, starts, NULL_SLOT,
                     max(case.every, 1), way.seats, case.together, share, case.segment, way.ctas, **options,
                 )  # fmt: skip
@@ -306,7 +333,9 @@ def run(emulated) -> Callable[..., Outcome]:
                 recurrence, walk, of_second if recurrence.cut else of_first, maps, marks, starts,
                 options.get("of_recurrence", {}),
             )  # fmt: skip
-        if checkpoints is not None:
+        if case.in_pool:
+            checkpoints = None
+        elif checkpoints is not None and case.every and case.kept_rows is None:
             checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))
         if initial is not None and not recurrence.in_place:
             assert same(initial, call.states), "initial states are read only"

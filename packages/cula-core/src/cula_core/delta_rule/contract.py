@@ -177,7 +177,7 @@ def check_checkpoints(
     heads: tuple[str, int] | None = None,
     aligned: bool = True,
 ) -> None:
-    """Checks where states on the way go, and when. pool: one that is updated. heads, aligned: see `arguments.states`."""
+    """Checks where states on the way go, and when. pool: one that is updated. heads, aligned: see `states`."""
     dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
     heads = ("HV", v.shape[2]) if heads is None else heads
     if offsets is None and rows is None:

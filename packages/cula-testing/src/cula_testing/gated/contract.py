@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..refusals import CPU, Arguments, Error, Table, Wrong, on_device, resized
+from ..refusals import ANYWHERE, CPU, Arguments, Error, Table, Wrong, on_device, resized
 from ..tensors import int32, spaced, turned
 from .cases import Case, arguments
 
@@ -49,6 +49,31 @@ def buffer(
 ) -> Wrong:
     """Another buffer for checkpoints."""
     return change(label, "state_checkpoints", how, error, says, got, PACKED)
+
+
+def once(
+    label: str,
+    changes: dict[str, Any],
+    argument: str,
+    says: str,
+    got: str,
+    error: Error = ValueError,
+    devices: tuple[str, ...] = ANYWHERE,
+) -> Wrong:
+    """Something wrong with checkpoints that are kept once per sequence; changes: numbers of indices, or values."""
+
+    def change(a: Arguments) -> Arguments:
+        good = {
+            "checkpoint_every_n_tokens": None,
+            "checkpoint_offsets": (64, 0, 0),
+            "checkpoint_rows": (0, 1, -1),
+        }
+        given = good | {"state_checkpoints": a["state_checkpoints"][0]} | changes
+        return {
+            n: int32(*x).to(a["q"].device) if isinstance(x, tuple) else x for n, x in given.items()
+        }
+
+    return _TABLE.entry(label, change, error, argument, says, got, PACKED, devices)  # fmt: skip
 
 
 NO_GATE: dict[str, Any] = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None}
@@ -146,6 +171,19 @@ WRONG = [
     buffer("checkpoints of fewer heads", lambda x: x[:, :, :2], "[1, 2, 4, ", "[1, 2, 2, "),
     buffer("checkpoints of bfloat16", Tensor.bfloat16, "float32", "bfloat16", TypeError),
     buffer("checkpoints turned", turned, "a contiguous tensor", "strides"),
+    once("both kinds of checkpoints", {"checkpoint_every_n_tokens": EVERY}, "checkpoint_offsets",
+         "None beside checkpoint_every_n_tokens", "Tensor"),
+    once("rows for no checkpoints", {"checkpoint_offsets": None, "state_checkpoints": None}, "checkpoint_rows",
+         "None without checkpoint_every_n_tokens or checkpoint_offsets", "Tensor"),
+    *(once(f"{name} of a list", {name: [0, 1, 2]}, name, "a torch.Tensor", "list", TypeError)
+      for name in ("checkpoint_rows", "checkpoint_offsets")),
+    *(once(f"{name} too short", {name: (0, 1)}, name, "[N] = [3]", "[2]")
+      for name in ("checkpoint_rows", "checkpoint_offsets")),
+    once("too few checkpoints", {"checkpoint_rows": None}, "state_checkpoints", "a row for each of 3 sequences", "2"),
+    once("checkpoints beyond their memory", {"checkpoint_rows": (2, 0, 0)}, "checkpoint_rows",
+         "below the 2 of state_checkpoints", "2", devices=CPU),
+    once("checkpoints in a pool that is read", {"state_checkpoints": None, "update_state_pool": False,
+         "output_state_indices": None}, "state_checkpoints", "a tensor, or an updated state_pool with rows", "None"),
 
     *(value("operand_dtype", wrong, TypeError, "torch.float16, torch.bfloat16 or None", repr(wrong))
       for wrong in (torch.float32, "float16", 16)),
