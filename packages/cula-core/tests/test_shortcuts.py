@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -58,6 +59,31 @@ def test_the_third_call_is_short_and_has_its_own_tensors():
         assert torch.equal(results[-1], x + 2 * y)
     assert counted.long == 2
     assert len({r.data_ptr() for r in results}) == 5
+
+
+def test_memory_is_given_back_as_soon_as_by_the_function():
+    seen: list[weakref.ref] = []
+    alive: list[int] = []
+
+    @Launcher
+    def see(piece):
+        alive.append(sum(earlier() is not None for earlier in seen))
+        seen.append(weakref.ref(piece))
+
+    def in_pieces(x):
+        total = torch.zeros_like(x)
+        for _ in range(3):
+            piece = x + 1
+            see(piece)
+            total += piece
+        return total
+
+    counted = Counted(in_pieces)
+    for i in range(3):
+        seen.clear()
+        alive.clear()
+        assert counted.call(torch.full((2,), float(i))).tolist() == [3.0 * (i + 1)] * 2
+    assert counted.long == 2 and alive == [0, 0, 0]
 
 
 def test_memory_of_the_callers():

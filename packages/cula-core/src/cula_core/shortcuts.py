@@ -9,6 +9,7 @@ then on such a call runs that list alone, on its own tensors.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -247,7 +248,15 @@ class _Steps(TorchFunctionMode):
         text = self._text(result)
         if not self._possible:
             return None
-        body = "".join(f"    {line}\n" for line in (*self._lines, f"return {text}"))
+        self._lines.append(f"return {text}")
+        # Memory is given back where the function itself would have: pieces of a call share it one after the other.
+        last = {
+            name: i for i, line in enumerate(self._lines) for name in re.findall(r"\bt\d+\b", line)
+        }
+        for name, i in last.items():
+            if name not in self._head.split(", ") and i < len(self._lines) - 1:
+                self._lines[i] += f"; del {name}"
+        body = "".join(f"    {line}\n" for line in self._lines)
         space = dict(self._space)
         exec(f"def short({self._head}):\n{body}", space)
         return space["short"]
