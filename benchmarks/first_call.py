@@ -1,4 +1,4 @@
-"""Measures how long the first call of every public kernel function takes, in processes of its own.
+"""Measures how long the first calls of every public kernel function take, and later ones on the host.
 
     python benchmarks/first_call.py [--json [PATH] [--join]] [--functions PATTERN ...] [--cold 1] [--warm 3]
 
@@ -38,6 +38,8 @@ NOTES = (
     "holds everything that is compiled, tuned or loaded then.",
     f"An empty cache: the folders of {', '.join(CACHES)} are empty. A filled one: an earlier process filled them.",
     "fla tunes its kernels by itself, as a program that calls it does.",
+    "Host, a later call: how long calls keep the host while the device has room in its queue, the median of 40 times 5 "
+    "calls in a row.",
     "The backward pass follows a forward pass in the same process, whose time is not in it.",
 )
 TITLE = "First calls in new processes"
@@ -133,6 +135,7 @@ def _add(row: dict[str, Any], found: dict[str, Any], first: str) -> None:
     row[first].append(round(found["first_call_s"], 6))
     if first == "filled_cache_s":
         row["second_call_s"].append(round(found["second_call_s"], 6))
+        row["host_s"].append(round(found["host_s"], 8))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,7 +2,8 @@
 
 A row is one function. Every list holds seconds, an entry per process: `import_torch_s` and then `import_s` of all
 processes, `empty_cache_s` the first call of processes that found no kernel on disk, `filled_cache_s` that of processes
-that found what another had left there, and `second_call_s` the call after it in the same process.
+that found what another had left there, `second_call_s` the call after it in the same process, and `host_s` how long a
+later one keeps the host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ LISTS = {
     "empty_cache_s": "first call, empty cache",
     "filled_cache_s": "first call, filled cache",
     "second_call_s": "second call",
+    "host_s": "host, a later call",
 }
+_UNITS = {"host_s": ("us", 1e6)}
 # Fields in which results that are joined must agree.
 OF_BOTH = ("title", "notes")
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -84,9 +87,12 @@ def _key(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def table(content: Mapping[str, Any]) -> report.Table:
     """A line per function: medians, with the lowest and highest where there are several processes."""
-    header = ["function", *(f"{title}, s" for title in LISTS.values())]
+    header = [
+        "function",
+        *(f"{title}, {_UNITS.get(name, ('s',))[0]}" for name, title in LISTS.items()),
+    ]
     lines = [
-        [f"`{r['module']}`: {r['function']}", *(_cell(r[name]) for name in LISTS)]
+        [f"`{r['module']}`: {r['function']}", *(_cell(name, r[name]) for name in LISTS)]
         for r in content["rows"]
     ]
     return header, lines
@@ -101,7 +107,9 @@ def region(path: Path) -> str:
     return f"\n{report.as_markdown(table(content))}\n\n{text}\n\n"
 
 
-def _cell(values: Sequence[float]) -> str:
+def _cell(name: str, values: Sequence[float]) -> str:
+    if name in _UNITS:
+        values = [value * _UNITS[name][1] for value in values]
     middle = _number(statistics.median(values))
     if len(values) == 1:
         return middle
@@ -109,4 +117,6 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def _number(value: float) -> str:
+    if value >= 10:
+        return f"{value:.1f}"
     return f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"

@@ -1,5 +1,7 @@
-"""What a new process waits for until a function has run twice: `python -m benchmarks.harness.fresh_process MODULE OP
-SETTING PROVIDER` prints seconds as a line of JSON, or why the function cannot run here.
+"""What a new process waits for until a function has run twice, and for how long later calls keep it.
+
+`python -m benchmarks.harness.fresh_process MODULE OP SETTING PROVIDER` prints seconds as a line of JSON, or why the
+function cannot run here.
 
 It must import nothing that imports torch before it has timed that.
 """
@@ -7,6 +9,7 @@ It must import nothing that imports torch before it has timed that.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +19,8 @@ from typing import Any
 from benchmarks.harness import registry
 
 SKIPPED = "skipped"
+# Calls that a queue takes without a wait, how often they are made, and as many before that do not count.
+IN_A_ROW, TIMES, UNTIMED = 5, 40, 5
 
 
 def seconds(act: Callable[[], Any]) -> float:
@@ -34,7 +39,8 @@ def imports(module: str) -> dict[str, float]:
 
 
 def calls(op_name: str, setting_name: str, provider_name: str, device: str) -> dict[str, Any]:
-    """Seconds of the first two calls, each until the device has finished; inputs and the device are ready before."""
+    """Seconds of the first two calls, each until the device has finished, with inputs and device ready before; and of
+    a later one until it returns to the host."""
     import torch
 
     op = registry.get(op_name)
@@ -47,7 +53,12 @@ def calls(op_name: str, setting_name: str, provider_name: str, device: str) -> d
         call = provider.bind(setting, op.make_inputs(setting, device, 0))
         wait()
         first, second = (seconds(lambda: (call(), wait())) for _ in range(2))
-    return {"first_call_s": first, "second_call_s": second}
+        blocks = []
+        for _ in range(UNTIMED + TIMES):
+            blocks.append(seconds(lambda: [call() for _ in range(IN_A_ROW)]))
+            wait()
+    host = statistics.median(blocks[UNTIMED:]) / IN_A_ROW
+    return {"first_call_s": first, "second_call_s": second, "host_s": host}
 
 
 def main(argv: Sequence[str] | None = None, device: str = "cuda") -> int:

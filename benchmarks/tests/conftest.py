@@ -347,6 +347,7 @@ def first_call_result() -> dict[str, Any]:
         "empty_cache_s": [6.0],
         "filled_cache_s": [0.02],
         "second_call_s": [0.0001],
+        "host_s": [0.0000123],
     }
     head = {"title": "First calls in new processes", "provenance": copy.deepcopy(ORIGIN)}
     return {**head, "notes": ["new"], "skipped": [], "rows": [row]}
