@@ -261,7 +261,8 @@ def test_validation_names_the_field(first_call_result, spoil, message):
 def test_middle_lowest_and_highest_are_shown(first_call_result):
     _, lines = first_calls.table(first_call_result)
     assert lines == [
-        ["`cula_lightning_decode`: linear_attention_decode", "2.00 (1.50-4.00)", "0.20", "6.00", "0.0200", "0.0001", "12.3"]
+        ["`cula_lightning_decode`: linear_attention_decode", "2.00 (1.50-4.00)", "0.20", "6.00", "0.0200", "0.0001",
+         "12.3"]
     ]  # fmt: skip
 
 
