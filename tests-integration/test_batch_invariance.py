@@ -227,8 +227,8 @@ def test_attention(listed, int8):
             assert same(found, expected[batch])
 
 
-def test_packed_attention():
-    """Not with `use_int8`, which centres keys by the mean of all that are packed."""
+@pytest.mark.parametrize("int8", [False, True])
+def test_packed_attention(int8):
     source = torch.Generator().manual_seed(0)
     lengths = (300, 1, 1000, 64, 129, 700)
     sequences = [[normal(source, 1, n, heads, D) for heads in (4, 2, 2)] for n in lengths]
@@ -239,7 +239,7 @@ def test_packed_attention():
         starts = torch.tensor([0, *taken]).cumsum(0).to("cuda", torch.int32)
         out = liteattention_sm89.lite_attention(
             q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max(taken),
-            max_seqlen_k=max(taken), threshold=None,
+            max_seqlen_k=max(taken), use_int8=int8, threshold=None,
         )[0]  # fmt: skip
         return list(out.split(taken, 1))
 

@@ -324,13 +324,16 @@ def lite_specs(package: str) -> Iterator[Spec]:
         yield {"kernel": "RowSums", **given, **case}
         if case["role"] == roles[0]:
             yield {"arch": case["arch"], "kernel": "GatherDq", **given}
+    yield from ({"kernel": "KeyMeans", **case} for case in cover(ends))
     yield from ({"kernel": "Quantize", **case} for case in cover(ends | {"of_keys": BOTH}))
 
 
 def lite_unit(package: str, spec: Spec) -> Any:
     kernel, arch = spec["kernel"], spec["arch"]
-    if kernel == "Quantize":
+    if kernel in ("KeyMeans", "Quantize"):
         problem = build(package, find(package, "Problem"), spec)
+        if kernel == "KeyMeans":
+            return find(package, "means_unit")(problem, arch)
         return find(package, "quantize_unit")(problem, spec["of_keys"], arch)
     forward = kernel == "LiteForward"
     config = build(package, find(package, "ForwardConfig" if forward else "BackwardConfig"), spec)

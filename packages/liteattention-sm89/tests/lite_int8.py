@@ -49,23 +49,34 @@ def on_grid(x: Tensor, group: int, starts: Tensor | None = None) -> Grid:
     return grid
 
 
-def centred(k: Tensor) -> Tensor:
-    """Keys of every head less their mean over all tokens, those of other packed sequences included."""
-    return k.double() - mean_of(k)
+def centred(x: Inputs) -> Tensor:
+    """Keys of every head less their mean over the sequence."""
+    lengths = None if x.starts_k is None else x.starts_k.diff()
+    return x.k.double() - per_token(means_of(x), lengths)
 
 
-def mean_of(k: Tensor) -> Tensor:
-    return k.double().sum(1, keepdim=True) / max(k.shape[1], 1)
+def means_of(x: Inputs) -> Tensor:
+    """[sequences, Hk, D] in fp64, 0 where there is no key."""
+    if x.starts_k is None:
+        return x.k.double().sum(1) / max(x.k.shape[1], 1)
+    parts = x.k[0].double().split(x.starts_k.diff().tolist())
+    return torch.stack([part.sum(0) / max(len(part), 1) for part in parts])
 
 
-def shift_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def per_token(means: Tensor, lengths: Tensor | None) -> Tensor:
+    """[B, 1, Hk, D], or what packed tokens have, [1, T, Hk, D]."""
+    return means[:, None] if lengths is None else means.repeat_interleave(lengths.long(), 0)[None]
+
+
+def shift_of(x: Inputs, scale: float) -> Tensor:
     """What the mean of the keys adds to all scores of a row, natural log units, [B, Hq, Sq]."""
-    mean = mean_of(k).repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return scale * torch.einsum("bqhd,bqhd->bhq", q.double(), mean.expand(q.shape))
+    means = means_of(x).repeat_interleave(x.q.shape[2] // x.k.shape[2], 1)
+    mean = per_token(means, None if x.starts_q is None else x.starts_q.diff())
+    return scale * torch.einsum("bqhd,bqhd->bhq", x.q.double(), mean.expand(x.q.shape))
 
 
 def grids(x: Inputs) -> tuple[Grid, Grid]:
-    return on_grid(x.q, 16, x.starts_q), on_grid(centred(x.k), 64, x.starts_k)
+    return on_grid(x.q, 16, x.starts_q), on_grid(centred(x), 64, x.starts_k)
 
 
 def with_offsets(x: Inputs, size: float) -> Inputs:
@@ -107,7 +118,7 @@ def attention(
     out, lse, write = reference.lite_attention(
         q.double(), k.double(), x.v.double(), x.read, scale=scale, **more
     )
-    return out, lse + shift_of(x.q, x.k, scale).view(lse.shape), write
+    return out, lse + shift_of(x, scale).view(lse.shape), write
 
 
 def largest(difference: Tensor) -> float:
@@ -138,7 +149,7 @@ def launched(
     scale: float | None = None,
     **kernels: Any,
 ) -> Results:
-    """What `launch.forward` makes `kernel_for` and `quantize_for` do. empty: memory for results, NaN at first."""
+    """What `launch.forward` makes the kernels do that it is given. empty: memory for results, NaN at first."""
     handed: list[tuple] = []
     kernel_for = kernels.pop("kernel_for")
 
@@ -197,8 +208,8 @@ def assert_right(
     if x.q.numel():
         assert_rounded(got.q, x.q, 16, x.starts_q)
     if x.k.numel():
-        assert_rounded(got.k, centred(x.k), 64, x.starts_k)
-    shift = shift_of(x.q, x.k, scale)
+        assert_rounded(got.k, centred(x), 64, x.starts_k)
+    shift = shift_of(x, scale)
     torch.testing.assert_close(got.shift.double(), shift, rtol=1e-5, atol=1e-5)
     want, lse, write = attention(call, x, got.q.values, got.k.values, scale)
     lse = lse.view(got.lse.shape)

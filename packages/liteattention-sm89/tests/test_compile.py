@@ -150,9 +150,10 @@ def test_ampere():
     "unit",
     [
         launch.gather_unit(select_backward(Problem("bfloat16", 64), "both", "sm_89"), "sm_89"),
+        launch.means_unit(Problem("bfloat16", 64), "sm_89"),
         launch.quantize_unit(Problem("bfloat16", 64), True, "sm_89"),
     ],
-    ids=["gather", "quantize"],
+    ids=["gather", "means", "quantize"],
 )
 def test_a_kernel_depends_on_no_source_that_its_key_misses(unit):
     assert_closed(unit)

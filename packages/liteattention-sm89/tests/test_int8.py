@@ -25,8 +25,9 @@ from lite_int8 import (
     grids,
     largest,
     launched,
-    mean_of,
+    means_of,
     on_grid,
+    per_token,
     shift_of,
     with_offsets,
 )
@@ -80,7 +81,7 @@ def test_the_reference_is_attention_of_rounded_queries_and_keys(call):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     # Both that are rounded matter, and both sizes of groups.
-    for other in ((x.q, k.values), (q.values, centred(x.k))) if call.keys > 1 else ():
+    for other in ((x.q, k.values), (q.values, centred(x))) if call.keys > 1 else ():
         assert relative_rmse(found[0], attention(call, x, *other, scale)[0]) > 1e-5
 
 
@@ -120,7 +121,7 @@ EXACT = Call(150, 256, dim=64, heads=4, heads_k=2, listed=0.7, threshold=-4.0)
 def test_integers_are_not_rounded(call):
     """Then nothing differs from attention, lse included: what the mean of the keys adds is there."""
     x = exact_inputs(in_double(call))
-    assert largest(shift_of(x.q, x.k, 1e-4)) > 1
+    assert largest(shift_of(x, 1e-4)) > 1
     found, expected = (int8(call, x, use_int8=flag, scale=1e-4) for flag in (True, False))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
@@ -147,7 +148,7 @@ def test_parts_of_the_keys_merge(skipping):
         torch.testing.assert_close(other, wanted, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-9)
     # What would come out if the means were forgotten.
-    lses = [lse - shift_of(x.q, k, 1e-4) for (_, lse), k in zip(found, halves)]
+    lses = [lse - shift_of(replace(x, k=k), 1e-4) for (_, lse), k in zip(found, halves)]
     assert relative_rmse(merge([o for o, _ in found], lses)[0], exact[0]) > 0.1
 
 
@@ -182,7 +183,7 @@ def test_zeros_are_zeros():
     # Only the keys of one tile are zero where they are centred.
     x.k[:, 64:128] = 0
     x.k[:, :64:2], x.k[:, 1:64:2], x.k[:, 128], x.k[:, 129] = 1.5, -1.5, 2.0, -2.0
-    assert not mean_of(x.k).any()
+    assert not means_of(x).any()
     found, wanted = int8(call, x), int8(call, x, use_int8=False)
     assert relative_rmse(found[0], wanted[0]) < MAX_ROUNDING_ERROR and found[1].isfinite().all()
 
@@ -256,6 +257,14 @@ def run(emulated) -> Callable[..., Results]:
             run.config = config
             return lambda *arguments: run.kernel(*arguments, **changes)
 
+        def means_for(problem, arch):
+            def guarded(k, means, *rest):
+                own = emulated.empty(means.shape, means.dtype)
+                averager(emulated, problem)(k, own, *rest)
+                means.copy_(own)
+
+            return guarded
+
         def quantize_for(problem, of_keys, arch):
             def guarded(x, means, *written_and_rest):
                 written = written_and_rest[:3]
@@ -268,10 +277,15 @@ def run(emulated) -> Callable[..., Results]:
             return guarded
 
         return launched(
-            call, x, emulated.empty, scale=scale, kernel_for=kernel_for, quantize_for=quantize_for, arch=arch
+            call, x, emulated.empty, scale=scale, kernel_for=kernel_for, means_for=means_for,
+            quantize_for=quantize_for, arch=arch,
         )  # fmt: skip
 
     return run
+
+
+def averager(emulated, problem: Problem):
+    return emulated_kernel(emulated, launch.means_unit(problem, "sm_89"))
 
 
 def quantizer(emulated, problem: Problem, of_keys: bool):
@@ -331,10 +345,10 @@ def test_integers_are_not_rounded_by_the_kernels(run):
         call = replace(WIDEST, rows=rows, direction=direction, threshold=-0.5, listed=1.0)
         x = exact_inputs(call)
         got = run(call, x, scale=1e-4)
-        assert torch.equal(got.q.values, x.q.double()) and torch.equal(got.k.values, centred(x.k))
+        assert torch.equal(got.q.values, x.q.double()) and torch.equal(got.k.values, centred(x))
         out, lse, write = int8(call, double(x), scale=1e-4, use_int8=False)
         assert relative_rmse(got.out, out) < MAX_OUTPUT_ERROR
-        assert largest(got.lse - lse) < MAX_LSE_ERROR and largest(shift_of(x.q, x.k, 1e-4)) > 1
+        assert largest(got.lse - lse) < MAX_LSE_ERROR and largest(shift_of(x, 1e-4)) > 1
         assert torch.equal(got.write, write)
     assert not torch.equal(write, x.read)
 
@@ -404,7 +418,7 @@ def test_zeros_are_zeros_to_the_kernels(run):
     # Keys without a difference, one tile of them and all.
     flat.k[:, 64:128] = flat.k[:, :64] = 0
     flat.k[:, 128::2], flat.k[:, 129::2] = 1.5, -1.5
-    assert not mean_of(flat.k).any()
+    assert not means_of(flat).any()
     assert_right(DENSE, flat, run(DENSE, flat))
     flat.k[:] = x.k[:, :1]
     got = run(DENSE, flat)
@@ -449,6 +463,54 @@ def test_every_wait_matters(run):
     assert len(report.noticed) >= 10
 
 
+# ---- the kernel of the keys' means -----------------------------------------------------------------------------------
+
+
+def average(emulated, k: Tensor, starts: Tensor | None = None, **changes) -> Tensor:
+    index = "int32" if starts is None else str(starts.dtype).removeprefix("torch.")
+    dtype = str(k.dtype).removeprefix("torch.")
+    problem = Problem(dtype, k.shape[3], packed=starts is not None, index_dtype=index)
+    sequences = k.shape[0] if starts is None else len(starts) - 1
+    means = emulated.empty((sequences, *k.shape[2:]), torch.float32)
+    averager(emulated, problem)(k, means, starts, sequences, **changes)
+    return means
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dim, starts", [
+    (128, None), (72, [0, 70, 70, 400, 401]), (256, None), (64, [0, 401]), (8, None),
+], ids=["D128", "D72-packed", "D256", "D64-packed", "D8"])  # fmt: skip
+def test_means(emulated, dim, starts):
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    batch = 2 if starts is None else 1
+    x = make_inputs(Call(1, 401, batch=batch, heads=2, heads_k=2, dim=dim, views=True))
+    x = with_offsets(x, 30.0)
+    expected = means_of(replace(x, starts_k=starts))
+    means = average(emulated, x.k, starts)
+    torch.testing.assert_close(means.double(), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_the_mean_of_a_sequence_does_not_depend_on_others(emulated):
+    k = torch.randn(1, 700, 1, 64).bfloat16()
+    alone = average(emulated, k[:, 130:531])
+    k[:, :130] = k[:, 531:] = math.nan
+    found = average(emulated, k, torch.tensor([0, 130, 531, 700]))
+    assert torch.equal(found[1], alone[0]) and found[::2].isnan().all()
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_the_barrier_of_the_means_matters(emulated):
+    k = torch.randn(1, 300, 1, 64).bfloat16()
+    expected = average(emulated, k)
+
+    def check(options) -> None:
+        assert torch.equal(average(emulated, k, **vars(options)), expected), "another result"
+
+    report = mutation.run(check, averager(emulated, Problem("bfloat16", 64)))
+    assert len(report.noticed) == 1 and not report.unnoticed and not report.not_reached, str(report)
+
+
 # ---- the kernel that rounds ------------------------------------------------------------------------------------------
 
 
@@ -486,7 +548,8 @@ def test_rounding(emulated, dim, starts):
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int64)
     batch = 2 if starts is None else 1
     inputs = make_inputs(Call(225, 225, batch=batch, heads=4, heads_k=2, dim=dim, views=True))
-    means = torch.randn(batch, 2, dim)
+    means = torch.randn(batch if starts is None else len(starts) - 1, 2, dim)
+    lengths = None if starts is None else starts.diff()
     for x, of_keys in ((inputs.q, False), (inputs.k, True)):
         group = 64 if of_keys else 16
         x[:, :64] = torch.randint(-252, 253, x[:, :64].shape) / 2
@@ -495,11 +558,10 @@ def test_rounding(emulated, dim, starts):
         grid = grid_of(integers, scales, dim, group, 64 if of_keys else 128, starts)
         exact = x.float()
         if of_keys:
-            exact = exact - means[:, None]
+            exact = exact - per_token(means, lengths)
         else:
-            shift = 0.25 * (exact.double() * means[:, None].double().repeat_interleave(2, 2)).sum(
-                -1
-            )
+            mean = per_token(means, lengths).double().repeat_interleave(2, 2)
+            shift = 0.25 * (exact.double() * mean).sum(-1)
             torch.testing.assert_close(shifts.double(), shift.mT, rtol=1e-5, atol=1e-5 * dim**0.5)
             assert torch.equal(grid.integers[:, :64], x[:, :64].double().round())
         assert_rounded(grid, exact, group, starts)

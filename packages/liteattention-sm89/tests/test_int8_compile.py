@@ -69,6 +69,13 @@ def test_machine_code(case):
     assert scores < ptx.count("ex2.approx") <= scores + 2 * 2 * blocks
 
 
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+def test_machine_code_of_the_means(dim):
+    kernel = report(launch.means_unit(Problem("bfloat16", dim), "sm_89")).kernel
+    resources.check(kernel, expect=("LDG.128", "STS.128"))
+    assert kernel.registers <= 64 and kernel.count("BAR") == 1
+
+
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_machine_code_of_the_kernel_that_rounds(dim, of_keys):

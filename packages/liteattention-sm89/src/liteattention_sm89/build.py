@@ -13,6 +13,7 @@ from .config import BackwardConfig, ForwardConfig, Problem, int8_width
 from .kernels.backward import LiteBackward
 from .kernels.forward import LiteForward
 from .kernels.gather_dq import GatherDq
+from .kernels.means import KeyMeans
 from .kernels.quantize import Quantize
 from .kernels.row_sums import RowSums
 
@@ -22,6 +23,7 @@ def kernel(facts: tuple, arch: str) -> tuple[object, ...]:
     name, *facts = facts
     made, arguments = {
         "forward": (LiteForward, forward_arguments),
+        "means": (KeyMeans, means_arguments),
         "quantize": (Quantize, quantize_arguments),
         "backward": (LiteBackward, backward_arguments),
         "sums": (RowSums, sums_arguments),
@@ -66,6 +68,11 @@ class _Fakes:
         strides = (cute.sym_int64(), cute.sym_int64(), 1)
         return make_fake_tensor(cutlass.Float32, shape, stride=strides)
 
+    def means(self):
+        strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+        shape = (cute.sym_int(), self.heads_k, self.problem.head_dim)
+        return make_fake_tensor(cutlass.Float32, shape, stride=strides, assumed_align=16)
+
     def starts(self):
         if not self.problem.packed:
             return None
@@ -101,6 +108,12 @@ def forward_arguments(config: ForwardConfig) -> tuple:
     )
 
 
+def means_arguments(problem: Problem) -> tuple:
+    """Returns stand-ins for the arguments of `KeyMeans`: k, means, cu_seqlens and the number of sequences."""
+    x = _Fakes(problem)
+    return x.activation(True), x.means(), x.starts(), cutlass.Int32(1)
+
+
 def quantize_arguments(problem: Problem, of_keys: bool) -> tuple:
     """Returns stand-ins for the arguments of `Quantize`.
 
@@ -108,11 +121,9 @@ def quantize_arguments(problem: Problem, of_keys: bool) -> tuple:
     sequences.
     """
     x = _Fakes(problem)
-    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-    means = (x.batch, x.heads_k, problem.head_dim)
     return (
         x.activation(of_keys),
-        make_fake_tensor(cutlass.Float32, means, stride=strides, assumed_align=16),
+        x.means(),
         x.activation(of_keys, int8_width(problem.head_dim) // 2),
         x.scales(of_keys),
         None if of_keys else x.per_row(),

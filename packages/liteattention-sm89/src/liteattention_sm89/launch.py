@@ -23,6 +23,11 @@ def forward_unit(config: ForwardConfig, arch: str) -> Unit:
     return _unit(arch, "forward", config)
 
 
+def means_unit(problem: Problem, arch: str) -> Unit:
+    """Returns the kernel of the keys' means, by which 8-bit keys are centred."""
+    return _unit(arch, "means", problem)
+
+
 def quantize_unit(problem: Problem, of_keys: bool, arch: str) -> Unit:
     """Returns the kernel that rounds queries, or keys, to 8-bit integers."""
 
@@ -54,6 +59,12 @@ def _unit(arch: str, *facts: object) -> Unit:
 def compile_forward(config: ForwardConfig, arch: str) -> Callable[..., None]:
     """Returns a callable for one config on one architecture, reused for every size and stride."""
     return kernel(forward_unit(config, arch))
+
+
+@once
+def compile_means(problem: Problem, arch: str) -> Callable[..., None]:
+    """Returns what launches the kernel of `means_unit`."""
+    return kernel(means_unit(problem, arch))
 
 
 @once
@@ -111,6 +122,7 @@ def forward(
     int8: bool = False,
     max_seqlen_k: int | None = None,
     kernel_for: Callable[[ForwardConfig, str], Callable[..., None]] = compile_forward,
+    means_for: Callable[[Problem, str], Callable[..., None]] = compile_means,
     quantize_for: Callable[[Problem, bool, str], Callable[..., None]] = compile_quantize,
     arch: str | None = None,
 ) -> None:
@@ -141,7 +153,7 @@ def forward(
         margin = threshold  # there are none, because every tile has its own scale
         most = max_seqlen_q, max_seqlen_k
         q, k, *scales = _quantized(
-            q, k, cu_seqlens_q, cu_seqlens_k, *most, scale, problem, arch, quantize_for
+            q, k, cu_seqlens_q, cu_seqlens_k, *most, scale, problem, arch, means_for, quantize_for
         )
     kernel_for(plan.config, arch)(
         q, k, v, out, lse, read, must_do, write, cu_seqlens_q, cu_seqlens_k, direction if on_device else None,
@@ -156,14 +168,17 @@ def _packed(starts: Tensor | None) -> int | None:
 
 def _quantized(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
-    max_seqlen_k: int, scale: float, problem: Problem, arch: str, quantize_for: Callable[..., Callable[..., None]],
+    max_seqlen_k: int, scale: float, problem: Problem, arch: str, means_for: Callable[..., Callable[..., None]],
+    quantize_for: Callable[..., Callable[..., None]],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """q and k as integers, two to a 16-bit element, their scales, and what lse misses."""
-    means = (
-        k.mean(1, dtype=torch.float32)
-        if k.shape[1]
-        else k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
-    )
+    sequences = k.shape[0] if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
+    shape = (sequences, *k.shape[2:])
+    if k.numel() > 0:
+        means = k.new_empty(shape, dtype=torch.float32)
+        means_for(problem.plain, arch)(k, means, cu_seqlens_k, sequences)
+    else:
+        means = k.new_zeros(shape, dtype=torch.float32)
     shifts = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     found, scales = [], []
     for x, starts, longest, of_keys in (

@@ -246,10 +246,15 @@ def _rounded(
     """q and centred k on their grids of 8-bit integers, and what the mean of k adds to every score of a row."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     query, key = q.to(dtype), k.to(dtype)
-    mean = key.mean(1, keepdim=True) if k.shape[1] else key.new_zeros(k.shape[0], 1, *k.shape[2:])
-    key = key - mean
-    group = q.shape[2] // k.shape[2]
-    shift = scale * (query * mean.repeat_interleave(group, 2)).sum(-1).transpose(1, 2)
+    shift = query.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+    centred = torch.empty_like(key)
+    for problem in problems:
+        part = key[:, problem.keys]
+        mean = part.sum(1, keepdim=True) / max(part.shape[1], 1)
+        centred[:, problem.keys] = part - mean
+        mean = mean.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        shift[..., problem.rows] = scale * (query[:, problem.rows] * mean).sum(-1).transpose(1, 2)
+    key = centred
     found = []
     for x, rows in ((query, QUERY_GROUP), (key, KEY_GROUP)):
         y = torch.empty_like(x)

@@ -1,7 +1,7 @@
 """The kernel that rounds queries and keys to 8-bit integers.
 
-A block of rows has one scale, largest magnitude / 127. Keys are centred first: their mean over the tokens, which shifts
-all scores of a row by the same amount, holds the outliers of single channels (SageAttention, arXiv 2410.02367).
+A block of rows has one scale, largest magnitude / 127. Keys are centred first: their mean over a sequence, which
+shifts all scores of a row by the same amount, holds the outliers of single channels (SageAttention, arXiv 2410.02367).
 """
 
 import math
@@ -75,13 +75,14 @@ class Quantize:
         warp_max = SmemAllocator().allocate_tensor(F32, cute.make_layout(4), 16)
         if tile * self.rows < length:
             self.quantize(
-                x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, batch, first, length,
+                x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, sequence, batch, first, length,
                 slot * (self.period // self.group),
             )  # fmt: skip
 
     @cute.jit
     def quantize(
-        self, x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, batch, first, length, slot,
+        self, x, means, integers, scales, shifts, scale, warp_max, tidx, tile, head, sequence, batch, first, length,
+        slot,
     ):  # fmt: skip
         """Rounds the rows of a CTA, of which there is at least one."""
         warp, lane = tidx // 32, tidx % 32
@@ -95,7 +96,7 @@ class Quantize:
             head_k = (
                 head if cutlass.const_expr(self.of_keys) else head // (x.shape[2] // means.shape[1])
             )
-            unit = cute.local_tile(means[batch, head_k, None], (8,), (column // 8,))
+            unit = cute.local_tile(means[sequence, head_k, None], (8,), (column // 8,))
             cute.autovec_copy(unit, mean)
         values = cute.make_rmem_tensor(cute.make_layout((8, passes)), self.dtype)
         values.fill(0.0)
