@@ -1,4 +1,4 @@
-"""A sequence has the same bits alone, among any others and in any place, where calls do not cut sequences."""
+"""A sequence has the same bits alone, among any others and in any place, whole or in segments of a given length."""
 
 from __future__ import annotations
 
@@ -48,35 +48,38 @@ def decay(heads: int) -> Tensor:
     return torch.linspace(0.01, 0.5, heads, device="cuda")
 
 
-def lightning(q, k, v, g, beta, initial_state, cu_seqlens):
+def lightning(q, k, v, g, beta, initial_state, cu_seqlens, segment):
     rows = torch.arange(len(initial_state), dtype=torch.int32, device="cuda")
     return cula_lightning_sm90.lightning_attn_fwd_varlen(
         q, k, v, decay(v.shape[2]), cu_seqlens, state_pool=initial_state.clone(),
-        initial_state_indices=rows, num_splits=1,
+        initial_state_indices=rows, num_splits=1 if segment is None else None, segment_tokens=segment,
     )  # fmt: skip
 
 
-def simple_gla(q, k, v, g, beta, **more):
+def simple_gla(q, k, v, g, beta, segment, **more):
     return cula_lightning_sm90.chunk_simple_gla(
-        q, k, v, g=g[..., 0].contiguous(), output_final_state=True, num_splits=1, **more
-    )
+        q, k, v, g=g[..., 0].contiguous(), output_final_state=True,
+        num_splits=1 if segment is None else None, segment_tokens=segment, **more,
+    )  # fmt: skip
 
 
-def gated(q, k, v, g, beta, **more):
+def gated(q, k, v, g, beta, segment, **more):
     return cula_lightning_sm90.chunk_gated_delta_rule(
         q, k, v, g[..., 0].contiguous(), beta, use_qk_l2norm_in_kernel=True,
-        output_final_state=True, use_intracard_cp=False, **more,
+        output_final_state=True, use_intracard_cp="auto" if segment else False, segment_tokens=segment, **more,
     )  # fmt: skip
 
 
-def kda(q, k, v, g, beta, **more):
+def kda(q, k, v, g, beta, segment, **more):
     return cula_cp_sm90.chunk_kda(
         q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True,
-        use_intracard_cp=False, **more,
+        use_intracard_cp="auto" if segment else False, segment_tokens=segment, **more,
     )  # fmt: skip
 
 
-def packed(prefill: Callable, sequences: Sequences) -> list[tuple[Tensor, Tensor]]:
+def packed(
+    prefill: Callable, sequences: Sequences, segment: int | None
+) -> list[tuple[Tensor, Tensor]]:
     """Returns the output and the final state of every sequence of a packed call."""
     lengths = [x["v"].shape[1] for x in sequences]
     starts = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
@@ -85,28 +88,31 @@ def packed(prefill: Callable, sequences: Sequences) -> list[tuple[Tensor, Tensor
         for name in ("q", "k", "v", "g", "beta")
     }
     begin = torch.cat([one["initial_state"] for one in sequences])
-    out, final = prefill(**x, initial_state=begin, cu_seqlens=starts)
+    out, final = prefill(**x, initial_state=begin, cu_seqlens=starts, segment=segment)
     return list(zip(out.split(lengths, 1), final.split(1), strict=True))
 
 
+@pytest.mark.parametrize("segment", [None, 1024])
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("prefill", [lightning, simple_gla, gated, kda])
-def test_prefill(prefill, heads):
+def test_prefill(prefill, heads, segment):
     prompts = [prompt(number, heads) for number in range(len(LENGTHS))]
-    expected = [packed(prefill, [x])[0] for x in prompts]
+    expected = [packed(prefill, [x], segment)[0] for x in prompts]
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(1)).tolist()
     for batch in (order, order[::-1], order[:7], order[7:30], order[:3]):
-        for number, found in zip(batch, packed(prefill, [prompts[i] for i in batch]), strict=True):
+        results = packed(prefill, [prompts[i] for i in batch], segment)
+        for number, found in zip(batch, results, strict=True):
             assert all(map(same, found, expected[number])), (number, len(batch))
 
 
+@pytest.mark.parametrize("segment", [None, 1024, 2048])
 @pytest.mark.parametrize("prefill", [simple_gla, gated, kda])
-def test_rows_of_a_dense_prefill_are_packed_sequences(prefill):
+def test_rows_of_a_dense_prefill_are_packed_sequences(prefill, segment):
     rows = [prompt(number, 4) for number in range(len(LENGTHS)) if LENGTHS[number] == 2048]
-    expected = [packed(prefill, [x])[0] for x in rows]
+    expected = [packed(prefill, [x], segment)[0] for x in rows]
     for count in (1, len(rows)):
         x = {name: torch.cat([row[name] for row in rows[:count] * 9]) for name in rows[0]}
-        out, final = prefill(**x)
+        out, final = prefill(**x, segment=segment)
         for number in range(9 * count):
             found = out[number : number + 1], final[number : number + 1]
             assert all(map(same, found, expected[number % count]))

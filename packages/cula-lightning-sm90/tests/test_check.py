@@ -213,6 +213,12 @@ WRONG = [
     away(CHECKPOINTS),
     *(value("num_splits", wrong, TypeError, "an int or None", type(wrong).__name__) for wrong in (2.0, True, "auto")),
     *(value("num_splits", wrong, ValueError, "at least 1", str(wrong)) for wrong in (0, -1)),
+    *(value("segment_tokens", wrong, TypeError, "an int or None", type(wrong).__name__)
+      for wrong in (1024.0, True, "auto")),
+    *(value("segment_tokens", wrong, ValueError, "a multiple of 64, at least 1024, or None", str(wrong))
+      for wrong in (0, 960, 1025, -1024)),
+    entry("segments of two kinds", lambda a: {"segment_tokens": 1024, "num_splits": 1}, ValueError, "segment_tokens",
+          "None with num_splits=1", "1024"),
     *(value(name, wrong, TypeError, "an int", type(wrong).__name__, LAYER)
       for name in ("layer_idx", "num_layers") for wrong in (1.0, True, None)),
     value("layer_idx", -1, ValueError, "0 to 3", "-1", LAYER),
@@ -350,6 +356,7 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
     "every flag": (ALL, lambda a: {"use_qk_l2norm_in_kernel": True, "exact_state": True}),
     "one split": (ALL, lambda a: {"num_splits": 1}),
     "more splits than chunks": (ALL, lambda a: {"num_splits": 1000}),
+    "segments longer than sequences": (ALL, lambda a: {"segment_tokens": 4096}),
     "the last layer": (LAYER, lambda a: {"layer_idx": 3}),
     "a packed layer": (
         LAYER,

@@ -83,6 +83,7 @@ def run(emulated) -> Callable[..., Outcome]:
         views: bool = False,
         gate_rows: bool = False,
         num_splits: int | None = None,
+        segment_tokens: int = 0,
         multiprocessors: int = 132,
         index_dtype: torch.dtype = torch.int32,
         decay_sign: int = -1,
@@ -139,6 +140,7 @@ def run(emulated) -> Callable[..., Outcome]:
                 scale=call.scale, decay_sign=decay_sign, state_v_first=call.v_first,
                 l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=call.every,
                 num_splits=num_splits, has_initial_state=known, null_slot=call.null_slot,
+                segment_tokens=segment_tokens,
             )  # fmt: skip
             launch.run(arguments, multiprocessors=multiprocessors, kernels=kernels)
         kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
@@ -279,15 +281,16 @@ def test_other_rows_of_a_batch_change_nothing(run):
 
 
 @pytest.mark.emulated(seeds=1)
-def test_a_packed_sequence_is_the_sequence_alone(run):
-    """Bit for bit, packed or in a batch of its own."""
+@pytest.mark.parametrize("cut", [{"num_splits": 1}, {"segment_tokens": 64}], ids=str)
+def test_a_packed_sequence_is_the_sequence_alone(run, cut):
+    """Bit for bit, packed or in a batch of its own, whole or cut after so many tokens."""
     call = make_call(LENGTHS, slots=ROWS, **PACKED)
-    together = run(call, num_splits=1)
+    together = run(call, **cut)
     for n, length in enumerate(LENGTHS):
         for packed in (True, False):
             if length:
                 single = alone(call, n, packed)
-                assert_same_sequence(call, together, n, single, run(single, num_splits=1), 0)
+                assert_same_sequence(call, together, n, single, run(single, **cut), 0)
 
 
 def assert_same_sequence(call, first, n, other_call, second, m) -> None:

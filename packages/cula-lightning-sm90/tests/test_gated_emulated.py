@@ -538,6 +538,24 @@ def test_sequences_do_not_see_each_other(run, dtype, l2norm):
     assert found.out[:, starts[3] : starts[4]].isnan().all()
 
 
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("segment", [UNCUT, 2])
+def test_a_packed_sequence_is_the_sequence_alone(run, segment):
+    """Bit for bit, whole or cut after so many chunks, where sequences that are shorter may stay whole."""
+    case = Case((200, 64, 128, 1, 300), True, (1, 1, 2), state="given", machines=3, segment=segment)
+    call = make_call(case)
+    together, first = run(call), 0
+    for n, length in enumerate(case.lengths):
+        tokens = slice(first, first + length)
+        for segment_alone in {segment, segment if length > 2 * CHUNK else UNCUT}:
+            alone = replace(case, lengths=(length,), segment=segment_alone, machines=2, tiles=1)
+            parts = {name: getattr(call, name)[:, tokens] for name in ("q", "k", "v", "g", "beta")}
+            found = run(replace(call, case=alone, states=call.states[n : n + 1], **parts))
+            assert same(found.out, together.out[:, tokens])
+            assert same(found.states, together.states[n : n + 1])
+        first += length
+
+
 # What goes unnoticed, and why:
 # - The emulator runs a kernel after the one before it. So nothing waits for flags, and what orders memory between both
 #   has no effect: fences of all the GPU, the barrier of the warp that has seen flags, the barrier and the wait for

@@ -53,6 +53,9 @@ def test_refusals(wrong, mode):
     "change, says",
     [
         ({"use_intracard_cp": True}, "'auto' or False unless a sequence has at least"),
+        ({"segment_tokens": 1000}, "segment_tokens: expected a multiple of 64, at least 1024"),
+        ({"segment_tokens": 960}, "segment_tokens: expected a multiple of 64, at least 1024"),
+        ({"segment_tokens": 1024, "use_intracard_cp": False}, "None with use_intracard_cp=False"),
         ({"operand_dtype": torch.bfloat16, "dtype": torch.float16}, "None or torch.float16 beside"),
     ],
     ids=str,
@@ -204,6 +207,34 @@ def test_what_is_said_about_cutting_reaches_the_launcher(launched, choice, name)
         q, k, v, cu_seqlens=offsets, cu_seqlens_cpu=offsets, use_intracard_cp=choice
     )
     assert launched[-1].intracard_cp == name and launched[-1].cu_seqlens_cpu is offsets
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 2048), (0, 1024, 2048)])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_length_of_segments_reaches_the_planner(launched, offsets, known):
+    q, k, v = torch.zeros(3, 1, 2048, 1, 128, dtype=torch.bfloat16)
+    given: dict[str, Any] = {"segment_tokens": 1024}
+    if offsets is not None:
+        given["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32)
+        given |= {"cu_seqlens_cpu": given["cu_seqlens"]} if known else {}
+    chunk_gated_delta_rule(q, k, v, **given)
+    told: list[tuple] = []
+
+    def planner(*facts):
+        told.append(facts)
+        return plan(*facts)
+
+    launch.run(
+        launched[-1], multiprocessors=132, kernels=lambda config: lambda *_: None, planner=planner
+    )
+    whole = known and offsets == (0, 1024, 2048)
+    assert told[0][6:] == ("off", 0 if whole else 16)
+
+
+@pytest.mark.parametrize("length", [1024.0, True, "1024"])
+def test_a_length_of_segments_is_an_integer(length):
+    with pytest.raises(TypeError, match="segment_tokens: expected an int or None"):
+        chunk_gated_delta_rule(**raw("dense"), segment_tokens=length)
 
 
 @pytest.fixture

@@ -50,6 +50,16 @@ def test_plans_fit_the_card(longest, count, choice, group):
             assert (second is not None) == cut
 
 
+@pytest.mark.parametrize("heads", [1, 6, 64])
+@pytest.mark.parametrize("count", [78, 132])
+def test_a_given_length_of_segments_is_taken(count, heads):
+    for longest in (17, 64, 1024):
+        found = plan(longest, longest, 5 * longest * heads, heads, 1, count, "off", 16)
+        assert found.segment == 16 and found.second is not None
+        assert_walks(found.first, 16, 5 * longest * heads // found.first.together)
+        assert_walks(found.second, 16, 5 * longest * heads // found.second.together)
+
+
 def test_one_multiprocessor_is_enough():
     found = plan(3, 3, 12, 4, 1, 1)
     assert found.first.machines == 1 and found.prepare_ctas == 1

@@ -25,6 +25,8 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OFFSETS = (torch.int32, torch.int64)
 # States on the way are kept after multiples of so many tokens.
 CHECKPOINT_UNIT = 64
+# Segments have a multiple of so many tokens, and at least so many.
+SEGMENT_UNIT, MIN_SEGMENT = 64, 1024
 _SHOWN = 16
 
 
@@ -156,6 +158,22 @@ def not_with_gradients(name: str, x: Tensor | None, requires_grad: bool) -> None
 
 
 # ---- numbers and flags -----------------------------------------------------------------------------------------------
+
+
+def segment_tokens(length: int | None, not_beside: str | None, of: str) -> None:
+    """Checks the length of segments that a caller gives: a multiple of 64, at least 1024, or None.
+
+    not_beside: the value of another argument, `of`, that contradicts it; None where that argument does not.
+    """
+    name = "segment_tokens"
+    if length is None:
+        return
+    if type(length) is not int:
+        type_error(name, "an int or None", type(length).__name__)
+    if length < MIN_SEGMENT or length % SEGMENT_UNIT != 0:
+        value_error(name, f"a multiple of {SEGMENT_UNIT}, at least {MIN_SEGMENT}, or None", length)
+    if not_beside is not None:
+        value_error(name, f"None with {of}={not_beside}", length)
 
 
 def booleans(**flags: Any) -> None:

@@ -144,23 +144,39 @@ def test_the_planner_is_told_the_longest_length_if_it_is_known(launched, lengths
         kernels=lambda config: lambda *_: None,
         planner=planner,
     )
-    ((target, *shape, multiprocessors, workspace, intracard_cp, known),) = told
+    ((target, *shape, multiprocessors, workspace, intracard_cp, known, segment),) = told
     assert target is HOPPER and shape == [1, 10, 1, None if lengths is None else len(lengths)]
-    assert (multiprocessors, workspace, intracard_cp, known) == (
-        132,
-        launched[0].workspace.numel(),
-        "auto",
-        longest,
-    )
+    size = kda_workspace_bytes(1, 10, 1, shape[3])
+    assert (multiprocessors, workspace, intracard_cp, known) == (132, size, "auto", longest)
+    assert segment == 0
 
 
 @pytest.mark.parametrize("lengths", [None, (65, 0, 5)])
 def test_a_workspace_is_allocated(launched, lengths):
     a = inputs(1, 70, 1, 2, gate="log", lengths=lengths)
     chunk_kda(**a)
-    workspace = launched[0].workspace
+    handed: list[tuple] = []
+    kernels = lambda config: lambda *arguments: handed.append(arguments)  # noqa: E731
+    RUN(HOPPER, launched[0], multiprocessors=132, kernels=kernels)
+    (of_both,) = {x for x in handed[0] if torch.is_tensor(x)} & {
+        x for x in handed[-1] if torch.is_tensor(x)
+    }
     size = kda_workspace_bytes(1, 70, 2, None if lengths is None else 3)
-    assert workspace.dtype == torch.uint8 and workspace.shape == (size,)
+    assert of_both.nbytes == size and of_both.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lengths", [None, (1500, 0, 3000)])
+def test_a_length_of_segments_reaches_the_table_or_the_recurrence(launched, lengths):
+    chunk_kda(**inputs(1, 4500, 1, 2, gate="log", lengths=lengths), segment_tokens=2048)
+    assert launched[0].segment_tokens == 2048
+    configs: list[Any] = []
+
+    def kernels(config):
+        configs.append(config)
+        return lambda *arguments: None
+
+    RUN(HOPPER, launched[0], multiprocessors=132, kernels=kernels)
+    assert [config.split for config in configs if hasattr(config, "split")] == [True, True]
 
 
 def test_parameters_reach_the_launcher_in_a_dtype_it_reads(launched):

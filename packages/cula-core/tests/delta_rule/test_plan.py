@@ -47,6 +47,26 @@ def test_segments_are_whole_chunks_and_long_enough(heads, tokens):
     assert spread.segments == -(-tokens // spread.segment_tokens) >= 2
 
 
+@pytest.mark.parametrize("heads, multiprocessors", [(1, 132), (64, 132), (8, 78)])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_a_given_length_of_segments_is_that_of_every_call(batch, heads, multiprocessors):
+    for tokens, sequences in ((4096, None), (9000, None), (65536, None), (9000, 3), (65536, 100)):
+        if sequences is not None and batch > 1:
+            continue
+        room = workspace_bytes(batch, tokens, heads, sequences)
+        spread = plan(
+            HOPPER, batch, tokens, heads, sequences, multiprocessors, room, segment_tokens=4096
+        )
+        if sequences is None and tokens <= 4096:
+            assert not spread.split and spread.segments == batch
+        elif sequences is None:
+            assert (spread.segment_tokens, spread.segments) == (4096, batch * -(-tokens // 4096))
+        else:
+            assert (spread.segment_tokens, spread.segments) == (4096, tokens // 4096 + sequences)
+    known = plan(HOPPER, 1, 9000, heads, 3, multiprocessors, room, "auto", 4096, 4096)
+    assert not known.split
+
+
 @pytest.mark.parametrize("wanted", ["auto", "on", "off"])
 def test_short_sequences_stay_whole(wanted):
     assert not planned(2 * MIN_SEGMENT_CHUNKS * CHUNK - CHUNK, 1, wanted=wanted).split

@@ -32,6 +32,7 @@ def check_prefill(
     checkpoints: Tensor | None,
     checkpoint_every: int | None,
     num_splits: int | None,
+    segment_tokens: int | None,
     out: Tensor | None,
     cu_seqlens_cpu: Tensor | None = None,
     null_slot: int | None = None,
@@ -94,6 +95,8 @@ def check_prefill(
             arguments.type_error("num_splits", "an int or None", type(num_splits).__name__)
         if num_splits < 1:
             arguments.value_error("num_splits", "at least 1", num_splits)
+    not_beside = None if num_splits is None else str(num_splits)
+    arguments.segment_tokens(segment_tokens, not_beside, of="num_splits")
     arguments.no_gradients(
         _NO_BACKWARD,
         **{"q": q, "k": k, "v": v, "g": g, decay_name: head_decay, state_name: state},

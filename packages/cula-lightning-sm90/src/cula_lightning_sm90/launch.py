@@ -61,7 +61,15 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
     spread = plan(
-        problem, batch, tokens, call.sequences, heads_v, count, call.num_splits, _in_rows(g)
+        problem,
+        batch,
+        tokens,
+        call.sequences,
+        heads_v,
+        count,
+        call.num_splits,
+        _in_rows(g),
+        call.segment_tokens,
     )
     segment_tokens = spread.segment_tokens or max(tokens, CHUNK)
     segments = counters = states = decays = None

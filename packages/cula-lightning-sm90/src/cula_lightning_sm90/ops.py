@@ -23,6 +23,9 @@ Keywords of all functions:
     num_splits: None decides from shapes and the GPU whether to cut sequences into segments that run in parallel.
         1: never, then results do not depend, bit for bit, on how a sequence is cut into calls at multiples of 64
         tokens. n: segments of ceil(T / n) tokens, rounded up to a multiple of 64. No effect on the CPU.
+    segment_tokens: cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, whatever the
+        batch and the GPU, so that a sequence has the same bits in every call. None: as num_splits says. No effect on
+        the CPU.
     out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
 
 Errors: TypeError or ValueError for an argument that does not fit, gradients included (there is no backward), and
@@ -130,6 +133,7 @@ def lightning_attn_fwd(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
+    segment_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention (Lightning Attention-2, arXiv 2401.04658) over a dense batch; d_t = -decay.
@@ -142,8 +146,8 @@ def lightning_attn_fwd(
         initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`; it is not changed. None: zero.
         output_final_state: whether to return the states after the last token.
         state_v_first: layout of all states.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
-            head of this module, which also gives dtypes, strides and layouts.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens,
+            out: see the head of this module, which also gives dtypes, strides and layouts.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states as `initial_state`, or None.
@@ -168,7 +172,7 @@ def lightning_attn_fwd(
     return _prefill(
         q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, None, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
-        checkpoint_every_n_tokens, num_splits, out,
+        checkpoint_every_n_tokens, num_splits, segment_tokens, out,
     )  # fmt: skip
 
 
@@ -193,6 +197,7 @@ def lightning_attn_fwd_varlen(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
+    segment_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over N packed sequences whose states live in a pool that is updated in place.
@@ -216,8 +221,8 @@ def lightning_attn_fwd_varlen(
         update_state_pool: False only reads the pool and returns the final states `[N, HV, ..]` (zero for padding).
         null_slot: a row of the pool that means padding, as negative ones do.
         has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
-            head of this module, which also gives dtypes, strides and layouts.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens,
+            out: see the head of this module, which also gives dtypes, strides and layouts.
 
     Returns:
         `(o, state_pool)`, the pool updated; without a pool, or with `update_state_pool=False`, `(o, final_states)` or
@@ -244,7 +249,7 @@ def lightning_attn_fwd_varlen(
     return _prefill(
         q, k, v, None, decay, "decay", scale, state_pool, "state_pool", initial_state_indices,
         update_state_pool, output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state,
-        state_checkpoints, checkpoint_every_n_tokens, num_splits, out, null_slot=null_slot,
+        state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens, out, null_slot=null_slot,
         has_initial_state=has_initial_state,
     )  # fmt: skip
 
@@ -267,6 +272,7 @@ def chunk_lightning_attn(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
+    segment_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention with the decays of a layer: (8 / HV) * (1 - layer_idx / num_layers) * h for value head h.
@@ -294,7 +300,7 @@ def chunk_lightning_attn(
     return _prefill(
         q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
-        checkpoint_every_n_tokens, num_splits, out,
+        checkpoint_every_n_tokens, num_splits, segment_tokens, out,
     )  # fmt: skip
 
 
@@ -317,6 +323,7 @@ def chunk_simple_gla(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
+    segment_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with a scalar gate per token and head, after GLA (arXiv 2312.06635); d_t = g_t + g_gamma.
@@ -334,8 +341,8 @@ def chunk_simple_gla(
         cu_seqlens: `[N + 1]` int32 or int64, as in `lightning_attn_fwd_varlen`, packs N sequences into B = 1; None: a
             dense batch, N = B.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU; accepted because callers may have one; it is not used.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, out: see the
-            head of this module, which also gives dtypes, strides and layouts.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens,
+            out: see the head of this module, which also gives dtypes, strides and layouts.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states as `initial_state`, or None.
@@ -358,7 +365,7 @@ def chunk_simple_gla(
     return _prefill(
         q, k, v, g, g_gamma, "g_gamma", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
-        checkpoint_every_n_tokens, num_splits, out, cu_seqlens_cpu,
+        checkpoint_every_n_tokens, num_splits, segment_tokens, out, cu_seqlens_cpu,
     )  # fmt: skip
 
 
@@ -382,6 +389,7 @@ def _prefill(
     checkpoints: Tensor | None,
     checkpoint_every: int | None,
     num_splits: int | None,
+    segment_tokens: int | None,
     out: Tensor | None,
     cu_seqlens_cpu: Tensor | None = None,
     *,
@@ -394,8 +402,8 @@ def _prefill(
         require_hopper(q.device)
     check_prefill(
         q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
-        state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits, out,
-        cu_seqlens_cpu, null_slot, has_initial_state,
+        state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits,
+        segment_tokens, out, cu_seqlens_cpu, null_slot, has_initial_state,
     )  # fmt: skip
     if null_slot is not None and indices is None and cu_seqlens is not None:
         indices = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=q.device)
@@ -424,6 +432,7 @@ def _prefill(
         exact_state=exact_state,
         checkpoint_every=checkpoint_every or 0,
         num_splits=num_splits,
+        segment_tokens=segment_tokens or 0,
         has_initial_state=has_initial_state,
         null_slot=null_slot,
     )  # fmt: skip

@@ -42,18 +42,22 @@ def plan(
     multiprocessors: int,
     num_splits: int | None = None,
     gate_rows: bool = False,
+    segment_tokens: int = 0,
 ) -> Plan:
     """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
 
     A head's V tiles go to CTAs of their own while those fit on the card; sequences are cut where even that leaves most
     of it idle. Lengths of packed sequences are unknown here: cutting by tokens bounds the longest piece whatever they
     are, and short sequences stay whole. gate_rows: TMA can load gates of neighbouring heads.
+    segment_tokens: where to cut instead, if not 0.
     """
     v_tiles = problem.head_dim_v // V_TILE
     columns = heads_v * v_tiles * (1 if problem.packed else batch)
     if num_splits is None:
         num_splits = max(1, min(multiprocessors // columns, tokens // _MIN_SEGMENT, _MAX_SEGMENTS))
     length = -(-tokens // (num_splits * CHUNK)) * CHUNK if num_splits > 1 else 0
+    if segment_tokens:
+        length = segment_tokens
     if length >= tokens:
         length = 0
     parts = -(-tokens // length) if length else 1

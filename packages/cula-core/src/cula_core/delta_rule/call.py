@@ -19,7 +19,7 @@ class Call(NamedTuple):
     cu_seqlens_cpu a copy of it. workspace: bytes between the kernels. Aqk, Akk [B, T, HV, 64] and w, u, qg, kg [B, T,
     HV, 128]: what a backward pass reads; those that are not None are written. gate: g holds log decays ("log"), or what
     a "softplus" or "safe" gate computes them from. bounded: log decays are in [-5, 0). operand: dtype of the operands
-    of tensor cores. intracard_cp: "auto", "on" or "off".
+    of tensor cores. intracard_cp: "auto", "on" or "off". segment_tokens: where to cut sequences; 0: as a plan says.
     """
 
     q: Tensor
@@ -60,6 +60,7 @@ class Call(NamedTuple):
     checkpoint_rows: Tensor | None = None
     checkpoint_offsets: Tensor | None = None
     checkpoint_every: int = 0
+    segment_tokens: int = 0
 
     @property
     def in_place(self) -> bool:
@@ -113,5 +114,5 @@ SCHEMA = (
     "str gate, float lower_bound, bool bounded, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
     "str operand, str intracard_cp, Tensor? output_state_indices=None, Tensor? has_initial_state=None, "
     "int? null_slot=None, Tensor(k!)? checkpoints=None, Tensor? checkpoint_rows=None, "
-    "Tensor? checkpoint_offsets=None, int checkpoint_every=0) -> ()"
+    "Tensor? checkpoint_offsets=None, int checkpoint_every=0, int segment_tokens=0) -> ()"
 )

@@ -14,8 +14,10 @@ from .config import (
     BLOCK_BYTES,
     CHUNK,
     HEAD_DIM,
+    MAX_GRID_Z,
     MIN_SEGMENT_CHUNKS,
     OPERAND_DTYPES,
+    chunk_slots,
     workspace_bytes,
 )
 
@@ -44,6 +46,7 @@ def check_prefill(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     use_intracard_cp: bool | str,
+    segment_tokens: int | None,
     out: Tensor | None,
     operand_dtype: torch.dtype | None,
     workspace: Tensor | None,
@@ -102,10 +105,19 @@ def check_prefill(
         state_pool if updated else None, cu_seqlens,
     )  # fmt: skip
     check_operand_dtype(operand_dtype)
-    check_segments(use_intracard_cp, tokens, cu_seqlens, cu_seqlens_cpu)
+    check_segments(use_intracard_cp, segment_tokens, tokens, cu_seqlens, cu_seqlens_cpu)
+    chunks = chunk_slots(batch, tokens, sequences)
+    if segment_tokens is not None and chunks > MAX_GRID_Z:
+        what = f"None for a call of more than {MAX_GRID_Z} chunks of {CHUNK} tokens, which is made in pieces"
+        arguments.value_error("segment_tokens", what, f"{segment_tokens} with {chunks}")
     if workspace is not None:
         whole = workspace_bytes(batch, tokens, heads_v, sequences)
-        _check_workspace(workspace, heads_v, whole if use_intracard_cp is True else None, q)
+        why = None
+        if segment_tokens is not None:
+            why = "segment_tokens"
+        elif use_intracard_cp is True:
+            why = "use_intracard_cp=True"
+        _check_workspace(workspace, heads_v, whole, why, q)
     arguments.no_gradients(
         _NO_BACKWARD,
         **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias},
@@ -329,11 +341,20 @@ def check_split_choice(choice: bool | str) -> None:
 
 
 def check_segments(
-    choice: bool | str, tokens: int, cu_seqlens: Tensor | None, copy: Tensor | None
+    choice: bool | str,
+    segment_tokens: int | None,
+    tokens: int,
+    cu_seqlens: Tensor | None,
+    copy: Tensor | None,
 ) -> None:
     """Checks the choice of a kernel's segments: where they are asked for, a sequence is long enough for two."""
     name = "use_intracard_cp"
     check_split_choice(choice)
+    arguments.segment_tokens(
+        segment_tokens, not_beside="False" if choice is False else None, of=name
+    )
+    if segment_tokens is not None:
+        return
     if choice is not True:
         return
     longest = tokens
@@ -347,8 +368,10 @@ def check_segments(
         arguments.value_error(name, expected, f"True with at most {longest}")
 
 
-def _check_workspace(workspace: Tensor, heads_v: int, whole: int | None, q: Tensor) -> None:
-    """Checks a workspace. whole: the bytes that a call in one piece needs; None if it may be made in pieces."""
+def _check_workspace(
+    workspace: Tensor, heads_v: int, whole: int, why: str | None, q: Tensor
+) -> None:
+    """Checks a workspace. whole: the bytes that a call in one piece needs. why: it must not be made in pieces."""
     name = "workspace"
     arguments.tensor(name, workspace)
     if workspace.dtype != torch.uint8:
@@ -361,8 +384,8 @@ def _check_workspace(workspace: Tensor, heads_v: int, whole: int | None, q: Tens
     if size < least:
         what = f"at least {least} bytes, one chunk of {CHUNK} tokens of every value head"
         arguments.value_error(name, what, size)
-    if whole is not None and size < whole:
-        arguments.value_error(name, f"at least {whole} bytes with use_intracard_cp=True", size)
+    if why is not None and size < whole:
+        arguments.value_error(name, f"at least {whole} bytes with {why}", size)
     # Memory of the CPU is not used, and torch does not align it so.
     if workspace.is_cuda and arguments.is_real(workspace):
         past = workspace.data_ptr() % _WORKSPACE_ALIGNMENT

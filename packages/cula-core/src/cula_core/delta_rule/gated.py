@@ -64,6 +64,7 @@ def check_chunk_gated_delta_rule(
     use_intracard_cp: bool | str,
     operand_dtype: torch.dtype | None,
     out: Tensor | None,
+    segment_tokens: int | None = None,
     limits: Limits | None = None,
     requires_grad: bool = False,
     **flags: bool,
@@ -88,7 +89,7 @@ def check_chunk_gated_delta_rule(
     if limits is None:
         check_split_choice(use_intracard_cp)
     else:
-        check_segments(use_intracard_cp, q.shape[1], cu_seqlens, cu_seqlens_cpu)
+        check_segments(use_intracard_cp, segment_tokens, q.shape[1], cu_seqlens, cu_seqlens_cpu)
     check_operand_dtype(operand_dtype)
 
     _check_decay(g, use_gate_in_kernel, sizes, A_log, dt_bias)

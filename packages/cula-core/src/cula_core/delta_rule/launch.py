@@ -246,6 +246,7 @@ def run(
     spread = planner(
         target, batch, tokens, heads_v, call.packed_sequences, count,
         whole if workspace is None else workspace.numel(), call.intracard_cp, longest,
+        call.segment_tokens,
     )  # fmt: skip
     initial, final, indices, in_place = call.initial, call.final, call.state_indices, call.in_place
     targets, fresh = call.output_state_indices, call.has_initial_state

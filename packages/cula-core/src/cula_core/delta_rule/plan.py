@@ -127,11 +127,13 @@ def plan(
     workspace: int,
     intracard_cp: str = "auto",
     longest: int | None = None,
+    segment_tokens: int = 0,
 ) -> Plan:
     """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
 
     sequences: of packed input, else None. workspace: its bytes. intracard_cp: "auto", "on" or "off". longest: tokens of
     the longest sequence where it is known; otherwise one sequence may hold all tokens but one of each other.
+    segment_tokens: where to cut instead, if not 0.
     """
     model = CostModel(target.costs, target.v_tiles, value_heads, multiprocessors)
     count = batch if sequences is None else sequences
@@ -142,8 +144,11 @@ def plan(
         longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
     chunks = max(1, -(-longest // CHUNK))
     total = max(chunks, batch * -(-tokens // CHUNK))
-    parts = model.parts_of(chunks, total, intracard_cp) if pieces == 1 else 1
-    length = -(-chunks // parts) * CHUNK if parts > 1 else 0
+    if segment_tokens:
+        length = segment_tokens if longest > segment_tokens else 0
+    else:
+        parts = model.parts_of(chunks, total, intracard_cp) if pieces == 1 else 1
+        length = -(-chunks // parts) * CHUNK if parts > 1 else 0
     segments = count
     if length:
         segments = batch * -(-tokens // length) if sequences is None else tokens // length + count

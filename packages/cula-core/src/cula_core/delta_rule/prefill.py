@@ -67,6 +67,7 @@ class Prefill:
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
         use_intracard_cp: bool | str = "auto",
+        segment_tokens: int | None = None,
         out: Tensor | None = None,
         state_pool: Tensor | None = None,
         initial_state_indices: Tensor | None = None,
@@ -130,6 +131,9 @@ class Prefill:
             use_intracard_cp: whether long sequences are cut into segments that run side by side: "auto" decides from
                 shapes and the GPU; True refuses what cannot be cut into two segments of 1024 tokens, or does not fit
                 the workspace in one piece; False never cuts. No effect on the CPU.
+            segment_tokens: cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, whatever
+                the batch and the GPU, so that a sequence has the same bits in every call. Needs a workspace for one
+                piece. None: as use_intracard_cp says. No effect on the CPU.
             out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
             state_pool: `[rows, HV, K, V]`, or V, K, in place of an initial_state and like it, updated in place.
             initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative, or
@@ -188,7 +192,8 @@ class Prefill:
             q, k, v, g, beta, scale=scale, initial_state=initial_state, state_pool=state_pool,
             indices=initial_state_indices, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, A_log=A_log, dt_bias=dt_bias,
-            use_intracard_cp=use_intracard_cp, out=out, operand_dtype=operand_dtype, workspace=workspace,
+            use_intracard_cp=use_intracard_cp, segment_tokens=segment_tokens, out=out,
+            operand_dtype=operand_dtype, workspace=workspace,
             output_indices=output_state_indices, null_slot=null_slot, has_initial_state=has_initial_state,
             checkpoints=state_checkpoints, checkpoint_every=checkpoint_every_n_tokens, checkpoint_rows=checkpoint_rows,
             checkpoint_offsets=checkpoint_offsets,
@@ -249,6 +254,7 @@ class Prefill:
             checkpoint_rows=checkpoint_rows,
             checkpoint_offsets=checkpoint_offsets,
             checkpoint_every=checkpoint_every_n_tokens or 0,
+            segment_tokens=segment_tokens or 0,
         )  # fmt: skip
         if plain:
             self._run_on_gpu(call)

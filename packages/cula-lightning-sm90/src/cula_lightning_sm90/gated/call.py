@@ -14,7 +14,7 @@ SCHEMA = (
     "Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, float scale, bool raw_gate, "
     "bool beta_logits, bool doubled, bool state_v_first, bool l2norm, float softplus_beta, float softplus_threshold, "
     "int? null_slot, int checkpoint_every, ScalarType? operand_dtype, Tensor? cu_seqlens_cpu, str intracard_cp, "
-    "Tensor? checkpoint_rows=None, Tensor? checkpoint_offsets=None) -> ()"
+    "Tensor? checkpoint_rows=None, Tensor? checkpoint_offsets=None, int segment_tokens=0) -> ()"
 )
 
 
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     replaces both others. checkpoints: states after every checkpoint_every tokens or, with checkpoint_offsets [N], after
     so many, then None is the pool; checkpoint_rows [N]: the row of each sequence's first one. raw_gate: g is what the
     softplus makes a decay of. beta_logits, doubled: of what strengths are made. cu_seqlens_cpu: a copy of cu_seqlens.
-    intracard_cp: "auto", "on" or "off".
+    intracard_cp: "auto", "on" or "off". segment_tokens: where to cut sequences; 0: as a plan says.
     """
 
     q: Tensor
@@ -60,6 +60,7 @@ class Call(NamedTuple):
     intracard_cp: str
     checkpoint_rows: Tensor | None = None
     checkpoint_offsets: Tensor | None = None
+    segment_tokens: int = 0
 
     @property
     def initial(self) -> Tensor | None:

@@ -71,8 +71,10 @@ def run(
     slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
     steps = slots if offsets is None else slots + ENDS * call.sequences
     longest = usual = -(-steps // call.sequences)
+    most = tokens
     if call.cu_seqlens_cpu is not None:
-        longest = -(-tensors.longest_sequence(call.cu_seqlens_cpu) // CHUNK) + 1 + ENDS
+        most = tensors.longest_sequence(call.cu_seqlens_cpu)
+        longest = -(-most // CHUNK) + 1 + ENDS
     spread = planner(
         longest,
         usual,
@@ -80,7 +82,8 @@ def run(
         heads,
         heads // k.shape[2],
         multiprocessors or tensors.multiprocessors(q.device),
-        call.intracard_cp,
+        "off" if call.segment_tokens else call.intracard_cp,
+        call.segment_tokens // CHUNK if most > call.segment_tokens else 0,
     )
     first, second, segment = spread.first, spread.second, spread.segment
 

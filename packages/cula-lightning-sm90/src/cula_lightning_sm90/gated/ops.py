@@ -145,6 +145,7 @@ def chunk_gated_delta_rule(
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
+    segment_tokens: int | None = None,
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -198,6 +199,9 @@ def chunk_gated_delta_rule(
         use_intracard_cp: whether long sequences are cut into segments that run side by side: "auto" decides from shapes
             alone, and `cu_seqlens_cpu`; True, which needs a sequence of 2048 tokens, and False force it. Results differ
             in their last bits.
+        segment_tokens: cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, whatever the
+            batch and the GPU, so that a sequence has the same bits in every call. None: as use_intracard_cp says. No
+            effect on the CPU.
         operand_dtype: of what the kernel makes and multiplies again. None: float16, for values and states up to 65,504;
             torch.bfloat16 takes any size, is less precise, and needs bfloat16 activations. No effect on the CPU.
         out: `[B, T, HS, V]` in the dtype of v, written and returned. None: allocated.
@@ -239,8 +243,8 @@ def chunk_gated_delta_rule(
         has_initial_state=has_initial_state, state_checkpoints=state_checkpoints,
         checkpoint_every_n_tokens=checkpoint_every_n_tokens, checkpoint_rows=checkpoint_rows,
         checkpoint_offsets=checkpoint_offsets, use_intracard_cp=use_intracard_cp,
-        operand_dtype=operand_dtype, out=out, limits=_LIMITS, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        segment_tokens=segment_tokens, operand_dtype=operand_dtype, out=out, limits=_LIMITS,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     if operand_dtype == torch.bfloat16 and q.dtype == torch.float16:
         expected = "None or torch.float16 beside float16 activations"
@@ -282,6 +286,7 @@ def chunk_gated_delta_rule(
         intracard_cp=INTRACARD_CP[use_intracard_cp],
         checkpoint_rows=checkpoint_rows,
         checkpoint_offsets=checkpoint_offsets,
+        segment_tokens=segment_tokens or 0,
     )  # fmt: skip
     if plain:
         _run_on_gpu(call)

@@ -93,19 +93,23 @@ def plan(
     group: int,
     multiprocessors: int,
     intracard_cp: str = "auto",
+    segment: int = 0,
 ) -> Plan:
     """Returns the fastest way by a model of the kernels, in which segments forget as often as not.
 
     longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
     all chains. heads: of states, group: those that share keys. intracard_cp: "off": sequences stay whole, "on": they
-    are cut, "auto": where it pays.
+    are cut, "auto": where it pays. segment: chunks after which they are cut instead, if not 0.
     """
     least, best = float("inf"), None
     for together in range(min(heads, MOST_TOGETHER), 0, -1):
         aligned = together % group == 0 or group % together == 0
         fits = together == 1 or together * V_TILES < multiprocessors
         if heads % together == 0 and aligned and fits:
-            time, way = _way(longest, usual, total, together, multiprocessors, intracard_cp)
+            if segment:
+                time, way = _cut(segment, usual, total, together, multiprocessors)
+            else:
+                time, way = _way(longest, usual, total, together, multiprocessors, intracard_cp)
             gain = SHARED_GAIN if together < group else NEIGHBOURS_GAIN
             if time * gain < least:
                 least, best = time, way
@@ -131,15 +135,23 @@ def _way(
             break
         segment = -(-longest // parts)
         if segment != previous:
-            scan_us, scan = _alone(segment, usual, total, together, multiprocessors, PLACES)
-            walk_us, walk = _alone(segment, usual, total, together, multiprocessors, V_TILES)
-            walk_us = max(walk_us, total * CHAIN_MEMORY_US)
-            scan_us = (scan_us + MARKED_US * -(-scan.share // segment)) / 2
-            time = prepare_us + scan_us + merge_us + walk_us + CUT_US
+            cut_us, way = _cut(segment, usual, total, together, multiprocessors)
+            time = prepare_us + merge_us + cut_us + CUT_US
             if time < least:
-                least, best = time, Plan(scan, multiprocessors, 1, segment, walk)
+                least, best = time, way
         parts, previous = parts + 1, segment
     return least, best
+
+
+def _cut(
+    segment: int, usual: int, total: int, together: int, multiprocessors: int
+) -> tuple[float, Plan]:
+    """Returns the time of the scan and the recurrence, and the way, with segments of so many chunks."""
+    scan_us, scan = _alone(segment, usual, total, together, multiprocessors, PLACES)
+    walk_us, walk = _alone(segment, usual, total, together, multiprocessors, V_TILES)
+    walk_us = max(walk_us, total * CHAIN_MEMORY_US)
+    scan_us = (scan_us + MARKED_US * -(-scan.share // segment)) / 2
+    return scan_us + walk_us, Plan(scan, multiprocessors, 1, segment, walk)
 
 
 def _walks(

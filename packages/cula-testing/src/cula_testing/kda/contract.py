@@ -333,6 +333,12 @@ WRONG = [
     several("packed sequences of 2047 tokens", lengthened(2049) | {
         "cu_seqlens": on_device([0, 1, 2, 2049]), "cu_seqlens_cpu": on_cpu([0, 1, 2, 2049]),
         "use_intracard_cp": lambda a: True}, ValueError, "use_intracard_cp", "at least 2048 tokens", "2047", PACKED),
+    *(value("segment_tokens", wrong, TypeError, "an int or None", type(wrong).__name__)
+      for wrong in (1024.0, True, "auto")),
+    *(value("segment_tokens", wrong, ValueError, "a multiple of 64, at least 1024, or None", str(wrong))
+      for wrong in (0, 960, 1025, -1024)),
+    values("segment_tokens", ValueError, "None with use_intracard_cp=False", "1024", segment_tokens=1024,
+           use_intracard_cp=False, workspace=None),
     change("workspace of int8", "workspace", lambda w: w.view(torch.int8), TypeError, "uint8", "int8"),
     change("workspace of 2 dimensions", "workspace", lambda w: w[None], ValueError, "1 dimension", "[1, "),
     change("workspace every other", "workspace", lambda w: torch.cat((w, w))[::2], ValueError, "contiguous elements",
@@ -344,6 +350,9 @@ WRONG = [
     several("workspace too small to cut", lengthened(2048) | {
         "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty(2 * 32 * 2 * 59904 - 1)},
             ValueError, "workspace", "at least 7667712 bytes with use_intracard_cp=True", "7667711", DENSE),
+    several("workspace too small for segments", lengthened(2048) | {
+        "segment_tokens": lambda a: 1024, "workspace": lambda a: a["workspace"].new_empty(2 * 32 * 2 * 59904 - 1)},
+            ValueError, "workspace", "at least 7667712 bytes with segment_tokens", "7667711", DENSE),
     several("workspace too small to cut packed sequences", lengthened(2048) | {
         "cu_seqlens": on_device([0, 0, 0, 2048]), "cu_seqlens_cpu": on_cpu([0, 0, 0, 2048]),
         "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty((32 + 3) * 2 * 59904 - 1)},

@@ -340,14 +340,17 @@ class Emulated:
             assert_same_sequence(problem, clean, n, problem, outcome, n)
 
     @pytest.mark.emulated(seeds=1)
-    def test_a_packed_sequence_is_the_sequence_alone(self, run):
-        """Bit for bit."""
+    @pytest.mark.parametrize("chunks", [0, 1])
+    def test_a_packed_sequence_is_the_sequence_alone(self, run, chunks):
+        """Bit for bit, whole or cut after so many chunks, where a sequence that is shorter stays whole."""
         problem = packed(heads=(1, 1), slots=ROWS)
-        together = run(problem, tiles=1)
+        together = run(problem, tiles=1, segment_chunks=chunks)
         for n, length in enumerate(LENGTHS):
             if length:
                 single = alone(problem, n)
-                assert_same_sequence(problem, together, n, single, run(single, tiles=1), 0)
+                own = chunks if length > chunks * 64 else 0
+                apart = run(single, tiles=self.subject.tiles[-1], segment_chunks=own)
+                assert_same_sequence(problem, together, n, single, apart, 0)
 
     @pytest.mark.emulated(seeds=1)
     def test_ctas_and_tiles_in_any_number(self, run):
