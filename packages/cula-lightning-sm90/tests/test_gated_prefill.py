@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -96,6 +97,37 @@ def test_sequences_that_are_cut(heads, lengths, state_v_first):
         assert relative_rmse(y, right) <= min(1.1 * relative_rmse(x, right), MAX_ERROR)
     owned = ~want.checkpoints.isnan()
     assert relative_rmse(kept[owned], want.checkpoints[owned]) <= MAX_ERROR
+
+
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_states_on_the_way_are_those_of_calls_that_end_there(in_pool):
+    """Bit for bit, in rows of the caller; and going on from them gives the bits of the whole call."""
+    lengths, offsets, rows = (200, 100, 212), (128, 64, 192), (5, -1, 7)
+    a = arguments(Case((2, 2, 4), lengths, True, True, None), device=CUDA)
+    pool = torch.randn(8, 4, 128, 128, device=CUDA)
+    kept = pool.clone() if in_pool else torch.full_like(pool, math.nan)
+    vectors = {"state_indices": (0, 1, 2), "checkpoint_rows": rows, "checkpoint_offsets": offsets}
+    given = {name: torch.tensor(x, dtype=torch.int32, device=CUDA) for name, x in vectors.items()}
+    states = kept if in_pool else pool.clone()
+    out, _ = chunk_gated_delta_rule(
+        **a, **given, state_pool=states, state_checkpoints=None if in_pool else kept
+    )
+    starts, per_token = a["cu_seqlens"].tolist(), ("q", "k", "v", "g", "beta")
+    for n, (offset, row) in enumerate(zip(offsets, rows)):
+        if row < 0:
+            continue
+        first, second, end = starts[n], starts[n] + offset, starts[n + 1]
+
+        def part(begin: int, end: int, state: Tensor) -> tuple[Tensor, Tensor]:
+            tokens = {name: x[:, begin:end] for name, x in a.items() if name in per_token}
+            tokens |= {"initial_state": state[None].clone(), "cu_seqlens": None}
+            return chunk_gated_delta_rule(**{**a, **tokens})
+
+        _, state = part(first, second, pool[n])
+        assert same(kept[row], state[0])
+        o, final = part(second, end, kept[row])
+        assert same(o, out[:, second:end]) and same(final[0], states[n])
+    assert same(kept[6], pool[6]) if in_pool else kept[6].isnan().all()
 
 
 @pytest.mark.parametrize("wrong, mode", refusals(WRONG, "cuda"))

@@ -146,8 +146,9 @@ def lightning_attn_fwd(
         initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`; it is not changed. None: zero.
         output_final_state: whether to return the states after the last token.
         state_v_first: layout of all states.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens,
-            out: see the head of this module, which also gives dtypes, strides and layouts.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the head of this module,
+            which also gives dtypes, strides and layouts.
+        num_splits, segment_tokens, out: see there.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states as `initial_state`, or None.
@@ -221,8 +222,9 @@ def lightning_attn_fwd_varlen(
         update_state_pool: False only reads the pool and returns the final states `[N, HV, ..]` (zero for padding).
         null_slot: a row of the pool that means padding, as negative ones do.
         has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens,
-            out: see the head of this module, which also gives dtypes, strides and layouts.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the head of this module,
+            which also gives dtypes, strides and layouts.
+        num_splits, segment_tokens, out: see there.
 
     Returns:
         `(o, state_pool)`, the pool updated; without a pool, or with `update_state_pool=False`, `(o, final_states)` or
@@ -341,8 +343,9 @@ def chunk_simple_gla(
         cu_seqlens: `[N + 1]` int32 or int64, as in `lightning_attn_fwd_varlen`, packs N sequences into B = 1; None: a
             dense batch, N = B.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU; accepted because callers may have one; it is not used.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens,
-            out: see the head of this module, which also gives dtypes, strides and layouts.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the head of this module,
+            which also gives dtypes, strides and layouts.
+        num_splits, segment_tokens, out: see there.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states as `initial_state`, or None.

@@ -18,7 +18,7 @@ class KeyMeans:
     """
 
     threads = MEANS_THREADS
-    ahead = 4  # keys that a thread loads at a time
+    ahead = 8  # keys that a thread loads at a time
 
     def __init__(self, problem: Problem):
         self.problem = problem
