@@ -13,8 +13,8 @@ from .tiles import tokens_of
 class KeyMeans:
     """The mean of the keys of a head and sequence, 0 where there are none.
 
-    One CTA per (32 columns of a head, sequence). A thread adds up eight columns of every `rows`-th key, and then a thread
-    per column what these have: an order that depends on the length alone.
+    One CTA per (32 columns of a head, sequence). A thread adds up eight columns of every `rows`-th key, and then a
+    thread per column what these have: an order that depends on the length alone.
     """
 
     threads, columns, lanes = MEANS_THREADS, 32, 4  # lanes: of a key
