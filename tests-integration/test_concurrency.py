@@ -66,6 +66,34 @@ def test_threads_on_streams_of_their_own(name):
             torch.testing.assert_close(x, right, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_tensors_on_another_device_than_the_current_one(name):
+    """Results and all that is written to, bit for bit, by the long way and the short one."""
+    function, make = SAMPLES[name]
+    with torch.no_grad():
+        for seed in range(4):
+            found = []
+            for device in (0, 1):
+                torch.manual_seed(seed)
+                arguments = make(torch.device("cpu"))
+                arguments = {one: moved(x, device) for one, x in arguments.items()}
+                assert torch.cuda.current_device() == 0
+                found.append([x.cpu() for x in outcome(function, arguments)])
+            for x, right in zip(*found, strict=True):
+                torch.testing.assert_close(x, right, rtol=0, atol=0, equal_nan=True)
+
+
+def moved(x: Any, device: int) -> Any:
+    """An argument on a GPU, tuples with all that is in them."""
+    if isinstance(x, torch.Tensor):
+        there = x.detach().to(f"cuda:{device}")
+        return torch.nn.Parameter(there) if isinstance(x, torch.nn.Parameter) else there
+    if isinstance(x, tuple):
+        return type(x)._make(moved(item, device) for item in x)
+    return x
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -282,16 +283,34 @@ def test_a_call_inside_another():
     assert counted.long == 2
 
 
-def test_tensors_elsewhere(monkeypatch):
+def test_the_device_of_the_tensors_is_the_current_one_during_a_call(monkeypatch):
+    current = [1]
+
+    @contextmanager
+    def on_device(device: int):
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(shortcuts, "_current_device", lambda: current[0])
+    monkeypatch.setattr(shortcuts, "_on_device", on_device)
+    seen = []
+    counted = Counted(lambda x, y: seen.append(current[0]) or y + 1)
+    for i in range(4):
+        assert counted.call(torch.ones(1), torch.full((1,), float(i))).item() == i + 1
+        assert current == [1]
+    assert counted.long == 2 and seen == [-1, -1]
+    x = torch.ones(1, requires_grad=True)
+    assert counted.call(x, x).requires_grad and seen == [-1] * 3
+
+
+def test_tensors_of_the_cpu_go_the_long_way(monkeypatch):
     counted = Counted(lambda x, y: y + 1)
-    monkeypatch.setattr(shortcuts, "_current_device", lambda: 1)
-    for _ in range(3):
-        counted.call(torch.ones(1), torch.ones(1))
     monkeypatch.setattr(shortcuts, "_first_device", 0)
     monkeypatch.setattr(shortcuts, "_current_device", None)  # is not even asked for
     for _ in range(3):
         counted.call(torch.ones(1), torch.ones(1))
-    assert counted.long == 6
+    assert counted.long == 3
 
 
 def test_the_oldest_make_room(monkeypatch):

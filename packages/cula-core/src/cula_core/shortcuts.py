@@ -12,6 +12,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ _every: list[Known] = []
 _first_device = 0
 _alignment = 128  # of addresses, the most that a function may ask for
 _current_device: Callable[[], int] = torch.cuda.current_device
+_on_device: Callable[[int], AbstractContextManager[object]] = torch.cuda.device
 
 
 class Launcher:
@@ -83,8 +85,9 @@ def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function that does nothing on a GPU but by torch functions and by `Launcher`s.
 
     Arguments are tensors, tuples, and values that can be hashed. A call goes the long way, by the function itself,
-    where a tensor is not on the current CUDA device, is of another class or wants a gradient, where something is being
-    traced, or where the function looks at values. `shortcuts` of the decorated function holds what was written down.
+    where tensors are not all on one CUDA device, are of another class or want a gradient, where something is being
+    traced, or where the function looks at values. The device of the tensors is the current one during a call.
+    `shortcuts` of the decorated function holds what was written down.
     """
     known = Known()
     _every.append(known)
@@ -107,6 +110,11 @@ def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(written, _Written):
             known.latest = written.alike
             return written.short(*tensors)
+        if not facts:
+            device = _elsewhere(arguments, named)
+            if device is not None:
+                with _on_device(device):
+                    return call(*arguments, **named)
         # A tensor that is passed twice could not be told from two.
         if written is _ONCE and len(set(map(id, tensors))) == len(tensors):
             steps = _Steps(tensors)
@@ -163,6 +171,15 @@ def _facts(arguments: tuple, named: dict[str, Any]) -> tuple[tuple, list[Tensor]
     except RuntimeError:  # a tensor without an address
         return _UNKNOWN
     return _UNKNOWN if device is None else ((device, *facts), tensors)
+
+
+def _elsewhere(arguments: tuple, named: dict[str, Any]) -> int | None:
+    """Returns the device of a call's first tensor if that is on another CUDA device than the current one."""
+    for x in (*arguments, *named.values()):
+        if type(x) is Tensor or type(x) is Parameter:
+            where = x.get_device()
+            return where if where >= _first_device and where != _current_device() else None
+    return None
 
 
 def _alike(
