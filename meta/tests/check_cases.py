@@ -104,8 +104,8 @@ OF_LIGHTNING_PREFILL = {
 # Those that chunk_gated_delta_rule alone has; `cula_testing.gated.contract` is about them.
 OF_GATED = {
     "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
-    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "use_intracard_cp",
-    "operand_dtype",
+    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "checkpoint_rows",
+    "checkpoint_offsets", "use_intracard_cp", "operand_dtype", "segment_tokens",
 }  # fmt: skip
 
 

@@ -133,8 +133,8 @@ def lightning_attn_fwd(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
-    segment_tokens: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention (Lightning Attention-2, arXiv 2401.04658) over a dense batch; d_t = -decay.
 
@@ -198,8 +198,8 @@ def lightning_attn_fwd_varlen(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
-    segment_tokens: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over N packed sequences whose states live in a pool that is updated in place.
 
@@ -274,8 +274,8 @@ def chunk_lightning_attn(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
-    segment_tokens: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention with the decays of a layer: (8 / HV) * (1 - layer_idx / num_layers) * h for value head h.
 
@@ -325,8 +325,8 @@ def chunk_simple_gla(
     state_checkpoints: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
-    segment_tokens: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with a scalar gate per token and head, after GLA (arXiv 2312.06635); d_t = g_t + g_gamma.
 

@@ -67,7 +67,6 @@ class Prefill:
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
         use_intracard_cp: bool | str = "auto",
-        segment_tokens: int | None = None,
         out: Tensor | None = None,
         state_pool: Tensor | None = None,
         initial_state_indices: Tensor | None = None,
@@ -82,6 +81,7 @@ class Prefill:
         operand_dtype: torch.dtype | None = None,
         workspace: Tensor | None = None,
         return_intra: bool = False,
+        segment_tokens: int | None = None,
     ) -> tuple[Any, ...]:
         """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences, forward only.
 

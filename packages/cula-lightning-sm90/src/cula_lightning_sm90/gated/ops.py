@@ -145,9 +145,9 @@ def chunk_gated_delta_rule(
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
-    segment_tokens: int | None = None,
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule (Gated Delta Networks, arXiv 2412.06464), in the argument order of flash-linear-attention 0.6.
 
