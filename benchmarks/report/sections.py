@@ -37,6 +37,7 @@ METHODS = {
 FLAGS = {"cut"}
 # Titles of files that have none, or one that is a paragraph.
 TITLES = {
+    "batch_invariance_study": "Prefill: what the same bits in every batch cost",
     "decode_design_study": "Lightning decode: structures that were tried",
     "delta_design_study": "Decode with the delta rule: structures that were tried",
     "gated_design_study": "Gated delta rule prefill: structures that were tried",
@@ -489,6 +490,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     "lite_rtx4090": _published_tables,
     first_calls.OP: _first_calls,
     "ncu_decode": _counters,
+    "batch_invariance_study": _study,
     "decode_design_study": _study,
     "delta_design_study": _study,
     "gated_design_study": _study,
