@@ -269,3 +269,9 @@ def tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     return [y for item in x for y in tensors(item)] if isinstance(x, tuple) else []
+
+
+def outcome(call: Callable[..., Any], given: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors that a call returns, and those that it may have written to."""
+    result = call(**given)
+    return tensors((*(result if isinstance(result, tuple) else (result,)), *given.values()))

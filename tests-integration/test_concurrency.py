@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_samples import SAMPLES, tensors
+from call_samples import SAMPLES, outcome
 
 from cula_testing.shortcuts import long_way
 
@@ -33,12 +33,6 @@ SERVED = (
 def given(name: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     return SAMPLES[name][1](torch.device("cuda"))
-
-
-def outcome(call: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """What a call returns, and what it writes to."""
-    result = call(**arguments)
-    return tensors((*(result if isinstance(result, tuple) else (result,)), *arguments.values()))
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_samples import SAMPLES, tensors
+from call_samples import SAMPLES, outcome, tensors
 from torch import Tensor
 
 # What stands in for a GPU stands in their places.
@@ -99,10 +99,7 @@ def test_the_same_results(name):
             found = []
             for call in (long_way(function), function):
                 torch.manual_seed(seed)
-                given = make(torch.device("cuda"))
-                result = call(**given)
-                result = result if isinstance(result, tuple) else (result,)
-                found.append(tensors((*result, *given.values())))
+                found.append(outcome(call, make(torch.device("cuda"))))
             assert found[0]
             for expected, x in zip(*found, strict=True):
                 torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)

@@ -30,30 +30,26 @@ def checkpoint_writer(
     """
     if buffer is None or buffer.numel() == 0:
         return lambda chunk, state: None
-    packed = isinstance(chunks, PackedChunks)
-    length = (
-        chunks.token[:, -1] + 1 - chunks.start
-    )  # of a sequence up to the end of each chunk, [NC]
+    # Of a sequence up to the end of each chunk, [NC].
+    length = chunks.token[:, -1] + 1 - chunks.start
     whole = chunks.valid[:, -1]
-    count = (
-        1
-        if packed
-        else (buffer.shape[0] if buffer.dim() == 5 else len(rows if rows is not None else offsets))
-    )  # type: ignore[arg-type]
-    # Which sequence each state after a chunk is of, [NC, B].
-    sequence = (
-        chunks.sequence[:, None]
-        if packed
-        else torch.arange(count, device=length.device).expand(len(length), -1)
-    )
+    per_row = buffer.shape[1] if buffer.dim() == 5 else 0
+    # Which sequence each state after a chunk is of, and the row of its batch, [NC, B].
+    if isinstance(chunks, PackedChunks):
+        sequence = chunks.sequence[:, None]
+        begin = torch.zeros_like(sequence)
+    else:
+        vector = offsets if rows is None else rows
+        count = len(buffer) if vector is None else len(vector)
+        sequence = torch.arange(count, device=length.device).expand(len(length), -1)
+        begin = sequence * per_row
     if offsets is not None:
         due, first = length[:, None] == offsets[sequence], sequence
         number = torch.zeros_like(length)
     else:
         assert every is not None
         due, number = (length % every == 0)[:, None].expand_as(sequence), length // every - 1
-        per_row = buffer.shape[1] if buffer.dim() == 5 else 0
-        first = chunks.start[:, None] // every + (0 if packed else sequence * per_row)
+        first = chunks.start[:, None] // every + begin
     if rows is not None:
         first = rows[sequence]
         due = due & (first >= 0)

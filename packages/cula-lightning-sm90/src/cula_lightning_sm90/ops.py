@@ -49,6 +49,8 @@ from cula_core.tensors import (
     is_plain_cuda_call,
     move_states,
     new_states,
+    put_back,
+    stored_alike,
 )
 
 from . import reference
@@ -419,10 +421,8 @@ def _prefill(
     elif output_final_state:
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final = new_states(sequences, q, v, v_first, initial)
-    saved = checkpoints
-    if turned and checkpoints is not None:
-        # All states of a call lie alike. The copy starts from the caller's, because not every row is written.
-        saved = checkpoints.transpose(3, 4).contiguous()
+    # All states of a call lie alike. A copy starts from the caller's, because not every row is written.
+    saved = stored_alike(checkpoints, turned)
     if out is None:
         out = torch.empty_like(v, memory_format=DENSE)
     if scale is None:
@@ -443,8 +443,7 @@ def _prefill(
         _run_on_gpu(call)
     else:
         _prefill_op(*call)
-    if checkpoints is not None and saved is not None and saved is not checkpoints:
-        checkpoints.copy_(saved.transpose(3, 4))
+    put_back(saved, checkpoints, turned)
     if pool is not None:
         return out, state
     return out, final.transpose(2, 3) if turned and final is not None else final

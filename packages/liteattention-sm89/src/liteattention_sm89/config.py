@@ -10,7 +10,6 @@ DTYPES = ("bfloat16", "float16")
 BLOCK_M = 128
 PADDING = 8  # elements behind a row in shared memory
 QUERY_GROUP, KEY_GROUP = 16, 64  # rows with one scale where scores are products of 8-bit integers
-MEANS_THREADS = 1024  # of a CTA that takes means of keys
 QUANTIZED_ROWS = 64  # of a CTA that rounds queries or keys to 8-bit integers
 BLOCK_N = (64, 128)  # the first is the default
 # Words of 32 tiles in a row of a mask: what the kernel's shared memory holds.

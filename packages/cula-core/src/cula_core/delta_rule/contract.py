@@ -353,9 +353,7 @@ def check_segments(
     arguments.segment_tokens(
         segment_tokens, not_beside="False" if choice is False else None, of=name
     )
-    if segment_tokens is not None:
-        return
-    if choice is not True:
+    if segment_tokens is not None or choice is not True:
         return
     longest = tokens
     for offsets in (copy, cu_seqlens):

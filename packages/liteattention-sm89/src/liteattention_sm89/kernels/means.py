@@ -6,7 +6,7 @@ from cutlass.memory import SmemAllocator
 
 from cula_core.cute.types import DTYPES, F32
 
-from ..config import MEANS_THREADS, Problem
+from ..config import Problem
 from .tiles import tokens_of
 
 
@@ -17,7 +17,7 @@ class KeyMeans:
     thread per column what these have: an order that depends on the length alone.
     """
 
-    threads, columns, lanes = MEANS_THREADS, 32, 4  # lanes: of a key
+    threads, columns, lanes = 1024, 32, 4  # lanes: of a key
     rows = threads // lanes
     ahead = 4  # keys that a thread loads at a time
 
