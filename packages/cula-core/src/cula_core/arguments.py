@@ -408,15 +408,16 @@ def state_or_pool(
     updated: bool,
     aligned: bool = True,
     null_slot: int | None = None,
+    dtypes: Collection[torch.dtype] | None = None,
 ) -> None:
     """Checks an initial_state with a row for every sequence, or a state_pool and the rows that are used of it.
 
-    updated: these rows are written, so that no two sequences may have the same. aligned: see `states`. null_slot: a row
-    that means padding.
+    updated: these rows are written, so that no two sequences may have the same. aligned, dtypes: see `states`.
+    null_slot: a row that means padding.
     """
     initial_states(
-        initial_state, state_pool, indices is None, q, v, sequences, v_first, aligned=aligned
-    )
+        initial_state, state_pool, indices is None, q, v, sequences, v_first, aligned=aligned, dtypes=dtypes
+    )  # fmt: skip
     if indices is not None:
         name = "initial_state_indices"
         if state_pool is None:
@@ -436,14 +437,16 @@ def initial_states(
     *,
     aligned: bool = True,
     heads: tuple[str, int] | None = None,
+    dtypes: Collection[torch.dtype] | None = None,
 ) -> None:
     """Checks an initial_state with a row for every sequence, or a state_pool, which needs one where sequence n has row
-    n (`in_order`). aligned, heads: see `states`.
+    n (`in_order`). aligned, heads, dtypes: see `states`.
     """
     dim_k = q.shape[3]
+    options: dict[str, Any] = {"aligned": aligned, "heads": heads, "dtypes": dtypes}
     if initial_state is not None:
         name = "initial_state"
-        states(name, initial_state, v, dim_k, v_first, aligned=aligned, heads=heads)
+        states(name, initial_state, v, dim_k, v_first, **options)
         if initial_state.shape[0] != sequences:
             expected = f"one state for each of {sequences} sequences"
             value_error(name, expected, initial_state.shape[0])
@@ -451,7 +454,7 @@ def initial_states(
         name = "state_pool"
         if initial_state is not None:
             value_error(name, "None beside an initial_state", type(state_pool).__name__)
-        states(name, state_pool, v, dim_k, v_first, aligned=aligned, heads=heads)
+        states(name, state_pool, v, dim_k, v_first, **options)
         if in_order and state_pool.shape[0] < sequences:
             expected = f"a pool of at least N = {sequences} states when there are no indices"
             value_error(name, expected, state_pool.shape[0])

@@ -134,7 +134,7 @@ def scatter_states(
         rows, live = targets, live & live_rows(targets, null_slot)
     # What is not kept goes to a row behind the pool.
     rows = torch.where(live, rows, pool.shape[0]).long()
-    wider = torch.cat((pool, pool[:1])).index_copy(0, rows, states)
+    wider = torch.cat((pool, pool[:1])).index_copy(0, rows, states.to(pool.dtype))
     pool.copy_(wider[:-1])
 
 

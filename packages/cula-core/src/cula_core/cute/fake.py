@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..constants import COLUMNS
-from .types import DTYPES, F32
+from .types import DTYPES
 
 
 def rows(dtype: str, shape: tuple):
@@ -16,11 +16,12 @@ def rows(dtype: str, shape: tuple):
     return make_fake_tensor(DTYPES[dtype], shape, stride=strides, assumed_align=16)
 
 
-def states(heads: object, height: int, width: int):
-    """Returns fp32 matrices [rows, heads, height, width], each dense and at a multiple of 16 bytes."""
-    outer = tuple(cute.sym_int64(divisibility=4) for _ in range(2))
+def states(heads: object, height: int, width: int, dtype: str = "float32"):
+    """Returns matrices [rows, heads, height, width], each dense and at a multiple of 16 bytes."""
+    kind = DTYPES[dtype]
+    outer = tuple(cute.sym_int64(divisibility=128 // kind.width) for _ in range(2))
     shape = (cute.sym_int(), heads, height, width)
-    return make_fake_tensor(F32, shape, stride=(*outer, width, 1), assumed_align=16)
+    return make_fake_tensor(kind, shape, stride=(*outer, width, 1), assumed_align=16)
 
 
 def vector(dtype: type, size: object = None):

@@ -101,12 +101,14 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         _blocks(config.operand, heads_v),
         fake.rows(config.dtype, shape),
         fake.rows(config.dtype, shape),
-        _states(heads_v) if config.initial_state and (config.scan or not config.split) else None,
+        _states(heads_v, config.state_dtype)
+        if config.initial_state and (config.scan or not config.split)
+        else None,
         fake.vector(cutlass.Int32) if config.indexed else None,
         fake.vector(cutlass.Int32) if config.redirected else None,
         fake.vector(cutlass.Uint8) if config.fresh else None,
-        _states(heads_v) if config.final_state and forward else None,
-        _states(heads_v) if config.checkpoints else None,
+        _states(heads_v, config.state_dtype) if config.final_state and forward else None,
+        _states(heads_v, config.kept_dtype) if config.checkpoints else None,
         fake.vector(cutlass.Int32) if config.placed else None,
         fake.vector(cutlass.Int32) if config.checkpoints == "once" else None,
         _maps(heads_v) if config.scan else None,
@@ -126,7 +128,7 @@ def merge_arguments(config: MergeConfig) -> tuple:
         _maps(heads_v),
         fake.matrix(cutlass.Int32, heads_v) if config.fades else None,
         _states(heads_v),
-        _states(heads_v) if config.initial_state else None,
+        _states(heads_v, config.state_dtype) if config.initial_state else None,
         fake.vector(cutlass.Int32) if config.indexed else None,
         fake.vector(cutlass.Uint8) if config.fresh else None,
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
@@ -134,8 +136,8 @@ def merge_arguments(config: MergeConfig) -> tuple:
     )
 
 
-def _states(heads_v: object):
-    return fake.states(heads_v, HEAD_DIM, HEAD_DIM)
+def _states(heads_v: object, dtype: str = "float32"):
+    return fake.states(heads_v, HEAD_DIM, HEAD_DIM, dtype)
 
 
 def _maps(heads_v: object):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 CHUNK = 64
 HEAD_DIM = 128
 ACTIVATION_DTYPES = ("bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
@@ -77,7 +78,8 @@ class RecurrenceConfig:
     instead: what it adds to a state, and the matrix that it applies to one. v_tile and stages are facts of the
     architecture (`Target`). redirected: final states have rows of their own. fresh: sequences say whether they have an
     initial state. checkpoints: states on the way are kept after "every" so many tokens, or "once"; placed: in rows that
-    the caller names. The others say which states there are, as the public function has them.
+    the caller names. state_dtype, kept_dtype: of initial and final states, and of those on the way. The others say
+    which states there are, as the public function has them.
     """
 
     dtype: str
@@ -95,6 +97,8 @@ class RecurrenceConfig:
     fresh: bool = False
     checkpoints: str | None = None
     placed: bool = False
+    state_dtype: str = "float32"
+    kept_dtype: str = "float32"
     v_tile: int = field(kw_only=True)
     stages: int = field(kw_only=True)
 
@@ -123,6 +127,7 @@ class MergeConfig:
     index_dtype: str | None = None
     fades: bool = False
     fresh: bool = False
+    state_dtype: str = "float32"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def check_prefill(
     check_null_slot(null_slot, state_pool)
     arguments.state_or_pool(
         initial_state, state_pool, indices, q, v, count, v_first, updated and output_indices is None,
-        null_slot=null_slot,
+        null_slot=null_slot, dtypes=(*arguments.state_dtypes(q), torch.bfloat16, torch.float16),
     )  # fmt: skip
     _check_targets(state_pool, indices, output_indices, null_slot, updated, q, v, count)
     states = initial_state if state_pool is None else state_pool

@@ -152,6 +152,7 @@ class _Launch:
             self.indices is not None,
             self._index_dtype,
             fresh=self.fresh is not None,
+            state_dtype=self._state_dtype,
         )
         self.kernels(config)(
             maps, None, starts, self.initial, self.indices, self.fresh, call.cu_seqlens, self.null_slot, call.sequences,
@@ -195,7 +196,18 @@ class _Launch:
             fresh=self.fresh is not None,
             checkpoints=self._kept if not scan else None,
             placed=self._kept is not None and self.call.checkpoint_rows is not None and not scan,
+            state_dtype=self._state_dtype,
+            kept_dtype="float32"
+            if scan or self._kept is None
+            else dtype_name(self.call.checkpoints.dtype),
         )
+
+    @property
+    def _state_dtype(self) -> str:
+        for states in (self.initial, self.final):
+            if states is not None:
+                return dtype_name(states.dtype)
+        return "float32"
 
     @property
     def _kept(self) -> str | None:
@@ -251,8 +263,10 @@ def run(
     initial, final, indices, in_place = call.initial, call.final, call.state_indices, call.in_place
     targets, fresh = call.output_state_indices, call.has_initial_state
     null_slot = -1 if call.null_slot is None else call.null_slot
-    # Pieces find the states of those before them where these belong in the end, unless sequences begin somewhere else.
-    carried = spread.pieces > 1 and not (in_place and targets is None and fresh is None)
+    # Pieces find the states of those before them where these belong in the end, unless sequences begin somewhere else,
+    # or they would be rounded there.
+    exact = initial is None or initial.dtype == torch.float32
+    carried = spread.pieces > 1 and not (in_place and targets is None and fresh is None and exact)
     if carried:
         initial = final = _carried(call)
         in_place, targets, fresh, null_slot = True, None, None, -1
@@ -281,17 +295,21 @@ def run(
         spread.segment_tokens or max(tokens, CHUNK),
         blocks,
     ).run()
-    if carried and call.state_pool is not None and final is not None:
+    if not carried or final is None:
+        return
+    if call.state_pool is not None:
         tensors.scatter_states(
             call.state_pool, final, call.state_indices, call.output_state_indices, call.null_slot
         )
+    elif call.final_state is not None and call.final_state is not final:
+        call.final_state.copy_(final)
 
 
 def _carried(call: Call) -> Tensor:
     """Returns the states of all sequences where the pieces of a call find them again: at last the final ones, in the
-    final states' memory if there is any."""
+    final states' memory if there is any of float32."""
     states = call.final_state
-    if states is None:
+    if states is None or states.dtype != torch.float32:
         shape = (call.sequences, call.v.shape[2], HEAD_DIM, HEAD_DIM)
         states = call.q.new_empty(shape, dtype=torch.float32)
     return tensors.gather_states(

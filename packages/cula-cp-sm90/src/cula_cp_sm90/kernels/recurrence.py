@@ -353,13 +353,23 @@ class KdaRecurrence:
 
     @cute.jit
     def read_state(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
-        tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
-        cute.autovec_copy(part_s.partition_C(tile), s)
+        part = part_s.partition_C(cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0)))
+        if cutlass.const_expr(state.element_type is F32):
+            cute.autovec_copy(part, s)
+        else:
+            own = cute.make_rmem_tensor_like(s, state.element_type)
+            cute.autovec_copy(part, own)
+            s.store(own.load().to(F32))
 
     @cute.jit
     def write_state(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
-        tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
-        cute.autovec_copy(s, part_s.partition_C(tile))
+        part = part_s.partition_C(cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0)))
+        if cutlass.const_expr(state.element_type is F32):
+            cute.autovec_copy(s, part)
+        else:
+            own = cute.make_rmem_tensor_like(s, state.element_type)
+            own.store(s.load().to(state.element_type))
+            cute.autovec_copy(own, part)
 
     @cute.jit
     def write_identity(self, s: cute.Tensor, column, part_s):

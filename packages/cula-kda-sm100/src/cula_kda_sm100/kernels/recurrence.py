@@ -625,11 +625,11 @@ class KdaRecurrence:
 
     def read_state(self, s: cute.Tensor, state: cute.Tensor, tile, where):
         for i, (row, channel) in enumerate(self.places(*where)):
-            s[i] = state[tile * V_TILE + row, channel]
+            s[i] = F32(state[tile * V_TILE + row, channel])
 
     def write_state(self, s: cute.Tensor, state: cute.Tensor, tile, where):
         for i, (row, channel) in enumerate(self.places(*where)):
-            state[tile * V_TILE + row, channel] = s[i]
+            state[tile * V_TILE + row, channel] = state.element_type(s[i])
 
     @cute.jit
     def write_identity(self, s: cute.Tensor, tile, where):

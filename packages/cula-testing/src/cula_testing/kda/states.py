@@ -52,6 +52,7 @@ class Case:
     segment_chunks: int = 0
     slots: int | None = None
     rows_in_pool: int = 8
+    state_dtype: torch.dtype = torch.float32
 
     @property
     def sequences(self) -> int:
@@ -73,7 +74,8 @@ class Case:
         )  # fmt: skip
         given = {n: t.to(dtype) if n in ("q", "k", "v") else t for n, t in x.items()}
         given |= flags("safe") | {"use_qk_l2norm_in_kernel": True, "state_v_first": self.v_first}
-        states = given.pop("initial_state").to(exact)
+        states = given.pop("initial_state").to(self.state_dtype)
+        states = states.to(exact) if dtype == torch.float64 else states
         if self.pool:
             states[self._unread] = math.nan
             given |= {"state_pool": states, "null_slot": self.null_slot}
@@ -117,6 +119,16 @@ CASES = {
     "pieces": Case(
         PACKED, rows=(1, 2, 0, 3), targets=(6, 2, 5, -3), null_slot=0, fresh=(0,), every=64, slots=2,
     ),
+    "16 bits": Case(rows=(5, 3), fresh=(1,), every=64, state_dtype=torch.float16),
+    "16 bits, in the pool": Case(
+        PACKED, rows=(1, 2, 5, 3), targets=(6, 2, 0, 3), null_slot=0, fresh=(0,), offsets=(128, 64, 64, 192),
+        kept_rows=(7, 4, 1, -1), in_pool=True, v_first=True, state_dtype=torch.bfloat16,
+    ),
+    "16 bits, cut": Case(PACKED, pool=False, every=64, segment_chunks=1, state_dtype=torch.bfloat16),
+    "16 bits, pieces in place": Case(
+        rows=(0, 4), null_slot=0, offsets=(64, 128), kept_rows=(3, 2), slots=2, state_dtype=torch.float16
+    ),
+    "16 bits, pieces": Case(pool=False, slots=2, every=64, state_dtype=torch.float16),
     "pieces in place": Case(rows=(0, 4), null_slot=0, offsets=(64, 128), kept_rows=(3, 2), slots=2),
 }  # fmt: skip
 
@@ -269,5 +281,8 @@ class EngineStates:
         for split in (False, True):
             of = [config for config in found if config.split == split]
             assert {config.checkpoints for config in of} == {"every", "once"}
+            kinds = {"float32", "bfloat16", "float16"}
+            assert split or {config.state_dtype for config in of} == kinds
+            assert {config.kept_dtype for config in of} >= kinds - {"float16"}
             for flag in ("fresh", "packed", *(() if split else ("redirected", "placed"))):
                 assert {getattr(config, flag) for config in of} == {False, True}, flag

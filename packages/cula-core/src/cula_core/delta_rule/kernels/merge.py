@@ -157,9 +157,9 @@ class KdaMerge:
             if cutlass.const_expr(self.config.initial_state):
                 if given:
                     if cutlass.const_expr(self.config.state_v_first):
-                        value = initial[row, head, v, k]
+                        value = F32(initial[row, head, v, k])
                     else:
-                        value = initial[row, head, k, v]
+                        value = F32(initial[row, head, k, v])
             start[v, k] = value
 
     @cute.jit
