@@ -271,7 +271,11 @@ def cases() -> list[Case]:
     state = {"initial_state": lambda args: torch.zeros(B, HV, K, V)}
     tensor(DENSE, "initial_state", state["initial_state"])
     for functions, dtype, expected in (
-        (tuple(f for f in DENSE if f not in RECURRENT), torch.float16, "float32, got float16"),
+        (
+            tuple(f for f in DENSE if f not in RECURRENT),
+            torch.float64,
+            "float32 or bfloat16 or float16, got float64",
+        ),
         (RECURRENT, torch.int32, "float32 or bfloat16 or float16 or float64, got int32"),
     ):
         wrong = {"initial_state": lambda args, dtype=dtype: torch.zeros(B, HV, K, V, dtype=dtype)}

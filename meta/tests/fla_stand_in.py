@@ -33,6 +33,7 @@ def chunk_simple_gla(
     cu_seqlens=None, cu_seqlens_cpu=None,
 ):  # fmt: skip
     SEEN.append("chunk_simple_gla")
+    assert initial_state is None or initial_state.dtype == torch.float32
     _no_groups(q, k, v)
     return reference.recurrent_simple_gla(
         q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
@@ -58,6 +59,7 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, *, use_gate_in_kernel=False, A_log=None, dt_bias=None,
 ):  # fmt: skip
     SEEN.append("chunk_gated_delta_rule")
+    assert initial_state is None or initial_state.dtype == torch.float32
     return reference.chunk_gated_delta_rule(**locals())
 
 
@@ -70,6 +72,7 @@ def chunk_kda(
 ):  # fmt: skip
     arguments = dict(locals())
     SEEN.append("chunk_kda")
+    assert initial_state is None or initial_state.dtype == torch.float32
     assert dt_bias is None or dt_bias.dim() == 1, "the gradient that FLA gives has this shape"
     assert not arguments.pop("use_graph") and arguments.pop("max_num_seqs") is None
     return reference.chunk_kda(**arguments)

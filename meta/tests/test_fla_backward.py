@@ -196,6 +196,22 @@ def test_backward_of_fla_behind_a_kernel_of_kda(
         assert_near(got, want)
 
 
+@pytest.mark.parametrize("function", [kda.chunk_kda, lightning.chunk_simple_gla])
+def test_gradients_of_states_of_16_bits(kernel: None, function: Any) -> None:
+    tensors = inputs(2, 70)
+    if function is lightning.chunk_simple_gla:
+        del tensors["beta"]
+        tensors["g"] = tensors["g"][..., 0].contiguous()
+    tensors["initial_state"] = torch.randn(2, HV, K, V).bfloat16()
+    options = {"output_final_state": True}
+    found = gradients(function, tensors, options | {"impl": "auto"})
+    assert SEEN == [f"kernel {function.__name__}", f"{function.__name__}_bwd"]
+    expected = gradients(function, tensors, options | {"impl": "reference"})
+    assert found[1].dtype == torch.bfloat16
+    for got, want in zip(found, expected, strict=True):
+        assert_near(got, want)
+
+
 @pytest.mark.parametrize("used", ["o", "final"])
 def test_backward_of_one_result_of_kda(kernel: None, used: str) -> None:
     found, given = [], inputs()

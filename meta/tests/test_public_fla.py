@@ -227,6 +227,27 @@ def test_lightning_on_a_pool(rows: list[int] | None, v_first: bool) -> None:
     assert torch.equal(pool, after)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill_with_states_of_16_bits(dtype: torch.dtype) -> None:
+    """FLA's kernels begin and end with fp32, and what comes back has the dtype of what was given."""
+    q, k, v, g, beta = inputs().values()
+    gate = g[..., 0].contiguous()
+    given: dict[str, Any] = {"initial_state": torch.randn(4, HV, K, V).to(dtype), "cu_seqlens": CU}
+    for function, tensors in (
+        (kda.chunk_kda, (q, k, v, g, beta)),
+        (lightning.chunk_gated_delta_rule, (q, k, v, gate, beta)),
+        (lightning.chunk_simple_gla, (q, k, v, gate)),
+    ):
+        _, final = both(function, *tensors, **given, output_final_state=True)
+        assert final.dtype == dtype
+        assert both(function, *tensors, **given)[1] is None
+    run, decay = lightning.lightning_attn_fwd_varlen, torch.rand(HV)
+    pool = torch.randn(6, HV, K, V).to(dtype)
+    _, states = both(run, q, k, v, decay, CU, state_pool=pool, update_state_pool=False)
+    assert states.dtype == dtype
+    assert both(run, q, k, v, decay, CU, state_pool=pool)[1] is pool
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [[5, -1, 2], [-1, -1, -1], None])
 @pytest.mark.parametrize("v_first", [False, True])

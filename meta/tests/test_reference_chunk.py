@@ -236,6 +236,18 @@ def test_final_state_is_never_an_alias_of_the_initial_state(op):
 
 
 @every_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_of_16_bits_are_rounded_once(op, dtype):
+    problem = Problem(op, 9, 1, 150, 2, (1, 2))
+    initial = problem.initial.to(dtype)
+    inputs = problem.tensors | dict(cu_seqlens=torch.tensor([0, 20, 150]), output_final_state=True)
+    o, final = op.chunk(**inputs, initial_state=initial)
+    expected, exact = op.chunk(**inputs, initial_state=initial.double())
+    assert torch.equal(o, expected)
+    assert final.dtype == dtype and torch.equal(final, exact.to(dtype))
+
+
+@every_op
 def test_long_inputs_are_worked_off_in_groups_of_chunks(op, monkeypatch):
     problem = Problem(op, 10, 1, 400, 3, (1, 2))
     inputs = dict(

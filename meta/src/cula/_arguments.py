@@ -82,7 +82,7 @@ def like_tokens(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], letters
 def decays(name: str, x: Tensor, lead: Tensor, value_heads: int, sign: int, lead_name: str) -> None:
     """A decay per value head, whose values have one sign (1 or -1)."""
     arguments.tensor(name, x)
-    allowed = arguments.state_dtypes(lead)
+    allowed = arguments.exact_dtypes(lead)
     if x.dtype not in allowed:
         arguments.type_error(name, arguments.names(allowed), dtype_name(x.dtype))
     arguments.vector(name, x, "HV", value_heads)

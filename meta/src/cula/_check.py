@@ -342,7 +342,7 @@ def _prefill(
     """The keyword arguments that every Lightning prefill function has."""
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
     split_count(num_splits)
-    dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
+    dtype = arguments.exact_dtypes(q)[-1] if states is None else states.dtype
     arguments.checkpoints(
         state_checkpoints, checkpoint_every_n_tokens, q, dims.dim_v, state_v_first, dtype, ("HV", dims.value_heads)
     )  # fmt: skip

@@ -67,8 +67,9 @@ def chunk_kda(
             `use_gate_in_kernel`.
         beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
         scale: factor of the output, finite; None: `K ** -0.5`.
-        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (or float64 with float64
-            activations); N is B, or the number of packed sequences. None: zero.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32, bfloat16, float16 (or float64
+            with float64 activations), which the final states have as well; N is B, or the number of packed sequences.
+            None: zero, and final states are float32.
         output_final_state: whether to return the final states.
         use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
         use_gate_in_kernel: compute the decay from the raw g: without `lower_bound`

@@ -156,8 +156,11 @@ def test_what_is_right_passes():
     arguments.pool_rows("x", int32(2, 2), "pool", 3, updated=False)
     arguments.pool_rows("x", int32(), "pool", 0)
     arguments.states("x", POOL.bfloat16(), V, 4, False, dtypes=(torch.bfloat16,))
-    assert arguments.state_dtypes(V) == (torch.float32,)
-    assert arguments.state_dtypes(V.double()) == (torch.float32, torch.float64)
+    assert arguments.exact_dtypes(V) == (torch.float32,)
+    assert arguments.exact_dtypes(V.double()) == (torch.float32, torch.float64)
+    narrow = {torch.bfloat16, torch.float16}
+    for v in (V, V.double()):
+        assert set(arguments.state_dtypes(v)) == narrow | set(arguments.exact_dtypes(v))
     # Without head dimensions to choose from, any device will do.
     arguments.attention(*(x.to("meta") for x in (Q, Q, V, V)), None)
 

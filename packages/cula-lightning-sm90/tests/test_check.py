@@ -59,8 +59,8 @@ def of_states(name: str, shape: str, functions: tuple[str, ...]) -> list[Wrong]:
         change(f"{name} of 3 dimensions", name, lambda s: s[0], ValueError, expected, "[4, 64, 128]", functions),
         change(f"{name} of fewer heads", name, lambda s: s[:, :2], ValueError, expected, ", 2, 64, 128]", functions),
         change(f"{name} [V, K]", name, lambda s: s.mT.contiguous(), ValueError, expected, "128, 64]", functions),
-        change(f"{name} of bfloat16", name, Tensor.bfloat16, TypeError, "float32", "bfloat16", functions),
-        change(f"{name} of float64", name, Tensor.double, TypeError, "float32", "float64", functions),
+        change(f"{name} of float64", name, Tensor.double, TypeError, "float32 or bfloat16 or float16", "float64",
+               functions),
         several(f"{name} with gaps", {name: lambda a: resized(name, (3, 256))(a)[..., :128]},
                 ValueError, name, "dense matrices (last strides 128, 1, or 1, 64)", "256, 1)", functions),
         change(f"{name} every other", name, every_other, ValueError, "dense matrices", ", 2)", functions),
@@ -316,6 +316,10 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
         lambda a: by_name(
             a, Tensor.double, "q", "k", "v", "out", "g", "initial_state", "state_pool", CHECKPOINTS
         ),
+    ),
+    "states of 16 bits": (
+        ALL,
+        lambda a: by_name(a, Tensor.half, "initial_state", "state_pool", CHECKPOINTS),
     ),
     "activations with gaps": (ALL, lambda a: by_name(a, gapped, "q", "k", "v", "out")),
     "dimensions that no kernel takes": (

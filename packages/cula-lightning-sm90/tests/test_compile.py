@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cula_core.compiled.artifacts import artifacts
+from cula_core.constants import STATE_DTYPES
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90 import launch
@@ -42,6 +43,7 @@ FACTORS = {
     "exact_state": (False, True),
     "fresh": (False, True),
     "dtype": ACTIVATION_DTYPES,
+    "state_dtype": STATE_DTYPES,
     # (tiles, split, prescan, paired)
     "work": tuple(
         (c.tiles, c.split, c.prescan, c.paired)
@@ -56,7 +58,7 @@ def possible(case: dict) -> bool:
 
 def config_of(case: dict) -> Config:
     (gate_dtype, decay), (initial, indexed, in_place, final) = case["mode"], case["states"]
-    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "fresh")
+    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "fresh", "state_dtype")
     problem = Problem(
         case["dtype"], *case["dims"], gate_dtype, decay, initial_state=initial, indexed=indexed, in_place=in_place,
         final_state=final, exact_state=case["exact_state"], **{name: case[name] for name in flags},
@@ -68,11 +70,11 @@ COVERING = covering_cases(FACTORS, possible)
 # What asks most of registers and shared memory: the largest matrices with everything that a call can want.
 HEAVY = [
     config
-    for packed in (True, False)
+    for packed, states in ((True, "bfloat16"), (False, "float32"))
     for config in candidates(
         Problem(
             "bfloat16", 128, 128, "float32", packed=packed, initial_state=True, indexed=True,
-            in_place=True, checkpoints=True, l2norm=True, exact_state=True, fresh=True,
+            in_place=True, checkpoints=True, l2norm=True, exact_state=True, fresh=True, state_dtype=states,
         )
     )
 ]  # fmt: skip
@@ -93,7 +95,8 @@ def label(config: Config) -> str:
         "in_place",
     )
     flags = "".join("-" + name for name in names if getattr(p, name))
-    return f"{p.dtype}-{p.head_dim_k}x{p.head_dim_v}-{work}{flags}"
+    states = "" if p.state_dtype == "float32" else f"-{p.state_dtype}-states"
+    return f"{p.dtype}-{p.head_dim_k}x{p.head_dim_v}-{work}{flags}{states}"
 
 
 def products(config: Config) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -87,6 +88,7 @@ def run(emulated) -> Callable[..., Outcome]:
         multiprocessors: int = 132,
         index_dtype: torch.dtype = torch.int32,
         decay_sign: int = -1,
+        state_dtype: torch.dtype = torch.float32,
         mutated: object = None,
         **changes,
     ) -> Outcome:
@@ -97,10 +99,10 @@ def run(emulated) -> Callable[..., Outcome]:
             line = {} if mutated in (None, config) else {"ignore_line": None}
             return partial(compiled(config), **(changes | line))
 
-        def states(count: int, gap: int = 4 * views) -> Tensor:
+        def states(count: int, gap: int = 8 * views) -> Tensor:
             matrix = (call.k.shape[3], call.v.shape[3])
             shape = (count, call.v.shape[2], *(matrix[::-1] if call.v_first else matrix))
-            return emulated.empty(shape, torch.float32, stride=loose_strides(shape, gap, dense=2))
+            return emulated.empty(shape, state_dtype, stride=loose_strides(shape, gap, dense=2))
 
         def turned(tensor: Tensor | None) -> Tensor | None:
             return tensor.mT if call.v_first and tensor is not None else tensor
@@ -115,7 +117,7 @@ def run(emulated) -> Callable[..., Outcome]:
         if call.initial is not None:
             initial = states(len(call.initial))
             read = [row for n, row in enumerate(call.rows) if row >= 0 and n not in call.fresh]
-            turned(initial)[read] = call.initial[read]
+            turned(initial)[read] = call.initial[read].to(state_dtype)
             before = initial.clone()
         if call.final:
             final = initial if call.final == "in place" else states(len(call.lengths))
@@ -250,6 +252,26 @@ def test_padding_by_value_and_fresh_sequences(run, num_splits, final):
         (130, 70, 0, 64, 66), slots=(0, 3, 1, 4, 2), null_slot=4, fresh=(0, 2), **PACKED | {"final": final}
     )  # fmt: skip
     assert_right(call, run(poisoned(call, *call.padding), num_splits=num_splits, multiprocessors=3))
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+@pytest.mark.parametrize("final", ["in place", "separate"])
+@pytest.mark.parametrize("num_splits, v_first", [(1, True), (3, False)])
+def test_states_of_16_bits(run, num_splits, v_first, final, state_dtype):
+    """They are widened where a sequence begins and rounded where they are stored; nothing else changes."""
+    changes = {"final": final, "v_first": v_first}
+    call = make_call(LENGTHS, slots=ROWS, null_slot=4, fresh=(0,), **PACKED | changes)
+    call = replace(call, initial=call.initial.to(state_dtype).float())
+    options = {"num_splits": num_splits, "multiprocessors": 3, "views": True}
+    wide = run(call, **options)
+    assert_right(call, wide)
+    found = run(call, state_dtype=state_dtype, **options)
+    assert same(found.out, wide.out)
+    # Where rows are nobody's, one kind of NaN is as good as another.
+    for name in ("states", "checkpoints"):
+        own, other = getattr(found, name), getattr(wide, name)
+        torch.testing.assert_close(own, other.to(state_dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 4])

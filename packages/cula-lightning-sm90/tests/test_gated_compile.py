@@ -7,6 +7,7 @@ import re
 import pytest
 
 from cula_core.compiled.artifacts import artifacts
+from cula_core.constants import STATE_DTYPES
 from cula_emulator import resources
 from cula_emulator.covering import covering_cases
 from cula_lightning_sm90.config import SHARED_MEMORY
@@ -59,6 +60,7 @@ RECURRENCE = OPERANDS | {
     # (checkpoints, placed)
     "kept": ((None, False), ("every", False), ("every", True), ("once", False), ("once", True)),
     "cut": (True, False),
+    "state_dtype": STATE_DTYPES,
 }
 SCAN = OPERANDS | {
     "state_v_first": (True, False),
@@ -68,6 +70,7 @@ SCAN = OPERANDS | {
         (True, False, False, False, True, False),
         (True, False, True, False, False, False),
     ),
+    "state_dtype": STATE_DTYPES,
 }
 
 
@@ -75,10 +78,11 @@ def config_of(case: dict) -> Config:
     operands = [case[name] for name in OPERANDS]
     if "gate" in case:
         return PrepareConfig(*operands, *case["gate"], *case["strength"], case["cut"])
-    walk = (case["state_v_first"], *case["states"])
+    walk, states = (case["state_v_first"], *case["states"]), {"state_dtype": case["state_dtype"]}
     if "cut" not in case:
-        return RecurrenceConfig(*operands, 2, *walk, scan=True)
-    return RecurrenceConfig(*operands, case["tiles"], *walk, *case["kept"], cut=case["cut"])
+        return RecurrenceConfig(*operands, 2, *walk, scan=True, **states)
+    kept, cut = case["kept"], case["cut"]
+    return RecurrenceConfig(*operands, case["tiles"], *walk, *kept, cut=cut, **states)
 
 
 def possible(case: dict) -> bool:

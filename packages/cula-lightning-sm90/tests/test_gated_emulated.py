@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ class Case:
     prepare_ctas: int = 2
     segment: int = UNCUT
     together: int = 1
+    state_dtype: str = "float32"
 
     @property
     def index_dtype(self) -> str | None:
@@ -86,7 +88,7 @@ class Case:
             initial_state=self.state is not None, indexed=self.state in ("indexed", "in place", "redirected"),
             redirected=self.state == "redirected", fresh=self.fresh, in_place=in_place,
             checkpoints="once" if self.offsets else "every" if self.every else None,
-            placed=self.kept_rows is not None, cut=self.segment < UNCUT,
+            placed=self.kept_rows is not None, cut=self.segment < UNCUT, state_dtype=self.state_dtype,
         )  # fmt: skip
 
     @property
@@ -265,23 +267,24 @@ def run(emulated) -> Callable[..., Outcome]:
         heads, sequences = max(case.heads), len(case.lengths)
         batch, tokens = call.out_shape[:2]
 
-        def matrices(count: int, height: int = HEAD_DIM) -> Tensor:
+        def matrices(count: int, height: int = HEAD_DIM, dtype=torch.float32) -> Tensor:
             shape = (count, heads, height, HEAD_DIM)
-            stride = loose_strides(shape, 4, dense=2)
-            return emulated.empty(shape, torch.float32, stride=stride)
+            return emulated.empty(shape, dtype, stride=loose_strides(shape, 8, dense=2))
+
+        states = partial(matrices, dtype=getattr(torch, case.state_dtype))
 
         out_stride = loose_strides(call.out_shape, 8)
         out = emulated.empty(call.out_shape, getattr(torch, case.dtype), stride=out_stride)
         initial = final = checkpoints = offsets = maps = marks = starts = None
         if call.states is not None:
-            initial = matrices(len(call.states)).copy_(call.states)
-        final = initial if recurrence.in_place else matrices(sequences)
+            initial = states(len(call.states)).copy_(call.states)
+        final = initial if recurrence.in_place else states(sequences)
         if case.in_pool:
             checkpoints = initial
         elif case.offsets or case.kept_rows:
-            checkpoints = matrices(12)
+            checkpoints = states(12)
         elif case.every:
-            checkpoints = matrices(call.out_shape[0] * (call.out_shape[1] // case.every))
+            checkpoints = states(call.out_shape[0] * (call.out_shape[1] // case.every))
         int32 = {"dtype": torch.int32}
         with poisoned_memory():
             if case.packed:
@@ -338,7 +341,7 @@ def run(emulated) -> Callable[..., Outcome]:
         elif checkpoints is not None and case.every and case.kept_rows is None:
             checkpoints = checkpoints.unflatten(0, (call.out_shape[0], -1))
         if initial is not None and not recurrence.in_place:
-            assert same(initial, call.states), "initial states are read only"
+            assert same(initial, call.states.to(initial.dtype)), "initial states are read only"
         return Outcome(out, final, initial if recurrence.in_place else None, checkpoints)
 
     run.compiled = compiled
@@ -367,6 +370,31 @@ def assert_right(call: Call, found: Outcome, limit: float = MAX_ERROR) -> None:
 def test_prefill(run, case):
     call = make_call(case)
     assert_right(call, run(call))
+
+
+STORED = {
+    "redirected": CASES["redirected"],
+    "in the pool": CASES["checkpoints in the pool"],
+    "cut": replace(CASES["cut, in place"], v_first=True),
+    "separate": replace(CASES["full chunks"], lengths=(150,), every=64),
+}
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", STORED.values(), ids=STORED)
+def test_states_of_16_bits(run, case, dtype):
+    """They are widened where a sequence begins and rounded where they are stored; nothing else changes."""
+    call = make_call(case)
+    call = replace(call, states=call.states.to(getattr(torch, dtype)).float())
+    wide = run(call)
+    assert_right(call, wide)
+    found = run(replace(call, case=replace(case, state_dtype=dtype)))
+    assert same(found.out, wide.out)
+    for name in ("states", "pool", "checkpoints"):
+        own, other = getattr(found, name), getattr(wide, name)
+        other = None if other is None else other.to(getattr(torch, dtype))
+        torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.emulated

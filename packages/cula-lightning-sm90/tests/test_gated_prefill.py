@@ -130,6 +130,31 @@ def test_states_on_the_way_are_those_of_calls_that_end_there(in_pool):
     assert same(kept[6], pool[6]) if in_pool else kept[6].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_states_of_16_bits(cut, update, state_v_first, dtype):
+    """They are widened where a sequence begins and rounded where they are stored; nothing else changes."""
+    lengths = (2100, 0, 64, 3000)
+    a = arguments(Case((2, 2, 4), lengths, True, True, None), device=CUDA)
+    vectors = {"state_indices": (4, 0, -1, 2)}
+    vectors |= {"output_state_indices": (4, 1, 0, 2)} if update else {}
+    a |= {name: torch.tensor(x, dtype=torch.int32, device=CUDA) for name, x in vectors.items()}
+    a |= {"use_intracard_cp": cut, "cu_seqlens_cpu": a["cu_seqlens"].cpu()}
+    a |= {"state_v_first": state_v_first, "update_state_pool": update}
+
+    def run(pool: Tensor) -> tuple[Tensor, ...]:
+        kept = pool.new_zeros(1, sum(lengths) // 64, *pool.shape[1:])
+        saved = {"state_checkpoints": kept, "checkpoint_every_n_tokens": 64}
+        return *chunk_gated_delta_rule(**a, **saved, state_pool=pool.clone()), kept
+
+    pool = torch.randn(5, 4, 128, 128, device=CUDA).to(dtype)
+    (out, *states), (expected, *exact) = run(pool), run(pool.float())
+    assert same(out, expected)
+    assert all(same(own, other.to(dtype)) for own, other in zip(states, exact))
+
+
 @pytest.mark.parametrize("wrong, mode", refusals(WRONG, "cuda"))
 def test_refusals(wrong, mode):
     assert_refused(chunk_gated_delta_rule, wrong, good_arguments(mode, CUDA))

@@ -18,6 +18,7 @@ from gpu_oracle import (
     check,
     chunked,
     make,
+    stored,
 )
 from torch import Tensor
 
@@ -282,6 +283,28 @@ def test_pools_may_have_gaps_or_be_transposed(hopper):
     turned = x.initial.mT.contiguous().mT
     out, final = attend(x, state="pool", initial=turned, indices=slots(hopper, 0, 1, 2))
     assert final is turned and same(out, expected) and same(turned, states)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("mode, state", [(DECAY, "pool"), (DECAY, "read"), (GATE, "both")])
+def test_states_of_16_bits(hopper, mode, state, splits, v_first, dtype):
+    """They are widened where a sequence begins and rounded where they are stored; nothing else changes."""
+    x = make(hopper, [500, 1, 0, 64, 300], 0, 1, 2, **mode)
+    options = {"state": state, "v_first": v_first, "num_splits": splits}
+    if state != "both":
+        options["indices"] = slots(hopper, 2, -1, 0, 4, 1)
+
+    def run(initial: Tensor) -> tuple[Tensor, ...]:
+        kept = initial.new_zeros(1, x.q.shape[1] // 64, *initial.shape[1:])
+        saved = {"state_checkpoints": kept, "checkpoint_every_n_tokens": 64}
+        return *attend(x, initial=initial.clone(), **options, **saved), kept
+
+    given = stored(x.initial, v_first).to(dtype)
+    (out, *states), (expected, *exact) = run(given), run(given.float())
+    assert same(out, expected)
+    assert all(same(own, other.to(dtype)) for own, other in zip(states, exact))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -6,6 +6,7 @@ Needs `fla-core` 0.6 and CUDA tensors. FLA plans packed input on the host: witho
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -216,6 +217,19 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
+def with_exact_states(adapter: Callable[..., Any]) -> Callable[..., Any]:
+    """An adapter that takes states of 16 bits, where FLA, or what comes behind it, begins and ends with fp32."""
+
+    @functools.wraps(adapter)
+    def run(*args: Any, initial_state: Tensor | None = None, **options: Any) -> Any:
+        exact = None if initial_state is None else initial_state.float()
+        o, final, *rest = adapter(*args, initial_state=exact, **options)
+        return o, _in_dtype_of(initial_state, final), *rest
+
+    return run
+
+
+@with_exact_states
 def _chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
     dt_bias: Tensor | None, return_intermediate_states: bool, use_intracard_cp: bool | str, out: Tensor | None,
@@ -260,6 +274,7 @@ _UNKNOWN_TO_FLA = (
 )  # fmt: skip
 
 
+@with_exact_states
 def _chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, *, out: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -273,6 +288,7 @@ def _chunk_gated_delta_rule(
     return _into(out, *chunk_gated_delta_rule(q, k, v, g, beta, **options))
 
 
+@with_exact_states
 def _chunk_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, g_gamma: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool, exact_state: bool, state_checkpoints: None, checkpoint_every_n_tokens: None,

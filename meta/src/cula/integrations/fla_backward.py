@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cula import reference
-from cula.integrations.fla import as_fla_reads, load, one_decay, supports
+from cula.integrations.fla import as_fla_reads, load, one_decay, supports, with_exact_states
 
 _CHUNK = 64
 _GLA_TENSORS = ("q", "k", "v", "g", "g_gamma", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
@@ -51,6 +51,7 @@ def with_backward(function: str, forward: Callable[..., Any]) -> Callable[..., A
     return run
 
 
+@with_exact_states
 def _simple_gla(
     forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None,
     g_gamma: Tensor | None = None, scale: float | None, initial_state: Tensor | None = None,
@@ -119,6 +120,7 @@ class _SimpleGLA(torch.autograd.Function):
         return None, None, dq, dk, dv.to(v.dtype), dg, None, dh0, None, None
 
 
+@with_exact_states
 def _kda(
     forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, out: None = None,
     **options: Any,

@@ -30,11 +30,12 @@ def incoming_state(
     return state.transpose(-1, -2) if state_v_first else state
 
 
-def outgoing_state(state: Tensor, state_v_first: bool) -> Tensor:
-    """`[..., K, V]` -> the caller's layout, contiguous and never an alias of the initial state."""
-    return (state.transpose(-1, -2) if state_v_first else state).clone(
+def outgoing_state(state: Tensor, state_v_first: bool, initial_state: Tensor | None) -> Tensor:
+    """`[..., K, V]` -> the caller's layout and the dtype of the initial state, of which it is never an alias."""
+    state = (state.transpose(-1, -2) if state_v_first else state).clone(
         memory_format=torch.contiguous_format
     )
+    return state if initial_state is None else state.to(initial_state.dtype)
 
 
 def outgoing_tokens(o: Tensor, like: Tensor, out: Tensor | None) -> Tensor:

@@ -175,8 +175,7 @@ def _recurrent(
     o = outgoing_tokens(o, like, out)
     if not output_final_state:
         return o, None
-    final = outgoing_state(final, state_v_first)
-    return o, final if initial_state is None else final.to(initial_state.dtype)
+    return o, outgoing_state(final, state_v_first, initial_state)
 
 
 def recurrent_kda(
@@ -207,7 +206,8 @@ def recurrent_kda(
     q, k, values, g, beta = _prepare(q, k, v, g, beta, scale, **activation)
     initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
     o, final = walk_tokens(_step, (q, k, g, beta), values, initial, cu_seqlens)
-    return o.to(v.dtype), outgoing_state(final, state_v_first) if output_final_state else None
+    final = outgoing_state(final, state_v_first, initial_state)
+    return o.to(v.dtype), final if output_final_state else None
 
 
 def fused_recurrent_kda(
@@ -407,7 +407,8 @@ def chunk_kda(
     sigmoid. use_qk_l2norm_in_kernel: q and k are normalised per head. safe_gate, disable_recompute and
     use_intracard_cp promise or tune something to a kernel and change no value here.
 
-    Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in fp32 (fp64 for fp64 input) or None; and
+    Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in the dtype of initial_state, or without one
+    in fp32 (fp64 for fp64 input), or None; and
     with return_intermediate_states a third result, the state before each chunk of 64, `[B, NT, HV, K, V]` in the
     state's layout and dtype. For packed input NT is the capacity bound and surplus entries are zero, unless
     `cu_seqlens_cpu` tells the exact count.
@@ -443,13 +444,15 @@ def chunk_kda(
         (q, k, values, g, beta), chunks, initial, return_intermediate_states
     )
     o = outgoing_tokens(o, v, out)
-    final_state = outgoing_state(final, state_v_first) if output_final_state else None
+    final_state = None
+    if output_final_state:
+        final_state = outgoing_state(final, state_v_first, initial_state)
     if not return_intermediate_states:
         return o, final_state
     before = torch.where(chunks.valid.any(-1)[:, None, None, None, None], before, 0)
     if cu_seqlens_cpu is not None:
         before = before[: int(chunk_offsets(cu_seqlens_cpu, CHUNK)[-1])]
-    return o, final_state, outgoing_state(before.transpose(0, 1), state_v_first)
+    return o, final_state, outgoing_state(before.transpose(0, 1), state_v_first, initial_state)
 
 
 def chunk_gated_delta_rule(
@@ -541,9 +544,9 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     o, final, _ = _walk_chunks(inputs, chunks, initial, checkpoint=checkpoint)
     o = outgoing_tokens(o if live is None else only_live(o, live, cu_seqlens), v, out)
+    final = outgoing_state(final, state_v_first, initial_state)
     if pool is None or slots is None or live is None:
-        return o, outgoing_state(final, state_v_first) if output_final_state else None
-    final = outgoing_state(final, state_v_first)
+        return o, final if output_final_state else None
     if not update_state_pool:
         final = torch.where(live[:, None, None, None], final, 0)
         return o, final if output_final_state else None

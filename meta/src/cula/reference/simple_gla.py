@@ -86,7 +86,8 @@ def recurrent_simple_gla(
         return state, (q_t[..., None] * state).sum(-2)
 
     o, final = walk_tokens(step, (rows, cols, decay), values, initial, cu_seqlens)
-    return o.to(v.dtype), outgoing_state(final, state_v_first) if output_final_state else None
+    final = outgoing_state(final, state_v_first, initial_state)
+    return o.to(v.dtype), final if output_final_state else None
 
 
 def chunk_simple_gla(
@@ -118,7 +119,8 @@ def chunk_simple_gla(
     `[B, T // n, HV, K, V]` receives the states after every n = checkpoint_every_n_tokens tokens, without gradients.
     exact_state and num_splits have no effect.
 
-    Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in fp32 (fp64 for fp64 input) or None.
+    Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in the dtype of initial_state, or without
+    one in fp32 (fp64 for fp64 input), or None.
 
     Example:
         >>> import torch
@@ -160,7 +162,8 @@ def chunked_simple_gla(
     every: int | None,
     live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and final state of `chunk_simple_gla` in the computing dtype; only `live` sequences write checkpoints."""
+    """Output of `chunk_simple_gla` in the computing dtype, and its final state. Only `live` sequences write
+    checkpoints."""
     rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale, normalise)
     initial = incoming_state(initial_state, cols, values, cu_seqlens, state_v_first)
     chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
@@ -184,4 +187,4 @@ def chunked_simple_gla(
         read = (qc * sums.since_start.exp()) @ torch.stack(entering)
         o = chunks.scatter(o, read + scores @ vc, group)
 
-    return o[:, :-1], outgoing_state(chunks.end(final), state_v_first)
+    return o[:, :-1], outgoing_state(chunks.end(final), state_v_first, initial_state)

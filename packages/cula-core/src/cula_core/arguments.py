@@ -351,7 +351,7 @@ def states(
     lead_name: str = "q",
     heads: tuple[str, int] | None = None,
 ) -> None:
-    """Checks states [rows, HV, K, V], or V, K: fp32 (fp64 beside fp64 activations), each a dense matrix.
+    """Checks states [rows, HV, K, V], or V, K, each a dense matrix of one of `state_dtypes`.
 
     The matrices may lie transposed. On a GPU their addresses are multiples of 16 bytes where they must be `aligned`.
     dtypes: others than these two. lead_name: an argument on the device of v, which a message names. heads: the letters
@@ -379,7 +379,13 @@ def states(
 
 
 def state_dtypes(lead: Tensor) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of states, and of numbers per head, beside activations like the leading one."""
+    """Returns the dtypes of states beside activations like the leading one."""
+    return (*exact_dtypes(lead), torch.bfloat16, torch.float16)
+
+
+def exact_dtypes(lead: Tensor) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of numbers per head beside activations like the leading one. The last is that of states where
+    none are given."""
     return (torch.float32, torch.float64) if lead.dtype == torch.float64 else (torch.float32,)
 
 
@@ -408,16 +414,15 @@ def state_or_pool(
     updated: bool,
     aligned: bool = True,
     null_slot: int | None = None,
-    dtypes: Collection[torch.dtype] | None = None,
 ) -> None:
     """Checks an initial_state with a row for every sequence, or a state_pool and the rows that are used of it.
 
-    updated: these rows are written, so that no two sequences may have the same. aligned, dtypes: see `states`.
-    null_slot: a row that means padding.
+    updated: these rows are written, so that no two sequences may have the same. aligned: see `states`. null_slot: a row
+    that means padding.
     """
     initial_states(
-        initial_state, state_pool, indices is None, q, v, sequences, v_first, aligned=aligned, dtypes=dtypes
-    )  # fmt: skip
+        initial_state, state_pool, indices is None, q, v, sequences, v_first, aligned=aligned
+    )
     if indices is not None:
         name = "initial_state_indices"
         if state_pool is None:
@@ -437,16 +442,14 @@ def initial_states(
     *,
     aligned: bool = True,
     heads: tuple[str, int] | None = None,
-    dtypes: Collection[torch.dtype] | None = None,
 ) -> None:
     """Checks an initial_state with a row for every sequence, or a state_pool, which needs one where sequence n has row
-    n (`in_order`). aligned, heads, dtypes: see `states`.
+    n (`in_order`). aligned, heads: see `states`.
     """
     dim_k = q.shape[3]
-    options: dict[str, Any] = {"aligned": aligned, "heads": heads, "dtypes": dtypes}
     if initial_state is not None:
         name = "initial_state"
-        states(name, initial_state, v, dim_k, v_first, **options)
+        states(name, initial_state, v, dim_k, v_first, aligned=aligned, heads=heads)
         if initial_state.shape[0] != sequences:
             expected = f"one state for each of {sequences} sequences"
             value_error(name, expected, initial_state.shape[0])
@@ -454,7 +457,7 @@ def initial_states(
         name = "state_pool"
         if initial_state is not None:
             value_error(name, "None beside an initial_state", type(state_pool).__name__)
-        states(name, state_pool, v, dim_k, v_first, **options)
+        states(name, state_pool, v, dim_k, v_first, aligned=aligned, heads=heads)
         if in_order and state_pool.shape[0] < sequences:
             expected = f"a pool of at least N = {sequences} states when there are no indices"
             value_error(name, expected, state_pool.shape[0])

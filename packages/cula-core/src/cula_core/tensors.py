@@ -7,6 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
+from .dtypes import dtype_name
+
 DENSE = torch.contiguous_format
 
 
@@ -66,6 +68,11 @@ def new_states(sequences: int, q: Tensor, v: Tensor, v_first: bool, like: Tensor
     else:
         dtype = q.dtype if q.dtype == torch.float64 else torch.float32
     return torch.empty(sequences, v.shape[2], *matrix, dtype=dtype, device=q.device)
+
+
+def states_dtype(*states: Tensor | None) -> str:
+    """Returns the name of the dtype that all states of a call have which are there, float32 without any."""
+    return next((dtype_name(x.dtype) for x in states if x is not None), "float32")
 
 
 def live_rows(indices: Tensor, null_slot: int | None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from cula_core.constants import STATE_DTYPES
 from cula_core.spec import SM80_AND_NEWER, loader, supports_decode
 
-from .config import ACTIVATION_DTYPES, HEAD_DIMS, MAX_TOKENS, STATE_DTYPES
+from .config import ACTIVATION_DTYPES, HEAD_DIMS, MAX_TOKENS
 
 NAME = "cula-lightning-decode"
 OP = "lightning.decode"

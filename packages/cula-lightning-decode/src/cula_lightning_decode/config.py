@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cula_core.constants import STATE_DTYPES
+
 MAX_TOKENS = 8
 HEAD_DIMS = (64, 128, 256)
 ACTIVATION_DTYPES = ("bfloat16", "float16")
-STATE_DTYPES = ("float32", "bfloat16", "float16")
 MODES = ("decode", "verify", "commit")
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cula_core.constants import STATE_DTYPES
 from cula_core.dtypes import dtype_name
 from cula_core.spec import loader, missing_language
 
@@ -39,8 +40,8 @@ def supports(
         return "no backward"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
-    if state_dtype is not None and dtype_name(state_dtype) != "float32":
-        return f"states must be float32, not {state_dtype}"
+    if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:
+        return f"states must be {', '.join(STATE_DTYPES)}, not {state_dtype}"
     for name, gate in (("g", gate_dtype), ("beta", beta_dtype)):
         if gate is not None and dtype_name(gate) not in _GATES:
             return f"{name} must be {', '.join(_GATES)}, not {gate}"

@@ -47,7 +47,7 @@ def fake_arguments(config: Config) -> tuple:
     rows, columns = dims[::-1] if problem.state_v_first else dims
 
     def state():
-        return fake.states(heads_v, rows, columns)
+        return fake.states(heads_v, rows, columns, problem.state_dtype)
 
     forward = not config.prescan
     v_tiles, registers = problem.head_dim_v // V_TILE, problem.head_dim_k * V_TILE // 128

@@ -86,7 +86,7 @@ def check_prefill(
     )  # fmt: skip
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, pool, sequences, q)
-    state_dtype = arguments.state_dtypes(q)[-1] if state is None else state.dtype
+    state_dtype = arguments.exact_dtypes(q)[-1] if state is None else state.dtype
     arguments.checkpoints(
         checkpoints, checkpoint_every, q, dim_v, state_v_first, state_dtype, ("HV", heads_v), aligned=True
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cula_core.constants import STATE_DTYPES
+
 CHUNK = 64
 V_TILE = 64
 HEAD_DIMS = (64, 128)
@@ -21,7 +23,7 @@ class Problem:
     gate_dtype: dtype of the per-token log decay, None without one. decay: there is a log decay per head. packed: the
     sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are
     skipped. in_place: the final state replaces the initial one. l2norm, exact_state: see the public functions. fresh:
-    sequences say whether they have an initial state.
+    sequences say whether they have an initial state. state_dtype: of all states.
     """
 
     dtype: str
@@ -39,6 +41,7 @@ class Problem:
     l2norm: bool = False
     exact_state: bool = False
     fresh: bool = False
+    state_dtype: str = "float32"
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -46,6 +49,8 @@ class Problem:
             return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {self.dtype}"
         if self.gate_dtype is not None and self.gate_dtype not in GATE_DTYPES:
             return f"g must be {', '.join(GATE_DTYPES)}, not {self.gate_dtype}"
+        if self.state_dtype not in STATE_DTYPES:
+            return f"states must be {', '.join(STATE_DTYPES)}, not {self.state_dtype}"
         if self.head_dim_k not in HEAD_DIMS or self.head_dim_v not in HEAD_DIMS:
             return f"K and V must be in {HEAD_DIMS}, not {self.head_dim_k}, {self.head_dim_v}"
         if (self.indexed or self.in_place or self.fresh) and not self.initial_state:

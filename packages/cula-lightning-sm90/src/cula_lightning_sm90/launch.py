@@ -58,6 +58,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         l2norm=call.l2norm,
         exact_state=call.exact_state,
         fresh=call.has_initial_state is not None,
+        state_dtype=tensors.states_dtype(call.initial, call.final),
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
     spread = plan(

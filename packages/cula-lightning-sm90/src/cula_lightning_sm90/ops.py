@@ -7,10 +7,11 @@ What the functions share. With the state S `[K, V]` of a sequence and value head
 q, k are `[B, T, H, K]`, v and the outputs `[B, T, HV, V]`, all bfloat16 or float16, K and V 64 or 128 (each on its
 own); on the CPU any dimensions, and float32 and float64 too. HV is a multiple of H; value head h reads query and key
 head h // (HV // H). Views are read without a copy if their last dimension is contiguous; the kernel reads by TMA, so
-that on the GPU a view whose address or other strides are no multiples of 16 bytes is copied first. T, B and the
-lengths of packed sequences may be 0. States are float32, `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`:
-dense matrices, addresses and strides multiples of 16 bytes, row and head strides free (float64 is taken with float64
-activations). A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is read and written without a copy.
+that on the GPU a view whose address or other strides are no multiples of 16 bytes is copied first. T, B and the lengths
+of packed sequences may be 0. States are `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`: dense matrices,
+addresses and strides multiples of 16 bytes, row and head strides free; float32, bfloat16 or float16, those of a call
+alike, float32 without initial ones (float64 is taken with float64 activations). A `[.., K, V]` view of `[.., V, K]`
+storage, or the other way round, is read and written without a copy.
 
 Keywords of all functions:
     use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.

@@ -1,4 +1,4 @@
-"""16-bit numbers in registers as fp32."""
+"""16-bit numbers as fp32 in registers, and fp32 as 16-bit numbers in memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -34,3 +34,25 @@ def widened(rX, again: cutlass.Constexpr = False):
     else:
         rWide.store(rX.load().to(Float32))
     return rWide
+
+
+@cute.jit
+def read(source: cute.Tensor, s: cute.Tensor):
+    """Loads a thread's elements of memory, of any dtype, into fp32 registers."""
+    if cutlass.const_expr(source.element_type is s.element_type):
+        cute.autovec_copy(source, s)
+    else:
+        own = cute.make_rmem_tensor_like(s, source.element_type)
+        cute.autovec_copy(source, own)
+        s.store(own.load().to(s.element_type))
+
+
+@cute.jit
+def write(s: cute.Tensor, target: cute.Tensor):
+    """Stores fp32 registers in a thread's elements of memory, rounded to the nearest of their dtype."""
+    if cutlass.const_expr(target.element_type is s.element_type):
+        cute.autovec_copy(s, target)
+    else:
+        own = cute.make_rmem_tensor_like(s, target.element_type)
+        own.store(s.load().to(target.element_type))
+        cute.autovec_copy(own, target)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 CHUNK = 64
 HEAD_DIM = 128
 ACTIVATION_DTYPES = ("bfloat16", "float16")
-STATE_DTYPES = ("float32", "bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")

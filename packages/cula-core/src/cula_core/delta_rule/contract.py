@@ -94,7 +94,7 @@ def check_prefill(
     check_null_slot(null_slot, state_pool)
     arguments.state_or_pool(
         initial_state, state_pool, indices, q, v, count, v_first, updated and output_indices is None,
-        null_slot=null_slot, dtypes=(*arguments.state_dtypes(q), torch.bfloat16, torch.float16),
+        null_slot=null_slot,
     )  # fmt: skip
     _check_targets(state_pool, indices, output_indices, null_slot, updated, q, v, count)
     states = initial_state if state_pool is None else state_pool
@@ -190,7 +190,7 @@ def check_checkpoints(
     aligned: bool = True,
 ) -> None:
     """Checks where states on the way go, and when. pool: one that is updated. heads, aligned: see `states`."""
-    dtype = arguments.state_dtypes(q)[-1] if states is None else states.dtype
+    dtype = arguments.exact_dtypes(q)[-1] if states is None else states.dtype
     heads = ("HV", v.shape[2]) if heads is None else heads
     if offsets is None and rows is None:
         arguments.checkpoints(

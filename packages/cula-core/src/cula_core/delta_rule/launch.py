@@ -152,7 +152,7 @@ class _Launch:
             self.indices is not None,
             self._index_dtype,
             fresh=self.fresh is not None,
-            state_dtype=self._state_dtype,
+            state_dtype=tensors.states_dtype(self.initial),
         )
         self.kernels(config)(
             maps, None, starts, self.initial, self.indices, self.fresh, call.cu_seqlens, self.null_slot, call.sequences,
@@ -196,18 +196,9 @@ class _Launch:
             fresh=self.fresh is not None,
             checkpoints=self._kept if not scan else None,
             placed=self._kept is not None and self.call.checkpoint_rows is not None and not scan,
-            state_dtype=self._state_dtype,
-            kept_dtype="float32"
-            if scan or self._kept is None
-            else dtype_name(self.call.checkpoints.dtype),
+            state_dtype=tensors.states_dtype(self.initial, None if scan else self.final),
+            kept_dtype=tensors.states_dtype(None if scan else self.call.checkpoints),
         )
-
-    @property
-    def _state_dtype(self) -> str:
-        for states in (self.initial, self.final):
-            if states is not None:
-                return dtype_name(states.dtype)
-        return "float32"
 
     @property
     def _kept(self) -> str | None:

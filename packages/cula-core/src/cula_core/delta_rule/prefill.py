@@ -103,10 +103,10 @@ class Prefill:
             beta: `[B, T, HV]` of any floating dtype and strides: the write strength; or its logits with
                 `use_beta_sigmoid_in_kernel`.
             scale: factor of the outputs; None: K ** -0.5.
-            initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32 (float64 is taken with
-                float64 activations); dense matrices, whose address and other strides are multiples of 16 bytes on the
-                GPU. A `[.., K, V]` view of `[.., V, K]` storage, or the other way round, is read without a copy. It
-                is not changed. None: zero.
+            initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16
+                (float64 is taken with float64 activations), which the final states have as well; dense matrices, whose
+                address and other strides are multiples of 16 bytes on the GPU. A `[.., K, V]` view of `[.., V, K]`
+                storage, or the other way round, is read without a copy. It is not changed. None: zero.
             output_final_state: whether to return the states after the last token of every sequence.
             use_qk_l2norm_in_kernel: q and k become x / sqrt(sum(x^2) + 1e-6), per token and head.
             use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias) without `lower_bound`, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..constants import STATE_DTYPES
 from ..dtypes import dtype_name
 from ..spec import missing_language
 from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIM
@@ -36,8 +37,8 @@ def supports(
         return "keeps no states on the way (return_intermediate_states)"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
-    if state_dtype is not None and dtype_name(state_dtype) != "float32":
-        return f"states must be float32, not {state_dtype}"
+    if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:
+        return f"states must be {', '.join(STATE_DTYPES)}, not {state_dtype}"
     for name, given in (("g", gate_dtype), ("beta", beta_dtype)):
         if given is not None and dtype_name(given) not in _GATES:
             return f"{name} must be {', '.join(_GATES)}, not {given}"

@@ -24,6 +24,7 @@ from cula_core.cute.memory import by_token, repeated, swizzled
 from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.widen import read, write
 from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME
@@ -353,23 +354,13 @@ class KdaRecurrence:
 
     @cute.jit
     def read_state(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
-        part = part_s.partition_C(cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0)))
-        if cutlass.const_expr(state.element_type is F32):
-            cute.autovec_copy(part, s)
-        else:
-            own = cute.make_rmem_tensor_like(s, state.element_type)
-            cute.autovec_copy(part, own)
-            s.store(own.load().to(F32))
+        tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
+        read(part_s.partition_C(tile), s)
 
     @cute.jit
     def write_state(self, s: cute.Tensor, state: cute.Tensor, column, part_s):
-        part = part_s.partition_C(cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0)))
-        if cutlass.const_expr(state.element_type is F32):
-            cute.autovec_copy(s, part)
-        else:
-            own = cute.make_rmem_tensor_like(s, state.element_type)
-            own.store(s.load().to(state.element_type))
-            cute.autovec_copy(own, part)
+        tile = cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
+        write(s, part_s.partition_C(tile))
 
     @cute.jit
     def write_identity(self, s: cute.Tensor, column, part_s):

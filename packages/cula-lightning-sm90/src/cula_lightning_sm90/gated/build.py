@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
@@ -70,20 +72,22 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
-    def state(rows: int = HEAD_DIM):
-        return fake.states(heads, rows, HEAD_DIM)
+    def state(rows: int = HEAD_DIM, dtype: str = "float32"):
+        return fake.states(heads, rows, HEAD_DIM, dtype)
+
+    kept = partial(state, dtype=config.state_dtype)
 
     height = config.columns * V_TILE
 
     return (
         *(_activation(config, batch, tokens) for _ in range(3)),
         _activation(config, batch, tokens, heads),
-        state() if config.initial_state else None,
+        kept() if config.initial_state else None,
         fake.vector(cutlass.Int32) if config.indexed else None,
         fake.vector(cutlass.Int32) if config.redirected else None,
         fake.vector(cutlass.Uint8) if config.fresh else None,
-        state() if config.final_state else None,
-        state() if config.checkpoints else None,
+        kept() if config.final_state else None,
+        kept() if config.checkpoints else None,
         fake.vector(cutlass.Int32) if config.placed else None,
         fake.vector(cutlass.Int32) if config.checkpoints == "once" else None,
         _offsets(config),

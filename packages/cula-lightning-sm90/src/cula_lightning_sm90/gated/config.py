@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cula_core.constants import STATE_DTYPES
 from cula_core.delta_rule.config import MergeConfig
 
 CHUNK = 64
@@ -109,7 +110,7 @@ class RecurrenceConfig(Operands):
     states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that
     they begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero
     whatever their states are. in_place: final states replace those of the pool. checkpoints: states on the way are kept
-    after "every" so many tokens, or "once"; placed: in rows that the caller names.
+    after "every" so many tokens, or "once"; placed: in rows that the caller names. state_dtype: of all these states.
     """
 
     tiles: int = 1
@@ -124,6 +125,7 @@ class RecurrenceConfig(Operands):
     placed: bool = False
     scan: bool = False
     cut: bool = False
+    state_dtype: str = "float32"
 
     @property
     def columns(self) -> int:
@@ -143,6 +145,8 @@ class RecurrenceConfig(Operands):
             return "an in-place state is a final state"
         if self.scan and (self.cut or self.final_state or self.checkpoints or self.tiles == 1):
             return "a scan begins with no other scan, has two tiles and writes no states"
+        if self.state_dtype not in STATE_DTYPES:
+            return f"states must be {', '.join(STATE_DTYPES)}, not {self.state_dtype}"
         if self.redirected and not (self.in_place and self.indexed):
             return "rows to end in are those of a pool that is updated through indices"
         return super().illegal()

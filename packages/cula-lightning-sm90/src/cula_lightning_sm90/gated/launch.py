@@ -135,6 +135,7 @@ def run(
             placed=not scan and kept is not None and call.checkpoint_rows is not None,
             scan=scan,
             cut=starts is not None,
+            state_dtype=tensors.states_dtype(initial, None if scan else final),
         )
         kernels(config)(
             q, k, call.v, call.out, initial, call.state_indices,

@@ -158,7 +158,8 @@ def chunk_gated_delta_rule(
     Heads of q, k and v may be grouped in any way: states and outputs have HS = max(HQ, HV) heads, and head s reads head
     `s // (HS // HQ)` of q, `s // (HS // HK)` of k and `s // (HS // HV)` of v. On a GPU q, k, v are bfloat16 or float16
     and K = V = 128; the kernel reads by TMA, so that views whose address or strides are no multiples of 16 bytes are
-    copied first. On the CPU any dimensions, and float32 and float64 too. States are float32.
+    copied first. On the CPU any dimensions, and float32 and float64 too. States are float32, bfloat16 or float16, those
+    of a call alike, and float32 without initial ones.
 
     Args:
         q: `[B, T, HQ, K]`.

@@ -9,6 +9,7 @@ from cula_core.cute.functions import exp2_pinned
 from cula_core.cute.output import OutputTiles
 from cula_core.cute.types import F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.widen import read, write
 from cula_core.cute.work import SLOTS, receive
 
 from ..config import CHUNK, V_TILE, Config
@@ -294,11 +295,11 @@ class Tiles(Layout):
 
     @cute.jit
     def get(self, s: cute.Tensor, part_s, pool, row, head, column):
-        cute.autovec_copy(part_s.partition_C(self.transposed(pool, row, head, column)), s)
+        read(part_s.partition_C(self.transposed(pool, row, head, column)), s)
 
     @cute.jit
     def put(self, s: cute.Tensor, part_s, pool, row, head, column):
-        cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
+        write(s, part_s.partition_C(self.transposed(pool, row, head, column)))
 
     def spilled(self, states, slot, head, column, tidx):
         """Returns a thread's part of a segment's contribution in the workspace, whose last dimension is the thread."""

@@ -21,7 +21,7 @@ from cula_core.cute.memory import repeated
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
-from cula_core.cute.widen import widened
+from cula_core.cute.widen import read, widened, write
 from cula_core.cute.work import SLOTS, receive
 
 from ...kernels.chunks import clear_past
@@ -341,7 +341,7 @@ class Chain:
 
     @cute.jit
     def put(self, s: cute.Tensor, part_s, pool, row, head, column):
-        cute.autovec_copy(s, part_s.partition_C(self.transposed(pool, row, head, column)))
+        write(s, part_s.partition_C(self.transposed(pool, row, head, column)))
 
     @cute.jit
     def start(
@@ -379,7 +379,7 @@ class Chain:
             if cutlass.const_expr(self.config.initial_state):
                 if item.begins == 1:
                     own = self.transposed(initial, item.row, item.head, column)
-                    cute.autovec_copy(part_s.partition_C(own), s)
+                    read(part_s.partition_C(own), s)
 
     @cute.jit
     def hand_over(
