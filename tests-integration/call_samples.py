@@ -73,6 +73,17 @@ def _(device):
     )  # fmt: skip
 
 
+@sample(cula_lightning_sm90.lightning_attn_fwd_varlen, "engine")
+def _(device):
+    """16-bit states, padding by value, a fresh sequence, and a checkpoint in the pool."""
+    return prefill(
+        device, decay=rates(device, HV), cu_seqlens=rows(device, 0, 100, 150, T), null_slot=0,
+        state_pool=states(device, 5).bfloat16(), initial_state_indices=rows(device, 3, 0, 2),
+        has_initial_state=torch.tensor([True, True, False], device=device),
+        checkpoint_offsets=rows(device, 64, 0, 0).long(), checkpoint_rows=rows(device, 4, -1, -1),
+    )  # fmt: skip
+
+
 @sample(cula_lightning_sm90.chunk_lightning_attn, "layer")
 def _(device):
     return prefill(device, layer_idx=3, num_layers=12, use_qk_l2norm_in_kernel=True)

@@ -73,6 +73,32 @@ def of_states(name: str, shape: str, functions: tuple[str, ...]) -> list[Wrong]:
     ]  # fmt: skip
 
 
+def rows(
+    label: str,
+    blamed: str,
+    changes: dict[str, Any],
+    error: type[Exception],
+    says: str,
+    got: str,
+    functions: tuple[str, ...] = PACKED,
+    **more: Any,
+) -> Wrong:
+    """Something wrong with a call whose checkpoints go to rows of the caller; tuples become int32 vectors."""
+
+    def make(a: Arguments) -> Arguments:
+        device = a["q"].device
+        wrong = {"checkpoint_rows": (0, -1, 1), CHECKPOINTS: torch.zeros(4, 4, 64, 128)} | changes
+        if blamed == "checkpoint_offsets" and blamed not in wrong:
+            wrong[blamed] = (0, 0, 64)
+        vectors = {
+            n: torch.tensor(x, dtype=torch.int32) for n, x in wrong.items() if isinstance(x, tuple)
+        }
+        wrong |= vectors
+        return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in wrong.items()}
+
+    return entry(label, make, error, blamed, says, got, functions, **more)
+
+
 CHECKPOINTS, EVERY = "state_checkpoints", "checkpoint_every_n_tokens"
 WRONG = [
     *(no_tensor(name, wrong) for name in ("q", "k", "v") for wrong in (None, [1.0])),
@@ -211,6 +237,25 @@ WRONG = [
     change("checkpoints at an odd address", CHECKPOINTS, shifted, ValueError, "a multiple of 16 bytes", "",
            devices=CUDA),
     away(CHECKPOINTS),
+    rows("rows without checkpoints", "checkpoint_rows", {EVERY: None, CHECKPOINTS: None}, ValueError,
+         "None without checkpoint_every_n_tokens or checkpoint_offsets", "Tensor"),
+    rows("two kinds of checkpoints", "checkpoint_offsets", {}, ValueError, "None beside checkpoint_every_n_tokens",
+         "Tensor"),
+    *(rows(f"{name} {label}", name, {EVERY: None, "checkpoint_offsets": (0, 64, 64), name: wrong}, error, says, got)
+      for name in ("checkpoint_rows", "checkpoint_offsets") for label, wrong, error, says, got in (
+        ("of a list", [0, 1, 2], TypeError, "a torch.Tensor", "list"),
+        ("of float32", torch.zeros(3), TypeError, "int32 or int64", "float32"),
+        ("too short", (0, 0), ValueError, "[N] = [3]", "[2]"),
+    )),
+    rows("offsets in no memory", CHECKPOINTS, {EVERY: None, "checkpoint_offsets": (0, 0, 64), CHECKPOINTS: None,
+         "checkpoint_rows": None}, ValueError, "a tensor, or an updated state_pool with rows", "None"),
+    rows("offsets into a pool that is read", CHECKPOINTS, {EVERY: None, "checkpoint_offsets": (0, 0, 64), CHECKPOINTS:
+         None, "update_state_pool": False}, ValueError, "a tensor, or an updated state_pool with rows", "None", VARLEN),
+    rows("checkpoints in memory that is too small", CHECKPOINTS, {EVERY: None, "checkpoint_offsets": (0, 0, 64),
+         CHECKPOINTS: torch.zeros(2, 4, 64, 128), "checkpoint_rows": None}, ValueError,
+         "a row for each of 3 sequences without checkpoint_rows", "2"),
+    rows("checkpoints behind their memory", "checkpoint_rows", {"checkpoint_rows": (0, 0, 4)}, ValueError,
+         "below the 4 of state_checkpoints", "4", devices=CPU),
     *(value("num_splits", wrong, TypeError, "an int or None", type(wrong).__name__) for wrong in (2.0, True, "auto")),
     *(value("num_splits", wrong, ValueError, "at least 1", str(wrong)) for wrong in (0, -1)),
     *(value("segment_tokens", wrong, TypeError, "an int or None", type(wrong).__name__)
@@ -350,6 +395,15 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
         ALL,
         lambda a: {"state_v_first": True}
         | by_name(a, lambda s: s.mT.contiguous(), "initial_state", "state_pool", CHECKPOINTS),
+    ),
+    "checkpoints in rows of the caller": (
+        PACKED,
+        lambda a: {CHECKPOINTS: torch.zeros(9, HEADS_V, DIM_K, DIM_V)[::2], "checkpoint_rows": torch.tensor([0, 1, 4])},
+    ),
+    "a checkpoint per sequence, in the pool": (
+        VARLEN,
+        lambda a: {CHECKPOINTS: None, EVERY: None, "checkpoint_rows": torch.tensor([-1, -1, 4]),
+                   "checkpoint_offsets": torch.tensor([0, 0, 64], dtype=torch.int32)},
     ),
     "no checkpoint in so few tokens": (
         ALL,

@@ -38,7 +38,8 @@ FACTORS = {
         (True, True, True, True),
     ),
     "state_v_first": (False, True),
-    "checkpoints": (False, True),
+    # (checkpoints, placed)
+    "kept": ((None, False), ("every", False), ("every", True), ("once", False), ("once", True)),
     "l2norm": (False, True),
     "exact_state": (False, True),
     "fresh": (False, True),
@@ -58,10 +59,12 @@ def possible(case: dict) -> bool:
 
 def config_of(case: dict) -> Config:
     (gate_dtype, decay), (initial, indexed, in_place, final) = case["mode"], case["states"]
-    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "fresh", "state_dtype")
+    flags = ("packed", "state_v_first", "l2norm", "fresh", "state_dtype")
+    checkpoints, placed = case["kept"]
     problem = Problem(
         case["dtype"], *case["dims"], gate_dtype, decay, initial_state=initial, indexed=indexed, in_place=in_place,
-        final_state=final, exact_state=case["exact_state"], **{name: case[name] for name in flags},
+        final_state=final, exact_state=case["exact_state"], checkpoints=checkpoints, placed=placed,
+        **{name: case[name] for name in flags},
     )  # fmt: skip
     return Config(problem, *case["work"])
 
@@ -74,7 +77,8 @@ HEAVY = [
     for config in candidates(
         Problem(
             "bfloat16", 128, 128, "float32", packed=packed, initial_state=True, indexed=True,
-            in_place=True, checkpoints=True, l2norm=True, exact_state=True, fresh=True, state_dtype=states,
+            in_place=True, checkpoints="once", placed=True, l2norm=True, exact_state=True, fresh=True,
+            state_dtype=states,
         )
     )
 ]  # fmt: skip
@@ -89,12 +93,14 @@ def label(config: Config) -> str:
         "decay",
         "packed",
         "state_v_first",
-        "checkpoints",
+        "placed",
         "l2norm",
         "exact_state",
         "in_place",
     )
     flags = "".join("-" + name for name in names if getattr(p, name))
+    if p.checkpoints:
+        flags += f"-{p.checkpoints}"
     states = "" if p.state_dtype == "float32" else f"-{p.state_dtype}-states"
     return f"{p.dtype}-{p.head_dim_k}x{p.head_dim_v}-{work}{flags}{states}"
 

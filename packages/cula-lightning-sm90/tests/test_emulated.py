@@ -71,7 +71,8 @@ def run(emulated) -> Callable[..., Outcome]:
     """run(call, ...) launches a call as `launch.run` does on a GPU, with guards around and NaN in all it may write.
 
     views: inputs are views of larger tensors full of NaN, outputs and states have gaps. gate_rows: g is stored so that
-    TMA can load it. changes: of emulator Options; a line to ignore is one of the kernel of the config `mutated`.
+    TMA can load it. kept_rows, offsets: arguments for checkpoints, which then go to a buffer of 12 rows, or in_pool.
+    changes: of emulator Options; a line to ignore is one of the kernel of the config `mutated`.
     run.configs: those of the last call.
     """
 
@@ -89,6 +90,9 @@ def run(emulated) -> Callable[..., Outcome]:
         index_dtype: torch.dtype = torch.int32,
         decay_sign: int = -1,
         state_dtype: torch.dtype = torch.float32,
+        kept_rows: tuple[int, ...] | None = None,
+        offsets: tuple[int, ...] | None = None,
+        in_pool: bool = False,
         mutated: object = None,
         **changes,
     ) -> Outcome:
@@ -121,7 +125,9 @@ def run(emulated) -> Callable[..., Outcome]:
             before = initial.clone()
         if call.final:
             final = initial if call.final == "in place" else states(len(call.lengths))
-        if call.every:
+        if kept_rows or offsets:
+            checkpoints = None if in_pool else states(12)
+        elif call.every:
             batch, tokens = call.v.shape[:2]
             checkpoints = states(batch * (tokens // call.every), 0).unflatten(0, (batch, -1))
         cu_seqlens = slots = None
@@ -140,14 +146,18 @@ def run(emulated) -> Callable[..., Outcome]:
                 None if in_place else initial, initial if in_place else None, slots,
                 None if in_place else final, checkpoints, cu_seqlens, out,
                 scale=call.scale, decay_sign=decay_sign, state_v_first=call.v_first,
-                l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=call.every,
+                l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=0 if offsets else call.every,
                 num_splits=num_splits, has_initial_state=known, null_slot=call.null_slot,
                 segment_tokens=segment_tokens,
+                checkpoint_rows=None if kept_rows is None else torch.tensor(kept_rows, dtype=torch.int32),
+                checkpoint_offsets=None if offsets is None else torch.tensor(offsets, dtype=torch.int32),
             )  # fmt: skip
             launch.run(arguments, multiprocessors=multiprocessors, kernels=kernels)
+        if in_pool:
+            checkpoints = initial.clone()
         kept = torch.ones(0 if initial is None else len(initial), dtype=torch.bool)
         if call.final == "in place":
-            kept[used] = False
+            kept[[*used, *(kept_rows if in_pool else ())]] = False
             final = torch.stack([initial[max(row, 0)] for row in call.rows])
         elif final is not None and call.padding:
             assert not final[list(call.padding)].any(), "final state of a padding sequence"
@@ -252,6 +262,40 @@ def test_padding_by_value_and_fresh_sequences(run, num_splits, final):
         (130, 70, 0, 64, 66), slots=(0, 3, 1, 4, 2), null_slot=4, fresh=(0, 2), **PACKED | {"final": final}
     )  # fmt: skip
     assert_right(call, run(poisoned(call, *call.padding), num_splits=num_splits, multiprocessors=3))
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    "kept_rows, offsets, in_pool",
+    [
+        ((8, -1, 2, 0, 4), None, False),
+        (None, (64, 0, 64, 0, 128), False),
+        ((8, 1, 2, -1, 4), (64, 0, 64, 64, 64), False),
+        ((2, -1, -1, -1, 5), (64, 0, 64, 64, 128), True),
+        ((2, -1, -1, -1, -1), None, True),
+    ],
+    ids=str,
+)
+def test_checkpoints_in_rows_of_the_caller(run, kept_rows, offsets, in_pool, num_splits):
+    """The same states as in rows by arithmetic, and nothing in other rows."""
+    call = make_call(LENGTHS, slots=ROWS, **PACKED)
+    options = {"num_splits": num_splits, "multiprocessors": 3}
+    plain = run(call, **options)
+    assert_right(call, plain)
+    found = run(call, kept_rows=kept_rows, offsets=offsets, in_pool=in_pool, **options)
+    assert same(found.out, plain.out) and same(found.states, plain.states)
+    free = set(range(len(found.checkpoints)))
+    for n, row in enumerate(kept_rows or range(len(LENGTHS))):
+        batch, span = call.checkpoint_rows(n)
+        kept = plain.checkpoints[batch, span]
+        if offsets is not None:
+            kept = kept[offsets[n] // 64 - 1 :][:1] if offsets[n] else kept[:0]
+        if row >= 0:
+            assert same(found.checkpoints[row : row + len(kept)], kept), n
+            free -= set(range(row, row + len(kept)))
+    rest = found.checkpoints[sorted(free - (set(ROWS) if in_pool else set()))]
+    assert rest.isnan().all()
 
 
 @pytest.mark.emulated(seeds=1)

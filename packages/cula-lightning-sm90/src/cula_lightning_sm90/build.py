@@ -63,6 +63,8 @@ def fake_arguments(config: Config) -> tuple:
         fake.vector(cutlass.Uint8) if problem.fresh else None,
         state() if problem.final_state and forward else None,
         state() if problem.checkpoints and forward else None,
+        fake.vector(cutlass.Int32) if problem.placed and forward else None,
+        fake.vector(cutlass.Int32) if problem.checkpoints == "once" and forward else None,
         fake.segment_table() if problem.packed else None,
         fake.vector(cutlass.Int32) if problem.packed else None,
         _workspace(cute.sym_int(), heads_v, v_tiles, registers, 128) if config.split else None,

@@ -11,7 +11,8 @@ SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, Tensor(a!)? state_pool, "
     "Tensor? state_indices, Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, "
     "float scale, int decay_sign, bool state_v_first, bool l2norm, bool exact_state, int checkpoint_every, "
-    "int? num_splits, Tensor? has_initial_state=None, int? null_slot=None, int segment_tokens=0) -> ()"
+    "int? num_splits, Tensor? has_initial_state=None, int? null_slot=None, int segment_tokens=0, "
+    "Tensor? checkpoint_rows=None, Tensor? checkpoint_offsets=None) -> ()"
 )
 
 
@@ -22,7 +23,9 @@ class Call(NamedTuple):
     decay_sign * head_decay. initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`;
     state_pool is updated in place, at the rows that state_indices [N] name (negative or null_slot: padding), and
     replaces both others. has_initial_state [N]: False where a sequence begins from zero. checkpoints [B, T // n, HV, K,
-    V] with n = checkpoint_every, or None and 0. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as
+    V] with n = checkpoint_every, or None and 0; [rows, HV, K, V] with checkpoint_rows [N], the row of each sequence's
+    first one, or with checkpoint_offsets [N], which keep one state per sequence, after so many tokens; then None is the
+    pool. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as
     num_splits says.
     """
 
@@ -48,6 +51,14 @@ class Call(NamedTuple):
     has_initial_state: Tensor | None = None
     null_slot: int | None = None
     segment_tokens: int = 0
+    checkpoint_rows: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+
+    @property
+    def kept_in(self) -> Tensor | None:
+        """Where states on the way are kept: `checkpoints`, or the pool."""
+        kept = self.checkpoint_offsets is not None or self.checkpoint_every > 0
+        return self.state_pool if kept and self.checkpoints is None else self.checkpoints
 
     @property
     def in_place(self) -> bool:

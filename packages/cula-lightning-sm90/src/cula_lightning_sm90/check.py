@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from cula_core import arguments
-from cula_core.delta_rule.contract import check_has_initial_state, check_null_slot
+from cula_core.delta_rule.contract import (
+    check_checkpoints,
+    check_has_initial_state,
+    check_null_slot,
+)
 from cula_core.dtypes import dtype_name
 
 from .config import HEAD_DIMS
@@ -37,6 +41,8 @@ def check_prefill(
     cu_seqlens_cpu: Tensor | None = None,
     null_slot: int | None = None,
     has_initial_state: Tensor | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> None:
     """Raises unless the arguments of a prefill fit together.
 
@@ -44,7 +50,7 @@ def check_prefill(
     sequence, or "state_pool". flags: update_state_pool, use_qk_l2norm_in_kernel, exact_state.
     """
     arguments.attention(q, k, v, out, HEAD_DIMS)
-    heads_v, dim_v = v.shape[2:]
+    heads_v = v.shape[2]
     sequences = q.shape[0]
     if cu_seqlens is not None:
         sequences = arguments.offsets("cu_seqlens", cu_seqlens, q)
@@ -86,9 +92,9 @@ def check_prefill(
     )  # fmt: skip
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, pool, sequences, q)
-    state_dtype = arguments.exact_dtypes(q)[-1] if state is None else state.dtype
-    arguments.checkpoints(
-        checkpoints, checkpoint_every, q, dim_v, state_v_first, state_dtype, ("HV", heads_v), aligned=True
+    check_checkpoints(
+        checkpoints, checkpoint_every, checkpoint_rows, checkpoint_offsets, q, v, sequences, state_v_first, state,
+        pool if update else None, cu_seqlens,
     )  # fmt: skip
     if num_splits is not None:
         if type(num_splits) is not int:

@@ -21,8 +21,9 @@ class Problem:
     """The static facts of a call: batch, lengths, head counts, strides, scale and intervals are not among them.
 
     gate_dtype: dtype of the per-token log decay, None without one. decay: there is a log decay per head. packed: the
-    sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are
-    skipped. in_place: the final state replaces the initial one. l2norm, exact_state: see the public functions. fresh:
+    sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are skipped.
+    in_place: the final state replaces the initial one. checkpoints: states on the way are kept after "every" so many
+    tokens, or "once"; placed: in rows that the caller names. l2norm, exact_state: see the public functions. fresh:
     sequences say whether they have an initial state. state_dtype: of all states.
     """
 
@@ -37,7 +38,8 @@ class Problem:
     final_state: bool = True
     indexed: bool = False
     in_place: bool = False
-    checkpoints: bool = False
+    checkpoints: str | None = None
+    placed: bool = False
     l2norm: bool = False
     exact_state: bool = False
     fresh: bool = False
@@ -57,6 +59,8 @@ class Problem:
             return "state indices, in-place and fresh states need an initial state"
         if self.in_place and not self.final_state:
             return "an in-place state is a final state"
+        if self.placed and self.checkpoints is None:
+            return "rows are named for states that are kept"
         return None
 
 

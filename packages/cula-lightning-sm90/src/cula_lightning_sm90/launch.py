@@ -42,6 +42,11 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     q, v, g, cu_seqlens = call.q, call.v, call.g, call.cu_seqlens
     batch, tokens, _, dim_k = call.k.shape
     heads_v, dim_v = v.shape[2:]
+    saved, fresh = call.kept_in, call.has_initial_state
+    kept = None
+    if saved is not None:
+        saved = saved.flatten(0, 1) if saved.dim() == 5 else saved
+        kept = "every" if call.checkpoint_offsets is None else "once"
     problem = Problem(
         dtype_name(q.dtype),
         dim_k,
@@ -54,10 +59,11 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         final_state=call.final is not None,
         indexed=call.state_indices is not None,
         in_place=call.in_place,
-        checkpoints=call.checkpoints is not None,
+        checkpoints=kept,
+        placed=kept is not None and call.checkpoint_rows is not None,
         l2norm=call.l2norm,
         exact_state=call.exact_state,
-        fresh=call.has_initial_state is not None,
+        fresh=fresh is not None,
         state_dtype=tensors.states_dtype(call.initial, call.final),
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
@@ -84,15 +90,19 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         shape = (spread.segments, heads_v, tiles, registers, 128)
         states = q.new_empty(shape, dtype=torch.float32)
         decays = q.new_empty(shape[:2], dtype=torch.float32)
-    saved, fresh = call.checkpoints, call.has_initial_state
     if fresh is not None:
         fresh = fresh.view(torch.uint8)
+    where = (
+        saved,
+        call.checkpoint_rows if problem.placed else None,
+        call.checkpoint_offsets if kept == "once" else None,
+    )
     for number, config in enumerate(configs(problem, spread)):
         forward = not config.prescan
         kernels(config)(
             q if forward else None, call.k, v, call.out, g, call.head_decay, call.initial, call.state_indices, fresh,
             call.final if forward else None,
-            saved.flatten(0, 1) if forward and saved is not None else None,
+            *(where if forward else (None, None, None)),
             segments, None if counters is None else counters[number : number + 1], states, decays,
             call.scale, call.decay_sign * LOG2_E, -1 if call.null_slot is None else call.null_slot, segment_tokens,
             max(call.checkpoint_every, CHUNK), spread.ctas,

@@ -21,6 +21,11 @@ Keywords of all functions:
         sequence goes to `[B, T // n, HV, K, V]` (or V, K; contiguous, dtype of the states), both or neither. Dense: row
         [b, i] holds the state after (i + 1) n tokens. Packed: a sequence at tokens [a, b) writes its i-th checkpoint to
         row a // n + i. Rows that belong to no checkpoint keep their contents; padding slots write none.
+    checkpoint_rows: `[N]` int32 or int64: state_checkpoints is `[rows, HV, K, V]` then, dense matrices like states, and
+        a sequence writes from this row of it on; negative: nothing.
+    checkpoint_offsets: `[N]` int32 or int64, multiples of 64, instead of an interval: one state per sequence, after so
+        many tokens, in row n, or in that of checkpoint_rows; 0: none. Where state_checkpoints is None it goes to a row
+        of the pool that the call updates, where no sequence of the call begins or ends.
     num_splits: None decides from shapes and the GPU whether to cut sequences into segments that run in parallel.
         1: never, then results do not depend, bit for bit, on how a sequence is cut into calls at multiples of 64
         tokens. n: segments of ceil(T / n) tokens, rounded up to a multiple of 64. No effect on the CPU.
@@ -65,9 +70,10 @@ torch.library.define(_PREFILL, SCHEMA)
 def _run_on_cpu(call: Call) -> None:
     reference.prefill(
         call.q, call.k, call.v, call.g, call.head_decay, call.initial, call.state_indices, call.final,
-        call.checkpoints, call.cu_seqlens, call.out, scale=call.scale, decay_sign=call.decay_sign,
+        call.kept_in, call.cu_seqlens, call.out, scale=call.scale, decay_sign=call.decay_sign,
         state_v_first=call.state_v_first, l2norm=call.l2norm, checkpoint_every=call.checkpoint_every,
-        has_initial_state=call.has_initial_state, null_slot=call.null_slot,
+        has_initial_state=call.has_initial_state, null_slot=call.null_slot, checkpoint_rows=call.checkpoint_rows,
+        checkpoint_offsets=call.checkpoint_offsets,
     )  # fmt: skip
 
 
@@ -86,7 +92,11 @@ def _run_on_gpu(call: Call) -> None:
     if g is not None and g.dtype == torch.float64:
         changes["g"] = g.float()
     if call.checkpoints is not None and call.checkpoints.numel() == 0:
-        changes |= {"checkpoints": None, "checkpoint_every": 0}
+        changes |= {"checkpoints": None, "checkpoint_every": 0, "checkpoint_offsets": None}
+    for name in ("checkpoint_rows", "checkpoint_offsets"):
+        x = getattr(call, name)
+        if x is not None and name not in changes:
+            changes[name] = x.to(torch.int32).contiguous()
     if call.has_initial_state is not None:
         changes["has_initial_state"] = call.has_initial_state.contiguous()
     if not is_aligned(out):
@@ -138,6 +148,8 @@ def lightning_attn_fwd(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention (Lightning Attention-2, arXiv 2401.04658) over a dense batch; d_t = -decay.
 
@@ -176,7 +188,8 @@ def lightning_attn_fwd(
     return _prefill(
         q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, None, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
-        checkpoint_every_n_tokens, num_splits, segment_tokens, out,
+        checkpoint_every_n_tokens, num_splits, segment_tokens, out, checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets,
     )  # fmt: skip
 
 
@@ -203,6 +216,8 @@ def lightning_attn_fwd_varlen(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over N packed sequences whose states live in a pool that is updated in place.
 
@@ -255,7 +270,7 @@ def lightning_attn_fwd_varlen(
         q, k, v, None, decay, "decay", scale, state_pool, "state_pool", initial_state_indices,
         update_state_pool, output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state,
         state_checkpoints, checkpoint_every_n_tokens, num_splits, segment_tokens, out, null_slot=null_slot,
-        has_initial_state=has_initial_state,
+        has_initial_state=has_initial_state, checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
     )  # fmt: skip
 
 
@@ -279,6 +294,8 @@ def chunk_lightning_attn(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention with the decays of a layer: (8 / HV) * (1 - layer_idx / num_layers) * h for value head h.
 
@@ -305,7 +322,8 @@ def chunk_lightning_attn(
     return _prefill(
         q, k, v, None, decay, "decay", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
-        checkpoint_every_n_tokens, num_splits, segment_tokens, out,
+        checkpoint_every_n_tokens, num_splits, segment_tokens, out, checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets,
     )  # fmt: skip
 
 
@@ -330,6 +348,8 @@ def chunk_simple_gla(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with a scalar gate per token and head, after GLA (arXiv 2312.06635); d_t = g_t + g_gamma.
 
@@ -372,6 +392,7 @@ def chunk_simple_gla(
         q, k, v, g, g_gamma, "g_gamma", scale, initial_state, "initial_state", None, False,
         output_final_state, state_v_first, cu_seqlens, use_qk_l2norm_in_kernel, exact_state, state_checkpoints,
         checkpoint_every_n_tokens, num_splits, segment_tokens, out, cu_seqlens_cpu,
+        checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
     )  # fmt: skip
 
 
@@ -401,6 +422,8 @@ def _prefill(
     *,
     null_slot: int | None = None,
     has_initial_state: Tensor | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Checks, allocates and runs for every public function. update: the state is replaced, not only read."""
     plain = is_plain_cuda_call(q)
@@ -409,7 +432,7 @@ def _prefill(
     check_prefill(
         q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
         state_v_first, cu_seqlens, (update, l2norm, exact_state), checkpoints, checkpoint_every, num_splits,
-        segment_tokens, out, cu_seqlens_cpu, null_slot, has_initial_state,
+        segment_tokens, out, cu_seqlens_cpu, null_slot, has_initial_state, checkpoint_rows, checkpoint_offsets,
     )  # fmt: skip
     if null_slot is not None and indices is None and cu_seqlens is not None:
         indices = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=q.device)
@@ -422,6 +445,8 @@ def _prefill(
     elif output_final_state:
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final = new_states(sequences, q, v, v_first, initial)
+    if checkpoints is not None and checkpoints is state and pool is not None:
+        checkpoints = None
     # All states of a call lie alike. A copy starts from the caller's, because not every row is written.
     saved = stored_alike(checkpoints, turned)
     if out is None:
@@ -437,6 +462,8 @@ def _prefill(
         checkpoint_every=checkpoint_every or 0,
         num_splits=num_splits,
         segment_tokens=segment_tokens or 0,
+        checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets,
         has_initial_state=has_initial_state,
         null_slot=null_slot,
     )  # fmt: skip

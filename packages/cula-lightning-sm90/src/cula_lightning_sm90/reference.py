@@ -27,6 +27,26 @@ from cula_core.tensors import live_rows
 _CHUNK = 64
 
 
+class _Kept(NamedTuple):
+    """States on the way that are kept in `buffer` `[rows, HV, K, V]`, or V, K.
+
+    first: the row of each sequence's first one, negative: none is kept. Kept is the state after `every` so many tokens,
+    or with offsets one of each sequence, after so many.
+    """
+
+    buffer: Tensor
+    first: list[int]
+    every: int
+    offsets: list[int] | None
+
+    def row(self, sequence: int, done: int) -> int:
+        """Returns the row for the state after `done` tokens, negative if it is not kept."""
+        first = self.first[sequence]
+        if self.offsets is not None:
+            return first if done == self.offsets[sequence] else -1
+        return first + done // self.every - 1 if first >= 0 and done % self.every == 0 else -1
+
+
 class _Sequence(NamedTuple):
     """Tokens [start, stop) of a row of the batch; `state` is its row of the initial states, negative for padding."""
 
@@ -52,13 +72,17 @@ def recurrent_prefill(
     state_v_first: bool = False,
     l2norm: bool = False,
     checkpoint_every: int = 0,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence itself, one token after another, in fp64 whatever the dtypes of the arguments.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. The log decay of a token is decay_sign * head_decay [HV] + g [B, T, HV];
     what is None does not count. initial_state: [rows, HV, K, V] ([rows, HV, V, K] with `state_v_first`) or None.
     state_indices: row of initial_state per sequence, negative for padding. cu_seqlens: [N + 1], packs B = 1.
-    checkpoints: [B, T // checkpoint_every, HV, K, V] (or V, K), written where a sequence owns a row.
+    checkpoints: [B, T // checkpoint_every, HV, K, V] (or V, K), written where a sequence owns a row. With
+    checkpoint_rows [N] it is [rows, HV, K, V], which name the sequences' first rows, negative: none. With
+    checkpoint_offsets [N], multiples of 64, the state after so many tokens goes to row n, or that of checkpoint_rows.
     Returns the outputs [B, T, HV, V] and the final states [N, HV, K, V] (or V, K), both zero for padding.
     """
     _, tokens, heads, dim_k = q.shape
@@ -70,6 +94,7 @@ def recurrent_prefill(
     outputs = v.new_zeros(v.shape, dtype=torch.float64)
     finals = v.new_zeros(len(sequences), heads_v, dim_k, dim_v, dtype=torch.float64)
     head = torch.arange(heads_v, device=q.device) // (heads_v // heads)
+    kept = _kept(checkpoints, checkpoint_every, checkpoint_rows, checkpoint_offsets, q, sequences)
     for n, (row, start, stop, slot) in enumerate(sequences):
         if slot < 0:
             continue
@@ -86,10 +111,8 @@ def recurrent_prefill(
             update = torch.einsum("hk,hv->hkv", keys[row, t, head], v[row, t].double())
             state = log_decay.exp()[:, None, None] * state + update
             outputs[row, t] = scale * torch.einsum("hk,hkv->hv", queries[row, t, head], state)
-            done = t + 1 - start
-            if checkpoints is not None and done % checkpoint_every == 0:
-                place = start // checkpoint_every + done // checkpoint_every - 1
-                checkpoints[row, place] = state.transpose(1, 2) if state_v_first else state
+            if kept is not None and (place := kept.row(n, t + 1 - start)) >= 0:
+                kept.buffer[place] = state.transpose(1, 2) if state_v_first else state
         finals[n] = state
     return outputs, finals.transpose(2, 3) if state_v_first else finals
 
@@ -110,6 +133,8 @@ def chunked_prefill(
     state_v_first: bool = False,
     l2norm: bool = False,
     checkpoint_every: int = 0,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`recurrent_prefill` by chunks of 64 tokens, in fp64 if an argument is fp64 and in fp32 otherwise.
 
@@ -132,6 +157,7 @@ def chunked_prefill(
         log_decay += decay_sign * head_decay.to(work)
     if g is not None:
         log_decay += g.to(work)
+    kept = _kept(checkpoints, checkpoint_every, checkpoint_rows, checkpoint_offsets, q, sequences)
     # Sequences of a dense batch have the same bounds, so their chunks are one batched product.
     groups = [live] if cu_seqlens is None else [[n] for n in live]
     for members in groups:
@@ -148,11 +174,9 @@ def chunked_prefill(
             outputs[rows, piece], state = _chunk(
                 q_c, k_c, v_c, log_decay[rows, piece], state, scale
             )
-            done = piece.stop - start
-            if checkpoints is not None and done % checkpoint_every == 0:
-                place = start // checkpoint_every + done // checkpoint_every - 1
-                stored = state.transpose(2, 3) if state_v_first else state
-                checkpoints[rows, place] = stored.to(checkpoints.dtype)
+            for n, own in zip(members, state) if kept is not None else ():
+                if (place := kept.row(n, piece.stop - start)) >= 0:
+                    kept.buffer[place] = own.mT if state_v_first else own
         finals[members] = state
     return outputs, finals.transpose(2, 3) if state_v_first else finals
 
@@ -177,6 +201,8 @@ def prefill(
     checkpoint_every: int = 0,
     has_initial_state: Tensor | None = None,
     null_slot: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> None:
     """`chunked_prefill` into `out` and `final_state`: the contract of the kernel's launcher, on the CPU.
 
@@ -199,7 +225,7 @@ def prefill(
     outputs, finals = chunked_prefill(
         q, k, v, g, head_decay, initial_state, state_indices, checkpoints, cu_seqlens, scale=scale,
         decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
-        checkpoint_every=checkpoint_every,
+        checkpoint_every=checkpoint_every, checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
     )  # fmt: skip
     out.copy_(outputs)
     if final_state is None:
@@ -227,6 +253,25 @@ def _chunk(
     until_end = between[:, :, -1].exp()[..., None]
     state = since_start[:, :, -1:] * state + (until_end * k).transpose(2, 3) @ v
     return outputs.transpose(1, 2), state
+
+
+def _kept(
+    buffer: Tensor | None,
+    every: int,
+    rows: Tensor | None,
+    offsets: Tensor | None,
+    q: Tensor,
+    sequences: list[_Sequence],
+) -> _Kept | None:
+    if buffer is None:
+        return None
+    first = list(range(len(sequences)))
+    if rows is not None:
+        first = rows.tolist()
+    elif offsets is None:
+        first = [row * (q.shape[1] // every) + start // every for row, start, _, _ in sequences]
+    buffer = buffer.flatten(0, 1) if buffer.dim() == 5 else buffer
+    return _Kept(buffer, first, every, None if offsets is None else offsets.tolist())
 
 
 def _sequences(

@@ -217,6 +217,8 @@ def check_checkpoints(
         if rows is None or pool is None or every is not None:
             arguments.value_error(name, "a tensor, or an updated state_pool with rows", None)
         buffer = pool
+    elif buffer is states and pool is None:
+        arguments.value_error(name, "other memory than that of states that are only read", name)
     arguments.states(
         name, buffer, v, q.shape[3], v_first, dtypes=(dtype,), aligned=aligned, heads=heads
     )

@@ -103,7 +103,8 @@ def gated_delta_rule(
         begin[read] = given[slots[read]].to(dtype)
     pool = None if state_pool is None else state_pool.to(dtype, copy=True)
     checkpoints = None if state_checkpoints is None else state_checkpoints.to(dtype, copy=True)
-    kept_in = pool if checkpoints is None and checkpoint_offsets is not None else checkpoints
+    kept = checkpoint_offsets is not None or checkpoint_every_n_tokens is not None
+    kept_in = pool if kept and checkpoints is None else checkpoints
     out, states = recurrent_prefill(
         q, k, v, decay[..., None].expand_as(k), strength, initial_state=begin,
         state_indices=torch.where(live, rows, -1), cu_seqlens=cu_seqlens, scale=scale,

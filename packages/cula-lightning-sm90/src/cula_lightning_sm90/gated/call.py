@@ -70,8 +70,8 @@ class Call(NamedTuple):
     @property
     def kept_in(self) -> Tensor | None:
         """Where states on the way are kept: `checkpoints`, or the pool."""
-        own = self.checkpoint_offsets is not None and self.checkpoints is None
-        return self.state_pool if own else self.checkpoints
+        kept = self.checkpoint_offsets is not None or self.checkpoint_every > 0
+        return self.state_pool if kept and self.checkpoints is None else self.checkpoints
 
     @property
     def sequences(self) -> int:

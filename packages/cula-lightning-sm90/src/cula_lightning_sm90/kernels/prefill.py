@@ -79,6 +79,8 @@ class LightningPrefill(Layout):
         fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
         states: cute.Tensor,
@@ -107,8 +109,8 @@ class LightningPrefill(Layout):
             tma_g, g = self.gates.make_tma(g)
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, fresh, final,
-            checkpoints, segments, counter, states, decays, scale, decay_factor, null_slot, segment_tokens,
-            checkpoint_every,
+            checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale, decay_factor,
+            null_slot, segment_tokens, checkpoint_every,
         ).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -138,6 +140,8 @@ class LightningPrefill(Layout):
         fresh: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
         states: cute.Tensor,
@@ -234,7 +238,8 @@ class LightningPrefill(Layout):
             if cutlass.const_expr(self.forward):
                 self.tile.attend(
                     ring, weights, items, base, p_base, o_base, tables, item_words, tma_o, mO, out,
-                    initial, final, checkpoints, states, decays, segment_tokens, checkpoint_every, tile, thread_idx,
+                    initial, final, checkpoints, checkpoint_rows, checkpoint_offsets, states, decays, segment_tokens,
+                    checkpoint_every, tile, thread_idx,
                 )  # fmt: skip
             else:
                 self.tile.scan(

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from cula_core.cute.checkpoints import Checkpoints
 from cula_core.cute.functions import exp2_pinned
 from cula_core.cute.output import OutputTiles
 from cula_core.cute.types import F32, I32
@@ -24,6 +25,8 @@ class Tiles(Layout):
     def __init__(self, config: Config):
         super().__init__(config)
         self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
+        problem = config.problem
+        self.kept = Checkpoints(problem.checkpoints, problem.placed, problem.packed)
 
     @cute.jit
     def attend(
@@ -42,6 +45,8 @@ class Tiles(Layout):
         initial: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
         states: cute.Tensor,
         decays: cute.Tensor,
         segment_tokens: cutlass.Int32,
@@ -101,6 +106,7 @@ class Tiles(Layout):
             )  # fmt: skip
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
+            after = self.kept.after(sequence, checkpoint_offsets, checkpoint_every)
             for c in cutlass.range(chunks, unroll=1):
                 left = cutlass.min(length - c * CHUNK, CHUNK)
                 ring.consumer_wait(at)
@@ -137,12 +143,12 @@ class Tiles(Layout):
                 turn = turn + 1
                 if cutlass.const_expr(self.problem.checkpoints):
                     done = part * segment_tokens + (c + 1) * CHUNK
-                    if (left == CHUNK) & (done % checkpoint_every == 0):
-                        at_row = self.checkpoint_row(
-                            token, part, segment_tokens, sequence, checkpoint_every, out
-                        )
-                        at_row = at_row + done // checkpoint_every - 1
-                        self.put(s, part_s, checkpoints, at_row, head, column)
+                    if (left == CHUNK) & self.kept.due(done, after):
+                        at_row = self.kept.row(
+                            sequence, token - part * segment_tokens, out.shape[1], checkpoint_rows, after, done
+                        )  # fmt: skip
+                        if at_row >= 0:
+                            self.put(s, part_s, checkpoints, at_row, head, column)
             if chunks > 0:
                 self.outputs.finish(
                     tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx
@@ -358,11 +364,3 @@ class Tiles(Layout):
                     self.put(s, part_s, final, row, head, column)
             else:
                 self.put(s, part_s, final, sequence, head, column)
-
-    @cute.jit
-    def checkpoint_row(self, token, part, segment_tokens, sequence, checkpoint_every, out):
-        """Returns the row of a sequence's first checkpoint."""
-        if cutlass.const_expr(self.problem.packed):
-            return (token - part * segment_tokens) // checkpoint_every
-        else:
-            return sequence * (out.shape[1] // checkpoint_every)

@@ -195,6 +195,9 @@ STATES_OF_ENGINES = [
             "a tensor, or an updated state_pool with rows", "None", PACKED),
     added("rows of a pool that is read", {**ONCE, "checkpoint_rows": rows(0, 1, 2), "update_state_pool": lambda a:
             False}, ValueError, "state_checkpoints", "a tensor, or an updated state_pool with rows", "None", PACKED),
+    added("checkpoints in a pool that is read", EVERY | {"state_checkpoints": lambda a: a["state_pool"],
+            "checkpoint_rows": rows(0, 1, 2), "update_state_pool": lambda a: False}, ValueError, "state_checkpoints",
+            "other memory than that of states that are only read", "", PACKED),
     added("memory for too few checkpoints", {**ONCE, "state_checkpoints": saved(2)}, ValueError,
             "state_checkpoints", "a row for each of 3 sequences without checkpoint_rows", "2", PACKED),
     added("checkpoints beyond their memory", {**ONCE, "state_checkpoints": saved(2), "checkpoint_rows":

@@ -93,6 +93,8 @@ class Case:
         if (self.every or self.offsets) and not self.in_pool:
             shape = (12,) if self.kept_rows or self.offsets else (batch, tokens // self.every)
             given["state_checkpoints"] = states.new_full((*shape, *states.shape[1:]), math.nan)
+        elif self.every:
+            given["state_checkpoints"] = states
         return given
 
     @property
@@ -119,6 +121,7 @@ CASES = {
     "pieces": Case(
         PACKED, rows=(1, 2, 0, 3), targets=(6, 2, 5, -3), null_slot=0, fresh=(0,), every=64, slots=2,
     ),
+    "every so many tokens, in the pool": Case(rows=(5, 4), every=64, kept_rows=(0, -1), in_pool=True),
     "16 bits": Case(rows=(5, 3), fresh=(1,), every=64, state_dtype=torch.float16),
     "16 bits, in the pool": Case(
         PACKED, rows=(1, 2, 5, 3), targets=(6, 2, 0, 3), null_slot=0, fresh=(0,), offsets=(128, 64, 64, 192),
