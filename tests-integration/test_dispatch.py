@@ -684,7 +684,10 @@ FLOAT_GATES = "float32, bfloat16, float16, float64"
         ({"head_dim_k": 64}, "K must be 128, not 64"),
         ({"head_dim_v": 256}, "V must be 128, not 256"),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
-        ({"state_dtype": torch.float64}, "states must be float32, bfloat16, float16, not torch.float64"),
+        (
+            {"state_dtype": torch.float64},
+            "states must be float32, bfloat16, float16, not torch.float64",
+        ),
         ({"gate_dtype": torch.int32}, f"g must be {FLOAT_GATES}, not torch.int32"),
         ({"beta_dtype": torch.int32}, f"beta must be {FLOAT_GATES}, not torch.int32"),
         ({"use_intracard_cp": True}, None),

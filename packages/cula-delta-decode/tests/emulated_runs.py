@@ -56,7 +56,8 @@ def run(emulated) -> Callable[..., Tensor]:
         rings = replay or (None,) * 4
         out = None if commits else emulated.empty_like(x.v)
         arguments = launch.Arguments(
-            q=None if commits else x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, out=out,
+            q=None if commits else x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, out=out,
+            dt_bias=None if x.dt_bias is None else x.dt_bias.flatten(),
             state=x.state if case.begins else None, next_state=next_state, slots=x.slots, next_slots=next_slots,
             accepted=accepted, token_states=token_states, token_slots=token_slots, offsets=x.cu_seqlens,
             ring_k=rings[0], ring_u=rings[1], ring_decay=rings[2], cursor=rings[3],

@@ -575,7 +575,10 @@ print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _
         ({"head_dim_k": 64, "head_dim_v": 128, "requires_grad": False}, None),
         ({"requires_grad": True}, "no backward"),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
-        ({"state_dtype": torch.float64}, "states must be float32, bfloat16, float16, not torch.float64"),
+        (
+            {"state_dtype": torch.float64},
+            "states must be float32, bfloat16, float16, not torch.float64",
+        ),
         ({"gate_dtype": torch.int32}, "g must be float32, bfloat16, float16, float64, not torch."),
         ({"head_dim_k": 96}, "K must be one of (64, 128), not 96"),
         ({"head_dim_v": 256}, "V must be one of (64, 128), not 256"),

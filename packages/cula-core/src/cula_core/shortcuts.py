@@ -31,6 +31,7 @@ _FACTS = frozenset(
     ("__get__", "__len__", "stride", "dim", "size", "numel", "data_ptr", "element_size", "is_contiguous", "get_device",
      "storage_offset", "is_floating_point")
 )  # fmt: skip
+_ALLOCATIONS = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 # What an argument or a result may be beside tensors and tuples of them.
 _VALUES = frozenset(
     (float, str, torch.dtype, torch.device, torch.memory_format, torch.Size, slice, type(Ellipsis))
@@ -245,6 +246,7 @@ class _Steps(TorchFunctionMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self._kept = list(tensors)  # while a tensor lives, none other has its id
+        self._arguments = len(tensors)
         self._names = {id(x): f"t{i}" for i, x in enumerate(tensors)}
         self._head = ", ".join(self._names.values())
         self._lines: list[str] = []
@@ -288,6 +290,8 @@ class _Steps(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and self._names.get(id(found)) and not _writes(func, kwargs):
             pass  # nothing had to be done, as by x.float() where x is float32
+        elif func in _ALLOCATIONS and self._is_plain(found):
+            self._allocate(found)
         elif isinstance(found, Tensor):
             self._line((found,), func, args, kwargs or {})
         elif type(found) in (tuple, list) and all(isinstance(x, Tensor) for x in found):
@@ -295,6 +299,20 @@ class _Steps(TorchFunctionMode):
         elif func.__name__ not in _FACTS:
             self._possible = False
         return found
+
+    def _is_plain(self, x: Tensor) -> bool:
+        """Whether an allocation is contiguous memory on the device of the call."""
+        return x.dim() > 0 and x.is_contiguous() and x.device == self._kept[0].device
+
+    def _allocate(self, found: Tensor) -> None:
+        """Writes an allocation as torch makes it fastest: like an argument, without a dtype if one has it."""
+        sizes = ", ".join(map(str, found.shape))
+        for x in self._kept[: self._arguments]:
+            if x.dtype == found.dtype:
+                self._lines.append(f"{self._new(found)} = {self._names[id(x)]}.new_empty({sizes})")
+                return
+        dtype = self._kept_as(found.dtype)
+        self._lines.append(f"{self._new(found)} = t0.new_empty({sizes}, dtype={dtype})")
 
     def _new(self, x: Tensor) -> str:
         self._kept.append(x)

@@ -396,7 +396,10 @@ def test_fake_tensors_of_any_device(device, v_first):
         ({"requires_grad": True}, "no backward"),
         ({"return_intermediate_states": True}, "keeps no states on the way"),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
-        ({"state_dtype": torch.float64}, "states must be float32, bfloat16, float16, not torch.float64"),
+        (
+            {"state_dtype": torch.float64},
+            "states must be float32, bfloat16, float16, not torch.float64",
+        ),
         ({"gate_dtype": torch.int32}, "g must be float32, bfloat16, float16, float64, not torch."),
         ({"beta_dtype": torch.int8}, "beta must be float32, bfloat16, float16, float64, not torch"),
         ({"head_dim_k": 64}, "K must be 128, not 64"),

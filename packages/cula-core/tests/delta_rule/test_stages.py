@@ -12,7 +12,7 @@ from delta_rule_problems import ARCHITECTURE, PROBLEMS, WITH_FACTORS, WITH_PRODU
 from delta_rule_targets import HOPPER
 from torch import Tensor
 
-from cula_core.delta_rule.config import CHUNK, HEAD_DIM, TRIANGLE, FactorsConfig
+from cula_core.delta_rule.config import CHUNK, TRIANGLE, FactorsConfig
 from cula_core.delta_rule.kernels.block import WIDE
 from cula_core.dtypes import dtype_name
 from cula_core.reference import kda as reference
@@ -49,9 +49,8 @@ def prepare(compiled, problem, blocks: Tensor, intra: tuple[Tensor, Tensor] | No
     """Runs the chunk-parallel kernel alone."""
     x = problem.given
     cu_seqlens = problem.cu_seqlens(torch.int32) if problem.packed else None
-    bias = None if x["dt_bias"] is None else x["dt_bias"].view(-1, HEAD_DIM)
     compiled(prepare_config(problem, intra=intra is not None))(
-        x["q"], x["k"], x["g"], x["beta"], x["A_log"], bias, cu_seqlens, blocks, *(intra or (None, None)),
+        x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens, blocks, *(intra or (None, None)),
         problem.scale, problem.options["lower_bound"], 0, blocks.shape[0],
     )  # fmt: skip
 

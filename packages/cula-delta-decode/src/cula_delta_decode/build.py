@@ -44,7 +44,6 @@ def fake_arguments(problem: Problem) -> Arguments:
         matrix = (dim_v, dim_k) if problem.state_v_first else (dim_k, dim_v)
         return _strided(DTYPES[problem.state_dtype], rows, heads_v, *matrix, align=16, dense=2)
 
-    width = dim_k if gate.channels else 1
     g = None
     if gate.kind != "none":
         channels = activation(heads_v, dim_k, DTYPES[gate.dtype], align)
@@ -70,9 +69,6 @@ def fake_arguments(problem: Problem) -> Arguments:
         inputs = _contiguous(dtype, pool, cute.sym_int(), channels)
         taps = _contiguous(DTYPES[fused.convolution], channels, CONVOLUTION_WIDTH)
         tap_bias = vector(DTYPES[fused.convolution], channels) if fused.bias else None
-    bias = None
-    if gate.bias:
-        bias = make_fake_tensor(DTYPES[gate.bias], (heads_v, width), stride=(width, 1))
     return Arguments(
         q=None if problem.commits else activation(heads, dim_k, align=align),
         k=activation(heads, dim_k, align=align),
@@ -80,7 +76,9 @@ def fake_arguments(problem: Problem) -> Arguments:
         g=g,
         beta=None if gate.strength == "one" else per_head(gate.strength_dtype),
         A_log=vector(F32, heads_v) if gate.rate else None,
-        dt_bias=bias,
+        dt_bias=make_fake_tensor(DTYPES[gate.bias], (cute.sym_int(),), stride=(1,))
+        if gate.bias
+        else None,
         out=None if problem.commits else activation(heads_v, dim_v),
         state=states(pool) if problem.begins else None,
         next_state=states(cute.sym_int()) if problem.ends else None,

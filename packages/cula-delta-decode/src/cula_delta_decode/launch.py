@@ -167,7 +167,7 @@ def recurrent(
 def gates_as_read(
     g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, v: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns g [B, T, HV] or [B, T, HV, K], A_log [HV] fp32 and dt_bias [HV, 1] or [HV, K] of a dtype that is read."""
+    """Returns g [B, T, HV] or [B, T, HV, K], A_log [HV] fp32 and dt_bias [HV] or [HV * K] of a dtype that is read."""
     heads = v.shape[2]
     if g is not None and g.dim() == 3 and g.shape[2] != heads:
         g = g.unflatten(2, (heads, -1))
@@ -178,8 +178,8 @@ def gates_as_read(
             dt_bias = dt_bias.float()
         if dt_bias.data_ptr() % 16:  # as a slice may be; the kernel reads 16 bytes at a time
             dt_bias = dt_bias.clone()
-        if dt_bias.dim() == 1:
-            dt_bias = dt_bias.view(heads, -1)
+        if dt_bias.dim() == 2:
+            dt_bias = dt_bias.view(-1)
     return g, A_log, dt_bias
 
 

@@ -43,7 +43,7 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
 
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
-    """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV, 128], cu_seqlens [N + 1],
+    """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV * 128], cu_seqlens [N + 1],
     blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of
     slots."""
     batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
@@ -60,7 +60,7 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
             beta, (batch, tokens, heads_v), stride=tuple(cute.sym_int64() for _ in range(3))
         ),
         fake.vector(F32, heads_v) if config.rate else None,
-        make_fake_tensor(F32, (heads_v, HEAD_DIM), stride=(HEAD_DIM, 1), assumed_align=16)
+        make_fake_tensor(F32, (cute.sym_int(),), stride=(1,), assumed_align=16)
         if config.bias
         else None,
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,

@@ -356,7 +356,8 @@ def prepared(call: Call) -> Call:
     g, beta = (x.float() if x.dtype == torch.float64 else x for x in (call.g, call.beta))
     rate, bias = call.A_log, call.dt_bias
     if bias is not None:
-        bias = aligned(bias.float().reshape(g.shape[2:]).contiguous())
+        bias = aligned(bias.float().contiguous())
+        bias = bias if bias.dim() == 1 else bias.view(-1)
     indices = {
         name: None if x is None else x.to(torch.int32).contiguous()
         for name in (

@@ -34,6 +34,7 @@ class DeltaDecode:
         self.slots, self.packed, self.redirected = problem.slots, problem.packed, problem.redirected
         self.commits, self.long = problem.commits, problem.long
         self.tokens = problem.tokens
+        self.width = problem.head_dim_k if problem.gate.channels else 1  # of a decay
         self.tiles, self.tile_v = problem.head_dim_v // config.tile_v, config.tile_v
         self.tile = Rows(config) if problem.state_v_first else Columns(config)
 
@@ -74,7 +75,10 @@ class DeltaDecode:
         rows: Int32,
         stream,
     ):
-        """Launches the kernel with the arguments of `launch.fake_arguments`."""
+        """Launches the kernel with the arguments of `build.fake_arguments`."""
+        if cutlass.const_expr(mBias is not None):
+            layout = cute.make_layout((mV.shape[2], self.width), stride=(self.width, 1))
+            mBias = cute.make_tensor(mBias.iterator, layout)
         self.kernel(
             mQ, mK, mV, mG, mBeta, mRate, mBias, mOut, mState, mNext, mSlots, mNextSlots, mAccepted, mTokenStates,
             mTokenSlots, mOffsets, mRingK, mRingU, mRingDecay, mCursor, mInputs, mPositions, mTaps, mTapBias, mGate,

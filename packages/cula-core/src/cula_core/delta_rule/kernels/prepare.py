@@ -289,7 +289,7 @@ class KdaPrepare:
         """Starts to load dt_bias of the head; zero where there is none, and nothing where no gate is computed."""
         if cutlass.const_expr(self.config.bias):
             if tidx < HEAD_DIM // 4:
-                own = view(bias[head, None].iterator, 4 * tidx, 4)
+                own = view(bias.iterator, head * HEAD_DIM + 4 * tidx, 4)
                 copy_async(own, view(shared.bias.iterator, 4 * tidx, 4))
         elif cutlass.const_expr(self.config.gate != "log"):
             if tidx < HEAD_DIM:
