@@ -99,7 +99,7 @@ META = torch.device("meta")
 # The arguments that Lightning prefill functions alone have; test_check_prefill.py is about those.
 OF_LIGHTNING_PREFILL = {
     "use_qk_l2norm_in_kernel", "exact_state", "state_checkpoints", "checkpoint_every_n_tokens", "num_splits",
-    "update_state_pool",
+    "update_state_pool", "segment_tokens",
 }  # fmt: skip
 # Those that chunk_gated_delta_rule alone has; `cula_testing.gated.contract` is about them.
 OF_GATED = {
@@ -527,6 +527,20 @@ def cases() -> list[Case]:
             ValueError,
             "'auto', True or False",
         )
+    for bad, error, expected in (
+        (
+            {"segment_tokens": 1000},
+            ValueError,
+            "a multiple of 64, at least 1024, or None, got 1000",
+        ),
+        ({"segment_tokens": 1024.0}, TypeError, "an int or None, got float"),
+        (
+            {"segment_tokens": 1024, "use_intracard_cp": False},
+            ValueError,
+            "None with use_intracard_cp=False, got 1024",
+        ),
+    ):
+        add("chunk_kda", "segment_tokens", bad, error, expected)
     states = {"return_intermediate_states": True}
     add(
         "chunk_kda",

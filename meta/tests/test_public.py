@@ -449,7 +449,7 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         "group": 2, "initial_state": True, "output_final_state": True, "use_qk_l2norm_in_kernel": False,
         "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False,
         "state_v_first": False, "safe_gate": True, "lower_bound": True, "return_intermediate_states": False,
-        "use_intracard_cp": "auto",
+        "use_intracard_cp": "auto", "segment_tokens": None,
     }  # fmt: skip
     assert seen.pop() == {"op": "kda.prefill", "function": "chunk_kda", **common, **flags}
 
@@ -458,7 +458,12 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         *qkv, x["g"], x["beta"].float(), torch.zeros(HV), None, None, state, True, use_gate_in_kernel=True,
         lower_bound=-9.0, cu_seqlens=CU,
     )  # fmt: skip
-    for name in ("safe_gate", "return_intermediate_states", "use_intracard_cp"):
+    for name in (
+        "safe_gate",
+        "return_intermediate_states",
+        "use_intracard_cp",
+        "segment_tokens",
+    ):
         del flags[name]
     assert seen.pop() == {"op": "kda.decode", "function": "fused_recurrent_kda", **common, **flags}
 
@@ -476,7 +481,8 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     op, of_rule = "lightning.gated_delta_rule", "chunk_gated_delta_rule"
     more = {
         "grouped_queries": False, "softplus": False, "state_pool": False, "update_state_pool": True,
-        "has_initial_state": False, "checkpoints": False, "use_intracard_cp": "auto", "operand_dtype": None,
+        "has_initial_state": False, "checkpoints": False, "use_intracard_cp": "auto", "segment_tokens": None,
+        "operand_dtype": None,
     }  # fmt: skip
     assert seen.pop() == {"op": op, "function": of_rule, **common, **flags, **more}
 
@@ -513,7 +519,7 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     kernel(op, lambda *a, **o: ("o", None), supports=supports)
     plain = {
         "decay_requires_grad": False, "use_qk_l2norm_in_kernel": False, "exact_state": False, "checkpoints": False,
-        "num_splits": None,
+        "num_splits": None, "segment_tokens": None,
     }  # fmt: skip
     lightning.chunk_simple_gla(
         *qkv, x["g"][..., 0].contiguous(), output_final_state=True, cu_seqlens=CU
@@ -524,11 +530,13 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         "state_v_first": False, **plain,
     }  # fmt: skip
     decay = torch.rand(HV)
-    lightning.chunk_simple_gla(*qkv, g_gamma=-decay, use_qk_l2norm_in_kernel=True, num_splits=3)
+    lightning.chunk_simple_gla(
+        *qkv, g_gamma=-decay, use_qk_l2norm_in_kernel=True, segment_tokens=1024
+    )
     assert seen.pop() == {
         "op": op, "function": "chunk_simple_gla", **common, "state_dtype": None, "gate_dtype": None,
         "head_decay": True, "varlen": False, "group": 2, "initial_state": False, "output_final_state": False,
-        "state_v_first": False, **plain, "use_qk_l2norm_in_kernel": True, "num_splits": 3,
+        "state_v_first": False, **plain, "use_qk_l2norm_in_kernel": True, "segment_tokens": 1024,
     }  # fmt: skip
     lightning.lightning_attn_fwd(
         *qkv,

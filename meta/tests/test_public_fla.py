@@ -136,6 +136,10 @@ def test_gated_delta_rule() -> None:
             {"use_intracard_cp": True},
             "splits sequences by settings of its own, not by use_intracard_cp=True",
         ),
+        (
+            {"segment_tokens": 1024},
+            "cuts no sequences after a number of tokens of the caller (segment_tokens)",
+        ),
     ],
 )
 def test_what_the_gated_delta_rule_lacks(options: dict[str, Any], reason: str) -> None:
@@ -301,6 +305,10 @@ def test_decode_and_commit(rows: list[int] | None, v_first: bool, dtype: torch.d
         ({"exact_state": True}, "has no exact_state"),
         ({"checkpoints": True}, "writes no state_checkpoints"),
         ({"num_splits": 2}, "does not split sequences (num_splits=2)"),
+        (
+            {"segment_tokens": 2048},
+            "cuts no sequences after a number of tokens of the caller (segment_tokens)",
+        ),
         ({"decay_requires_grad": True}, "has no gradient for the constant decay of a head"),
         ({"function": "lite_attention"}, "has no lite_attention"),
         ({"function": "fused_recurrent_kda", "requires_grad": True}, "has no backward of it"),

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 GLA = (
     *(torch.float32, 16, 16, False, None),
     *(None, False, False, 1, False, False, False),
-    *(False, False, False, False, None),
+    *(False, False, False, False, None, None),
 )
 TRAINING = (*GLA[:3], True, *GLA[4:])
 
@@ -281,7 +281,9 @@ def test_supports_sees_the_problem_by_name(install: Callable[..., None]) -> None
 
 
 def test_fact_that_cannot_be_looked_up_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^num_splits: expected a bool, an int or None, got list$"):
+    with pytest.raises(
+        TypeError, match=r"^segment_tokens: expected a bool, an int or None, got list$"
+    ):
         resolve("chunk_simple_gla", "auto", CPU, *GLA[:-1], [2])
 
 

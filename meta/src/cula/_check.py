@@ -104,12 +104,13 @@ def chunk_kda(
 
 def kernel_choices(
     use_intracard_cp: bool | str,
+    segment_tokens: int | None,
     operand_dtype: torch.dtype | None,
     softplus_beta: float,
     softplus_threshold: float,
 ) -> None:
     """The part of the contract of `chunk_gated_delta_rule`, beside operands, that choosing an implementation needs."""
-    check_split_choice(use_intracard_cp)
+    check_split_choice(use_intracard_cp, segment_tokens)
     check_operand_dtype(operand_dtype)
     check_softplus(softplus_beta, softplus_threshold)
 
@@ -338,10 +339,13 @@ def _prefill(
     state_checkpoints: Tensor | None,
     checkpoint_every_n_tokens: int | None,
     num_splits: int | None,
+    segment_tokens: int | None,
 ) -> None:
     """The keyword arguments that every Lightning prefill function has."""
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
     split_count(num_splits)
+    other = None if num_splits is None else str(num_splits)
+    arguments.segment_tokens(segment_tokens, not_beside=other, of="num_splits")
     dtype = arguments.exact_dtypes(q)[-1] if states is None else states.dtype
     arguments.checkpoints(
         state_checkpoints, checkpoint_every_n_tokens, q, dims.dim_v, state_v_first, dtype, ("HV", dims.value_heads)

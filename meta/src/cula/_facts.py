@@ -36,6 +36,7 @@ _PREFILL_FACTS = (
     "exact_state",
     "checkpoints",
     "num_splits",
+    "segment_tokens",
 )
 FACTS: dict[str, tuple[str, ...]] = {
     "linear_attention_decode": ("tokens", "state_v_first", "commit", "stochastic_rounding"),
@@ -75,6 +76,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "has_initial_state",
         "checkpoints",
         "use_intracard_cp",
+        "segment_tokens",
         "operand_dtype",
     ),
     "chunk_kda": (
@@ -83,6 +85,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "lower_bound",
         "return_intermediate_states",
         "use_intracard_cp",
+        "segment_tokens",
     ),
     "fused_recurrent_kda": (*_DELTA_RULE_FACTS, "lower_bound"),
     "fused_recurrent_gated_delta_rule": (

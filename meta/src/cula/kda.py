@@ -49,6 +49,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """KDA over whole sequences, with the argument order of flash-linear-attention 0.6.
@@ -92,6 +93,8 @@ def chunk_kda(
         use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
             False.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        segment_tokens: a kernel cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, so
+            that a sequence has the same bits in every batch. None: as use_intracard_cp says.
         impl: "auto", or the name of an implementation, which then serves or raises; see `cula.explain`.
 
     Returns:
@@ -119,7 +122,7 @@ def chunk_kda(
     """
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
-    check_split_choice(use_intracard_cp)
+    check_split_choice(use_intracard_cp, segment_tokens)
     run = resolve(
         "chunk_kda",
         impl,
@@ -144,6 +147,7 @@ def chunk_kda(
         lower_bound is not None,
         return_intermediate_states,
         use_intracard_cp,
+        segment_tokens,
     )
     if run not in self_checking:
         _check.chunk_kda(
@@ -197,6 +201,7 @@ def chunk_kda(
         dt_bias=dt_bias,
         use_intracard_cp=use_intracard_cp,
         out=out,
+        segment_tokens=segment_tokens,
     )
 
 
@@ -343,6 +348,7 @@ def kda_prefill_hopper(
     dt_bias: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`chunk_kda` by a Hopper kernel or not at all: the same contract, for callers that must not get a slower path.
 
@@ -395,5 +401,6 @@ def kda_prefill_hopper(
         dt_bias=dt_bias,
         use_intracard_cp=use_intracard_cp,
         out=out,
+        segment_tokens=segment_tokens,
         impl=KERNELS_ONLY,
     )

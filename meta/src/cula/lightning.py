@@ -33,6 +33,8 @@ The four Lightning and simple GLA prefill functions also share these keyword arg
     num_splits                   n >= 2: a kernel processes a sequence in n parallel segments; 1: never, so that results
                                  do not depend on how a sequence is cut into calls at multiples of 64 tokens, bit for
                                  bit; None: as the shapes suggest
+    segment_tokens               a kernel cuts every sequence after each so many tokens, a multiple of 64 and at least
+                                 1024, so that a sequence has the same bits in every batch; None: as num_splits says
 
 Gradients of these four: a kernel's forward is followed by the backward of flash-linear-attention where that is
 installed and able; otherwise `impl="auto"` takes the reference, which is differentiable in plain torch. FLA has no
@@ -80,6 +82,7 @@ def lightning_attn_fwd(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention (Lightning Attention-2, arXiv 2401.04658) over a dense batch.
@@ -92,7 +95,8 @@ def lightning_attn_fwd(
         initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`. None: zero.
         output_final_state: whether to return the final states.
         state_v_first: layout of the states.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
+            segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -131,6 +135,7 @@ def lightning_attn_fwd(
         exact_state,
         state_checkpoints is not None,
         num_splits,
+        segment_tokens,
     )
     # fmt: off
     options: dict[str, Any] = {
@@ -138,6 +143,7 @@ def lightning_attn_fwd(
         "state_v_first": state_v_first, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
         "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
         "num_splits": num_splits, "out": out,
+        "segment_tokens": segment_tokens,
     }
     # fmt: on
     if run not in self_checking:
@@ -166,6 +172,7 @@ def lightning_attn_fwd_varlen(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over packed sequences, on a pool of states that is updated in place unless told otherwise.
@@ -187,7 +194,8 @@ def lightning_attn_fwd_varlen(
         update_state_pool: False only reads the pool and returns the final states by themselves.
         null_slot: a row of the pool that means padding, as negative ones do.
         has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
+            segment_tokens: see the module.
         out: `[1, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -233,6 +241,7 @@ def lightning_attn_fwd_varlen(
         exact_state,
         state_checkpoints is not None,
         num_splits,
+        segment_tokens,
     )
     # fmt: off
     options: dict[str, Any] = {
@@ -242,6 +251,7 @@ def lightning_attn_fwd_varlen(
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
         "state_checkpoints": state_checkpoints,
         "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "num_splits": num_splits, "out": out,
+        "segment_tokens": segment_tokens,
     }
     # fmt: on
     if run not in self_checking:
@@ -269,6 +279,7 @@ def chunk_lightning_attn(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention with the decay of a layer, in the argument order of flash-linear-attention 0.6.
@@ -284,7 +295,8 @@ def chunk_lightning_attn(
         output_final_state: whether to return the final states.
         cu_seqlens: `[N + 1]` for packed input.
         state_v_first: layout of the states.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
+            segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -324,6 +336,7 @@ def chunk_lightning_attn(
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         num_splits=num_splits,
         out=out,
+        segment_tokens=segment_tokens,
         impl=impl,
     )
 
@@ -347,6 +360,7 @@ def chunk_simple_gla(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Simple gated linear attention (arXiv 2312.06635), in the argument order of flash-linear-attention 0.6.
@@ -364,7 +378,8 @@ def chunk_simple_gla(
         state_v_first: layout of the states.
         cu_seqlens: `[N + 1]` for packed input.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
+            segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -408,6 +423,7 @@ def chunk_simple_gla(
         exact_state,
         state_checkpoints is not None,
         num_splits,
+        segment_tokens,
     )
     # fmt: off
     options: dict[str, Any] = {
@@ -416,6 +432,7 @@ def chunk_simple_gla(
         "cu_seqlens_cpu": cu_seqlens_cpu, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "exact_state": exact_state, "state_checkpoints": state_checkpoints,
         "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "num_splits": num_splits, "out": out,
+        "segment_tokens": segment_tokens,
     }
     # fmt: on
     if run not in self_checking:
@@ -459,6 +476,7 @@ def chunk_gated_delta_rule(
     use_intracard_cp: bool | str = "auto",
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule (Gated Delta Networks, arXiv 2412.06464), in the argument order of flash-linear-attention 0.6.
@@ -551,7 +569,9 @@ def chunk_gated_delta_rule(
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
-    _check.kernel_choices(use_intracard_cp, operand_dtype, softplus_beta, softplus_threshold)
+    _check.kernel_choices(
+        use_intracard_cp, segment_tokens, operand_dtype, softplus_beta, softplus_threshold
+    )
     run = resolve(
         "chunk_gated_delta_rule",
         impl,
@@ -579,6 +599,7 @@ def chunk_gated_delta_rule(
         has_initial_state is not None,
         state_checkpoints is not None or checkpoint_offsets is not None,
         use_intracard_cp,
+        segment_tokens,
         operand_dtype,
     )
     # fmt: off
@@ -593,7 +614,7 @@ def chunk_gated_delta_rule(
         "has_initial_state": has_initial_state, "state_checkpoints": state_checkpoints,
         "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "checkpoint_rows": checkpoint_rows,
         "checkpoint_offsets": checkpoint_offsets, "use_intracard_cp": use_intracard_cp,
-        "operand_dtype": operand_dtype, "out": out,
+        "operand_dtype": operand_dtype, "out": out, "segment_tokens": segment_tokens,
     }
     # fmt: on
     if run not in self_checking:

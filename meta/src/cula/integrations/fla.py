@@ -83,6 +83,7 @@ def supports(
     stochastic_rounding: bool = False,
     return_intermediate_states: bool = False,
     use_intracard_cp: bool | str = "auto",
+    segment_tokens: int | None = None,
     grouped_queries: bool = False,
     softplus: bool = False,
     state_pool: bool = False,
@@ -107,6 +108,8 @@ def supports(
         return "returns intermediate states in its own layout and precision"
     if use_intracard_cp is True:
         return "splits sequences by settings of its own, not by use_intracard_cp=True"
+    if segment_tokens is not None:
+        return "cuts no sequences after a number of tokens of the caller (segment_tokens)"
     if exact_state:
         return "has no exact_state"
     if checkpoints:
@@ -232,7 +235,8 @@ def with_exact_states(adapter: Callable[..., Any]) -> Callable[..., Any]:
 @with_exact_states
 def _chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    dt_bias: Tensor | None, return_intermediate_states: bool, use_intracard_cp: bool | str, out: Tensor | None,
+    dt_bias: Tensor | None, return_intermediate_states: bool, use_intracard_cp: bool | str, segment_tokens: None,
+    out: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.kda import chunk_kda
@@ -270,7 +274,7 @@ def _fused_recurrent_gated_delta_rule(
 _UNKNOWN_TO_FLA = (
     "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
     "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "checkpoint_rows",
-    "checkpoint_offsets", "use_intracard_cp", "operand_dtype",
+    "checkpoint_offsets", "use_intracard_cp", "operand_dtype", "segment_tokens",
 )  # fmt: skip
 
 
@@ -292,7 +296,7 @@ def _chunk_gated_delta_rule(
 def _chunk_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, g_gamma: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool, exact_state: bool, state_checkpoints: None, checkpoint_every_n_tokens: None,
-    num_splits: int | None, out: Tensor | None = None, **options: Any,
+    num_splits: int | None, out: Tensor | None = None, segment_tokens: None = None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.simple_gla import chunk_simple_gla
 

@@ -23,7 +23,13 @@ _KDA_TENSORS = (
 
 def supports_backward(**problem: Any) -> str | None:
     """Why FLA's backward cannot follow a kernel's forward, or None."""
-    forward_only = ("exact_state", "checkpoints", "num_splits", "use_intracard_cp")
+    forward_only = (
+        "exact_state",
+        "checkpoints",
+        "num_splits",
+        "use_intracard_cp",
+        "segment_tokens",
+    )
     return supports(**{name: fact for name, fact in problem.items() if name not in forward_only})
 
 
@@ -58,6 +64,7 @@ def _simple_gla(
     output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, use_qk_l2norm_in_kernel: bool, exact_state: bool,
     state_checkpoints: None, checkpoint_every_n_tokens: None, num_splits: int | None, out: None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     settings: dict[str, Any] = {
         "scale": k.shape[-1] ** -0.5 if scale is None else scale,
@@ -66,6 +73,7 @@ def _simple_gla(
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "exact_state": exact_state,
         "num_splits": num_splits,
+        "segment_tokens": segment_tokens,
     }
     g, g_gamma = one_decay(g, g_gamma)
     tensors: tuple[Any, ...] = (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu)

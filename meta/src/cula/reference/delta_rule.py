@@ -395,6 +395,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     use_intracard_cp: bool | str = "auto",
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention, 64 tokens at a time; differentiable.
 
@@ -491,13 +492,14 @@ def chunk_gated_delta_rule(
     use_intracard_cp: bool | str = "auto",
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule, 64 tokens at a time: one decay per head, g `[B, T, HS]`; differentiable.
 
     q `[B, T, HQ, K]`, k `[B, T, HK, K]`, v `[B, T, HV, V]`, results `[B, T, HS, V]` with HS = max(HQ, HV), a multiple
     of HQ, HK and HV. g, beta: None for no decay and a strength of 1. Pools, checkpoints and all else are as in
     `cula.lightning.chunk_gated_delta_rule`. `cu_seqlens_cpu` and `chunk_indices` are neither needed nor read;
-    `use_intracard_cp` and `operand_dtype` change nothing here.
+    `use_intracard_cp`, `operand_dtype` and `segment_tokens` change nothing here.
 
     Example:
         >>> import torch

@@ -31,6 +31,7 @@ def lightning_attn_fwd(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over a dense batch: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, decay `[HV]` >= 0.
 
@@ -80,6 +81,7 @@ def lightning_attn_fwd_varlen(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over N packed sequences, `[1, T, H, K]` with cu_seqlens `[N + 1]`.
 

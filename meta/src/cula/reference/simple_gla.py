@@ -109,6 +109,7 @@ def chunk_simple_gla(
     checkpoint_every_n_tokens: int | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    segment_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple gated linear attention, 64 tokens at a time; differentiable.
 
@@ -117,7 +118,7 @@ def chunk_simple_gla(
     needed nor read. initial_state `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`. scale defaults to
     `K ** -0.5`. use_qk_l2norm_in_kernel: q and k are normalised per head. state_checkpoints
     `[B, T // n, HV, K, V]` receives the states after every n = checkpoint_every_n_tokens tokens, without gradients.
-    exact_state and num_splits have no effect.
+    exact_state, num_splits and segment_tokens have no effect.
 
     Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in the dtype of initial_state, or without
     one in fp32 (fp64 for fp64 input), or None.

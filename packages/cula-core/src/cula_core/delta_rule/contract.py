@@ -336,10 +336,13 @@ def check_operand_dtype(operand_dtype: torch.dtype | None) -> None:
         arguments.type_error("operand_dtype", f"{names} or None", repr(operand_dtype))
 
 
-def check_split_choice(choice: bool | str) -> None:
-    """Refuses anything but "auto", True and False."""
+def check_split_choice(choice: bool | str, segment_tokens: int | None) -> None:
+    """Refuses any use_intracard_cp but "auto", True and False, and lengths of segments that no kernel has."""
+    name = "use_intracard_cp"
     if not (isinstance(choice, bool) or (isinstance(choice, str) and choice == "auto")):
-        arguments.value_error("use_intracard_cp", "'auto', True or False", repr(choice))
+        arguments.value_error(name, "'auto', True or False", repr(choice))
+    whole = "False" if choice is False else None
+    arguments.segment_tokens(segment_tokens, not_beside=whole, of=name)
 
 
 def check_segments(
@@ -351,10 +354,7 @@ def check_segments(
 ) -> None:
     """Checks the choice of a kernel's segments: where they are asked for, a sequence is long enough for two."""
     name = "use_intracard_cp"
-    check_split_choice(choice)
-    arguments.segment_tokens(
-        segment_tokens, not_beside="False" if choice is False else None, of=name
-    )
+    check_split_choice(choice, segment_tokens)
     if segment_tokens is not None or choice is not True:
         return
     longest = tokens

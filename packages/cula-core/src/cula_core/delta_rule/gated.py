@@ -87,7 +87,7 @@ def check_chunk_gated_delta_rule(
     arguments.number("scale", scale)
     check_cp_context(cp_context)
     if limits is None:
-        check_split_choice(use_intracard_cp)
+        check_split_choice(use_intracard_cp, segment_tokens)
     else:
         check_segments(use_intracard_cp, segment_tokens, q.shape[1], cu_seqlens, cu_seqlens_cpu)
     check_operand_dtype(operand_dtype)

@@ -68,6 +68,7 @@ class Prefill:
         dt_bias: Tensor | None = None,
         use_intracard_cp: bool | str = "auto",
         out: Tensor | None = None,
+        segment_tokens: int | None = None,
         state_pool: Tensor | None = None,
         initial_state_indices: Tensor | None = None,
         output_state_indices: Tensor | None = None,
@@ -81,7 +82,6 @@ class Prefill:
         operand_dtype: torch.dtype | None = None,
         workspace: Tensor | None = None,
         return_intra: bool = False,
-        segment_tokens: int | None = None,
     ) -> tuple[Any, ...]:
         """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences, forward only.
 

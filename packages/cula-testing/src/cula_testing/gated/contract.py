@@ -185,10 +185,9 @@ WRONG = [
          "below the 2 of state_checkpoints", "2", devices=CPU),
     once("checkpoints in a pool that is read", {"state_checkpoints": None, "update_state_pool": False,
          "output_state_indices": None}, "state_checkpoints", "a tensor, or an updated state_pool with rows", "None"),
-    several("checkpoints in states that are read", {"state_checkpoints": lambda a: a["state_pool"],
-            "checkpoint_rows": on_device([0, 1, 2], torch.int32), "update_state_pool": lambda a: False,
-            "output_state_indices": lambda a: None}, ValueError, "state_checkpoints",
-            "other memory than that of states that are only read", "", PACKED),
+    Wrong("checkpoints in states that are read", lambda a: {"state_checkpoints": a["state_pool"], "checkpoint_rows":
+          int32(0, 1, 2).to(a["q"].device), "update_state_pool": False, "output_state_indices": None}, ValueError,
+          "state_checkpoints", "other memory than that of states that are only read", "", PACKED),
 
     *(value("operand_dtype", wrong, TypeError, "torch.float16, torch.bfloat16 or None", repr(wrong))
       for wrong in (torch.float32, "float16", 16)),

@@ -150,7 +150,10 @@ class KdaPrepare:
         slots: cutlass.Int32,
         stream,
     ):
-        """Launches the kernel with the arguments of `launch.prepare_arguments`."""
+        """Launches the kernel with the arguments of `build.prepare_arguments`."""
+        if cutlass.const_expr(bias is not None):
+            layout = cute.make_layout((mG.shape[2], HEAD_DIM), stride=(HEAD_DIM, 1))
+            bias = cute.make_tensor(bias.iterator, layout)
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
@@ -289,7 +292,7 @@ class KdaPrepare:
         """Starts to load dt_bias of the head; zero where there is none, and nothing where no gate is computed."""
         if cutlass.const_expr(self.config.bias):
             if tidx < HEAD_DIM // 4:
-                own = view(bias.iterator, head * HEAD_DIM + 4 * tidx, 4)
+                own = view(bias[head, None].iterator, 4 * tidx, 4)
                 copy_async(own, view(shared.bias.iterator, 4 * tidx, 4))
         elif cutlass.const_expr(self.config.gate != "log"):
             if tidx < HEAD_DIM:
