@@ -495,5 +495,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     "delta_design_study": _study,
     "gated_design_study": _study,
     "lite_design_study": _study,
+    "prefill_states_study": _study,
+    "state_drift_study": _study,
     "time": _suite,
 }

@@ -95,8 +95,8 @@ def lightning_attn_fwd(
         initial_state: `[B, HV, K, V]`, or `[B, HV, V, K]` with `state_v_first`. None: zero.
         output_final_state: whether to return the final states.
         state_v_first: layout of the states.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
-            segment_tokens: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
+        num_splits, segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -194,8 +194,8 @@ def lightning_attn_fwd_varlen(
         update_state_pool: False only reads the pool and returns the final states by themselves.
         null_slot: a row of the pool that means padding, as negative ones do.
         has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
-            segment_tokens: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
+        num_splits, segment_tokens: see the module.
         out: `[1, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -295,8 +295,8 @@ def chunk_lightning_attn(
         output_final_state: whether to return the final states.
         cu_seqlens: `[N + 1]` for packed input.
         state_v_first: layout of the states.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
-            segment_tokens: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
+        num_splits, segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
@@ -378,8 +378,8 @@ def chunk_simple_gla(
         state_v_first: layout of the states.
         cu_seqlens: `[N + 1]` for packed input.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
-        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens, num_splits,
-            segment_tokens: see the module.
+        use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
+        num_splits, segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
 
