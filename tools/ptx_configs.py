@@ -187,24 +187,30 @@ def lightning_specs(package: str) -> Iterator[Spec]:
     candidates = find(package, "candidates")
     full = problem_of("bfloat16", 128, 128, "float32")
     states = ("initial_state", "indexed", "in_place", "final_state")
-    flags = ("packed", "state_v_first", "checkpoints", "l2norm", "exact_state", "fresh")
+    flags = ("packed", "state_v_first", "l2norm", "exact_state", "fresh")
+    known = {field.name for field in dataclasses.fields(problem_of)}
     factors = {
         "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
         "gate": ((None, False), (None, True), ("float32", False), ("bfloat16", True), ("float16", False)),
         "states": ((0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 1)),
         **dict.fromkeys(flags, BOTH),
+        "kept": ((None, False), ("every", False), ("every", True), ("once", False), ("once", True)),
+        "state_dtype": FLOATS,
         "dtype": DTYPES,
         "work": tuple((c.tiles, c.split, c.prescan, c.paired) for c in candidates(full)),
     }  # fmt: skip
 
     def config(case: dict) -> Any:
         given = {name: bool(value) for name, value in zip(states, case["states"])}
-        given |= {name: case[name] for name in flags}
+        given |= {name: case[name] for name in (*flags, "state_dtype")}
+        given |= dict(zip(("checkpoints", "placed"), case["kept"]))
+        given = {name: value for name, value in given.items() if name in known}
         problem = problem_of(case["dtype"], *case["dims"], *case["gate"], **given)
         return config_of(problem, *case["work"])
 
     found = [config(c) for c in cover(factors, lambda case: config(case).illegal() is None)]
-    most = dict.fromkeys((*states, "checkpoints", "l2norm", "exact_state", "fresh"), True)
+    most = dict.fromkeys((*states, "l2norm", "exact_state", "fresh"), True)
+    most["checkpoints"] = "every"
     for packed in BOTH:
         found += candidates(dataclasses.replace(full, packed=packed, **most))
     yield from ({"arch": "sm_90a", "kernel": "LightningPrefill", **flat(c)} for c in found)
@@ -261,11 +267,11 @@ def kda_specs(package: str) -> Iterator[Spec]:
     }  # fmt: skip
     recurrences = {
         "arch": targets, "dtype": DTYPES, "operand": DTYPES, "work": works, **dict.fromkeys(walks, BOTH),
-        "checkpoints": (None, "every", "once"), "placed": BOTH,
+        "checkpoints": (None, "every", "once"), "placed": BOTH, "state_dtype": FLOATS, "kept_dtype": FLOATS,
     }  # fmt: skip
     factors = {"arch": targets, "dtype": DTYPES, "operand": DTYPES, "index_dtype": INDEX_DTYPES}
     merges = {
-        "arch": targets, "index_dtype": INDEX_DTYPES,
+        "arch": targets, "index_dtype": INDEX_DTYPES, "state_dtype": FLOATS,
         **dict.fromkeys(("state_v_first", "initial_state", "indexed", "fresh"), BOTH),
     }  # fmt: skip
     tables = {"arch": targets, "index_dtype": INDEX_DTYPES[1:]}

@@ -504,7 +504,7 @@ def test_falling_to_the_reference_on_a_gpu_is_a_warning_with_the_line_that_fixes
     gpu("sm90")
     with caplog.at_level(logging.INFO, logger="cula"):
         for splits in (None, 1, None):
-            resolve("chunk_simple_gla", "auto", CPU, *HALF[:-1], splits)
+            resolve("chunk_simple_gla", "auto", CPU, *HALF[:-2], splits, None)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     missing = f"made-up-absent missing: not installed: {INSTALL}"

@@ -530,6 +530,8 @@ def chunk_gated_delta_rule(
             state; negative: none of its states is kept.
         use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
             False.
+        segment_tokens: a kernel cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, so
+            that a sequence has the same bits in every batch. None: as use_intracard_cp says.
         operand_dtype: torch.float16 or torch.bfloat16, what a kernel hands to the tensor cores: the first is more
             precise, the second takes values of any size. None: as the kernel finds best. No effect on the reference.
         out: `[B, T, HS, V]` in the dtype of v, written and returned; not with gradients.

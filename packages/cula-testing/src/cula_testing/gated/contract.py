@@ -192,6 +192,12 @@ WRONG = [
     *(value("operand_dtype", wrong, TypeError, "torch.float16, torch.bfloat16 or None", repr(wrong))
       for wrong in (torch.float32, "float16", 16)),
     *(value("use_intracard_cp", wrong, ValueError, "'auto', True or False", repr(wrong)) for wrong in ("on", None, 1)),
+    *(value("segment_tokens", wrong, TypeError, "an int or None", type(wrong).__name__)
+      for wrong in (1024.0, True, "auto")),
+    *(value("segment_tokens", wrong, ValueError, "a multiple of 64, at least 1024, or None", str(wrong))
+      for wrong in (0, 960, 1000)),
+    values("segment_tokens", ValueError, "None with use_intracard_cp=False", "1024", segment_tokens=1024,
+           use_intracard_cp=False),
     no_tensor("chunk_indices", [[0, 0]], PACKED),
     Wrong("chunk_indices of a dense batch", lambda a: {"chunk_indices": int32(0, 0)[None].to(a["q"].device)},
           ValueError, "chunk_indices", "None without cu_seqlens", "a tensor", DENSE),
