@@ -13,24 +13,28 @@ class Checkpoints:
     behind the other; a packed one at token a begins with row a // n.
     """
 
-    def __init__(self, kind: str | None, placed: bool, packed: bool):
-        self.kind, self.placed, self.packed = kind, placed, packed
+    def __init__(self, kind: str | None, placed: bool, packed: bool, chunk: int):
+        self.kind, self.placed, self.packed, self.chunk = kind, placed, packed, chunk
 
     @cute.jit
-    def after(self, sequence, offsets, every):
-        """Returns the number of tokens in front of a sequence's state, or between two of them."""
+    def first(self, sequence, offsets, every, begun):
+        """Returns the chunk behind which the first state is kept of those that an item computes, negative for none.
+
+        begun: tokens of the sequence in front of the item. A kernel compares chunks, and divides nothing in its loop.
+        """
+        tokens = every - begun % every
         if cutlass.const_expr(self.kind == "once"):
-            return offsets[sequence]
-        else:
-            return every
+            tokens = offsets[sequence] - begun
+            tokens = cutlass.select_(tokens % self.chunk == 0, tokens, I32(0))
+        return tokens // self.chunk - 1
 
-    def due(self, done, after):
-        """Returns whether the state behind `done` tokens is kept."""
-        return done == after if self.kind == "once" else done % after == 0
+    def following(self, due, every):
+        """Returns the chunk behind which the state is kept that comes after that of chunk `due`."""
+        return due if self.kind == "once" else due + every // self.chunk
 
     @cute.jit
-    def row(self, sequence, start, tokens, rows, after, done):
-        """Returns the row of a state that is due, negative if it is not kept after all.
+    def row(self, sequence, start, tokens, rows, every, done):
+        """Returns the row of the state behind `done` tokens, negative if it is not kept after all.
 
         start: the first token of a packed sequence; tokens: of a dense one.
         """
@@ -39,9 +43,9 @@ class Checkpoints:
             row = rows[sequence]
         elif cutlass.const_expr(self.kind == "every"):
             if cutlass.const_expr(self.packed):
-                row = start // after
+                row = start // every
             else:
-                row = sequence * (tokens // after)
+                row = sequence * (tokens // every)
         if cutlass.const_expr(self.kind == "every"):
-            row = cutlass.select_(row < 0, I32(-1), row + done // after - 1)
+            row = cutlass.select_(row < 0, I32(-1), row + done // every - 1)
         return row

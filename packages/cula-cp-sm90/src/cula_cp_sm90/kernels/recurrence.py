@@ -261,7 +261,7 @@ class KdaRecurrence:
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             if cutlass.const_expr(self.config.checkpoints is not None):
-                after = self.states.kept.after(item.sequence, checkpoint_offsets, checkpoint_every)
+                due = self.states.first_kept(item, checkpoint_offsets, checkpoint_every)
             for c in cutlass.range(chunks, unroll=1):
                 stage = at.index
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
@@ -301,17 +301,9 @@ class KdaRecurrence:
                     self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                     turn = turn + 1
                 if cutlass.const_expr(self.config.checkpoints is not None):
-                    self.states.keep(
-                        s,
-                        checkpoints,
-                        checkpoint_rows,
-                        after,
-                        item,
-                        c,
-                        out.shape[1],
-                        column,
-                        part_s,
-                    )
+                    due = self.states.keep(
+                        s, checkpoints, checkpoint_rows, checkpoint_every, due, item, c, out.shape[1], column, part_s
+                    )  # fmt: skip
             if cutlass.const_expr(scan):
                 self.write_state(s, maps[item.segment, head, None, None], column, part_s)
             else:

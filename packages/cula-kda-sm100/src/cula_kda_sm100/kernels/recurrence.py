@@ -392,7 +392,7 @@ class KdaRecurrence:
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, 0))
             if cutlass.const_expr(self.config.checkpoints is not None):
-                after = self.states.kept.after(item.sequence, checkpoint_offsets, checkpoint_every)
+                due = self.states.first_kept(item, checkpoint_offsets, checkpoint_every)
             for c in cutlass.range(chunks, unroll=1):
                 phase = turn % 2
                 self.store_operand(s_copy, s, signals + Signal.S_READY)
@@ -421,17 +421,10 @@ class KdaRecurrence:
                 s.store(s.load() + added.load())
                 turn = turn + 1
                 if cutlass.const_expr(self.config.checkpoints is not None):
-                    self.states.keep(
-                        s,
-                        checkpoints,
-                        checkpoint_rows,
-                        after,
-                        item,
-                        c,
-                        out.shape[1],
-                        item.tile,
+                    due = self.states.keep(
+                        s, checkpoints, checkpoint_rows, checkpoint_every, due, item, c, out.shape[1], item.tile,
                         (group, tidx),
-                    )
+                    )  # fmt: skip
             if cutlass.const_expr(scan):
                 self.write_state(s, maps[item.segment, head, None, None], item.tile, (group, tidx))
             else:

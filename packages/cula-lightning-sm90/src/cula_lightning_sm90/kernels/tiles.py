@@ -26,7 +26,7 @@ class Tiles(Layout):
         super().__init__(config)
         self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
         problem = config.problem
-        self.kept = Checkpoints(problem.checkpoints, problem.placed, problem.packed)
+        self.kept = Checkpoints(problem.checkpoints, problem.placed, problem.packed, CHUNK)
 
     @cute.jit
     def attend(
@@ -106,7 +106,9 @@ class Tiles(Layout):
             )  # fmt: skip
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
-            after = self.kept.after(sequence, checkpoint_offsets, checkpoint_every)
+            if cutlass.const_expr(self.problem.checkpoints is not None):
+                begun = part * segment_tokens
+                due = self.kept.first(sequence, checkpoint_offsets, checkpoint_every, begun)
             for c in cutlass.range(chunks, unroll=1):
                 left = cutlass.min(length - c * CHUNK, CHUNK)
                 ring.consumer_wait(at)
@@ -141,14 +143,15 @@ class Tiles(Layout):
                 weights_at.advance()
                 self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                 turn = turn + 1
-                if cutlass.const_expr(self.problem.checkpoints):
-                    done = part * segment_tokens + (c + 1) * CHUNK
-                    if (left == CHUNK) & self.kept.due(done, after):
+                if cutlass.const_expr(self.problem.checkpoints is not None):
+                    if (c == due) & (left == CHUNK):
                         at_row = self.kept.row(
-                            sequence, token - part * segment_tokens, out.shape[1], checkpoint_rows, after, done
+                            sequence, token - begun, out.shape[1], checkpoint_rows, checkpoint_every,
+                            begun + (c + 1) * CHUNK,
                         )  # fmt: skip
                         if at_row >= 0:
                             self.put(s, part_s, checkpoints, at_row, head, column)
+                        due = self.kept.following(due, checkpoint_every)
             if chunks > 0:
                 self.outputs.finish(
                     tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx

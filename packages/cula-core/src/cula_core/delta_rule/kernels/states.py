@@ -18,7 +18,7 @@ class States:
 
     def __init__(self, config: RecurrenceConfig, moves):
         self.config, self.moves = config, moves
-        self.kept = Checkpoints(config.checkpoints, config.placed, config.packed)
+        self.kept = Checkpoints(config.checkpoints, config.placed, config.packed, CHUNK)
 
     @cute.jit
     def rows_of(self, sequence, indices, targets, fresh, null_slot):
@@ -80,12 +80,20 @@ class States:
                 self.moves.write_state(s, own, column, place)
 
     @cute.jit
-    def keep(self, s: cute.Tensor, checkpoints, rows, after, item, chunk, tokens, column, place):
-        """Writes the state behind a whole chunk of an item, where it is one to keep. after: of `kept`."""
-        done = (item.chunk + chunk + 1) * CHUNK
-        if self.kept.due(done, after) & (item.length >= (chunk + 1) * CHUNK):
-            start = item.token - item.chunk * CHUNK
-            row = self.kept.row(item.sequence, start, tokens, rows, after, done)
+    def first_kept(self, item, offsets, every):
+        """Returns the chunk of an item behind which the first state is kept."""
+        return self.kept.first(item.sequence, offsets, every, item.chunk * CHUNK)
+
+    @cute.jit
+    def keep(
+        self, s: cute.Tensor, checkpoints, rows, every, due, item, chunk, tokens, column, place
+    ):
+        """Writes the state behind a chunk of an item where it is due; returns the chunk where the next one is."""
+        if (chunk == due) & (item.length >= (chunk + 1) * CHUNK):
+            start, done = item.token - item.chunk * CHUNK, (item.chunk + chunk + 1) * CHUNK
+            row = self.kept.row(item.sequence, start, tokens, rows, every, done)
             if row >= 0:
                 own = self.of_caller(checkpoints, row, item.head)
                 self.moves.write_state(s, own, column, place)
+            due = self.kept.following(due, every)
+        return due

@@ -81,7 +81,7 @@ class Chain:
         self.config, self.stages = config, stages
         self.dtype, self.operand = stages.dtype, stages.operand
         self.outputs = outputs
-        self.kept = Checkpoints(config.checkpoints, config.placed, config.packed)
+        self.kept = Checkpoints(config.checkpoints, config.placed, config.packed, CHUNK)
 
     @cute.jit
     def run(
@@ -167,9 +167,11 @@ class Chain:
         while item.valid != 0:
             length, chunks = item.length, item.chunks
             head, column = item.head, item.tile + group
-            after = None
+            due = None
             if cutlass.const_expr(self.config.checkpoints is not None):
-                after = self.kept.after(item.sequence, checkpoint_offsets, checkpoint_every)
+                due = self.kept.first(
+                    item.sequence, checkpoint_offsets, checkpoint_every, item.chunk * CHUNK
+                )
             self.start(
                 s, initial, carried, carried_flags, together, maps, marks, starts, item, column, part_s
             )  # fmt: skip
@@ -253,15 +255,15 @@ class Chain:
                     # At the end: a copy may overtake reads before an arrival that comes right behind them.
                     release(ring, at)
                     at.advance()
-                    if cutlass.const_expr(self.config.checkpoints is not None):
-                        done = (item.chunk + c + 1) * CHUNK
-                        if (left >= CHUNK) & self.kept.due(done, after):
+                    if cutlass.const_expr(self.config.checkpoints is not None and not partial):
+                        if (c == due) & (left >= CHUNK):
                             row = self.kept.row(
-                                item.sequence, item.token - item.chunk * CHUNK, out.shape[1], checkpoint_rows, after,
-                                done,
+                                item.sequence, item.token - item.chunk * CHUNK, out.shape[1], checkpoint_rows,
+                                checkpoint_every, (item.chunk + c + 1) * CHUNK,
                             )  # fmt: skip
                             if row >= 0:
                                 self.put(s, part_s, checkpoints, row, head, column)
+                            due = self.kept.following(due, checkpoint_every)
                 first, last = last, chunks
             if cutlass.const_expr(not self.config.scan):
                 if chunks > 0:
