@@ -236,8 +236,7 @@ def with_exact_states(adapter: Callable[..., Any]) -> Callable[..., Any]:
 def _chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
     dt_bias: Tensor | None, return_intermediate_states: bool, use_intracard_cp: bool | str, segment_tokens: None,
-    out: Tensor | None,
-    **options: Any,
+    out: Tensor | None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.kda import chunk_kda
 

@@ -405,8 +405,8 @@ def chunk_kda(
 
     use_gate_in_kernel: g is raw and goes through `log_decay` with A_log `[HV]` and dt_bias `[HV * K]`;
     lower_bound picks the form. use_beta_sigmoid_in_kernel: beta holds logits, and allow_neg_eigval doubles their
-    sigmoid. use_qk_l2norm_in_kernel: q and k are normalised per head. safe_gate, disable_recompute and
-    use_intracard_cp promise or tune something to a kernel and change no value here.
+    sigmoid. use_qk_l2norm_in_kernel: q and k are normalised per head. safe_gate, disable_recompute,
+    use_intracard_cp and segment_tokens promise or tune something to a kernel and change no value here.
 
     Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in the dtype of initial_state, or without one
     in fp32 (fp64 for fp64 input), or None; and

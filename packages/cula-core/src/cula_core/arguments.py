@@ -354,7 +354,7 @@ def states(
     """Checks states [rows, HV, K, V], or V, K, each a dense matrix of one of `state_dtypes`.
 
     The matrices may lie transposed. On a GPU their addresses are multiples of 16 bytes where they must be `aligned`.
-    dtypes: others than these two. lead_name: an argument on the device of v, which a message names. heads: the letters
+    dtypes: others than these. lead_name: an argument on the device of v, which a message names. heads: the letters
     for the number of heads of a state, and that number, where it is not that of v.
     """
     dim_v = v.shape[3]

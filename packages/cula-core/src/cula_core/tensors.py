@@ -75,6 +75,17 @@ def states_dtype(*states: Tensor | None) -> str:
     return next((dtype_name(x.dtype) for x in states if x is not None), "float32")
 
 
+def kept_in(
+    pool: Tensor | None, checkpoints: Tensor | None, offsets: Tensor | None, every: int | None
+) -> Tensor | None:
+    """Returns where states on the way are kept: `checkpoints`, or without them the pool, None if none are kept.
+
+    offsets, every: after how many tokens; without both nothing is kept.
+    """
+    kept = offsets is not None or bool(every)
+    return pool if kept and checkpoints is None else checkpoints
+
+
 def live_rows(indices: Tensor, null_slot: int | None) -> Tensor:
     """Returns which rows are none of padding."""
     live = indices >= 0

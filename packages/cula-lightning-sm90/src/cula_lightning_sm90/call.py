@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cula_core.tensors import kept_in
+
 # The pool of an in-place call has an argument of its own, so that no tensor is passed under two names.
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, Tensor(a!)? state_pool, "
@@ -25,8 +27,7 @@ class Call(NamedTuple):
     replaces both others. has_initial_state [N]: False where a sequence begins from zero. checkpoints [B, T // n, HV, K,
     V] with n = checkpoint_every, or None and 0; [rows, HV, K, V] with checkpoint_rows [N], the row of each sequence's
     first one, or with checkpoint_offsets [N], which keep one state per sequence, after so many tokens; then None is the
-    pool. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as
-    num_splits says.
+    pool. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as num_splits says.
     """
 
     q: Tensor
@@ -57,8 +58,9 @@ class Call(NamedTuple):
     @property
     def kept_in(self) -> Tensor | None:
         """Where states on the way are kept: `checkpoints`, or the pool."""
-        kept = self.checkpoint_offsets is not None or self.checkpoint_every > 0
-        return self.state_pool if kept and self.checkpoints is None else self.checkpoints
+        return kept_in(
+            self.state_pool, self.checkpoints, self.checkpoint_offsets, self.checkpoint_every
+        )
 
     @property
     def in_place(self) -> bool:

@@ -10,7 +10,7 @@ class Checkpoints:
     """When a state is kept: after "every" so many tokens, or "once" per sequence.
 
     placed: the caller names the row of each sequence's first state. packed: dense sequences have equally many rows, one
-    behind the other; a packed one at token a begins with row a // n.
+    behind the other; a packed one at token a begins with row a // n. chunk: the tokens of one.
     """
 
     def __init__(self, kind: str | None, placed: bool, packed: bool, chunk: int):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..tensors import kept_in
+
 
 class Call(NamedTuple):
     """The checked arguments of `prefill`. It is a tuple, so that it can be passed to the operator as its arguments.
@@ -80,8 +82,9 @@ class Call(NamedTuple):
     @property
     def kept_in(self) -> Tensor | None:
         """Where states on the way are kept: `checkpoints`, or the pool."""
-        kept = self.checkpoint_offsets is not None or self.checkpoint_every > 0
-        return self.state_pool if kept and self.checkpoints is None else self.checkpoints
+        return kept_in(
+            self.state_pool, self.checkpoints, self.checkpoint_offsets, self.checkpoint_every
+        )
 
     @property
     def packed(self) -> bool:

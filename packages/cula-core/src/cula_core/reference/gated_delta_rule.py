@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tensors import kept_in
 from .delta_decode import row_slots
 from .gates import log_decay, write_strength
 from .kda import recurrent_prefill
@@ -103,12 +104,11 @@ def gated_delta_rule(
         begin[read] = given[slots[read]].to(dtype)
     pool = None if state_pool is None else state_pool.to(dtype, copy=True)
     checkpoints = None if state_checkpoints is None else state_checkpoints.to(dtype, copy=True)
-    kept = checkpoint_offsets is not None or checkpoint_every_n_tokens is not None
-    kept_in = pool if kept and checkpoints is None else checkpoints
+    saved = kept_in(pool, checkpoints, checkpoint_offsets, checkpoint_every_n_tokens)
     out, states = recurrent_prefill(
         q, k, v, decay[..., None].expand_as(k), strength, initial_state=begin,
         state_indices=torch.where(live, rows, -1), cu_seqlens=cu_seqlens, scale=scale,
-        l2norm=use_qk_l2norm_in_kernel, state_v_first=state_v_first, checkpoints=kept_in,
+        l2norm=use_qk_l2norm_in_kernel, state_v_first=state_v_first, checkpoints=saved,
         checkpoint_every=checkpoint_every_n_tokens or 0, checkpoint_rows=checkpoint_rows,
         checkpoint_offsets=checkpoint_offsets, dtype=dtype,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cula_core.tensors import kept_in
+
 # The pool of an in-place call has an argument of its own, so that no tensor is passed under two names.
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -70,8 +72,9 @@ class Call(NamedTuple):
     @property
     def kept_in(self) -> Tensor | None:
         """Where states on the way are kept: `checkpoints`, or the pool."""
-        kept = self.checkpoint_offsets is not None or self.checkpoint_every > 0
-        return self.state_pool if kept and self.checkpoints is None else self.checkpoints
+        return kept_in(
+            self.state_pool, self.checkpoints, self.checkpoint_offsets, self.checkpoint_every
+        )
 
     @property
     def sequences(self) -> int:
