@@ -189,6 +189,7 @@ def lightning_specs(package: str) -> Iterator[Spec]:
     states = ("initial_state", "indexed", "in_place", "final_state")
     flags = ("packed", "state_v_first", "l2norm", "exact_state", "fresh")
     known = {field.name for field in dataclasses.fields(problem_of)}
+    work = [field.name for field in dataclasses.fields(config_of) if field.name != "problem"]
     factors = {
         "dims": ((64, 64), (64, 128), (128, 64), (128, 128)),
         "gate": ((None, False), (None, True), ("float32", False), ("bfloat16", True), ("float16", False)),
@@ -197,7 +198,7 @@ def lightning_specs(package: str) -> Iterator[Spec]:
         "kept": ((None, False), ("every", False), ("every", True), ("once", False), ("once", True)),
         "state_dtype": FLOATS,
         "dtype": DTYPES,
-        "work": tuple((c.tiles, c.split, c.prescan, c.paired) for c in candidates(full)),
+        "work": tuple(tuple(getattr(c, name) for name in work) for c in candidates(full)),
     }  # fmt: skip
 
     def config(case: dict) -> Any:

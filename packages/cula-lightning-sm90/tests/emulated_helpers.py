@@ -19,6 +19,7 @@ CHUNK = 64
 RATES = {
     "gentle": (0.01, 0.15, 0.003, 0.06),
     "strong": (1e-4, 1.0, 0.0, 1e4, 8.0),
+    "mixed": (0.0, 0.3, 2.0, 0.02),
 }
 MAX_OUTPUT_ERROR, MAX_STATE_ERROR, MAX_EXACT_STATE_ERROR = 5e-3, 3e-3, 2e-5
 BASELINE_FACTOR = 1.5

@@ -23,6 +23,7 @@ from cula_lightning_sm90.config import (
     TableConfig,
     candidates,
 )
+from cula_lightning_sm90.plan import plan
 from cula_testing.compiled import assert_closed, report
 
 FACTORS = {
@@ -45,9 +46,9 @@ FACTORS = {
     "fresh": (False, True),
     "dtype": ACTIVATION_DTYPES,
     "state_dtype": STATE_DTYPES,
-    # (tiles, split, prescan, paired)
+    # (tiles, split, prescan, paired, shared)
     "work": tuple(
-        (c.tiles, c.split, c.prescan, c.paired)
+        (c.tiles, c.split, c.prescan, c.paired, c.shared)
         for c in candidates(Problem("bfloat16", 128, 128, "float32"))
     ),
 }
@@ -88,7 +89,8 @@ CONFIGS = [config_of(case) for case in COVERING] + HEAVY
 def label(config: Config) -> str:
     p = config.problem
     work = f"{config.tiles}{'-split' * config.split}{'-prescan' * config.prescan}"
-    work += f"{'-paired' * config.paired}{f'-{p.gate_dtype}-gate' if p.gate_dtype else ''}"
+    work += f"{'-paired' * config.paired}{'-shared' * config.shared}"
+    work += f"-{p.gate_dtype}-gate" if p.gate_dtype else ""
     names = (
         "decay",
         "packed",
@@ -156,6 +158,8 @@ def test_machine_code(config):
     assert kernel.count("HGMMA") == sum(products(config).values())
     panels = config.problem.head_dim_k // 64 * (1 if config.prescan else 2)
     assert kernel.count("UTMALDG") == panels + config.tiles + config.paired
+    # Half of P goes to the partner.
+    assert kernel.count("UBLKCP") == (config.shared and not config.prescan)
     assert kernel.count("UTMASTG") == (0 if config.prescan else 2)  # in the loop and after it
     # One wait per place where results are used: the compiler adds some where it does not trust the code.
     waits = 1 if config.prescan else 3
@@ -197,7 +201,7 @@ def launched(
     )  # fmt: skip
     launch.run(call, multiprocessors=multiprocessors, kernels=kernels)
     for config, ctas in zip(configs, grids):
-        assert not (isinstance(config, Config) and config.paired and ctas % 2)
+        assert not (isinstance(config, Config) and (config.paired or config.shared) and ctas % 2)
     return [config for config in configs if isinstance(config, Config)]
 
 
@@ -233,3 +237,43 @@ def test_who_has_a_partner():
     assert [c.paired for c in launched(odd, v_heads=3, dim_v=64)] == [False]
     assert [c.paired for c in launched(odd, v_heads=3)] == [True]
     assert [c.paired for c in launched(odd, v_heads=3, multiprocessors=7)] == [True]
+
+
+def test_who_shares_a_head():
+    for options, shared in (
+        ({}, [True]),
+        ({"num_splits": 2}, [True, True]),
+        ({"multiprocessors": 9}, [True]),
+        ({"v_heads": 3, "multiprocessors": 7}, [True]),
+        ({"multiprocessors": 1}, [False]),
+        ({"multiprocessors": 4}, [False]),  # two tiles per CTA
+        ({"cu_seqlens": torch.tensor([0, 500])}, [False]),
+        ({"dim_v": 64}, [False]),
+    ):
+        for g in (None, torch.empty(1, 500, options.get("v_heads", 4))):
+            assert [config.shared for config in launched(g, **options)] == shared, options
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, heads, pieces",
+    [
+        (1, 16384, 32, 6),  # two segments
+        (1, 65536, 8, 3),  # eight
+        (1, 16384, 8, 2),  # eight short ones
+        (1, 131072, 32, 8),  # two, as long as eight pieces at most can be
+        (1, 16384, 64, 1),  # not cut
+    ],
+)
+def test_pieces_of_a_prescan(batch, tokens, heads, pieces):
+    def spread(**facts):
+        problem = Problem("bfloat16", 128, 128, **facts)
+        return plan(problem, batch, tokens, batch, heads, 132)
+
+    chosen = spread()
+    assert chosen.pieces == pieces
+    assert chosen.piece_tokens % CHUNK == 0
+    if chosen.split:
+        most = pieces * chosen.piece_tokens
+        assert most - chosen.piece_tokens < chosen.segment_tokens <= most
+    for facts in ({"gate_dtype": "float32"}, {"decay": False}, {"packed": True}):
+        assert spread(**facts).pieces == 1

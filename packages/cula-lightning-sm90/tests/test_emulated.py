@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -327,6 +328,29 @@ def test_splits(run, num_splits):
 
 
 @pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("final", ["in place", "separate"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("num_splits", [2, 3])
+def test_heads_that_forget(run, num_splits, packed, final):
+    """A prescan reads the last tokens of a segment alone where the others have decayed to nothing.
+
+    Heads that never forget, that forget within two pieces of a segment, within a chunk, and within many segments.
+    """
+    shape = {"heads": (1, 4), "dims": (64, 128), "packed": packed, "slots": (2,), "final": final}
+    call = make_call((1400,), rates="mixed", **shape)
+    outcome = run(call, num_splits=num_splits)
+    assert_right(call, outcome)
+
+    poison = call.v.clone()
+    poison[0, :64, 1:3] = math.nan
+    other = run(replace(call, v=poison), num_splits=num_splits)
+    behind = slice(704 if num_splits == 2 else 512, None)
+    assert same(other.out[:, behind], outcome.out[:, behind])
+    assert same(other.states, outcome.states)
+    assert other.out[:, :64, 1:3].isnan().all()
+
+
+@pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_other_sequences_change_nothing(run, num_splits):
     """Whatever the tokens of a packed sequence hold, the results of the others are the same bit for bit."""
@@ -445,6 +469,22 @@ def test_ctas_that_load_gates_for_each_other(run, gate, size, heads, dims, optio
     assert_same(together, alone)
 
 
+@pytest.mark.parametrize("gate_rows", [False, True])
+@pytest.mark.parametrize("gate", [None, "float32"])
+def test_ctas_that_share_a_head(run, gate, gate_rows):
+    """The same bits as where every CTA works for itself, as those of packed sequences do; items one after the other."""
+    options = {"multiprocessors": 4, "num_splits": 2}
+    call = make_call((300, 300), (1, 3), (128, 128), gate=gate, slots=(1, -1), l2norm=True)
+    together = run(call, gate_rows=gate_rows and gate is not None, **options)
+    assert all(config.shared for config in run.configs)
+    assert_right(call, together)
+    one = alone(call, 0, packed=True)
+    by_itself = run(one, **options)
+    assert not any(config.shared for config in run.configs if isinstance(config, Config))
+    assert same(together.out[:1], by_itself.out)
+    assert same(together.states[:1], by_itself.states)
+
+
 def segments_of(lengths: tuple[int, ...], most: int) -> list[list[int]]:
     """Rows of the segment table: first token, length, sequence, slot, part, parts."""
     rows, start = [], 0
@@ -558,4 +598,30 @@ def test_every_wait_of_paired_ctas_matters(run):
     # Before a CTA leaves it waits until every slot of gates is free; the one used last is free after all others.
     tail = Counter({TRY_WAIT: PAIR_SLOTS - 1})
     assert mutation.opcodes(report.unnoticed) == UNNOTICED[False] + tail, str(report)
+    assert not report.not_reached, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("prescan", [False, True])
+def test_every_wait_of_ctas_that_share_a_head_matters(run, prescan):
+    """Two CTAs with more chunks and items than there are slots for."""
+    calls = [
+        make_call(lengths, (1, 1), (64, 128), slots=None, l2norm=True)
+        for lengths in ((1300,), (140,) * 4)
+    ]
+    options = {"multiprocessors": 2, "num_splits": 2}
+    expected = [run(call, **options) for call in calls]
+    config = next(config for config in run.configs if config.prescan == prescan)
+    assert config.shared
+
+    def check(changes) -> None:
+        for call, before in zip(calls, expected):
+            outcome = run(call, **options, mutated=config, **vars(changes))
+            assert torch.isfinite(outcome.out).all(), "not finite"
+            assert_same(outcome, before)
+
+    report = mutation.run(check, run.compiled(config), schedules=SCHEDULES)
+    # The thread that sends half of P is the one that the emulator elects to arrive for its warp.
+    sender = Counter({"bar.warp.sync": 1 - prescan})
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED[prescan] + sender, str(report)
     assert not report.not_reached, str(report)

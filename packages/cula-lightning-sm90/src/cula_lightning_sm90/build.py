@@ -50,7 +50,7 @@ def fake_arguments(config: Config) -> tuple:
         return fake.states(heads_v, rows, columns, problem.state_dtype)
 
     forward = not config.prescan
-    v_tiles, registers = problem.head_dim_v // V_TILE, problem.head_dim_k * V_TILE // 128
+    v_tiles, units = problem.head_dim_v // V_TILE, problem.head_dim_k * V_TILE // (4 * 128)
     return (
         activation(heads, problem.head_dim_k) if forward else None,
         activation(heads, problem.head_dim_k),
@@ -67,11 +67,11 @@ def fake_arguments(config: Config) -> tuple:
         fake.vector(cutlass.Int32) if problem.checkpoints == "once" and forward else None,
         fake.segment_table() if problem.packed else None,
         fake.vector(cutlass.Int32) if problem.packed else None,
-        _workspace(cute.sym_int(), heads_v, v_tiles, registers, 128) if config.split else None,
+        _workspace(cute.sym_int(), heads_v, v_tiles, units, 128, 4) if config.split else None,
         _workspace(cute.sym_int(), heads_v) if config.split else None,
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
-        *(cutlass.Int32(1) for _ in range(4)),
+        *(cutlass.Int32(1) for _ in range(5)),
     )
 
 

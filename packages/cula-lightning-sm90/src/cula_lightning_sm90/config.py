@@ -45,6 +45,11 @@ class Problem:
     fresh: bool = False
     state_dtype: str = "float32"
 
+    @property
+    def forgets(self) -> bool:
+        """Whether a head's decay alone says how far back its state reaches."""
+        return self.decay and self.gate_dtype is None
+
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
         if self.dtype not in ACTIVATION_DTYPES:
@@ -71,7 +76,8 @@ class Config:
     tiles: V tiles of 64 columns per CTA, each with a warpgroup of its own. split: sequences are cut into segments; then
     the pass "prescan" computes what every segment adds to the state, and the pass "forward" starts every segment from
     the sum over its predecessors. Without a split there is only "forward". paired: two CTAs form a cluster and load
-    gates for each other.
+    gates for each other. shared: the two CTAs have the V tiles of one head, load q and k for each other, and make half
+    of P each.
     """
 
     problem: Problem
@@ -79,6 +85,7 @@ class Config:
     split: bool = False
     prescan: bool = False
     paired: bool = False
+    shared: bool = False
 
     @property
     def stage_bytes(self) -> int:
@@ -120,16 +127,21 @@ class Config:
             self.problem.gate_dtype is None or self.problem.packed or self.tiles > 1
         ):
             return "only gates of dense batches with one tile per CTA are loaded in pairs"
+        if self.shared and (
+            self.problem.packed or self.tiles > 1 or self.problem.head_dim_v != 2 * V_TILE
+        ):
+            return "only the two V tiles of a head of a dense batch are shared by two CTAs"
         return None
 
 
 def candidates(problem: Problem) -> list[Config]:
     """Returns every config worth compiling for a problem."""
     every = [
-        Config(problem, tiles, split, prescan, paired)
+        Config(problem, tiles, split, prescan, paired, shared)
         for tiles in (1, 2)
         for split, prescan in ((False, False), (True, False), (True, True))
         for paired in (False, True)
+        for shared in (False, True)
     ]
     return [c for c in every if c.illegal() is None]
 

@@ -79,6 +79,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         call.segment_tokens,
     )
     segment_tokens = spread.segment_tokens or max(tokens, CHUNK)
+    piece_tokens = spread.piece_tokens or segment_tokens
     segments = counters = states = decays = None
     if cu_seqlens is not None:
         segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
@@ -86,8 +87,8 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         table = kernels(TableConfig(dtype_name(cu_seqlens.dtype)))
         table(cu_seqlens, segments, counters, segment_tokens, min(tokens, segment_tokens))
     if spread.split:
-        tiles, registers = dim_v // V_TILE, dim_k * V_TILE // 128
-        shape = (spread.segments, heads_v, tiles, registers, 128)
+        tiles, units = dim_v // V_TILE, dim_k * V_TILE // (4 * 128)
+        shape = (spread.segments * spread.pieces, heads_v, tiles, units, 128, 4)
         states = q.new_empty(shape, dtype=torch.float32)
         decays = q.new_empty(shape[:2], dtype=torch.float32)
     if fresh is not None:
@@ -105,7 +106,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
             *(where if forward else (None, None, None)),
             segments, None if counters is None else counters[number : number + 1], states, decays,
             call.scale, call.decay_sign * LOG2_E, -1 if call.null_slot is None else call.null_slot, segment_tokens,
-            max(call.checkpoint_every, CHUNK), spread.ctas,
+            piece_tokens, max(call.checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from .config import CHUNK, V_TILE, Config, Problem
 
 # Segments shorter than this cost more in their own start-up than they win.
 _MIN_SEGMENT = 1024
 _MAX_SEGMENTS = 16
+_MAX_PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -16,16 +18,25 @@ class Plan:
     """How a call is spread out.
 
     segments: how many segments there may be in all. segment_tokens: their length, a multiple of 64; 0 when sequences
-    stay whole. parts: segments of one sequence of a dense batch. ctas: of the grid, at most one per multiprocessor.
-    paired: two CTAs form a cluster; both always have the same segment, and heads that are neighbours or the same.
+    stay whole. piece_tokens: the same of the pieces of a segment that a prescan works on. parts: segments of one
+    sequence of a dense batch. ctas: of the grid, at most one per multiprocessor.
+    paired: two CTAs form a cluster; both always have the same segment, and heads that are neighbours or the same, whose
+    gates they load for each other. shared: they have the two V tiles of one head, and share its q, k and P.
     """
 
     tiles: int
     segments: int
     segment_tokens: int
+    piece_tokens: int
     parts: int
     ctas: int
     paired: bool
+    shared: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of a segment."""
+        return -(-self.segment_tokens // self.piece_tokens) if self.piece_tokens else 1
 
     @property
     def split(self) -> bool:
@@ -61,6 +72,11 @@ def plan(
     if length >= tokens:
         length = 0
     parts = -(-tokens // length) if length else 1
+    piece = length
+    if length and problem.forgets and not problem.packed:
+        # More pieces make the prescan shorter, and the sum over them longer in front of the last segment.
+        chunks = length // CHUNK
+        piece = -(-chunks // min(_MAX_PIECES, 1 + isqrt(chunks // (4 * (parts - 1))))) * CHUNK
     if problem.packed:
         segments = sequences + (tokens // length if length else 0)
     else:
@@ -71,12 +87,15 @@ def plan(
     paired = (
         gate_rows and not problem.packed and tiles == 1 and heads_v * v_tiles % 2 == 0 and ctas > 1
     )
-    if paired:
+    shared = not problem.packed and tiles == 1 and v_tiles == 2 and ctas > 1
+    if paired or shared:
         ctas = ctas // 2 * 2
-    return Plan(tiles, segments, length, parts, ctas, paired)
+    return Plan(tiles, segments, length, piece, parts, ctas, paired, shared)
 
 
 def configs(problem: Problem, spread: Plan) -> tuple[Config, ...]:
     """Returns the passes of a call, in order."""
-    forward = Config(problem, spread.tiles, spread.split, paired=spread.paired)
+    forward = Config(
+        problem, spread.tiles, spread.split, paired=spread.paired, shared=spread.shared
+    )
     return (replace(forward, prescan=True), forward) if spread.split else (forward,)

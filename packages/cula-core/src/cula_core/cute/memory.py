@@ -2,7 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 
 # A cache policy of the L2, as createpolicy encodes it: nobody needs the line again.
 EVICT_FIRST = 0x12F0000000000000
@@ -63,17 +65,58 @@ def cache_policy(policy):
 
 @cute.jit
 def load_tile(
-    tma, whole: cute.Tensor, first, head, batch, column, shared: cute.Tensor, barrier, policy=None
+    tma,
+    whole: cute.Tensor,
+    first,
+    head,
+    batch,
+    column,
+    shared: cute.Tensor,
+    barrier,
+    policy=None,
+    paired: cutlass.Constexpr = False,
 ):
     """Loads a tile of tokens from `first` on by TMA; tokens past the end of the tensor arrive as zeros.
 
     whole: as `by_token` sees it. column: which tile of channels. shared: [tokens, channels]. barrier: of the bytes.
-    policy: None, or EVICT_FIRST of bytes that nobody needs again.
+    policy: None, or EVICT_FIRST of bytes that nobody needs again. paired: each CTA of a cluster of two loads half of
+    the tile for both, with a multicast atom; the barrier of either hears of the bytes of both halves.
     """
+    rank, ctas, options = 0, 1, {"cache_policy": cache_policy(policy)}
+    if cutlass.const_expr(paired):
+        rank, ctas = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()), 2
+        options["mcast_mask"] = cutlass.Int16(3)
     rows = cute.domain_offset((first, 0), whole[None, None, head, batch])
     tile = (cute.size(shared, mode=[0]), cute.size(shared, mode=[1]))
     source = cute.local_tile(rows, tile, (0, column))
     s, g = cpasync.tma_partition(
-        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
+        tma,
+        rank,
+        cute.make_layout(ctas),
+        cute.group_modes(shared, 0, 2),
+        cute.group_modes(source, 0, 2),
     )
-    cute.copy(tma, g, s, tma_bar_ptr=barrier, cache_policy=cache_policy(policy))
+    cute.copy(tma, g, s, tma_bar_ptr=barrier, **options)
+
+
+@dsl_user_op
+def send_to_cta(source: cute.Pointer, barrier: cute.Pointer, rank, size: int, *, loc=None, ip=None):
+    """Starts to copy shared memory to the same place of another CTA of the cluster, whose barrier hears of the bytes.
+
+    CuTe DSL's own copy of this kind names the barrier of the CTA that sends.
+    """
+    target = "mapa.shared::cluster.u32 d, $0, $2; mapa.shared::cluster.u32 b, $1, $2;"
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    llvm.inline_asm(
+        None,
+        [
+            source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            cutlass.Int32(rank).ir_value(loc=loc, ip=ip),
+        ],
+        f"{{ .reg .b32 d, b; {target} {copy} [d], [$0], {size}, [b]; }}",
+        "r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

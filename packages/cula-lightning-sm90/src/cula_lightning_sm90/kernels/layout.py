@@ -17,6 +17,8 @@ GATE_SLOTS = 4  # of summed gates
 PAIR_SLOTS = 8  # of gates as they are stored, where two CTAs load them for each other
 # One token's log2 decay is held at or above this: 2^-150 is zero in fp32, and sums over a chunk stay exact enough.
 FLOOR = -150.0
+# Contributions to a state that have decayed to less than 2^-REACH are nothing in fp32.
+REACH = 126.0
 # Floats of a slot of weights: of o, of v, total decay and padding.
 TABLE = 2 * CHUNK + 4
 BARRIER_WEIGHTS, BARRIER_TILE = 1, 2
@@ -78,6 +80,8 @@ class Layout:
         self.v_tiles = self.problem.head_dim_v // V_TILE
         self.gate = self.problem.gate_dtype is not None
         self.forward = not config.prescan
+        # Whether a prescan works on pieces of segments.
+        self.pieces = self.problem.forgets and not self.problem.packed
         self.k_at = CHUNK * self.dim_k if self.forward else 0  # elements within a stage
         self.v_at = self.k_at + CHUNK * self.dim_k
         self.stage = self.v_at + CHUNK * V_TILE * self.tiles
@@ -105,3 +109,18 @@ class Layout:
         if cutlass.const_expr(self.problem.decay):
             slope = floored(head_decay[head] * decay_factor)
         return slope
+
+    def pieces_of(self, segment_tokens, piece_tokens):
+        """Returns the number of pieces of a segment."""
+        return cute.ceil_div(segment_tokens, piece_tokens) if self.pieces else 1
+
+    @cute.jit
+    def first_that_counts(self, head_decay: cute.Tensor, head, decay_factor, segment_tokens):
+        """Returns the first token of a segment that counts behind it: the first of a chunk; 0 unless a head forgets."""
+        first = I32(0)
+        if cutlass.const_expr(self.problem.forgets):
+            slope = self.slope(head_decay, head, decay_factor)
+            if slope * F32(segment_tokens) < -REACH:
+                first = segment_tokens - I32(-REACH / slope)
+                first = cutlass.max(first - 1, 0) // CHUNK * CHUNK
+        return first

@@ -89,20 +89,24 @@ class LightningPrefill(Layout):
         decay_factor: cutlass.Float32,
         null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
+        piece_tokens: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         ctas: cutlass.Int32,
         stream,
     ):
         """Launches the kernel with the arguments of `launch.fake_arguments`; what the problem lacks is None."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        wide = swizzled((CHUNK, self.dim_k), "k", self.dtype)
         square = swizzled((CHUNK, V_TILE), "k", self.dtype)
         tma_q, mQ, tma_o, mO = None, None, None, None
+        wide = (swizzled((CHUNK, self.dim_k), "k", self.dtype), (CHUNK, self.dim_k))
+        both, parts = load, 1
+        if cutlass.const_expr(self.config.shared):
+            both, parts = cpasync.CopyBulkTensorTileG2SMulticastOp(), 2
         if cutlass.const_expr(self.forward):
-            tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), wide, (CHUNK, self.dim_k))
+            tma_q, mQ = cpasync.make_tiled_tma_atom(both, by_token(q), *wide, num_multicast=parts)
             store = cpasync.CopyBulkTensorTileS2GOp()
             tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), square, (CHUNK, V_TILE))
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, self.dim_k))
+        tma_k, mK = cpasync.make_tiled_tma_atom(both, by_token(k), *wide, num_multicast=parts)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), square, (CHUNK, V_TILE))
         tma_g = None
         if cutlass.const_expr(self.config.paired):
@@ -110,14 +114,14 @@ class LightningPrefill(Layout):
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, fresh, final,
             checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale, decay_factor,
-            null_slot, segment_tokens, checkpoint_every,
+            null_slot, segment_tokens, piece_tokens, checkpoint_every,
         ).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=self.config.follows,
-            cluster=(2, 1, 1) if self.config.paired else None,
+            cluster=(2, 1, 1) if self.config.paired or self.config.shared else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -150,6 +154,7 @@ class LightningPrefill(Layout):
         decay_factor: cutlass.Float32,
         null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
+        piece_tokens: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -174,16 +179,20 @@ class LightningPrefill(Layout):
             barrier_storage=barriers,
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(thread),
-            consumer_group=pipeline.CooperativeGroup(thread, 4 * (1 + self.tiles)),
+            consumer_group=pipeline.CooperativeGroup(
+                thread, 4 * (1 + self.tiles) * (1 + self.config.shared)
+            ),
             tx_count=self.config.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, 1 + self.config.shared, 1, 1)),
             defer_sync=True,
         )
         weights = pipeline.PipelineAsync.create(
             barrier_storage=barriers + 2 * self.stages,
             num_stages=SLOTS,
             producer_group=pipeline.CooperativeGroup(thread, 4),
-            consumer_group=pipeline.CooperativeGroup(thread, 4 * self.tiles),
+            consumer_group=pipeline.CooperativeGroup(
+                thread, 4 * self.tiles * (1 + (self.config.shared and self.forward))
+            ),
             defer_sync=True,
         )
         items = pipeline.PipelineAsync.create(
@@ -205,7 +214,7 @@ class LightningPrefill(Layout):
             pair_base = self.gates.allocate(smem)
             pair = self.gates.make_pipeline(barriers + 2 * (self.stages + 2 * SLOTS + GATE_SLOTS))
         cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(self.config.paired):
+        if cutlass.const_expr(self.config.paired or self.config.shared):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -219,7 +228,8 @@ class LightningPrefill(Layout):
             if warp_idx == self.loader:
                 self.load(
                     ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, indices, fresh, segments, counter,
-                    null_slot, segment_tokens, out.shape[2], out.shape[1], out.shape[0],
+                    head_decay, decay_factor, null_slot, segment_tokens, piece_tokens, out.shape[2], out.shape[1],
+                    out.shape[0],
                 )  # fmt: skip
             if cutlass.const_expr(self.gate):
                 if warp_idx == self.loader + 1:
@@ -238,8 +248,8 @@ class LightningPrefill(Layout):
             if cutlass.const_expr(self.forward):
                 self.tile.attend(
                     ring, weights, items, base, p_base, o_base, tables, item_words, tma_o, mO, out,
-                    initial, final, checkpoints, checkpoint_rows, checkpoint_offsets, states, decays, segment_tokens,
-                    checkpoint_every, tile, thread_idx,
+                    initial, final, checkpoints, checkpoint_rows, checkpoint_offsets, states, decays, head_decay,
+                    decay_factor, segment_tokens, piece_tokens, checkpoint_every, tile, thread_idx,
                 )  # fmt: skip
             else:
                 self.tile.scan(
@@ -254,6 +264,10 @@ class LightningPrefill(Layout):
                     tile,
                     thread_idx,
                 )
+
+        if cutlass.const_expr(self.config.shared):  # nobody leaves while the other may send to it
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # ---- items of work ----------------------------------------------------------------------------------------------
 
@@ -274,8 +288,11 @@ class LightningPrefill(Layout):
         fresh: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        head_decay: cute.Tensor,
+        decay_factor: cutlass.Float32,
         null_slot: cutlass.Int32,
         segment_tokens: cutlass.Int32,
+        piece_tokens: cutlass.Int32,
         heads_v: cutlass.Int32,
         tokens: cutlass.Int32,
         batch: cutlass.Int32,
@@ -291,22 +308,24 @@ class LightningPrefill(Layout):
         group = heads_v // mK.shape[2]
         per_head = self.v_tiles // self.tiles
         columns = heads_v * per_head
-        parts = cute.ceil_div(tokens, segment_tokens)
         if cutlass.const_expr(self.problem.packed):
             count = segments[0, 0] * columns
         else:
-            count = batch * (parts if self.forward else parts - 1) * columns
+            parts = cute.ceil_div(tokens, segment_tokens)
+            if cutlass.const_expr(not self.forward):
+                parts = (parts - 1) * self.pieces_of(segment_tokens, piece_tokens)
+            count = batch * parts * columns
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         number = block
         if cutlass.const_expr(self.problem.packed):
             number = draw(counter, lane)
         while number < count:
-            segment, column = number // columns, number % columns
+            column, token, in_batch, length, sequence, slot, part, parts_here = self.describe(
+                segments, number, columns, per_head, segment_tokens, piece_tokens, tokens
+            )
             head, tile = column // per_head, column % per_head
             head_k = head // group
-            item = self.describe(segments, segment, segment_tokens, parts, tokens)
-            token, in_batch, length, sequence, slot, part, parts_here = item
             row = sequence
             if cutlass.const_expr(self.problem.indexed):
                 row = indices[sequence]
@@ -316,7 +335,15 @@ class LightningPrefill(Layout):
                 begins = I32(fresh[sequence])
             wanted = cutlass.Boolean(True)
             if cutlass.const_expr(not self.forward):
+                since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
+                place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
+                unneeded = cutlass.min(cutlass.max(since - place, 0), length)
+                token, length = token + unneeded, length - unneeded
                 wanted = (part + 1 < parts_here) & (row >= 0)
+                if cutlass.const_expr(self.problem.in_place):
+                    wanted = wanted & ((length > 0) | (part == 0))
+                else:
+                    wanted = wanted & (length > 0)
             if wanted:
                 post(
                     items, item_at, item_words,
@@ -334,11 +361,13 @@ class LightningPrefill(Layout):
                     ring.producer_acquire(at)
                     full = ring.producer_get_barrier(at)
                     first = token + c * CHUNK
-                    if cutlass.const_expr(self.forward):
+                    for tma, whole, ring_of in ((tma_q, mQ, sQ),) * self.forward + (
+                        (tma_k, mK, sK),
+                    ):
                         load_tile(
-                            tma_q, mQ, first, head_k, in_batch, 0, sQ[None, None, at.index], full
-                        )
-                    load_tile(tma_k, mK, first, head_k, in_batch, 0, sK[None, None, at.index], full)
+                            tma, whole, first, head_k, in_batch, 0, ring_of[None, None, at.index], full,
+                            paired=self.config.shared,
+                        )  # fmt: skip
                     for i in cutlass.range_constexpr(self.tiles):
                         sV = self.staged(base, self.v_at + i * CHUNK * V_TILE, (CHUNK, V_TILE), "k")
                         load_tile(
@@ -362,18 +391,48 @@ class LightningPrefill(Layout):
     def describe(
         self,
         segments: cute.Tensor,
-        segment: cutlass.Int32,
+        number: cutlass.Int32,
+        columns: cutlass.Int32,
+        per_head: cutlass.Int32,
         segment_tokens: cutlass.Int32,
-        parts: cutlass.Int32,
+        piece_tokens: cutlass.Int32,
         tokens: cutlass.Int32,
     ):
-        """Returns (first token, batch, length, sequence, slot, part, parts) of a segment."""
+        """Returns (column, first token, batch, length, sequence, slot, part, parts) of an item.
+
+        Parts are segments, or pieces of them in a prescan of pieces: there those of a head follow each other, so that
+        the pieces of heads that do not forget go to many CTAs.
+        """
         if cutlass.const_expr(self.problem.packed):
-            row = segments[1 + segment, None]
-            return row[0], I32(0), row[1], row[2], row[3], row[4], row[5]
+            row = segments[1 + number // columns, None]
+            return number % columns, row[0], I32(0), row[1], row[2], row[3], row[4], row[5]
         else:
-            listed = parts if self.forward else parts - 1
-            sequence, part = segment // listed, segment % listed
-            token = part * segment_tokens
-            length = cutlass.min(segment_tokens, tokens - token)
-            return token, sequence, length, sequence, sequence * parts + part, part, parts
+            parts = cute.ceil_div(tokens, segment_tokens)
+            if cutlass.const_expr(self.forward or not self.pieces):
+                listed = parts if self.forward else parts - 1
+                segment, column = number // columns, number % columns
+                sequence, part = segment // listed, segment % listed
+                token = part * segment_tokens
+                length = cutlass.min(segment_tokens, tokens - token)
+                return (
+                    column,
+                    token,
+                    sequence,
+                    length,
+                    sequence,
+                    sequence * parts + part,
+                    part,
+                    parts,
+                )
+            else:
+                pieces = self.pieces_of(segment_tokens, piece_tokens)
+                listed = (parts - 1) * pieces
+                tile, part = number % per_head, number // per_head % listed
+                head = number // per_head // listed
+                sequence, head = head // (columns // per_head), head % (columns // per_head)
+                place = part % pieces * piece_tokens
+                token = part // pieces * segment_tokens + place
+                length = cutlass.min(piece_tokens, segment_tokens - place)
+                slot = sequence * parts * pieces + part
+                column = head * per_head + tile
+                return column, token, sequence, length, sequence, slot, part, listed + 1

@@ -49,7 +49,10 @@ class Tiles(Layout):
         checkpoint_offsets: cute.Tensor,
         states: cute.Tensor,
         decays: cute.Tensor,
+        head_decay: cute.Tensor,
+        decay_factor: cutlass.Float32,
         segment_tokens: cutlass.Int32,
+        piece_tokens: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         tile: cutlass.Int32,
         tidx: cutlass.Int32,
@@ -101,8 +104,10 @@ class Tiles(Layout):
             if row < 0:
                 chunks = 0
                 self.outputs.clear(out, batch, token, length, head, column, tidx)
+            since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
             self.start(
-                s, part_s, initial, states, decays, slot, part, parts, head, column, row, item.begins, tidx
+                s, part_s, initial, states, decays, segment_tokens, piece_tokens, since, slot, part, parts, head,
+                column, row, item.begins, tidx,
             )  # fmt: skip
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -241,6 +246,11 @@ class Tiles(Layout):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             weights.consumer_release(weights_at)
+            if cutlass.const_expr(self.config.shared and self.forward):
+                other = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) ^ 1
+                cute.arch.mbarrier_arrive(
+                    weights.sync_object_empty.get_barrier(weights_at.index), other
+                )
 
     @cute.jit
     def load_values(self, load_v, source: cute.Tensor, v_a: cute.Tensor, left, lane):
@@ -311,14 +321,16 @@ class Tiles(Layout):
         write(s, part_s.partition_C(self.transposed(pool, row, head, column)))
 
     def spilled(self, states, slot, head, column, tidx):
-        """Returns a thread's part of a segment's contribution in the workspace, whose last dimension is the thread."""
-        return states[slot, head, column, None, tidx]
+        """Returns a thread's part of what is kept in the workspace, in units of 16 bytes side by side for threads."""
+        units = states[slot, head, column, None, tidx, None]
+        return cute.make_tensor(units.iterator, cute.select(units.layout, mode=[1, 0]))
+
+    def in_units(self, s):
+        return cute.make_tensor(s.iterator, cute.make_layout((4, cute.size(s) // 4)))
 
     @cute.jit
     def spill(self, s: cute.Tensor, states: cute.Tensor, slot, head, column, tidx):
-        target = self.spilled(states, slot, head, column, tidx)
-        for i in cutlass.range_constexpr(cute.size(s)):
-            target[i] = s[i]
+        cute.autovec_copy(self.in_units(s), self.spilled(states, slot, head, column, tidx))
 
     @cute.jit
     def start(
@@ -328,6 +340,9 @@ class Tiles(Layout):
         initial,
         states,
         decays,
+        segment_tokens,
+        piece_tokens,
+        since,
         slot,
         part,
         parts,
@@ -337,26 +352,48 @@ class Tiles(Layout):
         begins,
         tidx,
     ):
-        """Loads the state in front of an item: the initial one, or the sum over the segments before it."""
+        """Loads the state in front of an item: the initial one, or the sum over what segments before it added.
+
+        since: the first token that counts of the segment before; if it is not 0, earlier segments do not.
+        """
+        pieces = self.pieces_of(segment_tokens, piece_tokens)
         s.fill(0.0)
         if row >= 0:
             if cutlass.const_expr(self.problem.initial_state):
                 if (part == 0) & (begins != 0):
                     if cutlass.const_expr(self.problem.in_place and self.config.split):
                         if parts > 1:
-                            source = self.spilled(states, slot + parts - 1, head, column, tidx)
-                            for i in cutlass.range_constexpr(cute.size(s)):
-                                s[i] = source[i]
+                            source = self.spilled(
+                                states, (slot + parts - 1) * pieces, head, column, tidx
+                            )
+                            cute.autovec_copy(source, self.in_units(s))
                         else:
                             self.get(s, part_s, initial, row, head, column)
                     else:
                         self.get(s, part_s, initial, row, head, column)
             if cutlass.const_expr(self.config.split):
-                for before in cutlass.range(slot - part, slot, unroll=1):
-                    factor = exp2_pinned(decays[before, head])
-                    source = self.spilled(states, before, head, column, tidx)
-                    for i in cutlass.range_constexpr(cute.size(s)):
-                        s[i] = s[i] * factor + source[i]
+                first, end = (slot - part) * pieces, slot * pieces
+                if (since > 0) & (part > 0):
+                    first = end - pieces + since // piece_tokens
+                odd = (end - first) % 2
+                if odd == 1:
+                    self.add(s, states, decays, first, 1, head, column, tidx)
+                for before in cutlass.range(first + odd, end, 2, unroll=1):
+                    self.add(s, states, decays, before, 2, head, column, tidx)
+
+    @cute.jit
+    def add(self, s, states, decays, first, count: cutlass.Constexpr, head, column, tidx):
+        """Adds so many pieces that follow each other, all on their way at once."""
+        x = cute.make_rmem_tensor((4, cute.size(s) // 4, count), F32)
+        factors = cute.make_rmem_tensor((count,), F32)
+        for n in cutlass.range_constexpr(count):
+            factors[n] = decays[first + n, head]
+            source = self.spilled(states, first + n, head, column, tidx)
+            cute.autovec_copy(source, x[None, None, n])
+        for n in cutlass.range_constexpr(count):
+            factor = exp2_pinned(factors[n])
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = s[i] * factor + x[i + n * cute.size(s)]
 
     @cute.jit
     def save(self, s: cute.Tensor, part_s, final, sequence, part, parts, head, column, row):

@@ -6,18 +6,27 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cula_core.cute.functions import exp2_pinned
+from cula_core.cute.memory import repeated, send_to_cta
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import F32
 from cula_core.cute.wgmma import issue, mma
 from cula_core.cute.work import SLOTS, receive
 
-from ..config import CHUNK
+from ..config import CHUNK, Config
 from .chunks import clear_past
 from .layout import BARRIER_WEIGHTS, GATE_SLOTS, TABLE, Item, Layout, exp2_in_two
 
 
 class Weights(Layout):
-    """P, and per token the factors of o and v. A thread's token in the tables is its number modulo 64."""
+    """P, and per token the factors of o and v. A thread's token in the tables is its number modulo 64.
+
+    P is made transposed, [j, i]. Where two CTAs of a cluster have the same head, each makes it for 32 tokens i and
+    sends that half to the other.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.made = CHUNK // 2 if config.shared else CHUNK
 
     @cute.jit
     def run(
@@ -43,19 +52,28 @@ class Weights(Layout):
         # Of the accumulator's first element.
         row, column = tidx // 32 * 16 + lane // 4, lane % 4 * 2
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
+        # This CTA's tokens i of P: all of them, or the half that its partner does not make.
+        first = cutlass.Int32(0)
         if cutlass.const_expr(self.forward):
-            product = mma(self.dtype, CHUNK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+            if cutlass.const_expr(self.config.shared):
+                rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+                first = rank * self.made
+            product = mma(self.dtype, self.made, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
             part = product.get_slice(tidx)
             sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k")
-            tPrQ = product.make_fragment_A(part.partition_A(sQ))
-            tPrK = product.make_fragment_B(part.partition_B(sK))
-            acc = cute.make_rmem_tensor(product.partition_shape_C((CHUNK, CHUNK)), F32)
+            if cutlass.const_expr(self.config.shared):
+                sQ = cute.local_tile(sQ, (self.made, self.dim_k), (rank, 0, None))
+            tPrK = product.make_fragment_A(part.partition_A(sK))
+            tPrQ = product.make_fragment_B(part.partition_B(sQ))
+            acc = cute.make_rmem_tensor(product.partition_shape_C((CHUNK, self.made)), F32)
             store = cute.make_tiled_copy_C(
-                cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), product
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), product
             ).get_slice(tidx)
-            tPsP = store.partition_D(self.slots(p_base, (CHUNK, CHUNK), "k"))
-            p = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, CHUNK // 8)))
-        factors = cute.make_rmem_tensor((2, 2, CHUNK // 8), F32)
+            shape = (CHUNK, self.made)
+            sP = repeated(p_base + first * CHUNK, shape, "mn", self.dtype, SLOTS, CHUNK * CHUNK)
+            tPsP = store.partition_D(sP)
+            p = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.made // 8)))
+        factors = cute.make_rmem_tensor((2, 2, self.made // 8), F32)
         factors.fill(0.0)
         table = cute.make_tensor(tables, cute.make_layout((TABLE, SLOTS)))
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -64,7 +82,8 @@ class Weights(Layout):
         gate_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, GATE_SLOTS)
         sums_by_token = cute.make_tensor(sums, cute.make_layout((2 * CHUNK, GATE_SLOTS)))
         sums_by_column = cute.make_tensor(
-            sums, cute.make_layout((2, 4, CHUNK // 8, GATE_SLOTS), stride=(1, 2, 8, 2 * CHUNK))
+            (sums + first).align(16),
+            cute.make_layout((2, 4, self.made // 8, GATE_SLOTS), stride=(1, 2, 8, 2 * CHUNK)),
         )[None, lane % 4, None, None]
 
         item = receive(Item, items, item_at, item_words)
@@ -76,7 +95,7 @@ class Weights(Layout):
                 chunks = 0
             slope = self.slope(head_decay, head, decay_factor)
             if cutlass.const_expr(self.forward and not self.gate):
-                self.decay_factors(factors, slope, row, column, scale)
+                self.decay_factors(factors, slope, row, first + column, scale)
             total = F32(0.0)
             for c in cutlass.range(chunks, unroll=1):
                 left = cutlass.min(length - c * CHUNK, CHUNK)
@@ -87,7 +106,7 @@ class Weights(Layout):
                 if cutlass.const_expr(self.forward):
                     warpgroup.fence()
                     tQ, tK = tPrQ[None, None, None, at.index], tPrK[None, None, None, at.index]
-                    issue(product, acc, tQ, tK, True)
+                    issue(product, acc, tK, tQ, True)
                 # log2 decays summed up to and with this thread's token, over the chunk, and behind the token.
                 if cutlass.const_expr(self.gate):
                     gates.consumer_wait(gate_at)
@@ -112,7 +131,7 @@ class Weights(Layout):
                 if cutlass.const_expr(self.gate and self.forward):
                     by_token = sums_by_token[None, gate_at.index]
                     by_column = sums_by_column[None, None, gate_at.index]
-                    self.gate_factors(factors, by_token, by_column, row, column, scale)
+                    self.gate_factors(factors, by_token, by_column, row, first, column, scale)
                 # Also keeps ptxas from moving the exponentials behind the wait for the product.
                 weights.producer_acquire(out_at)
                 table[tidx, out_at.index] = weight
@@ -127,11 +146,16 @@ class Weights(Layout):
                     for i in cutlass.range_constexpr(cute.size(p)):
                         p[i] = p[i] * factors[i]
                     if cutlass.const_expr(self.problem.l2norm):
-                        self.scale_by_norms(p, norms, out_at.index, row, lane)
+                        self.scale_by_norms(p, norms, out_at.index, row, first, lane)
                     rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
                     rounded.store(acc.load().to(self.dtype))
                     cute.copy(store, store.retile(rounded), tPsP[None, None, None, out_at.index])
                     cute.arch.fence_view_async_shared()
+                    if cutlass.const_expr(self.config.shared):
+                        cute.arch.barrier(barrier_id=BARRIER_WEIGHTS, number_of_threads=GROUP)
+                        if tidx == 0:
+                            made = p_base + out_at.index * (CHUNK * CHUNK) + first * CHUNK
+                            self.send(weights, out_at.index, made, rank)
                 cute.arch.sync_warp()
                 ring.consumer_release(at)
                 with cute.arch.elect_one():
@@ -149,12 +173,20 @@ class Weights(Layout):
             item_at.advance()
 
     @cute.jit
+    def send(self, weights, slot, own: cute.Pointer, rank):
+        """Copies this CTA's half of P to its partner, whose tiles wait for both halves as we do."""
+        size = self.made * CHUNK * 2
+        full = weights.sync_object_full.get_barrier(slot)
+        cute.arch.mbarrier_expect_tx(full, size)
+        send_to_cta(own, full, rank ^ 1, size)
+
+    @cute.jit
     def decay_factors(self, factors: cute.Tensor, slope, row, column, scale):
-        """Computes scale 2^((i - j) slope) where j <= i, else 0, in the order of the accumulator."""
-        for n in cutlass.range_constexpr(CHUNK // 8):
+        """Computes scale 2^((i - j) slope) where j <= i, else 0, in the order of the accumulator: rows are j."""
+        for n in cutlass.range_constexpr(self.made // 8):
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
-                    distance = row + 8 * b - (column + 8 * n + a)
+                    distance = column + 8 * n + a - (row + 8 * b)
                     factor = exp2_pinned(F32(distance) * slope) * scale
                     factors[a, b, n] = factor if distance >= 0 else F32(0.0)
 
@@ -165,24 +197,25 @@ class Weights(Layout):
         by_token: cute.Tensor,
         by_column: cute.Tensor,
         row,
+        first,
         column,
         scale,
     ):
-        """Computes scale 2^(G_i - G_j) where j <= i, else 0, in the order of the accumulator.
+        """Computes scale 2^(G_i - G_j) where j <= i, else 0, in the order of the accumulator: rows are j.
 
-        Blocks of 16 columns behind the 16 rows of a warp are never touched: their factors stay zero.
+        Blocks of 16 columns in front of the 16 rows of a warp are never touched: their factors stay zero.
         """
-        column_sums = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+        column_sums = cute.make_rmem_tensor((2, self.made // 8), F32)
         cute.autovec_copy(by_column, column_sums)
         row_sums = (by_token[row], by_token[row + 8])
-        diagonal = row // 16
-        for block in cutlass.range_constexpr(CHUNK // 16):
-            if block <= diagonal:
+        diagonal = row // 16 - first // 16
+        for block in cutlass.range_constexpr(self.made // 16):
+            if block >= diagonal:
                 for n in cutlass.range_constexpr(2 * block, 2 * block + 2):
                     for b in cutlass.range_constexpr(2):
                         for a in cutlass.range_constexpr(2):
-                            factor = exp2_pinned(row_sums[b] - column_sums[a, n]) * scale
-                            past = row + 8 * b >= column + 8 * n + a
+                            factor = exp2_pinned(column_sums[a, n] - row_sums[b]) * scale
+                            past = first + column + 8 * n + a >= row + 8 * b
                             factors[a, b, n] = factor if past else F32(0.0)
 
     @cute.jit
@@ -204,15 +237,16 @@ class Weights(Layout):
         return cute.math.rsqrt(squares + 1e-6)
 
     @cute.jit
-    def scale_by_norms(self, p: cute.Tensor, norms: cute.Pointer, slot, row, lane):
-        rows = cute.make_tensor(norms, cute.make_layout((GROUP, SLOTS)))
+    def scale_by_norms(self, p: cute.Tensor, norms: cute.Pointer, slot, row, first, lane):
+        rows = cute.make_tensor(norms + CHUNK, cute.make_layout((CHUNK, SLOTS), stride=(1, GROUP)))
         columns = cute.make_tensor(
-            (norms + CHUNK).align(16), cute.make_layout((2, 4, 8, SLOTS), stride=(1, 2, 8, GROUP))
+            (norms + first).align(16),
+            cute.make_layout((2, 4, self.made // 8, SLOTS), stride=(1, 2, 8, GROUP)),
         )
-        by_column = cute.make_rmem_tensor((2, CHUNK // 8), F32)
+        by_column = cute.make_rmem_tensor((2, self.made // 8), F32)
         cute.autovec_copy(columns[None, lane % 4, None, slot], by_column)
         for b in cutlass.range_constexpr(2):
             by_row = rows[row + 8 * b, slot]
-            for n in cutlass.range_constexpr(CHUNK // 8):
+            for n in cutlass.range_constexpr(self.made // 8):
                 for a in cutlass.range_constexpr(2):
                     p[a, b, n] = p[a, b, n] * by_row * by_column[a, n]
