@@ -56,30 +56,32 @@ class Gates(Layout):
                 length = 0
             slope = self.slope(head_decay, item.head, decay_factor)
             stride = self.together * CHUNK
-            self.read(far, g, item, 0, length, lane)
+            own = cute.domain_offset((item.token + 2 * lane,), g[item.batch, None, item.head])
+            left = length - 2 * lane  # tokens from this lane's first on
+            self.read(far, own, 0, left)
             for start in cutlass.range(0, length, stride, unroll=1):
                 near.store(far.load())
                 for j in cutlass.range_constexpr(self.together):
                     if cutlass.const_expr(j == 1):  # after the first, for which everybody waits
-                        self.read(far, g, item, start + stride, length, lane)
+                        self.read(far, own, start + stride, left)
                     first = start + j * CHUNK
                     if first < length:
                         for i in cutlass.range_constexpr(2):
                             step = floored(near[i, j].to(F32) * LOG2_E + slope)
-                            steps[i] = step if first + 2 * lane + i < length else F32(0.0)
+                            steps[i] = step if first + i < left else F32(0.0)
                         self.publish(gates, at, sums, steps, lane)
                         at.advance()
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
     @cute.jit
-    def read(self, found: cute.Tensor, g: cute.Tensor, item, first, length, lane):
-        """Loads g of this lane's tokens of the chunks from `first` on; what lies past the end is undefined."""
+    def read(self, found: cute.Tensor, own: cute.Tensor, first, left):
+        """Loads gates of this lane's tokens of the chunks from `first` on; what lies past the end is undefined."""
         for j in cutlass.range_constexpr(self.together):
             for i in cutlass.range_constexpr(2):
-                at = first + j * CHUNK + 2 * lane + i
-                if at < length:
-                    found[i, j] = g[item.batch, item.token + at, item.head]
+                at = first + j * CHUNK + i
+                if at < left:
+                    found[i, j] = own[at]
 
     @cute.jit
     def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
