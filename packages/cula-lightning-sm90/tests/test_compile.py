@@ -265,9 +265,9 @@ def test_who_shares_a_head():
     ],
 )
 def test_pieces_of_a_prescan(batch, tokens, heads, pieces):
-    def spread(**facts):
+    def spread(segment_tokens=0, **facts):
         problem = Problem("bfloat16", 128, 128, **facts)
-        return plan(problem, batch, tokens, batch, heads, 132)
+        return plan(problem, batch, tokens, batch, heads, 132, segment_tokens=segment_tokens)
 
     chosen = spread()
     assert chosen.pieces == pieces
@@ -275,5 +275,11 @@ def test_pieces_of_a_prescan(batch, tokens, heads, pieces):
     if chosen.split:
         most = pieces * chosen.piece_tokens
         assert most - chosen.piece_tokens < chosen.segment_tokens <= most
-    for facts in ({"gate_dtype": "float32"}, {"decay": False}, {"packed": True}):
+    others = (
+        {"gate_dtype": "float32"},
+        {"decay": False},
+        {"packed": True},
+        {"segment_tokens": 4096},
+    )
+    for facts in others:
         assert spread(**facts).pieces == 1

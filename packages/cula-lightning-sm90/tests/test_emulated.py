@@ -351,6 +351,15 @@ def test_heads_that_forget(run, num_splits, packed, final):
 
 
 @pytest.mark.emulated(seeds=1)
+def test_segments_of_named_length_have_the_same_bits_packed_and_dense(run):
+    call = make_call((1100,), (1, 4), (64, 128), rates="mixed", slots=(1,))
+    dense = run(call, segment_tokens=512)
+    assert [config.prescan for config in run.configs] == [True, False]
+    assert_right(call, dense)
+    assert_same(dense, run(replace(call, packed=True), segment_tokens=512))
+
+
+@pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_other_sequences_change_nothing(run, num_splits):
     """Whatever the tokens of a packed sequence hold, the results of the others are the same bit for bit."""

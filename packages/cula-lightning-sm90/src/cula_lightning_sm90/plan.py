@@ -60,7 +60,8 @@ def plan(
     A head's V tiles go to CTAs of their own while those fit on the card; sequences are cut where even that leaves most
     of it idle. Lengths of packed sequences are unknown here: cutting by tokens bounds the longest piece whatever they
     are, and short sequences stay whole. gate_rows: TMA can load gates of neighbouring heads.
-    segment_tokens: where to cut instead, if not 0.
+    segment_tokens: where to cut instead, if not 0; then there are no pieces, whose sums would differ from those of
+    packed sequences.
     """
     v_tiles = problem.head_dim_v // V_TILE
     columns = heads_v * v_tiles * (1 if problem.packed else batch)
@@ -73,7 +74,7 @@ def plan(
         length = 0
     parts = -(-tokens // length) if length else 1
     piece = length
-    if length and problem.forgets and not problem.packed:
+    if length and problem.forgets and not problem.packed and not segment_tokens:
         # More pieces make the prescan shorter, and the sum over them longer in front of the last segment.
         chunks = length // CHUNK
         piece = -(-chunks // min(_MAX_PIECES, 1 + isqrt(chunks // (4 * (parts - 1))))) * CHUNK
