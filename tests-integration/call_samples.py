@@ -155,6 +155,14 @@ def _(device):
     )  # fmt: skip
 
 
+@sample(cula_cp_sm90.chunk_kda, "before chunks")
+def _(device):
+    return kda(
+        device, cu_seqlens=rows(device, 0, 100, T), initial_state=states(device, 2), output_final_state=True,
+        has_initial_state=torch.tensor([True, False], device=device), return_intermediate_states=True,
+    )  # fmt: skip
+
+
 @sample(cula_cp_sm90.chunk_kda, "pieces")
 def _(device):
     """In a workspace that holds a chunk, with all that a backward pass reads."""

@@ -137,6 +137,64 @@ def test_intermediates_are_returned(lengths, more):
 
 
 @each_layout
+@pytest.mark.parametrize("known", [False, True], ids=["on_the_device", "on_the_host"])
+@pytest.mark.parametrize(
+    "lengths",
+    [None, 0, (70, 0, 64, 0, 1, 128, 0), (), (0, 0)],
+    ids=["dense", "no_token", "packed", "none", "empty"],
+)
+@pytest.mark.parametrize("initial", ["none", "given", "fresh", "view"])
+def test_states_before_chunks(relative_rmse, lengths, known, initial, v_first):
+    packed = isinstance(lengths, tuple)
+    batch, tokens = (1, sum(lengths)) if packed else (2, 130 if lengths is None else 0)
+    sizes = lengths if packed else (tokens,) * batch
+    stored = v_first != (initial == "view")
+    a = given(
+        batch,
+        tokens,
+        1,
+        2,
+        lengths=lengths if packed else None,
+        initial=initial != "none",
+        state_v_first=stored,
+    )
+    if initial == "view":
+        a["initial_state"] = a["initial_state"].mT
+    options = {"output_final_state": True, "state_v_first": v_first}
+    if packed and known:
+        options["cu_seqlens_cpu"] = a["cu_seqlens"]
+    if initial == "fresh":
+        options["has_initial_state"] = torch.arange(len(sizes)) % 2 == 0
+    o, final, h = chunk_kda(**a, **options, return_intermediate_states=True)
+    alone = chunk_kda(**a, **options)
+    assert torch.equal(o, alone[0]) and torch.equal(final, alone[1])
+
+    wanted, begin = [], 0
+    for n, length in enumerate(sizes):
+        for place in range(0, length, 64):
+            part = slice(begin, begin + place) if packed else slice(0, place)
+            row = slice(0, 1) if packed else slice(n, n + 1)
+            x = {name: a[name][row, part] for name in ("q", "k", "v", "g", "beta")}
+            state = None if initial == "none" else a["initial_state"][n : n + 1].clone()
+            if initial == "fresh" and n % 2:
+                state = None
+            wanted.append(
+                chunk_kda(
+                    **x,
+                    initial_state=state,
+                    **options | {"cu_seqlens_cpu": None, "has_initial_state": None},
+                )[1]
+            )
+        begin += length
+    rows = tokens // 64 + len(sizes) if packed and not known else len(wanted)
+    assert h.shape == (batch, rows // batch, *final.shape[1:]) and h.dtype == final.dtype
+    found = h.flatten(0, 1)
+    assert not found[len(wanted) :].any()
+    if wanted:
+        assert relative_rmse(found[: len(wanted)], torch.cat(wanted)) < 1e-6
+
+
+@each_layout
 @pytest.mark.parametrize("gate", LOWER_BOUNDS)
 def test_a_dense_call_is_the_reference_on_a_cpu(v_first, gate):
     a = given(2, 7, 1, 2, gate=gate, dtype=torch.bfloat16, initial=True, state_v_first=v_first)
@@ -392,9 +450,8 @@ def test_fake_tensors_of_any_device(device, v_first):
         ({"dtype": torch.bfloat16, "state_dtype": torch.float32}, None),
         ({"dtype": torch.float16, "state_dtype": None, "gate_dtype": torch.float64}, None),
         ({"head_dim_k": 128, "head_dim_v": 128, "requires_grad": False}, None),
-        ({"use_intracard_cp": True, "safe_gate": False, "return_intermediate_states": False}, None),
+        ({"use_intracard_cp": True, "safe_gate": False, "return_intermediate_states": True}, None),
         ({"requires_grad": True}, "no backward"),
-        ({"return_intermediate_states": True}, "keeps no states on the way"),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
         (
             {"state_dtype": torch.float64},

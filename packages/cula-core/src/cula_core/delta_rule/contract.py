@@ -85,9 +85,11 @@ def check_prefill(
         arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
     _check_gate(q, g, heads_v, lower_bound, A_log, dt_bias, flags)
     if flags["return_intermediate_states"]:
-        raise NotImplementedError(
-            "return_intermediate_states: expected False, got True; this kernel keeps no states on the way"
-        )
+        others = {"state_pool": state_pool, "state_checkpoints": checkpoints}
+        given = [name for name, x in others.items() if x is not None]
+        given += [name for name in ("return_intra", "disable_recompute") if flags[name]]
+        if given:
+            arguments.value_error("return_intermediate_states", f"False with {given[0]}", True)
     check_cp_context(cp_context)
     v_first, updated = flags["state_v_first"], flags["update_state_pool"]
     count = batch if sequences is None else sequences

@@ -22,6 +22,7 @@ from ..tensors import (
     put_back,
     stored_alike,
 )
+from .before_chunks import chunk_rows
 from .call import SCHEMA, Call
 from .config import CHUNK, INTRACARD_CP, workspace_bytes
 from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
@@ -118,7 +119,9 @@ class Prefill:
                 computed inside needs `lower_bound` beside this.
             lower_bound: bound of the gate, below 0, and at least -5 with `safe_gate`.
             disable_recompute: with `return_intra`, keep more for the backward pass.
-            return_intermediate_states: False.
+            return_intermediate_states: also return the state before each chunk of 64 tokens. Not with a state_pool or
+                state_checkpoints, which keep states in memory of the caller, and not with `return_intra` or
+                `disable_recompute`.
             state_v_first: layout of all states.
             cu_seqlens: `[N + 1]` int32 or int64 on the device of q packs N sequences into B = 1: sequence n holds the
                 tokens cu_seqlens[n] .. cu_seqlens[n + 1] - 1; from 0 to T, rising; empty sequences keep their state.
@@ -165,11 +168,14 @@ class Prefill:
 
         Returns:
             `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v; the final states `[N, HV, ..]` (zero for padding),
-            or None. With a state_pool that is updated `(o, state_pool)`. With `return_intra` two or six more.
+            or None. With a state_pool that is updated `(o, state_pool)`. With `return_intra` two or six more. With
+            `return_intermediate_states` one more, `[B, NT, HV, K, V]` (or V, K) in the dtype of the states; NT is the
+            number of chunks of all sequences if `cu_seqlens_cpu` tells it, else T // 64 + N for packed sequences, with
+            zero behind the last chunk.
 
         Raises:
             TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
-            NotImplementedError: `return_intermediate_states` or `cp_context` is given.
+            NotImplementedError: `cp_context` is given.
             RuntimeError: the GPU is not one that this package has kernels for.
 
         Example:
@@ -223,6 +229,11 @@ class Prefill:
             state_checkpoints = None
         # All states of a call lie alike. A copy starts from the caller's, because not every row is written.
         saved = stored_alike(state_checkpoints, turned)
+        before = None
+        if return_intermediate_states:
+            before = chunk_rows(q, cu_seqlens, cu_seqlens_cpu)
+            saved = new_states(before.count + 1, q, v, v_first, initial)
+            checkpoint_rows, checkpoint_every_n_tokens = before.behind, CHUNK
         if state_pool is not None and update_state_pool:
             pool, initial = initial, None
         elif output_final_state:
@@ -260,6 +271,12 @@ class Prefill:
             self._run_on_gpu(call)
         else:
             self._operator(*call)
+        if before is not None:
+            before.begin(saved, initial, has_initial_state)
+            each = before.count // max(1, q.shape[0])
+            begun = saved[: before.count].unflatten(0, (q.shape[0], each))
+            begun = begun.transpose(3, 4) if turned else begun
+            return out, final.transpose(2, 3) if turned and final is not None else final, begun
         put_back(saved, state_checkpoints, turned)
         states = final.transpose(2, 3) if turned and final is not None else final
         return out, states if pool is None else state_pool, *call.intra

@@ -23,7 +23,6 @@ def supports(
     beta_dtype: object = None,
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
-    return_intermediate_states: bool = False,
     requires_grad: bool = False,
     **_: object,
 ) -> str | None:
@@ -33,8 +32,6 @@ def supports(
         return missing
     if requires_grad:
         return "no backward"
-    if return_intermediate_states:
-        return "keeps no states on the way (return_intermediate_states)"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:

@@ -34,7 +34,8 @@ class Case:
 
     pool: its states are in a pool, at rows; else they are given and returned. fresh: sequences that begin from zero.
     targets: rows of final states. every, offsets: where states on the way are kept; kept_rows: in which rows, in_pool:
-    of the pool. slots: chunks that the workspace holds.
+    of the pool. before_chunks: whether the states before all chunks are returned. slots: chunks that the workspace
+    holds.
     """
 
     lengths: tuple[int, ...] | None = None
@@ -48,6 +49,7 @@ class Case:
     offsets: tuple[int, ...] | None = None
     kept_rows: tuple[int, ...] | None = None
     in_pool: bool = False
+    before_chunks: bool = False
     v_first: bool = False
     segment_chunks: int = 0
     slots: int | None = None
@@ -90,6 +92,8 @@ class Case:
             known = [n not in self.fresh for n in range(self.sequences)]
             given["has_initial_state"] = torch.tensor(known, device=device)
         given["checkpoint_every_n_tokens"] = self.every
+        if self.before_chunks:
+            given["return_intermediate_states"] = True
         if (self.every or self.offsets) and not self.in_pool:
             shape = (12,) if self.kept_rows or self.offsets else (batch, tokens // self.every)
             given["state_checkpoints"] = states.new_full((*shape, *states.shape[1:]), math.nan)
@@ -122,6 +126,11 @@ CASES = {
         PACKED, rows=(1, 2, 0, 3), targets=(6, 2, 5, -3), null_slot=0, fresh=(0,), every=64, slots=2,
     ),
     "every so many tokens, in the pool": Case(rows=(5, 4), every=64, kept_rows=(0, -1), in_pool=True),
+    "before chunks": Case(tokens=192, pool=False, before_chunks=True),
+    "before chunks, packed and cut": Case(
+        (0, *PACKED, 0), pool=False, fresh=(1,), before_chunks=True, segment_chunks=1, v_first=True,
+        state_dtype=torch.bfloat16,
+    ),
     "16 bits": Case(rows=(5, 3), fresh=(1,), every=64, state_dtype=torch.float16),
     "16 bits, in the pool": Case(
         PACKED, rows=(1, 2, 5, 3), targets=(6, 2, 0, 3), null_slot=0, fresh=(0,), offsets=(128, 64, 64, 192),
@@ -196,6 +205,8 @@ def _call(
 def written(given: dict[str, Any], result: tuple[Any, ...]) -> dict[str, Tensor]:
     """Returns what a call writes, by name."""
     found = {"out": result[0], "states": result[1]}
+    if "return_intermediate_states" in given:
+        found["before_chunks"] = result[2]
     if "state_checkpoints" in given:
         found["state_checkpoints"] = given["state_checkpoints"]
     return found
