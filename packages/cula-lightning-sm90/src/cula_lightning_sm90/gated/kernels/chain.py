@@ -244,6 +244,15 @@ class Chain:
                         warpgroup.fence()
                         issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
                     warpgroup.wait_group(0 if self.config.scan else 1)
+                    if cutlass.const_expr(self.config.checkpoints is not None and not partial):
+                        if (c == due) & (left >= CHUNK):
+                            row = self.kept.row(
+                                item.sequence, item.token - item.chunk * CHUNK, out.shape[1], checkpoint_rows,
+                                checkpoint_every, (item.chunk + c + 1) * CHUNK,
+                            )  # fmt: skip
+                            if row >= 0:
+                                self.put(s, part_s, checkpoints, row, head, column)
+                            due = self.kept.following(due, checkpoint_every)
                     s_k.store(as_operand(s, s_k).load().to(self.operand))
                     if cutlass.const_expr(not partial):
                         following = at.clone()
@@ -255,15 +264,6 @@ class Chain:
                     # At the end: a copy may overtake reads before an arrival that comes right behind them.
                     release(ring, at)
                     at.advance()
-                    if cutlass.const_expr(self.config.checkpoints is not None and not partial):
-                        if (c == due) & (left >= CHUNK):
-                            row = self.kept.row(
-                                item.sequence, item.token - item.chunk * CHUNK, out.shape[1], checkpoint_rows,
-                                checkpoint_every, (item.chunk + c + 1) * CHUNK,
-                            )  # fmt: skip
-                            if row >= 0:
-                                self.put(s, part_s, checkpoints, row, head, column)
-                            due = self.kept.following(due, checkpoint_every)
                 first, last = last, chunks
             if cutlass.const_expr(not self.config.scan):
                 if chunks > 0:
