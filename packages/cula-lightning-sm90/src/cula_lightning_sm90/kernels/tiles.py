@@ -104,7 +104,9 @@ class Tiles(Layout):
             if row < 0:
                 chunks = 0
                 self.outputs.clear(out, batch, token, length, head, column, tidx)
-            since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
+            since = I32(0)
+            if cutlass.const_expr(self.config.split):
+                since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
             self.start(
                 s, part_s, initial, states, decays, segment_tokens, piece_tokens, since, slot, part, parts, head,
                 column, row, item.begins, tidx,
