@@ -335,11 +335,12 @@ class LightningPrefill(Layout):
                 begins = I32(fresh[sequence])
             wanted = cutlass.Boolean(True)
             if cutlass.const_expr(not self.forward):
-                since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
-                place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
-                unneeded = cutlass.min(cutlass.max(since - place, 0), length)
-                token, length = token + unneeded, length - unneeded
                 wanted = (part + 1 < parts_here) & (row >= 0)
+                if wanted:
+                    since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
+                    place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
+                    unneeded = cutlass.min(cutlass.max(since - place, 0), length)
+                    token, length = token + unneeded, length - unneeded
                 if cutlass.const_expr(self.problem.in_place):
                     wanted = wanted & ((length > 0) | (part == 0))
                 else:

@@ -104,12 +104,9 @@ class Tiles(Layout):
             if row < 0:
                 chunks = 0
                 self.outputs.clear(out, batch, token, length, head, column, tidx)
-            since = I32(0)
-            if cutlass.const_expr(self.config.split):
-                since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
             self.start(
-                s, part_s, initial, states, decays, segment_tokens, piece_tokens, since, slot, part, parts, head,
-                column, row, item.begins, tidx,
+                s, part_s, initial, states, decays, head_decay, decay_factor, segment_tokens, piece_tokens, slot, part,
+                parts, head, column, row, item.begins, tidx,
             )  # fmt: skip
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -342,9 +339,10 @@ class Tiles(Layout):
         initial,
         states,
         decays,
+        head_decay,
+        decay_factor,
         segment_tokens,
         piece_tokens,
-        since,
         slot,
         part,
         parts,
@@ -354,10 +352,7 @@ class Tiles(Layout):
         begins,
         tidx,
     ):
-        """Loads the state in front of an item: the initial one, or the sum over what segments before it added.
-
-        since: the first token that counts of the segment before; if it is not 0, earlier segments do not.
-        """
+        """Loads the state in front of an item: the initial one, or the sum over what segments before it added."""
         pieces = self.pieces_of(segment_tokens, piece_tokens)
         s.fill(0.0)
         if row >= 0:
@@ -375,8 +370,10 @@ class Tiles(Layout):
                         self.get(s, part_s, initial, row, head, column)
             if cutlass.const_expr(self.config.split):
                 first, end = (slot - part) * pieces, slot * pieces
-                if (since > 0) & (part > 0):
-                    first = end - pieces + since // piece_tokens
+                if part > 0:
+                    since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
+                    if since > 0:  # of the segment before; those in front of it do not count
+                        first = end - pieces + since // piece_tokens
                 odd = (end - first) % 2
                 if odd == 1:
                     self.add(s, states, decays, first, 1, head, column, tidx)
