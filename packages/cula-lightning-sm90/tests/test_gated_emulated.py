@@ -18,18 +18,16 @@ from cula_emulator import mutation
 from cula_emulator.memory import loose_strides, poisoned_memory
 from cula_lightning_sm90.gated import launch
 from cula_lightning_sm90.gated.config import (
-    BLOCK,
     CHUNK,
     ENDS,
     HEAD_DIM,
     PLACES,
     UNCUT,
-    V_TILE,
     Config,
     PrepareConfig,
     RecurrenceConfig,
 )
-from cula_lightning_sm90.gated.plan import Plan, Walk
+from cula_lightning_sm90.gated.plan import Plan, Walk, workspace_words
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import normals
@@ -292,7 +290,6 @@ def run(emulated) -> Callable[..., Outcome]:
             slots = chunk_slots(batch, tokens, sequences if case.packed else None)
             steps = slots + ENDS * sequences if case.packed else slots
             share = -(-steps * heads // case.together // case.machines)
-            blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, case.operand))
             walk = Walk(case.tiles, case.machines, share, together=case.together)
             plan = Plan(walk, case.prepare_ctas, 1 << 20, case.segment)
             if recurrence.cut:
@@ -304,15 +301,16 @@ def run(emulated) -> Callable[..., Outcome]:
                 )
                 maps, starts = matrices(count, 2 * HEAD_DIM), matrices(count)
                 marks = run.marks = torch.empty(count, heads, **int32)
-            flags = torch.empty(sum(plan.flags), **int32)
+            flags = sum(plan.flags)
+            words = workspace_words(flags, slots * heads, plan.first)
+            workspace = emulated.empty((words,), torch.int32)
             compiled(case.prepare)(
-                call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, blocks, flags, HEAD_DIM**-0.5,
-                1.0, 20.0, walk.seats, case.together, share, case.segment, plan.ahead, plan.prepare_ctas,
-                **options.get("of_prepare", {}),
+                call.q, call.k, call.g, call.beta, call.rates, call.biases, offsets, workspace, HEAD_DIM**-0.5,
+                1.0, 20.0, flags, slots, heads, walk.seats, case.together, share, case.segment, plan.ahead,
+                plan.prepare_ctas, **options.get("of_prepare", {}),
             )  # fmt: skip
 
-            def walked(config, way, flags, maps, marks, starts, options) -> None:
-                carried = (way.seats, way.columns * V_TILE, HEAD_DIM)
+            def walked(config, way, first_flag, own_flags, maps, marks, starts, options) -> None:
                 compiled(config)(
                     call.q, call.k, call.v, out, initial,
                     torch.tensor(call.indices, **int32) if config.indexed else None,
@@ -321,21 +319,19 @@ def run(emulated) -> Callable[..., Outcome]:
                     final if config.final_state else None, checkpoints if config.checkpoints else None,
                     torch.tensor(case.kept_rows, **int32) if config.placed else None,
                     torch.tensor(case.offsets, **int32) if config.checkpoints == "once" else None, offsets,
-                    emulated.empty(carried, torch.float32), blocks, flags, maps, marks, starts, NULL_SLOT,
-                    max(case.every, 1), way.seats, case.together, share, case.segment, way.ctas, **options,
+                    workspace, maps, marks, starts, NULL_SLOT, max(case.every, 1), flags, first_flag, own_flags,
+                    slots, way.seats, case.together, share, case.segment, way.ctas, **options,
                 )  # fmt: skip
 
-            of_first, of_second = flags.split(plan.flags)
+            of_first, of_second = plan.flags
             if recurrence.cut:
                 options_of_scan = options.get("of_scan", {})
-                walked(case.scan, plan.first, of_first, maps, marks, None, options_of_scan)
+                walked(case.scan, plan.first, 0, of_first, maps, marks, None, options_of_scan)
                 compiled(MergeConfig(index_dtype=case.index_dtype, fades=True))(
                     maps, marks, starts, None, None, None, offsets, -1, sequences, tokens, case.segment * CHUNK
                 )  # fmt: skip
-            walked(
-                recurrence, walk, of_second if recurrence.cut else of_first, maps, marks, starts,
-                options.get("of_recurrence", {}),
-            )  # fmt: skip
+            own = (of_first, of_second) if recurrence.cut else (0, of_first)
+            walked(recurrence, walk, *own, maps, marks, starts, options.get("of_recurrence", {}))
         if case.in_pool:
             checkpoints = None
         elif checkpoints is not None and case.every and case.kept_rows is None:

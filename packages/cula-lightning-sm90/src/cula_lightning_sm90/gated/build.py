@@ -14,7 +14,7 @@ from cula_core.delta_rule.build import merge_arguments
 from cula_core.delta_rule.config import MergeConfig
 from cula_core.delta_rule.kernels.merge import KdaMerge
 
-from .config import BLOCK, HEAD_DIM, V_TILE, Config, Operands, PrepareConfig, RecurrenceConfig
+from .config import HEAD_DIM, Config, Operands, PrepareConfig, RecurrenceConfig
 from .kernels.prepare import GatedDeltaPrepare
 from .kernels.recurrence import GatedDeltaRecurrence
 
@@ -29,9 +29,9 @@ def kernel(config: Config, arch: str) -> tuple[object, ...]:
 
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
-    """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], blocks [slots, HS,
-    BLOCK], flags, scale, beta and threshold of the softplus, seats, heads of a machine,
-    share of one, chunks of a segment, steps ahead of machines, number of CTAs."""
+    """Returns q, k [B, T, heads, 128], g, beta [B, T, HS], A_log, dt_bias [HS], cu_seqlens [N + 1], the
+    workspace, scale, beta and threshold of the softplus, number of flags, of blocks' slots, HS, seats, heads of a
+    machine, share of one, chunks of a segment, steps ahead of machines, number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
     def by_token(name: str):
@@ -49,26 +49,20 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         fake.vector(cutlass.Float32, heads) if softplus else None,
         fake.vector(cutlass.Float32, heads) if softplus and config.bias else None,
         _offsets(config),
-        _blocks(config, heads),
         fake.vector(cutlass.Int32),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         cutlass.Float32(20.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Int32(1) for _ in range(9)),
     )
 
 
 def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns q, k, v, out [B, T, heads, 128], initial [rows, HS, K, V] or V, K, indices, output indices, which
     sequences begin with a state [N], final and checkpoints like initial, rows of checkpoints and tokens in front of
-    them [N], cu_seqlens [N + 1], states between machines [seats, V, K], of a scan [seats, 256, K], blocks [slots, HS,
-    BLOCK], flags, maps [segments, HS, 256, K], marks of segments that forget [segments, HS], starts [segments, HS, V,
-    K], the padding row, tokens between checkpoints, seats, heads of a machine, share of one, chunks of a segment,
+    them [N], cu_seqlens [N + 1], the workspace, maps [segments, HS, 256, K], marks of segments that forget
+    [segments, HS], starts [segments, HS, V, K], the padding row, tokens between checkpoints, number of flags, the first
+    of this pass and how many it has, slots of blocks, seats, heads of a machine, share of one, chunks of a segment,
     number of CTAs."""
     batch, tokens, heads = (cute.sym_int() for _ in range(3))
 
@@ -76,8 +70,6 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         return fake.states(heads, rows, HEAD_DIM, dtype)
 
     kept = partial(state, dtype=config.state_dtype)
-
-    height = config.columns * V_TILE
 
     return (
         *(_activation(config, batch, tokens) for _ in range(3)),
@@ -91,24 +83,12 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         fake.vector(cutlass.Int32) if config.placed else None,
         fake.vector(cutlass.Int32) if config.checkpoints == "once" else None,
         _offsets(config),
-        make_fake_tensor(
-            cutlass.Float32,
-            (cute.sym_int(), height, HEAD_DIM),
-            stride=(height * HEAD_DIM, HEAD_DIM, 1),
-            assumed_align=16,
-        ),
-        _blocks(config, heads),
         fake.vector(cutlass.Int32),
         state(2 * HEAD_DIM) if config.scan or config.cut else None,
         fake.matrix(cutlass.Int32, heads) if config.scan or config.cut else None,
         state() if config.cut else None,
         cutlass.Int32(-1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Int32(1) for _ in range(10)),
     )
 
 
@@ -119,9 +99,3 @@ def _activation(config: Operands, batch: object, tokens: object, heads: object =
 
 def _offsets(config: Operands):
     return fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None
-
-
-def _blocks(config: Operands, heads: object):
-    stride = (cute.sym_int64(divisibility=BLOCK), BLOCK, 1)
-    shape = (cute.sym_int(), heads, BLOCK)
-    return make_fake_tensor(DTYPES[config.operand], shape, stride=stride, assumed_align=128)

@@ -16,16 +16,14 @@ from cula_core.once import once
 
 from .call import Call
 from .config import (
-    BLOCK,
     CHUNK,
     ENDS,
     HEAD_DIM,
-    V_TILE,
     Config,
     PrepareConfig,
     RecurrenceConfig,
 )
-from .plan import Plan, Walk, plan
+from .plan import Plan, Walk, plan, workspace_words
 
 ARCH = "sm_90a"
 Kernels = Callable[[Config], Callable[..., None]]
@@ -90,9 +88,8 @@ def run(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    blocks = new(slots, heads, BLOCK, dtype=call.operand_dtype or torch.float16)
-    carried = new(first.seats, first.columns * V_TILE, HEAD_DIM)  # states between machines
-    flags = new(sum(spread.flags), dtype=torch.int32)
+    flags = sum(spread.flags)
+    workspace = new(workspace_words(flags, slots * heads, first), dtype=torch.int32)
     config = PrepareConfig(
         **operands,
         gate=None if call.g is None else "softplus" if call.raw_gate else "log",
@@ -103,8 +100,9 @@ def run(
         cut=second is not None,
     )
     kernels(config)(
-        q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, blocks, flags, call.scale, call.softplus_beta,
-        call.softplus_threshold, first.seats, first.together, first.share, segment, spread.ahead, spread.prepare_ctas,
+        q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, workspace, call.scale, call.softplus_beta,
+        call.softplus_threshold, flags, slots, heads, first.seats, first.together, first.share, segment, spread.ahead,
+        spread.prepare_ctas,
     )  # fmt: skip
     fresh, saved = call.has_initial_state, call.kept_in
     kept = None
@@ -115,7 +113,8 @@ def run(
 
     def walk(
         way: Walk,
-        flags: Tensor,
+        first_flag: int,
+        own_flags: int,
         maps: Tensor | None = None,
         marks: Tensor | None = None,
         starts: Tensor | None = None,
@@ -142,15 +141,13 @@ def run(
             call.output_state_indices if config.redirected else None,
             None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
             saved if config.checkpoints else None, call.checkpoint_rows if config.placed else None,
-            call.checkpoint_offsets if config.checkpoints == "once" else None, offsets,
-            carried if way is first else carried.view(-1, way.columns * V_TILE, HEAD_DIM), blocks, flags, maps, marks,
-            starts,
-            -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), way.seats,
-            way.together, way.share, segment, way.ctas,
+            call.checkpoint_offsets if config.checkpoints == "once" else None, offsets, workspace,
+            maps, marks, starts, -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK),
+            flags, first_flag, own_flags, slots, way.seats, way.together, way.share, segment, way.ctas,
         )  # fmt: skip
 
     if second is None:
-        walk(first, flags)
+        walk(first, 0, flags)
         return
     # What segments do to states, whether they forget them, and what they begin with.
     length = segment * CHUNK
@@ -159,9 +156,9 @@ def run(
     maps = new(segments, heads, 2 * HEAD_DIM, HEAD_DIM)
     marks = new(segments, heads, dtype=torch.int32)
     starts = new(segments, heads, HEAD_DIM, HEAD_DIM)
-    of_first, of_second = flags.split(spread.flags)
-    walk(first, of_first, maps, marks)
+    of_first, of_second = spread.flags
+    walk(first, 0, of_first, maps, marks)
     kernels(MergeConfig(index_dtype=operands["index_dtype"], fades=True))(
         maps, marks, starts, None, None, None, offsets, -1, call.sequences, tokens, length
     )
-    walk(second, of_second, maps, marks, starts)
+    walk(second, of_first, of_second, maps, marks, starts)

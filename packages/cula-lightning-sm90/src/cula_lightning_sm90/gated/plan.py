@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cula_core.delta_rule.config import MIN_SEGMENT_CHUNKS
 
-from .config import LINE, PLACES, UNCUT, V_TILES
+from .config import BLOCK, HEAD_DIM, LINE, PLACES, UNCUT, V_TILE, V_TILES
 
 # Microseconds on an H200, both kernels beside each other. A chunk of a chain, with a CTA per multiprocessor: by its
 # tiles, and for each CTA more, because all read the same memory. A chain of its own: what its ends add. A chunk and
@@ -115,6 +115,15 @@ def plan(
                 least, best = time, way
     assert best is not None  # one head is always tried
     return best
+
+
+def workspace_words(flags: int, blocks: int, walk: Walk) -> int:
+    """Returns the 32-bit words that kernels share: flags, blocks of 16-bit elements, states between machines."""
+    return (
+        -(-flags // LINE) * LINE
+        + blocks * BLOCK // 2
+        + walk.seats * walk.columns * V_TILE * HEAD_DIM
+    )
 
 
 def _way(

@@ -43,6 +43,7 @@ from .order import Order
 from .solve import SCRATCH_BYTES, Solve
 from .tokens import ALL_TABLES, GATES, NORM, STRENGTH, SUM, Tokens
 from .weights import store_growth, weigh_left, weighed_diagonal
+from .workspace import blocks_in
 
 GROUPS = 3  # chunks in work
 THREADS = GROUP * (GROUPS + 2)
@@ -135,11 +136,13 @@ class GatedDeltaPrepare:
         rates: cute.Tensor,
         biases: cute.Tensor,
         cu_seqlens: cute.Tensor,
-        blocks: cute.Tensor,
-        flags: cute.Tensor,
+        workspace: cute.Tensor,
         scale: cutlass.Float32,
         softplus_beta: cutlass.Float32,
         threshold: cutlass.Float32,
+        flag_count: cutlass.Int32,
+        slots: cutlass.Int32,
+        heads: cutlass.Int32,
         seats: cutlass.Int32,
         together: cutlass.Int32,
         share: cutlass.Int32,
@@ -152,6 +155,8 @@ class GatedDeltaPrepare:
         load, wide = cpasync.CopyBulkTensorTileG2SOp(), swizzled((CHUNK, HEAD_DIM), "k", self.dtype)
         tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), wide, (CHUNK, HEAD_DIM))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
+        blocks = blocks_in(workspace, flag_count, slots, heads, self.operand)
+        flags = cute.make_tensor(workspace.iterator, cute.make_layout((flag_count,)))
         self.kernel(
             tma_q, mQ, tma_k, mK, g, beta, rates, biases, cu_seqlens, blocks, flags, scale, softplus_beta, threshold,
             seats, together, share, segment, ahead, q.shape[1],

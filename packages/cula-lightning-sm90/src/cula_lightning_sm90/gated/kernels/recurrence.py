@@ -40,6 +40,7 @@ from .layout import BY_TOKEN, DECAY, GROWTH, SQUARE
 from .loads import Loads
 from .order import Order
 from .outputs import TALL, Outputs
+from .workspace import blocks_in, carried_in
 
 # Per thread of a chain, by their number, and of the other roles.
 REGISTERS = {1: (232, 48), 2: (224, 32)}
@@ -92,14 +93,16 @@ class GatedDeltaRecurrence:
         checkpoint_rows: cute.Tensor,
         checkpoint_offsets: cute.Tensor,
         cu_seqlens: cute.Tensor,
-        carried: cute.Tensor,
-        blocks: cute.Tensor,
-        flags: cute.Tensor,
+        workspace: cute.Tensor,
         maps: cute.Tensor,
         marks: cute.Tensor,
         starts: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
+        flag_count: cutlass.Int32,
+        first_flag: cutlass.Int32,
+        own_flags: cutlass.Int32,
+        slots: cutlass.Int32,
         seats: cutlass.Int32,
         together: cutlass.Int32,
         share: cutlass.Int32,
@@ -115,6 +118,9 @@ class GatedDeltaRecurrence:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), wide, (CHUNK, HEAD_DIM))
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tall, (CHUNK, V_TILE))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tall, (CHUNK, V_TILE))
+        blocks = blocks_in(workspace, flag_count, slots, out.shape[2], self.operand)
+        carried = carried_in(blocks, seats, self.config.columns * V_TILE)
+        flags = cute.make_tensor(workspace.iterator + first_flag, cute.make_layout((own_flags,)))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints,
             checkpoint_rows, checkpoint_offsets, cu_seqlens, carried, blocks, flags, maps, marks, starts, null_slot,
