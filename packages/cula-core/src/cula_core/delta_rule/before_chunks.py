@@ -56,8 +56,12 @@ def chunk_rows(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | No
         each = -(-tokens // CHUNK)
         starts = torch.arange(batch + 1, device=q.device) * each
         return ChunkRows(starts, batch * each, True)
-    lengths = cu_seqlens.diff().long()
-    starts = torch.nn.functional.pad(((lengths + CHUNK - 1) // CHUNK).cumsum(0), (1, 0))
+    starts = torch.nn.functional.pad(_chunks(cu_seqlens).cumsum(0), (1, 0))
     if cu_seqlens_cpu is None:
-        return ChunkRows(starts, chunk_slots(batch, tokens, len(lengths)), False)
-    return ChunkRows(starts, int(((cu_seqlens_cpu.diff() + CHUNK - 1) // CHUNK).sum()), True)
+        return ChunkRows(starts, chunk_slots(batch, tokens, len(starts) - 1), False)
+    return ChunkRows(starts, int(_chunks(cu_seqlens_cpu).sum()), True)
+
+
+def _chunks(cu_seqlens: Tensor) -> Tensor:
+    """Returns the number of chunks of every sequence."""
+    return (cu_seqlens.diff() + CHUNK - 1) // CHUNK

@@ -271,14 +271,13 @@ class Prefill:
             self._run_on_gpu(call)
         else:
             self._operator(*call)
+        states = final.transpose(2, 3) if turned and final is not None else final
         if before is not None:
             before.begin(saved, initial, has_initial_state)
             each = before.count // max(1, q.shape[0])
             begun = saved[: before.count].unflatten(0, (q.shape[0], each))
-            begun = begun.transpose(3, 4) if turned else begun
-            return out, final.transpose(2, 3) if turned and final is not None else final, begun
+            return out, states, begun.transpose(3, 4) if turned else begun
         put_back(saved, state_checkpoints, turned)
-        states = final.transpose(2, 3) if turned and final is not None else final
         return out, states if pool is None else state_pool, *call.intra
 
     def kda_workspace_bytes(
