@@ -11,9 +11,9 @@ import pytest
 from cula.__main__ import main
 from cula_core.compiled import artifacts, bundles
 from cula_core.compiled.artifacts import Unit
-from cula_core.delta_rule.config import TableConfig
+from cula_core.delta_rule.config import MergeConfig
 
-UNIT = Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
+UNIT = Unit("cula_core.delta_rule.build", MergeConfig(), "sm_90a")
 
 
 @pytest.fixture(autouse=True)

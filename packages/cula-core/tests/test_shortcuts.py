@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cpu
 
 from cula_core import shortcuts
 from cula_core.shortcuts import Launcher, shortcut
@@ -22,6 +23,7 @@ def cpu_counts(monkeypatch):
     monkeypatch.setattr(shortcuts, "_first_device", -1)
     monkeypatch.setattr(shortcuts, "_current_device", lambda: -1)
     monkeypatch.setattr(shortcuts, "_alignment", 64)  # as fresh memory of the CPU has it
+    monkeypatch.setattr(shortcuts, "_empty_strided", _empty_strided_cpu)
 
 
 class Counted:
@@ -164,6 +166,63 @@ def test_what_differs_goes_the_long_way(monkeypatch, torch_has):
     assert counted.long == 4 + len(others)
     assert torch.equal(counted.call(y=x, x=y), body(y, x))
     assert counted.long == 5 + len(others)
+
+
+@Launcher
+def particular(x: Tensor, out: Tensor) -> None:
+    """A kernel that was compiled for addresses of 16 bytes, and says so as a compiled one does."""
+    with torch._C.DisableTorchFunction():
+        if x.data_ptr() % 16:
+            raise ValueError("misaligned")
+        out.copy_(x + 1)
+
+
+def one_kernel(x, y):
+    """What takes x at any address, and looks at that of y."""
+    out = torch.empty_like(x)
+    try:
+        particular(x, out)
+    except ValueError:
+        particular(x.clone(), out)
+    return out if y.data_ptr() % 64 else -out
+
+
+def test_addresses_that_only_the_kernel_asks_for(monkeypatch):
+    counted = Counted(one_kernel)
+    x, y = torch.zeros(8), torch.zeros(17)
+    calls = [(x, y[4:12])] * 3 + [(torch.zeros(9)[1:], y[4:12]), (x, y[:8]), (x, y[4:12])]
+    for given in calls[:3]:
+        assert counted.call(*given).tolist() == [1.0] * 8
+    assert counted.long == 2
+    # The kernel refuses; then the function, which has caught that, is written down for such addresses as well.
+    for times in (3, 4, 4):
+        assert counted.call(*calls[3]).tolist() == [1.0] * 8
+        assert counted.long == times
+    for times in (5, 6, 6):
+        assert counted.call(*calls[4]).tolist() == [-1.0] * 8
+        assert counted.long == times
+    assert counted.call(*calls[5]).tolist() == [1.0] * 8 and counted.long == 6
+    asked = []
+    monkeypatch.setattr(shortcuts, "_facts", lambda *call: asked.append(call) or shortcuts._UNKNOWN)
+    assert counted.call(x[:], y[4:12]).tolist() == [1.0] * 8
+    assert asked == []
+
+
+@pytest.mark.parametrize("earlier", [lambda x: x.add_(1), lambda x: particular(x, x)])
+def test_what_may_have_changed_something_refuses_no_address(earlier):
+    """A call of several steps must not be made again after some of them: its list compares all addresses."""
+
+    def function(x, y):
+        earlier(x)
+        particular(y if y.data_ptr() % 16 == 0 else y.clone(), y)
+        return y
+
+    counted = Counted(function)
+    for _ in range(3):
+        counted.call(torch.zeros(8), torch.zeros(8))
+    x, y = torch.zeros(8), torch.zeros(9)[1:]
+    assert counted.call(x, y).tolist() == [1.0] * 8
+    assert x.tolist() == [1.0] * 8
 
 
 def test_gradients_go_the_long_way():

@@ -24,6 +24,15 @@ try:  # part of torch.compile, and not of torch's promises
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # pragma: no cover
     TensorGuards = None
+try:  # takes half the time of what torch promises
+    from torch._C._dynamo.guards import _empty_strided_cuda
+except ImportError:  # pragma: no cover
+
+    def _empty_strided_cuda(
+        sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
+
 
 LIMIT = 512  # lists of a function; the oldest make room
 # What the functions of a list may ask of tensors, because calls with the same answers have the same list.
@@ -65,6 +74,7 @@ _first_device = 0
 _alignment = 128  # of addresses, the most that a function may ask for
 _current_device: Callable[[], int] = torch.cuda.current_device
 _on_device: Callable[[int], AbstractContextManager[object]] = torch.cuda.device
+_empty_strided: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] = _empty_strided_cuda
 
 
 class Launcher:
@@ -121,7 +131,8 @@ def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
             steps = _Steps(tensors)
             result = steps.write(function, arguments, named)
             short = steps.compiled(result)
-            known[facts] = short and _Written(short, _alike(short, arguments, named, tensors))
+            alike = short and _alike(short, arguments, named, tensors, steps.addressed)
+            known[facts] = short and _Written(short, alike)
             return result
         result = function(*arguments, **named)
         if written is _NEW and facts:
@@ -184,11 +195,16 @@ def _elsewhere(arguments: tuple, named: dict[str, Any]) -> int | None:
 
 
 def _alike(
-    short: Callable[..., Any], arguments: tuple, named: dict[str, Any], tensors: list[Tensor]
+    short: Callable[..., Any],
+    arguments: tuple,
+    named: dict[str, Any],
+    tensors: list[Tensor],
+    addressed: set[int] | None,
 ) -> Callable[[tuple, dict[str, Any]], Any] | None:
     """Returns what makes such a call, or `_MISSED` one of other facts, in less time than it takes to ask for them.
 
     It compares all arguments with those of a call that was made, torch the tensors. Nothing where there are tuples.
+    addressed: as `_Steps.addressed`.
     """
     if TensorGuards is None:
         return None
@@ -215,8 +231,12 @@ def _alike(
         else:
             space |= {f"{place}_kind": type(x), f"{place}_value": x}
             conditions.append(f"type({place}) is {place}_kind and {place} == {place}_value")
-    past = {place: x.data_ptr() % _alignment for place, x in zip(given, tensors, strict=True)}
-    aligned = " | ".join(f"{place}.data_ptr()" for place in given if not past[place])
+    past = {
+        place: x.data_ptr() % _alignment
+        for place, x in zip(given, tensors, strict=True)
+        if addressed is None or id(x) in addressed or x.data_ptr() % _alignment
+    }
+    aligned = " | ".join(f"{place}.data_ptr()" for place, x in past.items() if not x)
     conditions += [
         f"same({', '.join(given)})",
         "gradients_now() is gradients",
@@ -233,7 +253,10 @@ def _alike(
     {"".join(place + ", " for place in places[0]) or "()"} = arguments
     {"".join(place + ", " for place in places[1]) or "()"} = named.values()
     if {" and ".join(conditions)}:
-        return short({", ".join(given)})
+        try:
+            return short({", ".join(given)})
+        except {"()" if addressed is None else "ValueError"}:
+            pass
     return missed""",
         space,
     )
@@ -245,13 +268,25 @@ class _Steps(TorchFunctionMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
+        self._count = len(tensors)
         self._kept = list(tensors)  # while a tensor lives, none other has its id
-        self._arguments = len(tensors)
+        self._asked: set[int] = set()
+        self._effects = 0
         self._names = {id(x): f"t{i}" for i, x in enumerate(tensors)}
         self._head = ", ".join(self._names.values())
         self._lines: list[str] = []
         self._space: dict[str, object] = {}
         self._possible = True
+
+    @property
+    def addressed(self) -> set[int] | None:
+        """Which arguments' addresses the call has asked for, by their ids; None if that does not tell enough.
+
+        It does where a call does nothing but launch one kernel: that refuses by itself, with a ValueError and before
+        anything is changed, an address that it was not compiled for.
+        """
+        known = self._asked <= set(map(id, self._kept[: self._count]))
+        return self._asked if known and self._effects == 1 else None
 
     def write(self, function: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
         """Makes a call, notes its steps and returns its result."""
@@ -290,29 +325,23 @@ class _Steps(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and self._names.get(id(found)) and not _writes(func, kwargs):
             pass  # nothing had to be done, as by x.float() where x is float32
-        elif func in _ALLOCATIONS and self._is_plain(found):
+        elif func in _ALLOCATIONS and found.device == self._kept[0].device:
             self._allocate(found)
         elif isinstance(found, Tensor):
             self._line((found,), func, args, kwargs or {})
         elif type(found) in (tuple, list) and all(isinstance(x, Tensor) for x in found):
             self._line(found, func, args, kwargs or {}, several=True)
+        elif func is Tensor.data_ptr:
+            self._asked.add(id(args[0]))
         elif func.__name__ not in _FACTS:
             self._possible = False
         return found
 
-    def _is_plain(self, x: Tensor) -> bool:
-        """Whether an allocation is contiguous memory on the device of the call."""
-        return x.dim() > 0 and x.is_contiguous() and x.device == self._kept[0].device
-
     def _allocate(self, found: Tensor) -> None:
-        """Writes an allocation as torch makes it fastest: like an argument, without a dtype if one has it."""
-        sizes = ", ".join(map(str, found.shape))
-        for x in self._kept[: self._arguments]:
-            if x.dtype == found.dtype:
-                self._lines.append(f"{self._new(found)} = {self._names[id(x)]}.new_empty({sizes})")
-                return
-        dtype = self._kept_as(found.dtype)
-        self._lines.append(f"{self._new(found)} = t0.new_empty({sizes}, dtype={dtype})")
+        """Writes an allocation as torch makes it fastest."""
+        facts = tuple(found.shape), found.stride(), found.dtype
+        values = ", ".join(map(self._kept_as, facts))
+        self._lines.append(f"{self._new(found)} = {self._kept_as(_empty_strided)}({values})")
 
     def _new(self, x: Tensor) -> str:
         self._kept.append(x)
@@ -327,6 +356,7 @@ class _Steps(TorchFunctionMode):
         several: bool = False,
     ) -> None:
         """Writes a line. found: what comes back, which is no argument yet; several: as a tuple."""
+        self._effects += 1
         texts = [self._text(x) for x in args]
         texts += [f"{name}={self._text(x)}" for name, x in kwargs.items()]
         call = f"{self._kept_as(func)}({', '.join(texts)})"

@@ -233,14 +233,14 @@ def test_threads_compile_once(folder, monkeypatch):
     assert found == [MADE] * 3 and asked == [UNIT]
 
 
-# The smallest kernel, as `launch.unit` has it.
-SMALLEST = """
+# A small kernel, as `launch.unit` has it.
+SMALL = """
 from cula_core.compiled.artifacts import Unit
-from cula_core.delta_rule.config import TableConfig
-unit = Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
+from cula_core.delta_rule.config import MergeConfig
+unit = Unit("cula_core.delta_rule.build", MergeConfig(), "sm_90a")
 """
 CHILD = (
-    SMALLEST
+    SMALL
     + """
 import hashlib, sys
 from cula_core.compiled import artifacts as cache
@@ -276,7 +276,7 @@ def test_processes_compile_once_and_two_builds_are_equal_byte_for_byte(folder):
     assert sorted(words[2:] for words in said) == [["0", "False"]] * 2 + [["1", "True"]]
 
     scope: dict = {}
-    exec(SMALLEST, scope)
+    exec(SMALL, scope)
     kept = artifacts(scope["unit"])
     with uncached():
         again = artifacts(scope["unit"])

@@ -17,7 +17,7 @@ import pytest
 from cula_core.compiled import key
 from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import Config as DeltaRuleConfig
-from cula_core.delta_rule.config import FactorsConfig, MergeConfig, TableConfig
+from cula_core.delta_rule.config import FactorsConfig, MergeConfig
 from cula_testing.compiled import assert_closed
 
 BUILD = "cula_core.delta_rule.build"
@@ -163,11 +163,10 @@ def test_kernels_of_the_delta_rule_do_not_depend_on_contracts():
 @pytest.mark.parametrize(
     "config",
     [
-        TableConfig("int32"),
         MergeConfig(initial_state=True),
         FactorsConfig("bfloat16", "float16", None),
     ],
-    ids=["table", "merge", "factors"],
+    ids=["merge", "factors"],
 )
 def test_the_key_of_a_kernel_holds_every_source_that_makes_it(config: DeltaRuleConfig):
     assert_closed(Unit(BUILD, config, "sm_90a"))
@@ -225,7 +224,7 @@ def test_other_processes_find_the_same_key():
 from cula_core.compiled import key
 from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import Config as DeltaRuleConfig
-from cula_core.delta_rule.config import FactorsConfig, MergeConfig, TableConfig
+from cula_core.delta_rule.config import FactorsConfig, MergeConfig
 from cula_testing.compiled import assert_closed
 print(key.made_with(), key.asked_for(("a", 1), "sm_90a", ("{BUILD}",)))
 import sys

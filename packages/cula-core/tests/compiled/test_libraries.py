@@ -18,16 +18,16 @@ import torch
 
 from cula_core.compiled import artifacts, bundles, key, libraries, load
 from cula_core.compiled.artifacts import Unit, uncached
-from cula_core.delta_rule.config import MergeConfig, TableConfig
+from cula_core.delta_rule.config import MergeConfig
 from cula_core.store import Store
 
-# The smallest kernel: it makes a table of segments from offsets.
-UNIT = Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
+# A small kernel.
+UNIT = Unit("cula_core.delta_rule.build", MergeConfig(), "sm_90a")
 CHILD = """
 import sys
 from cula_core.compiled import artifacts, libraries
-from cula_core.delta_rule.config import TableConfig
-unit = artifacts.Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
+from cula_core.delta_rule.config import MergeConfig
+unit = artifacts.Unit("cula_core.delta_rule.build", MergeConfig(), "sm_90a")
 kernel = libraries.kernel(unit)
 try:
     kernel(1)
@@ -93,14 +93,14 @@ def said(**environment: str) -> list[str]:
 
 def refused(kernel) -> None:
     """The kernel's own host code checks its arguments."""
-    with pytest.raises((TypeError, ValueError), match="Expects 5 parameters"):
+    with pytest.raises((TypeError, ValueError), match="Expects 11 parameters"):
         kernel(torch.zeros(3))
 
 
 def test_a_second_process_neither_compiles_nor_imports_the_dsl(cold):
     cold, warm = said(), said()
     assert cold[:2] == ["1", "True"] and warm[:2] == ["0", "False"]
-    assert cold[2] == warm[2] and "Expects 5 parameters" in warm[2]
+    assert cold[2] == warm[2] and "Expects 11 parameters" in warm[2]
 
 
 def test_processes_that_start_at_once_compile_once(cold):
@@ -118,9 +118,9 @@ FORK = """
 import os, sys, warnings
 from dataclasses import replace
 from cula_core.compiled import artifacts, libraries
-from cula_core.delta_rule.config import MergeConfig, TableConfig
+from cula_core.delta_rule.config import MergeConfig
 warnings.simplefilter("ignore")  # the compiler has threads of its own
-unit = artifacts.Unit("cula_core.delta_rule.build", TableConfig("int32"), "sm_90a")
+unit = artifacts.Unit("cula_core.delta_rule.build", MergeConfig(), "sm_90a")
 def called(unit):
     try:
         libraries.kernel(unit)(1)
@@ -129,7 +129,7 @@ def called(unit):
 print(called(unit), flush=True)
 child = os.fork()
 if child == 0:
-    fine = called(unit) and called(replace(unit, config=MergeConfig(index_dtype=None, fades=False)))
+    fine = called(unit) and called(replace(unit, config=MergeConfig(fades=True)))
     os._exit(0 if fine and artifacts.compiles == 2 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -143,8 +143,10 @@ def test_a_forked_process_loads_and_compiles(cold):
 
 
 def test_threads_that_ask_for_different_kernels_at_once(cold):
-    units = [replace(UNIT, config=TableConfig(dtype)) for dtype in ("int32", "int64")]
-    units += [replace(UNIT, config=MergeConfig(index_dtype=None, fades=f)) for f in (False, True)]
+    wanted = (
+        MergeConfig(index_dtype=dtype, fades=f) for dtype in (None, "int32") for f in (False, True)
+    )
+    units = [replace(UNIT, config=config) for config in wanted]
     start = threading.Barrier(len(units))
 
     def work(unit: Unit):
@@ -162,7 +164,7 @@ def test_threads_that_ask_for_different_kernels_at_once(cold):
 
 def test_a_kernel_that_may_not_be_compiled(cold, monkeypatch):
     monkeypatch.setenv("CULA_JIT", "0")
-    with pytest.raises(RuntimeError, match="CULA_JIT=0 forbids compiling.*TableConfig.*sm_90a"):
+    with pytest.raises(RuntimeError, match="CULA_JIT=0 forbids compiling.*MergeConfig.*sm_90a"):
         libraries.kernel(UNIT)
     monkeypatch.delenv("CULA_JIT")
     libraries.kernel(UNIT)
@@ -227,14 +229,14 @@ def test_a_bundle_needs_no_cache_and_no_compiler(tmp_path, monkeypatch):
 def test_a_bundle_is_added_to(tmp_path, monkeypatch):
     bundle, other = (
         tmp_path / "bundle",
-        replace(UNIT, config=MergeConfig(index_dtype=None, fades=False)),
+        replace(UNIT, config=MergeConfig(fades=True)),
     )
     assert bundles.write(bundle, [UNIT]) == 1 and bundles.write(bundle, [UNIT, other]) == 2
     monkeypatch.setenv("CULA_BUNDLE", f"{tmp_path / 'none'}{os.pathsep}{bundle}")
     with pytest.warns(RuntimeWarning, match="none is no bundle of kernels"):
         assert bundles.find(UNIT) == bundle / f"{UNIT.asked}.so"
     assert bundles.find(other) == bundle / f"{other.asked}.so"
-    assert bundles.find(replace(UNIT, config=TableConfig("int64"))) is None
+    assert bundles.find(replace(UNIT, config=MergeConfig(index_dtype="int64"))) is None
 
 
 def test_a_damaged_bundle_is_not_used(tmp_path, monkeypatch):
@@ -333,7 +335,7 @@ def test_what_is_old_makes_room(folder, monkeypatch):
     assert len(list(folder.glob("libraries/*/*.so"))) == 1  # younger than a day
     for path in folder.rglob("*"):
         os.utime(path, (0, 0))
-    other = replace(UNIT, config=MergeConfig(index_dtype=None, fades=False))
+    other = replace(UNIT, config=MergeConfig(fades=True))
     libraries.library(other)
     assert [path.stem for path in folder.glob("libraries/*/*.so")] == [other.asked]
     with warnings.catch_warnings():

@@ -45,14 +45,25 @@ def test_places():
         assert torch.equal(found[part], getattr(parts, part).to(found[part].dtype)), part
 
 
-def prepare(compiled, problem, blocks: Tensor, intra: tuple[Tensor, Tensor] | None = None) -> None:
-    """Runs the chunk-parallel kernel alone."""
+SEGMENT = 64  # tokens
+
+
+def prepare(
+    compiled, problem, blocks: Tensor, intra: tuple[Tensor, Tensor] | None = None
+) -> Tensor | None:
+    """Runs the chunk-parallel kernel alone; returns the table of segments of packed sequences."""
     x = problem.given
-    cu_seqlens = problem.cu_seqlens(torch.int32) if problem.packed else None
+    cu_seqlens = segments = None
+    if problem.packed:
+        cu_seqlens = problem.cu_seqlens(torch.int32)
+        segments = torch.full(
+            (1 + x["q"].shape[1] // SEGMENT + len(problem.lengths), 6), -1, dtype=torch.int32
+        )
     compiled(prepare_config(problem, intra=intra is not None))(
-        x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens, blocks, *(intra or (None, None)),
-        problem.scale, problem.options["lower_bound"], 0, blocks.shape[0],
+        x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens, segments, blocks,
+        *(intra or (None, None)), problem.scale, problem.options["lower_bound"], SEGMENT, SEGMENT, 0, blocks.shape[0],
     )  # fmt: skip
+    return segments
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -61,7 +72,18 @@ def test_the_chunk_parallel_stages(emulated, name):
     compiled = compiler(emulated, HOPPER, ARCHITECTURE[name])
     problem = PROBLEMS[name]
     blocks = blocks_of(problem, emulated)
-    prepare(compiled, problem, blocks)
+    segments = prepare(compiled, problem, blocks)
+    if problem.packed:
+        # Of lengths 70, 0, 1, 64: start, tokens, sequence, slot, number in the sequence, segments of the sequence.
+        rows = [
+            [0, 64, 0, 0, 0, 2],
+            [64, 6, 0, 1, 1, 2],
+            [70, 0, 1, 2, 0, 1],
+            [70, 1, 2, 3, 0, 1],
+            [71, 64, 3, 4, 0, 1],
+        ]
+        assert segments[0, :3].tolist() == [len(rows), 0, 0]
+        assert sorted(segments[1 : 1 + len(rows)].tolist()) == rows
     with one_thread():
         expected = factors(problem)
     assert expected

@@ -66,7 +66,6 @@ def fake_arguments(config: Config) -> tuple:
         fake.vector(cutlass.Int32) if problem.placed and forward else None,
         fake.vector(cutlass.Int32) if problem.checkpoints == "once" and forward else None,
         fake.segment_table() if problem.packed else None,
-        fake.vector(cutlass.Int32) if problem.packed else None,
         _workspace(cute.sym_int(), heads_v, v_tiles, units, 128, 4) if config.split else None,
         _workspace(cute.sym_int(), heads_v) if config.split else None,
         cutlass.Float32(1.0),

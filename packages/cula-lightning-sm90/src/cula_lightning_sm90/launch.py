@@ -80,12 +80,11 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     )
     segment_tokens = spread.segment_tokens or max(tokens, CHUNK)
     piece_tokens = spread.piece_tokens or segment_tokens
-    segments = counters = states = decays = None
+    segments = states = decays = None
     if cu_seqlens is not None:
         segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
-        counters = q.new_empty(2, dtype=torch.int32)
         table = kernels(TableConfig(dtype_name(cu_seqlens.dtype)))
-        table(cu_seqlens, segments, counters, segment_tokens, min(tokens, segment_tokens))
+        table(cu_seqlens, segments, segment_tokens, min(tokens, segment_tokens))
     if spread.split:
         tiles, units = dim_v // V_TILE, dim_k * V_TILE // (4 * 128)
         shape = (spread.segments * spread.pieces, heads_v, tiles, units, 128, 4)
@@ -98,13 +97,13 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         call.checkpoint_rows if problem.placed else None,
         call.checkpoint_offsets if kept == "once" else None,
     )
-    for number, config in enumerate(configs(problem, spread)):
+    for config in configs(problem, spread):
         forward = not config.prescan
         kernels(config)(
             q if forward else None, call.k, v, call.out, g, call.head_decay, call.initial, call.state_indices, fresh,
             call.final if forward else None,
             *(where if forward else (None, None, None)),
-            segments, None if counters is None else counters[number : number + 1], states, decays,
+            segments, states, decays,
             call.scale, call.decay_sign * LOG2_E, -1 if call.null_slot is None else call.null_slot, segment_tokens,
             piece_tokens, max(call.checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cpu
 
 from cula_core import arguments, shortcuts, tensors
 from cula_core.shortcuts import Launcher
@@ -62,6 +63,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         patch.setattr(shortcuts, "_first_device", -1)
         patch.setattr(shortcuts, "_current_device", lambda: -1)
         patch.setattr(shortcuts, "_alignment", 64)
+        patch.setattr(shortcuts, "_empty_strided", _empty_strided_cpu)
         patch.setattr(arguments, "is_readable", lambda x: False)
         patch.setattr(tensors, "multiprocessors", lambda device: 132)
         patch.setattr(torch.cuda, "current_device", lambda: None)

@@ -41,12 +41,10 @@ def segment_table():
 
 
 def segment_table_arguments(index_dtype: type) -> tuple:
-    """Returns the arguments of `SegmentTable`: cu_seqlens [N + 1], table, counters, tokens of a segment, of the longest
-    one."""
+    """Returns the arguments of `SegmentTable`: cu_seqlens [N + 1], table, tokens of a segment, of the longest one."""
     return (
         vector(index_dtype),
         segment_table(),
-        vector(cutlass.Int32),
         cutlass.Int32(1),
         cutlass.Int32(1),
     )

@@ -8,14 +8,23 @@ from .types import I32
 from .warp import prefix_sum
 
 THREADS = 256  # and buckets of lengths
+WORDS = THREADS + THREADS // 32  # of shared memory
+COUNTERS = 2  # for passes over the segments
+
+
+def counter_of(segments: cute.Tensor | None, number: int) -> cute.Tensor | None:
+    """Returns the counter of the table that hands segments out to a pass, its number 0 or 1. For host code."""
+    if segments is None:
+        return None
+    return cute.make_tensor(segments.iterator + 1 + number, cute.make_layout(1))
 
 
 class SegmentTable:
     """Cuts sequences into segments, sorts these by length and resets the counters that hand them out.
 
-    Row 0 of the table holds the number of segments, the others describe one each. Segments of like length fall into one
-    of 256 buckets; their order within one is arbitrary, which changes no result. A segment's slot is its number in the
-    order of the sequences. chunk: tokens of a chunk, by which lengths are compared.
+    Row 0 of the table holds the number of segments and the counters, the others describe a segment each. Segments of
+    like length fall into one of 256 buckets; their order within one is arbitrary, which changes no result. A segment's
+    slot is its number in the order of the sequences. chunk: tokens of a chunk, by which lengths are compared.
     """
 
     def __init__(self, chunk: int):
@@ -26,14 +35,13 @@ class SegmentTable:
         self,
         cu_seqlens: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
         segment_tokens: cutlass.Int32,
         longest: cutlass.Int32,
         stream,
     ):
-        """cu_seqlens [N + 1]; segments int32 [1 + capacity, 6] and counters int32 [n], written. segment_tokens: length
-        of a segment, longest: of any."""
-        self.kernel(cu_seqlens, segments, counters, segment_tokens, longest).launch(
+        """cu_seqlens [N + 1]; segments int32 [1 + capacity, 6], written. segment_tokens: length of a segment, longest:
+        of any."""
+        self.kernel(cu_seqlens, segments, segment_tokens, longest).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -42,19 +50,28 @@ class SegmentTable:
         self,
         cu_seqlens: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
         segment_tokens: cutlass.Int32,
         longest: cutlass.Int32,
     ):
         cute.arch.griddepcontrol_launch_dependents()
+        memory = SmemAllocator().allocate_array(I32, WORDS, byte_alignment=16)
+        self.make(cu_seqlens, segments, segment_tokens, longest, memory)
+
+    @cute.jit
+    def make(
+        self,
+        cu_seqlens: cute.Tensor,
+        segments: cute.Tensor,
+        segment_tokens: cutlass.Int32,
+        longest: cutlass.Int32,
+        memory: cute.Pointer,
+    ):
+        """Makes the table with the threads of one CTA, 256. memory: shared, of 264 words."""
         tidx, _, _ = cute.arch.thread_idx()
-        smem = SmemAllocator()
-        buckets = smem.allocate_tensor(I32, cute.make_layout(THREADS), byte_alignment=16)
-        sums = smem.allocate_tensor(I32, cute.make_layout(THREADS // 32), byte_alignment=16)
+        buckets = cute.make_tensor(memory, cute.make_layout(THREADS))
+        sums = cute.make_tensor(memory + THREADS, cute.make_layout(THREADS // 32))
         sequences = I32(cute.size(cu_seqlens) - 1)
         rounds = cute.ceil_div(sequences, THREADS)
-        if tidx < cute.size(counters):
-            counters[tidx] = I32(0)
         buckets[tidx] = I32(0)
         cute.arch.sync_threads()
 
@@ -71,6 +88,8 @@ class SegmentTable:
         buckets[tidx] = before
         if tidx == 0:
             segments[0, 0] = total
+            for i in cutlass.range_constexpr(COUNTERS):
+                segments[0, 1 + i] = I32(0)
 
         slot = I32(0)
         for i in cutlass.range(rounds, unroll=1):

@@ -9,7 +9,6 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from ..compiled.artifacts import part
 from ..cute import fake
-from ..cute.schedule import SegmentTable
 from ..cute.types import DTYPES, F32, INDICES
 from .config import (
     CHUNK,
@@ -37,15 +36,13 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
         return KdaFactors(config), *factors_arguments(config)
     if isinstance(config, RecurrenceConfig):
         return part(recurrence)(config), *recurrence_arguments(config)
-    if isinstance(config, MergeConfig):
-        return KdaMerge(config), *merge_arguments(config)
-    return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
+    return KdaMerge(config), *merge_arguments(config)
 
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV * 128], cu_seqlens [N + 1],
-    blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, first slot, number of
-    slots."""
+    segment table, blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, tokens of
+    a segment, of the longest one, first slot, number of slots."""
     batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
 
     def rows(dtype: str, heads: object, width: int = HEAD_DIM):
@@ -64,12 +61,11 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         if config.bias
         else None,
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        fake.segment_table() if config.index_dtype else None,
         _blocks(config.operand, heads_v),
         *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(1),
+        *(cutlass.Float32(1.0) for _ in range(2)),
+        *(cutlass.Int32(1) for _ in range(4)),
     )
 
 
@@ -92,7 +88,7 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices of
     initial and of final states [N], bytes [N] that are 0 where a sequence has no initial state, final and checkpoints
     like initial, rows of checkpoints and tokens in front of them [N], maps [segments, HV, 256, 128] and starts
-    [segments, HV, 128, 128] of fp32, segment table, counter [1], null slot, tokens between checkpoints, tokens of a
+    [segments, HV, 128, 128] of fp32, segment table, null slot, tokens between checkpoints, tokens of a
     segment, first slot of the blocks, number of CTAs."""
     batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
     shape = (batch, tokens, heads_v, HEAD_DIM)
@@ -114,7 +110,6 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         _maps(heads_v) if config.scan else None,
         _states(heads_v) if config.split and forward else None,
         fake.segment_table() if packed else None,
-        fake.vector(cutlass.Int32) if packed else None,
         *(cutlass.Int32(1) for _ in range(5)),
     )
 

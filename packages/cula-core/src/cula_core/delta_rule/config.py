@@ -13,7 +13,8 @@ GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
 # What `use_intracard_cp` may be, and how planners call it.
 INTRACARD_CP: dict[bool | str, str] = {"auto": "auto", True: "on", False: "off"}
-MAX_GRID_Z = 65_535  # chunks that one launch of the chunk-parallel kernel takes
+# Chunks that one launch of the chunk-parallel kernel takes: a grid has one CTA more there, for the table of segments.
+MAX_GRID_Z = 65_534
 SUB = 16  # rows of a sub-block of a chunk
 # Elements of Aqk and T' [64, 64] without the sub-blocks above the diagonal, which are zero.
 TRIANGLE = CHUNK * (CHUNK + SUB) // 2
@@ -129,11 +130,4 @@ class MergeConfig:
     state_dtype: str = "float32"
 
 
-@dataclass(frozen=True)
-class TableConfig:
-    """Static facts of the kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
-
-    index_dtype: str
-
-
-Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig | TableConfig
+Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig

@@ -25,7 +25,6 @@ from .config import (
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
-    TableConfig,
     chunk_slots,
     workspace_bytes,
 )
@@ -86,17 +85,18 @@ class _Launch:
         for piece in range(self.spread.pieces):
             first = piece * self.spread.piece_slots
             held = min(self.spread.piece_slots, slots - first)
-            self._prepare(first, held)
+            segments = self._segments() if self.call.packed else None
+            self._prepare(first, held, segments)
             if len(self.call.intra) > 2:
                 self._factors(first, held)
-            segments = counters = starts = None
-            if self.call.packed:
-                segments, counters = self._segments()
-            if self.spread.split:
-                starts = self._starts(first, segments, counters)
-            self._recurrence(first, held, starts, segments, counters)
+            starts = self._starts(first, segments) if self.spread.split else None
+            self._recurrence(first, held, starts, segments)
 
-    def _prepare(self, first: int, held: int) -> None:
+    def _segments(self) -> Tensor:
+        """Returns memory for the table of segments, which the first kernel makes for the others."""
+        return self.call.q.new_empty((1 + self.spread.segments, COLUMNS), dtype=torch.int32)
+
+    def _prepare(self, first: int, held: int, segments: Tensor | None) -> None:
         call = self.call
         config = PrepareConfig(
             dtype_name(call.q.dtype),
@@ -114,8 +114,9 @@ class _Launch:
             intra=call.Aqk is not None,
         )
         self.kernels(config)(
-            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, self.blocks, call.Aqk,
-            call.Akk, call.scale, call.lower_bound, first, held,
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, self.blocks,
+            call.Aqk, call.Akk, call.scale, call.lower_bound, self.segment_tokens,
+            min(call.q.shape[1], self.segment_tokens), first, held,
         )  # fmt: skip
 
     def _factors(self, first: int, held: int) -> None:
@@ -125,17 +126,7 @@ class _Launch:
             self.blocks, call.v, call.w, call.u, call.qg, call.kg, call.cu_seqlens, call.scale, first, held
         )  # fmt: skip
 
-    def _segments(self) -> tuple[Tensor, Tensor]:
-        """Makes the table of segments, and the counters that hand them out to the scan and the recurrence."""
-        q, cu_seqlens = self.call.q, self.call.cu_seqlens
-        segments = q.new_empty((1 + self.spread.segments, COLUMNS), dtype=torch.int32)
-        counters = q.new_empty(2, dtype=torch.int32)
-        longest = min(q.shape[1], self.segment_tokens)
-        table = self.kernels(TableConfig(dtype_name(cu_seqlens.dtype)))  # type: ignore[union-attr]
-        table(cu_seqlens, segments, counters, self.segment_tokens, longest)
-        return segments, counters
-
-    def _starts(self, first: int, segments: Tensor | None, counters: Tensor | None) -> Tensor:
+    def _starts(self, first: int, segments: Tensor | None) -> Tensor:
         """Scans every segment and merges the maps: returns the state in front of each segment."""
         call, heads_v = self.call, self.call.v.shape[2]
         maps = self._matrices(2 * HEAD_DIM)
@@ -143,7 +134,7 @@ class _Launch:
         ctas = min(self.multiprocessors, 2 * self.spread.segments * heads_v)
         self.kernels(self._config(scan=True, tiles=self.target.v_tiles))(
             self.blocks, call.v, call.out, self.initial, self.indices, None, self.fresh, None, None, None, None, maps,
-            None, segments, None if counters is None else counters[:1], self.null_slot, CHUNK, self.segment_tokens,
+            None, segments, self.null_slot, CHUNK, self.segment_tokens,
             first, ctas,
         )  # fmt: skip
         config = MergeConfig(
@@ -166,7 +157,6 @@ class _Launch:
         held: int,
         starts: Tensor | None,
         segments: Tensor | None,
-        counters: Tensor | None,
     ) -> None:
         call, spread = self.call, self.spread
         tiles = self.target.v_tiles // spread.tiles
@@ -175,7 +165,7 @@ class _Launch:
         self.kernels(self._config(scan=False, tiles=spread.tiles))(
             blocks, call.v, call.out, None if spread.split else self.initial, self.indices, self.targets,
             self.fresh, self.final, *self._checkpoints, None, starts,
-            segments, None if counters is None else counters[1:], self.null_slot, max(call.checkpoint_every, CHUNK),
+            segments, self.null_slot, max(call.checkpoint_every, CHUNK),
             self.segment_tokens, first, ctas,
         )  # fmt: skip
 

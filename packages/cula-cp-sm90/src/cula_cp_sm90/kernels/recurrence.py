@@ -22,6 +22,7 @@ from cutlass.memory import SmemAllocator
 
 from cula_core.cute.memory import by_token, repeated, swizzled
 from cula_core.cute.output import GROUP, OutputTiles
+from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, issue, mma
 from cula_core.cute.widen import read, write
@@ -79,7 +80,6 @@ class KdaRecurrence:
         maps: cute.Tensor,
         starts: cute.Tensor,
         segments: cute.Tensor,
-        counter: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
@@ -92,6 +92,7 @@ class KdaRecurrence:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tile, (CHUNK, V_TILE))
+        counter = counter_of(segments, int(not self.config.scan))
         self.kernel(
             blocks, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows,
             checkpoint_offsets, maps, starts, segments, counter, null_slot, checkpoint_every, segment_tokens,

@@ -25,6 +25,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from cula_core.cute.memory import by_token, swizzled, view
+from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
@@ -109,7 +110,6 @@ class KdaRecurrence:
         maps: cute.Tensor,
         starts: cute.Tensor,
         segments: cute.Tensor,
-        counter: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
@@ -122,6 +122,7 @@ class KdaRecurrence:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), tile, (CHUNK, V_TILE))
+        counter = counter_of(segments, int(not self.config.scan))
         self.kernel(
             blocks, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows,
             checkpoint_offsets, maps, starts, segments, counter, null_slot, checkpoint_every, segment_tokens,

@@ -19,6 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from cula_core.cute.memory import by_token, load_tile, swizzled
 from cula_core.cute.output import GROUP
+from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import F32, I32
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
 
@@ -82,7 +83,6 @@ class LightningPrefill(Layout):
         checkpoint_rows: cute.Tensor,
         checkpoint_offsets: cute.Tensor,
         segments: cute.Tensor,
-        counter: cute.Tensor,
         states: cute.Tensor,
         decays: cute.Tensor,
         scale: cutlass.Float32,
@@ -111,6 +111,7 @@ class LightningPrefill(Layout):
         tma_g = None
         if cutlass.const_expr(self.config.paired):
             tma_g, g = self.gates.make_tma(g)
+        counter = counter_of(segments, int(self.config.split and self.forward))
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, fresh, final,
             checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale, decay_factor,
@@ -318,8 +319,6 @@ class LightningPrefill(Layout):
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         number = block
-        if cutlass.const_expr(self.problem.packed):
-            number = draw(counter, lane)
         while number < count:
             column, token, in_batch, length, sequence, slot, part, parts_here = self.describe(
                 segments, number, columns, per_head, segment_tokens, piece_tokens, tokens
@@ -384,8 +383,7 @@ class LightningPrefill(Layout):
                     at.advance()
             if cutlass.const_expr(self.problem.packed):
                 number = draw(counter, lane)
-            else:
-                number = number + ctas
+            number = number + ctas
         post(items, item_at, item_words, lambda: (0,), lane)
 
     @cute.jit

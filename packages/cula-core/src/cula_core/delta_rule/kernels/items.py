@@ -136,8 +136,6 @@ class Loader:
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         number = block
-        if cutlass.const_expr(self.config.packed):
-            number = draw(counter, lane)
         while number < count:
             column = number % columns
             head, tile = column // per_head, column % per_head * tiles
@@ -193,8 +191,7 @@ class Loader:
                     at.advance()
             if cutlass.const_expr(self.config.packed):
                 number = draw(counter, lane)
-            else:
-                number = number + ctas
+            number = number + ctas
         post(items, item_at, item_words, lambda: (0,), lane)
 
     @cute.jit

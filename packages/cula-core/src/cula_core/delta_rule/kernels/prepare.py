@@ -24,7 +24,8 @@ from cutlass.memory import SmemAllocator
 from ...constants import LOG2_E
 from ...cute.functions import exp2
 from ...cute.memory import copy_async, view
-from ...cute.types import DTYPES, F32
+from ...cute.schedule import SegmentTable
+from ...cute.types import DTYPES, F32, I32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .block import AQK, DECAY, KG, KH, QG, find_chunk
 from .fragments import (
@@ -110,7 +111,7 @@ class Shared(NamedTuple):
 
 
 class KdaPrepare:
-    """One CTA per chunk and value head.
+    """One CTA per chunk and value head. For packed sequences there is one more, which makes the table of segments.
 
     | warps | work |
     |---|---|
@@ -141,11 +142,14 @@ class KdaPrepare:
         rate: cute.Tensor,
         bias: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        segments: cute.Tensor,
         blocks: cute.Tensor,
         mAqk: cute.Tensor,
         mAkk: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
+        segment_tokens: cutlass.Int32,
+        longest: cutlass.Int32,
         first_slot: cutlass.Int32,
         slots: cutlass.Int32,
         stream,
@@ -165,15 +169,18 @@ class KdaPrepare:
             rate,
             bias,
             cu_seqlens,
+            segments,
             per_row,
             blocks,
             mAqk,
             mAkk,
             scale,
             lower_bound,
+            segment_tokens,
+            longest,
             first_slot,
         ).launch(
-            grid=(mG.shape[2] // mQ.shape[2], mQ.shape[2], slots),
+            grid=(mG.shape[2] // mQ.shape[2], mQ.shape[2], slots + int(segments is not None)),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=BLOCKS_PER_MP if self.config.bounded else 2,
             preferred_smem_carveout=100,
@@ -190,23 +197,29 @@ class KdaPrepare:
         rate: cute.Tensor,
         bias: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        segments: cute.Tensor,
         per_row: cute.FastDivmodDivisorV2,
         blocks: cute.Tensor,
         mAqk: cute.Tensor,
         mAkk: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
+        segment_tokens: cutlass.Int32,
+        longest: cutlass.Int32,
         first_slot: cutlass.Int32,
     ):
         member, head_k, number = cute.arch.block_idx()
-        group, _, slots = cute.arch.grid_dim()
+        group, _, layers = cute.arch.grid_dim()
         head = head_k * group + member
         # The last chunk first: what is written last is still in the L2 when the recurrence begins.
-        slot = slots - 1 - number
+        slot = layers - 1 - number
         batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
         lanes = self.thread()
         shared = self.allocate()
-        if left > 0:
+        inhabited = left > 0
+        if cutlass.const_expr(segments is not None):
+            inhabited = inhabited & (number > 0)  # the first CTAs of packed sequences have no chunk
+        if inhabited:
             thread = lanes.with_tokens()
             # Rows past the end read the last one; their decays, keys and queries are made zero.
             inside = (
@@ -237,6 +250,11 @@ class KdaPrepare:
                 aqk = cute.domain_offset((token, 0), mAqk[batch, None, head, None])
                 akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
             self.hand_on(shared, mine, block, aqk, akk, left, thread)
+        else:
+            if cutlass.const_expr(segments is not None):
+                if number + head == 0:
+                    memory = cute.recast_ptr(shared.base, dtype=I32)
+                    SegmentTable(CHUNK).make(cu_seqlens, segments, segment_tokens, longest, memory)
 
     # ---- threads and memory -----------------------------------------------------------------------------------------
 
