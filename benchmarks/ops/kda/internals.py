@@ -94,7 +94,7 @@ def planner_costs(name: str) -> Any:
 
 
 def kernel_of(config: Any) -> str:
-    """The name of the kernel that a configuration is compiled to: one of KERNELS, `table` or `factors`."""
+    """The name of the kernel that a configuration is compiled to: one of KERNELS, or `factors`."""
     name = type(config).__name__.removesuffix("Config").lower()
     return "scan" if name == "recurrence" and config.scan else name
 
