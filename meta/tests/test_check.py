@@ -81,6 +81,15 @@ def test_strided_views_and_transposed_states_are_accepted(function: str) -> None
         if isinstance(base.get(name), torch.Tensor):
             wide[name] = torch.cat((base[name], base[name]), -1)[..., : base[name].shape[-1]]
             assert not wide[name].is_contiguous()
+    for name in (
+        "initial_state_indices",
+        "state_indices",
+        "output_state_indices",
+        "num_accepted",
+        "has_initial_state",
+    ):
+        if isinstance(base.get(name), torch.Tensor):
+            wide[name] = torch.stack((base[name], ~base[name]), 1)[:, 0]
     pool = next((name for name in ("state", "state_pool") if name in base), None)
     if pool:
         wide[pool] = base[pool].mT.contiguous().mT

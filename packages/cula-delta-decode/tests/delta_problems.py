@@ -10,6 +10,7 @@ from torch import Tensor
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.delta_decode import Gates, Replay
 from cula_delta_decode.config import Gate, Problem
+from cula_testing.tensors import column, int32
 
 SLOTS = (5, -1, 0, 3)
 POOL = 7
@@ -129,7 +130,7 @@ def make_inputs(case: Case, rows: int = 4, seed: int = 0) -> Inputs:
         A_log=normal(heads_v) / 2 if gate.rate else None,
         dt_bias=normal(heads_v, *(width or (1,)), dtype=gate.bias) if gate.bias else None,
         state=normal(POOL, heads_v, *matrix, dtype=case.state_dtype),
-        slots=torch.tensor(SLOTS[:rows], dtype=torch.int32) if case.indexed else None,
+        slots=column(int32(*SLOTS[:rows])) if case.indexed else None,
         cu_seqlens=offsets,
         lengths=lengths,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, convolve
 from cula_core.reference.delta_decode import Replay
+from cula_testing.tensors import column, int32
 
 LENGTH = 16
 POSITIONS = (5, 9, 1, 700)
@@ -49,7 +50,7 @@ def make_convolution(
             ring[slot, p % LENGTH] = normal(channels)
     dtype = getattr(torch, weight)
     return ShortConvolution(
-        ring, torch.tensor(positions, dtype=torch.int32), (normal(channels, 4) / 2).to(dtype),
+        ring, column(int32(*positions)), (normal(channels, 4) / 2).to(dtype),
         normal(channels).to(dtype) if bias else None,
     )  # fmt: skip
 

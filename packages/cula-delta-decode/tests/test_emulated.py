@@ -19,6 +19,7 @@ from cula_delta_decode.plan import select
 from cula_emulator import mutation
 from cula_emulator.covering import covering_cases
 from cula_testing.comparing import assert_rounded_once, same
+from cula_testing.tensors import column, int32
 
 FACTORS = {
     "gate": (
@@ -92,7 +93,7 @@ def test_slots_of_tokens(run, emulated, v_first):
     case = Case(gate=("safe", True), tokens=3, state_v_first=v_first, null_slot=0)
     x = make_inputs(case, rows=3)
     table = torch.tensor([[4, 1, 2], [3, 6, -1], [0, 0, 0]], dtype=torch.int32)
-    accepted = torch.tensor([3, 1, 1], dtype=torch.int32)
+    accepted = column(int32(3, 1, 1))
     start = x.state.clone()
     wide = x.state.double()
     options = {
@@ -166,7 +167,7 @@ def test_replay_is_serial_decoding(run, relative_rmse, channels, tokens, length,
     begin, count, pending = (replay.cursor >> shift & 255 for shift in (0, 8, 16))
     assert (count <= length // 2).all() and (begin < length).all()
     assert (pending[[slot for slot in SLOTS if slot >= 0]] == tokens).all()
-    accepted = torch.full((4,), tokens, dtype=torch.int32)
+    accepted = column(torch.full((4,), tokens, dtype=torch.int32))
     commit(case, previous, wide, accepted)
     x.state = pool
     run.flush(case, x, replay, accepted)
@@ -182,7 +183,7 @@ def test_replay_is_serial_decoding(run, relative_rmse, channels, tokens, length,
 def test_commit_keeps_the_accepted_tokens(run, tokens, packed, v_first):
     case = Case(gate=("safe", True), tokens=tokens, state_v_first=v_first, packed=packed)
     x = make_inputs(case)
-    accepted = torch.tensor([tokens + 4, 1, -2, min(tokens, 2)], dtype=torch.int32)
+    accepted = column(int32(tokens + 4, 1, -2, min(tokens, 2)))
     wide, before = x.state.double(), x.state.clone()
     given = {"cu_seqlens": x.cu_seqlens, "max_tokens": tokens} if packed else {}
     commit(case, x, wide, accepted, **given)

@@ -57,8 +57,7 @@ FUSED_WRONG = [
     ),
     *(
         part("with gaps", name, every_other, ValueError, "contiguous elements", "strides")
-        for name in ("convolution.inputs", "convolution.positions", "convolution.weight", "convolution.bias",
-                     "norm.weight")
+        for name in ("convolution.inputs", "convolution.weight", "convolution.bias", "norm.weight")
     ),
     part("with gaps", "norm.gate", every_other, ValueError, LAST, "strides"),
     *(
@@ -157,7 +156,6 @@ FILL_WRONG = [
     change("nine inputs", "inputs", lambda x: x.repeat(1, 3, 1), ValueError, "1 to 8 inputs of a row", "9", FILL),
     change("positions of int64", "positions", Tensor.long, TypeError, "int32", "int64", FILL),
     change("positions of one row", "positions", lambda x: x[:1], ValueError, "[N] = [2]", "[1]", FILL),
-    change("positions with gaps", "positions", every_other, ValueError, "contiguous elements", "(2,)", FILL),
     change("positions below 0", "positions", lambda x: x - 9, ValueError, "values of at least 0", "-8", FILL, CPU),
     change("slots of int64", "state_indices", Tensor.long, TypeError, "int32", "int64", FILL),
     change("slots of one row", "state_indices", lambda x: x[:1], ValueError, "[N] = [2]", "[1]", FILL),

@@ -26,7 +26,7 @@ from cula_testing.refusals import (
     contents,
     resized,
 )
-from cula_testing.tensors import every_other, shifted
+from cula_testing.tensors import column, every_other, shifted
 
 BATCH, TOKENS, HEADS, HEADS_V, DIM_K, DIM_V, POOL = 2, 3, 2, 4, 64, 128, 3
 DECODE, COMMIT = ("decode",), ("commit",)
@@ -202,7 +202,6 @@ WRONG = [
             change(f"{name} too short", name, lambda i: i[:1], ValueError, "[B] = [2]", "[1]", functions),
             change(f"{name} too long", name, lambda i: i.repeat(2), ValueError, "[B] = [2]", "[4]", functions),
             change(f"{name} of 2 dimensions", name, lambda i: i[None], ValueError, "[B] = [2]", "[1, 2]", functions),
-            change(f"{name} every other", name, every_other, ValueError, "contiguous elements", "(2,)", functions),
             away(name, functions),
         )
     ),
@@ -302,6 +301,7 @@ ALLOWED: dict[str, Callable[[Arguments], Arguments]] = {
         "q": resized("q", (3, 5))(a), "k": resized("k", (3, 5))(a), "v": resized("v", (3, 7))(a),
         "out": resized("out", (3, 7))(a), "state": resized("state", (2, 5), (3, 7))(a).bfloat16(), "rounding_seed": 3,
     },
+    "indices and counts of any stride": lambda a: {n: column(a[n]) for n in ("state_indices", "num_accepted")},
     "padding twice": lambda a: {"state_indices": torch.tensor([-1, -1], dtype=torch.int32)},
     "only padding": lambda a: {"state_indices": torch.tensor([-1, -9], dtype=torch.int32)},
     "the smallest seed": lambda a: {"state": a["state"].bfloat16(), "rounding_seed": -(1 << 63)},

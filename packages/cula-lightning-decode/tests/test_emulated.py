@@ -22,6 +22,7 @@ from cula_lightning_decode.kernels.decode import LightningDecode
 from cula_lightning_decode.plan import select
 from cula_testing.comparing import same
 from cula_testing.compiled import emulated_kernel
+from cula_testing.tensors import column
 
 SLOTS = (5, -1, 0, 3)
 FACTORS = {
@@ -153,7 +154,7 @@ def test_numbers(run, emulated, guarded, make_inputs, assert_rounded_once, case)
     slots = list(SLOTS) if case["indexed"] else [0, 1, 2, 3]
     layout = {
         "state_v_first": v_first,
-        "state_indices": rows("cpu", *slots) if case["indexed"] else None,
+        "state_indices": column(rows("cpu", *slots)) if case["indexed"] else None,
     }
     padding = [row for row, slot in enumerate(slots) if slot < 0]
     for name in ("q", "k", "v"):
@@ -164,7 +165,7 @@ def test_numbers(run, emulated, guarded, make_inputs, assert_rounded_once, case)
     options = {}
     if mode == "commit":
         # Counts outside 0..T are as the nearest that is inside.
-        options["num_accepted"] = rows("cpu", 9, tokens, -2, max(tokens - 1, 1))
+        options["num_accepted"] = column(rows("cpu", 9, tokens, -2, max(tokens - 1, 1)))
     if stochastic:
         # Without decay every fp32 value is exact on both sides, so the rounded ones agree bit for bit.
         inputs["decay"].zero_()

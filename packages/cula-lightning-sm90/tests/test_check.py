@@ -24,7 +24,7 @@ from cula_testing.refusals import (
     on_device,
     resized,
 )
-from cula_testing.tensors import every_other, gapped, shifted
+from cula_testing.tensors import column, every_other, gapped, shifted
 
 TOKENS, HEADS, HEADS_V, DIM_K, DIM_V, POOL = 70, 2, 4, 64, 128, 5
 DENSE, VARLEN = ("lightning_attn_fwd",), ("lightning_attn_fwd_varlen",)
@@ -201,7 +201,6 @@ WRONG = [
         ("of float32", Tensor.float, TypeError, "int32", "float32"),
         ("too short", lambda i: i[:1], ValueError, "[N] = [3]", "[1]"),
         ("of 2 dimensions", lambda i: i[None], ValueError, "[N] = [3]", "[1, 3]"),
-        ("every other", every_other, ValueError, "contiguous elements", "(2,)"),
     )),
     several("indices beyond the pool", {"initial_state_indices": on_device([0, 5, 1], torch.int32)}, ValueError,
             "initial_state_indices", "below the 5 rows of state_pool", "5", VARLEN, devices=CPU),
@@ -389,6 +388,10 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
             "state_pool": a["state_pool"][:0],
             "initial_state_indices": torch.tensor([-1, -9, -2], dtype=torch.int32),
         },
+    ),
+    "indices of any stride": (
+        VARLEN,
+        lambda a: by_name(a, column, "initial_state_indices"),
     ),
     "no indices": (VARLEN, lambda a: {"initial_state_indices": None}),
     "states [V, K]": (

@@ -34,6 +34,7 @@ from cula_lightning_sm90.config import Config, TableConfig
 from cula_lightning_sm90.kernels.layout import PAIR_SLOTS
 from cula_testing.comparing import same
 from cula_testing.compiled import emulated_kernel
+from cula_testing.tensors import column, int32
 
 FACTORS = {
     "dim_k": (64, 128),
@@ -135,10 +136,10 @@ def run(emulated) -> Callable[..., Outcome]:
         if call.packed:
             cu_seqlens = torch.tensor([0, *call.lengths]).cumsum(0).to(index_dtype)
         if call.slots is not None:
-            slots = torch.tensor(call.slots, dtype=torch.int32)
+            slots = column(int32(*call.slots))
         known = None
         if call.fresh:
-            known = torch.tensor([n not in call.fresh for n in range(len(call.lengths))])
+            known = column(torch.tensor([n not in call.fresh for n in range(len(call.lengths))]))
         decay = None if call.decay is None else -decay_sign * call.decay
         with poisoned_memory():
             in_place = call.final == "in place"
@@ -150,8 +151,8 @@ def run(emulated) -> Callable[..., Outcome]:
                 l2norm=call.l2norm, exact_state=call.exact_state, checkpoint_every=0 if offsets else call.every,
                 num_splits=num_splits, has_initial_state=known, null_slot=call.null_slot,
                 segment_tokens=segment_tokens,
-                checkpoint_rows=None if kept_rows is None else torch.tensor(kept_rows, dtype=torch.int32),
-                checkpoint_offsets=None if offsets is None else torch.tensor(offsets, dtype=torch.int32),
+                checkpoint_rows=None if kept_rows is None else column(int32(*kept_rows)),
+                checkpoint_offsets=None if offsets is None else column(int32(*offsets)),
             )  # fmt: skip
             launch.run(arguments, multiprocessors=multiprocessors, kernels=kernels)
         if in_pool:

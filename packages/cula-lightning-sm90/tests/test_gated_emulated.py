@@ -30,7 +30,7 @@ from cula_lightning_sm90.gated.config import (
 from cula_lightning_sm90.gated.plan import Plan, Walk, workspace_words
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
-from cula_testing.tensors import normals
+from cula_testing.tensors import column, int32, normals
 
 MAX_ERROR = 3e-3
 NULL_SLOT = 7  # of the tests with indices: a padding row beside the negative ones
@@ -283,7 +283,6 @@ def run(emulated) -> Callable[..., Outcome]:
             checkpoints = states(12)
         elif case.every:
             checkpoints = states(call.out_shape[0] * (call.out_shape[1] // case.every))
-        int32 = {"dtype": torch.int32}
         with poisoned_memory():
             if case.packed:
                 offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
@@ -300,7 +299,7 @@ def run(emulated) -> Callable[..., Outcome]:
                     tokens // length + sequences if case.packed else batch * -(-tokens // length)
                 )
                 maps, starts = matrices(count, 2 * HEAD_DIM), matrices(count)
-                marks = run.marks = torch.empty(count, heads, **int32)
+                marks = run.marks = torch.empty(count, heads, dtype=torch.int32)
             flags = sum(plan.flags)
             words = workspace_words(flags, slots * heads, plan.first)
             workspace = emulated.empty((words,), torch.int32)
@@ -313,12 +312,12 @@ def run(emulated) -> Callable[..., Outcome]:
             def walked(config, way, first_flag, own_flags, maps, marks, starts, options) -> None:
                 compiled(config)(
                     call.q, call.k, call.v, out, initial,
-                    torch.tensor(call.indices, **int32) if config.indexed else None,
-                    torch.tensor(call.targets, **int32) if config.redirected else None,
-                    torch.tensor(call.begins, dtype=torch.uint8) if config.fresh else None,
+                    column(int32(*call.indices)) if config.indexed else None,
+                    column(int32(*call.targets)) if config.redirected else None,
+                    column(torch.tensor(call.begins)).view(torch.uint8) if config.fresh else None,
                     final if config.final_state else None, checkpoints if config.checkpoints else None,
-                    torch.tensor(case.kept_rows, **int32) if config.placed else None,
-                    torch.tensor(case.offsets, **int32) if config.checkpoints == "once" else None, offsets,
+                    column(int32(*case.kept_rows)) if config.placed else None,
+                    column(int32(*case.offsets)) if config.checkpoints == "once" else None, offsets,
                     workspace, maps, marks, starts, NULL_SLOT, max(case.every, 1), flags, first_flag, own_flags,
                     slots, way.seats, case.together, share, case.segment, way.ctas, **options,
                 )  # fmt: skip

@@ -162,15 +162,12 @@ def test_what_the_kernel_cannot_read_is_converted(launched):
     wide = {name: a[name].double() for name in ("g", "beta", "A_log", "dt_bias")}
     odd = torch.zeros(1, 140, 4, 129, dtype=torch.bfloat16)[..., :128]
     out = torch.empty(1, 140, 4, 130, dtype=torch.bfloat16)[..., :128]
-    strided = torch.stack((a["state_indices"], int32(9, 9, 9)), 1)[:, 0]
     odd.copy_(a["q"])
     want, _ = chunk_gated_delta_rule(**a | {"out": None, "state_pool": a["state_pool"].clone()})
-    o, _ = chunk_gated_delta_rule(**a | wide | {"q": odd, "out": out, "state_indices": strided})
+    o, _ = chunk_gated_delta_rule(**a | wide | {"q": odd, "out": out})
     call = launched[-1]
     assert o is out and same(o, want)
-    assert (
-        call.q.is_contiguous() and call.out.is_contiguous() and call.state_indices.is_contiguous()
-    )
+    assert call.q.is_contiguous() and call.out.is_contiguous()
     assert {getattr(call, name).dtype for name in wide} == {torch.float32}
 
 

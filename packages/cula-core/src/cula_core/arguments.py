@@ -135,11 +135,12 @@ def contiguous_elements(name: str, x: Tensor) -> None:
 def int32_vector(
     name: str, x: Tensor, dimension: str, size: int, lead: Tensor, lead_name: str = "q"
 ) -> None:
-    """Refuses anything but a contiguous int32 vector of one entry per row or sequence."""
+    """Refuses anything but an int32 vector, of any stride, of one entry per row or sequence."""
     tensor(name, x)
     if x.dtype != torch.int32:
         type_error(name, "int32", dtype_name(x.dtype))
-    vector(name, x, dimension, size)
+    if x.dim() != 1 or x.shape[0] != size:
+        value_error(name, f"[{dimension}] = [{size}]", list(x.shape))
     device(name, x, lead, lead_name)
 
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cula_core.cute.fake import vector
+from cula_core.cute.fake import strided_vector, vector
 from cula_core.cute.types import DTYPES, F32, I32
 
 from .arguments import Arguments, flush_arguments
@@ -84,7 +84,7 @@ def fake_arguments(problem: Problem) -> Arguments:
         next_state=states(cute.sym_int()) if problem.ends else None,
         slots=slots,
         next_slots=_strided(I32, rows, dense=0) if problem.redirected else None,
-        accepted=vector(I32, rows) if problem.counted else None,
+        accepted=strided_vector(I32, rows) if problem.counted else None,
         token_states=states(cute.sym_int()) if problem.every_token else None,
         token_slots=_strided(I32, rows, cute.sym_int(), dense=0) if problem.every_token else None,
         offsets=vector(I32) if problem.packed else None,
@@ -93,7 +93,7 @@ def fake_arguments(problem: Problem) -> Arguments:
         ring_decay=rings[2],
         cursor=rings[3],
         inputs=inputs,
-        positions=vector(I32, rows) if fused.convolution else None,
+        positions=strided_vector(I32, rows) if fused.convolution else None,
         taps=taps,
         tap_bias=tap_bias,
         gate=activation(heads_v, dim_v) if fused.norm else None,

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cula_core.cute.fake import vector
+from cula_core.cute.fake import strided_vector, vector
 from cula_core.cute.types import DTYPES
 
 from .config import Config, Problem
@@ -39,8 +39,8 @@ def fake_arguments(problem: Problem) -> tuple:
         activation(heads_v, problem.head_dim_v),
         state,
         vector(cutlass.Float32, heads_v),
-        vector(cutlass.Int32, batch) if problem.indexed else None,
-        vector(cutlass.Int32, batch) if problem.mode == "commit" else None,
+        strided_vector(cutlass.Int32, batch) if problem.indexed else None,
+        strided_vector(cutlass.Int32, batch) if problem.mode == "commit" else None,
         vector(cutlass.Int64, 1) if problem.stochastic else None,
         activation(heads_v, problem.head_dim_v) if outputs else None,
         cutlass.Float32(1.0),

@@ -96,9 +96,7 @@ def _run_on_gpu(call: Call) -> None:
     for name in ("checkpoint_rows", "checkpoint_offsets"):
         x = getattr(call, name)
         if x is not None and name not in changes:
-            changes[name] = x.to(torch.int32).contiguous()
-    if call.has_initial_state is not None:
-        changes["has_initial_state"] = call.has_initial_state.contiguous()
+            changes[name] = x.to(torch.int32)
     if not is_aligned(out):
         changes["out"] = torch.empty_like(out, memory_format=DENSE)
     call = call._replace(**changes)

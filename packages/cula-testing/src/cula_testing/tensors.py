@@ -24,6 +24,11 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def column(vector: Tensor) -> Tensor:
+    """Returns a vector as a column of a table, as engines hold indices, between columns of other values."""
+    return torch.stack((~vector, vector, ~vector), 1)[:, 1]
+
+
 def turned(states: Tensor) -> Tensor:
     """Returns the same values and shape, stored in the other layout."""
     return states.mT.contiguous().mT

@@ -29,6 +29,12 @@ def vector(dtype: type, size: object = None):
     return make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), stride=(1,))
 
 
+def strided_vector(dtype: type, size: object = None):
+    """Returns a vector of one number per row or sequence, of any stride: engines pass a column of their table."""
+    shape = (cute.sym_int() if size is None else size,)
+    return make_fake_tensor(dtype, shape, stride=(cute.sym_int64(),))
+
+
 def matrix(dtype: type, columns: object):
     """Returns a matrix of rows that are contiguous."""
     shape = (cute.sym_int(), columns)

@@ -375,7 +375,7 @@ def prepared(call: Call) -> Call:
         bias = aligned(bias.float().contiguous())
         bias = bias if bias.dim() == 1 else bias.view(-1)
     indices = {
-        name: None if x is None else x.to(torch.int32).contiguous()
+        name: None if x is None else x.to(torch.int32)
         for name in (
             "state_indices",
             "output_state_indices",
@@ -384,7 +384,7 @@ def prepared(call: Call) -> Call:
         )
         for x in (getattr(call, name),)
     }
-    fresh, saved = call.has_initial_state, call.kept_in
+    saved = call.kept_in
     if saved is not None and saved.dim() == 5:
         saved = saved.flatten(0, 1)
     if saved is not None and saved.shape[0] == 0:
@@ -397,7 +397,6 @@ def prepared(call: Call) -> Call:
         beta=beta,
         A_log=None if rate is None else rate.float(),
         dt_bias=bias,
-        has_initial_state=None if fresh is None else fresh.contiguous(),
         checkpoints=saved,
         **indices,
     )

@@ -71,12 +71,9 @@ def _run_on_gpu(call: Call) -> None:
     changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
     changes |= {name: _narrow(getattr(call, name)) for name in ("g", "beta")}
     changes |= {name: _vector(getattr(call, name)) for name in ("A_log", "dt_bias")}
-    for name in ("state_indices", "output_state_indices", "has_initial_state"):
-        x = getattr(call, name)
-        changes[name] = None if x is None else x.contiguous()
     for name in ("checkpoint_rows", "checkpoint_offsets"):
         x = getattr(call, name)
-        changes[name] = None if x is None else x.to(torch.int32).contiguous()
+        changes[name] = None if x is None else x.to(torch.int32)
     if call.checkpoints is not None and call.checkpoints.numel() == 0:
         changes |= {"checkpoints": None, "checkpoint_every": 0, "checkpoint_offsets": None}
     if not is_aligned(out):

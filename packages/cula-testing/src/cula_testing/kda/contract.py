@@ -322,7 +322,6 @@ WRONG = [
         ("of float32", Tensor.float, TypeError, "int32", "float32"),
         ("too short", lambda i: i[:1], ValueError, "[N] = [3]", "[1]"),
         ("of 2 dimensions", lambda i: i[None], ValueError, "[N] = [3]", "[1, 3]"),
-        ("every other", every_other, ValueError, "contiguous elements", "(2,)"),
     )),
     several("indices beyond the pool", {"initial_state_indices": on_device([0, 5, 1], torch.int32)}, ValueError,
             "initial_state_indices", "below the 5 rows of state_pool", "5", PACKED, devices=CPU),

@@ -27,6 +27,7 @@ from cula_emulator.pytest_plugin import BoundKernel, Emulated
 
 from ..comparing import same
 from ..compiled import emulated_kernel
+from ..tensors import column, int32
 from .problems import Outcome, Problem, views
 
 INTRA = ("Aqk", "Akk", "w", "u", "qg", "kg")
@@ -149,7 +150,7 @@ class Run:
             **given,
             initial_state=None if in_place else self._initial,
             state_pool=self._initial if in_place else None,
-            state_indices=None if problem.slots is None else torch.tensor(problem.slots, dtype=torch.int32),
+            state_indices=None if problem.slots is None else column(int32(*problem.slots)),
             final_state=None if in_place else self._final,
             cu_seqlens=None if lengths is None else lengths.to(getattr(torch, index_dtype)),
             cu_seqlens_cpu=lengths,

@@ -19,7 +19,7 @@ from cula_core.delta_rule.target import Target
 from cula_emulator.memory import poisoned_memory
 
 from ..comparing import assert_within, same
-from ..tensors import int32
+from ..tensors import column, int32
 from .inputs import flags, inputs
 from .problems import one_thread
 from .running import compiler, forced
@@ -87,10 +87,12 @@ class Case:
             "initial_state_indices": self.rows, "output_state_indices": self.targets,
             "checkpoint_rows": self.kept_rows, "checkpoint_offsets": self.offsets,
         }  # fmt: skip
-        given |= {n: int32(*row).to(device) for n, row in vectors.items() if row is not None}
+        given |= {
+            n: column(int32(*row).to(device)) for n, row in vectors.items() if row is not None
+        }
         if self.fresh:
             known = [n not in self.fresh for n in range(self.sequences)]
-            given["has_initial_state"] = torch.tensor(known, device=device)
+            given["has_initial_state"] = column(torch.tensor(known, device=device))
         given["checkpoint_every_n_tokens"] = self.every
         if self.before_chunks:
             given["return_intermediate_states"] = True
