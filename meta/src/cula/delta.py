@@ -93,9 +93,9 @@ def delta_rule_decode(
         beta: `[B, T, HV]`, the dtypes of g: logits of the write strength, or with
             `use_beta_sigmoid_in_kernel=False` the strength itself. None: 1.
         state: the pool; float32, bfloat16 or float16 (on the CPU also float64); arithmetic is fp32 or better.
-        state_indices: `[B]` int32, the slot of every row; None: row n uses slot n. Or `[B, slots]` with `num_accepted`:
-            a row begins at slot number `num_accepted[n] - 1` of its own.
-        output_state_indices: `[B]` int32, where the states go, if not where they came from.
+        state_indices: `[B]` int32, any stride, the slot of every row; None: row n uses slot n. Or `[B, slots]` with
+            `num_accepted`: a row begins at slot number `num_accepted[n] - 1` of its own.
+        output_state_indices: `[B]` int32, any stride, where the states go, if not where they came from.
         scale: factor of the output, finite; None: `K ** -0.5`.
         A_log: `[HV]`, the logarithm of the gate's rate; None: 0.
         dt_bias: `[HV]`, or `[HV * K]` or `[HV, K]` for KDA; None: 0.
@@ -111,8 +111,8 @@ def delta_rule_decode(
         replay: what `new_replay` made. The call first applies those tokens of earlier calls that are certain by now,
             and records its own; a state is stored only when its ring is more than half full. Needs a slot per row, and
             stands beside no other way to store states.
-        num_accepted: `[B]` int32: with `replay` how many tokens of the row's last call are certain (None: all), with
-            `[B, slots]` state_indices which slot a row begins at.
+        num_accepted: `[B]` int32, any stride: with `replay` how many tokens of the row's last call are certain (None:
+            all), with `[B, slots]` state_indices which slot a row begins at.
         token_states: `[rows, HV, V, K]` in the dtype and layout of state, where the state after every token goes.
         token_state_indices: `[B, T]` int32, the slots there; without token_states, slots of state itself.
         cu_seqlens: `[N + 1]` int32: B is 1, and T holds N rows of 0 to 8 tokens; "B" of the vectors above is N then.
@@ -208,8 +208,8 @@ def delta_rule_commit(
 
     Args:
         k, v, g, beta, state: as in `delta_rule_decode`, and so are the other arguments.
-        num_accepted: `[B]` int32; less than 0 counts as 0, more than T as T.
-        state_indices: `[B]` int32, the slot of every row; None: row n uses slot n.
+        num_accepted: `[B]` int32, any stride; less than 0 counts as 0, more than T as T.
+        state_indices: `[B]` int32, any stride, the slot of every row; None: row n uses slot n.
         A_log, dt_bias, lower_bound, softplus_beta, softplus_threshold: of the gate.
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel: what is raw.
         state_v_first: layout of the pool.
@@ -275,8 +275,8 @@ def delta_rule_flush(
     Args:
         state: the pool.
         replay: its records.
-        num_accepted: `[B]` int32, how many tokens of the row's last call are certain; None: all.
-        state_indices: `[B]` int32, the slots; None: the whole pool.
+        num_accepted: `[B]` int32, any stride, how many tokens of the row's last call are certain; None: all.
+        state_indices: `[B]` int32, any stride, the slots; None: the whole pool.
         state_v_first: layout of the pool.
         null_slot: a slot that means padding, as negative ones do.
         impl: "auto" or the name of an implementation.

@@ -186,9 +186,9 @@ def lightning_attn_fwd_varlen(
         state_pool: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`. Sequence n starts from its row and
             leaves its final state there, unless `update_state_pool` is False; an updated pool excludes gradients.
             None: sequences start from zero.
-        initial_state_indices: `[N]` int32, the row of every sequence. Negative, or `null_slot`: a padding slot, no row
-            is read or written and the outputs of that sequence are zero. Live rows of a pool that is updated must
-            differ, which is checked on the CPU and undefined elsewhere. None: sequence n uses row n.
+        initial_state_indices: `[N]` int32, any stride, the row of every sequence. Negative, or `null_slot`: a padding
+            slot, no row is read or written and the outputs of that sequence are zero. Live rows of a pool that is
+            updated must differ, which is checked on the CPU and undefined elsewhere. None: sequence n uses row n.
         output_final_state: without a pool that is updated, whether to return the final states.
         state_v_first: layout of the states.
         update_state_pool: False only reads the pool and returns the final states by themselves.
@@ -764,9 +764,9 @@ def linear_attention_decode(
         state: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`; float32, bfloat16 or float16 (on the CPU
             also float64); arithmetic is fp32 or better. Updated in place unless `commit` is False.
         decay: `[HV]` float32, >= 0 (checked on the CPU).
-        state_indices: `[B]` int32, the pool row of every row. Negative, or `null_slot`: padding, the output is zero and
-            no state changes. With `commit` live rows must differ, which is checked on the CPU and undefined elsewhere.
-            None: row b uses pool row b.
+        state_indices: `[B]` int32, any stride, the pool row of every row. Negative, or `null_slot`: padding, the
+            output is zero and no state changes. With `commit` live rows must differ, which is checked on the CPU and
+            undefined elsewhere. None: row b uses pool row b.
         scale: factor of the output, finite; None: `K ** -0.5`.
         state_v_first: layout of the pool.
         out: `[B, T, HV, V]` in the dtype of v, written and returned.
@@ -838,7 +838,7 @@ def linear_attention_commit(
         k: `[B, T, H, K]`, T = 1..8.
         v: `[B, T, HV, V]`.
         state, decay, state_indices, state_v_first, rounding_seed, null_slot: as in `linear_attention_decode`.
-        num_accepted: `[B]` int32; less than 0 counts as 0, more than T as T.
+        num_accepted: `[B]` int32, any stride; less than 0 counts as 0, more than T as T.
         impl: "auto" or the name of an implementation.
 
     Raises:

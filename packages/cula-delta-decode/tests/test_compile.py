@@ -192,7 +192,8 @@ def test_sizes_and_strides_are_left_open():
     assert x.k.shape[0] is x.v.shape[0] is x.slots.shape[0] is x.accepted.shape[0]
     assert x.v.shape[2] is x.state.shape[1] is x.A_log.shape[0] is x.ring_u.shape[2]
     assert x.q.shape[2] is x.k.shape[2] is x.ring_k.shape[2]
-    assert x.state.shape[0] is x.ring_k.shape[0] and not isinstance(x.slots.stride[0], int)
+    assert x.state.shape[0] is x.ring_k.shape[0]
+    assert not any(isinstance(v.stride[0], int) for v in (x.slots, x.accepted))
     strides = [s for t in (x.q, x.k, x.v, x.g, x.out) for s in t.stride[:3]]
     assert len({id(s) for s in strides}) == len(strides)
 

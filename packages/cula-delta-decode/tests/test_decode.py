@@ -21,7 +21,7 @@ from cula_delta_decode import (
 )
 from cula_delta_decode.config import DTYPES
 from cula_testing.comparing import assert_rounded_once, same
-from cula_testing.tensors import unsynchronised
+from cula_testing.tensors import column, int32, unsynchronised
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +93,8 @@ def test_token_counts(cuda, relative_rmse, tokens, v_first):
 def test_commit_is_decode_of_the_accepted_tokens(cuda, relative_rmse, tokens, v_first):
     case = Case(tokens=tokens, state_v_first=v_first)
     x = make_inputs(case).to(cuda)
-    accepted = torch.tensor([tokens, 1, 0, min(2, tokens)], dtype=torch.int32, device=cuda)
+    x.slots = column(x.slots)
+    accepted = column(int32(tokens, 1, 0, min(2, tokens)).to(cuda))
     wide = x.state.double()
     given = x.wide("k", "v", "g", "beta", "A_log", "dt_bias")
     k, v, g, beta = (given.pop(n) for n in ("k", "v", "g", "beta"))

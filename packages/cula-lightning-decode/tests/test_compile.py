@@ -139,7 +139,9 @@ def test_sizes_and_strides_are_left_open(mode, v_first):
     assert (q is None) == (out is None) == (mode == "commit")
     matrix = (256, 64) if v_first else (64, 256)
     assert fixed(state) == [(None, None, *matrix), (None, None, matrix[1], 1)]
-    assert fixed(decay) == fixed(indices) == [(None,), (1,)]
+    assert fixed(decay) == [(None,), (1,)] and fixed(indices) == [(None,), (None,)]
+    if mode == "commit":
+        assert fixed(accepted) == fixed(indices) and accepted.shape[0] is indices.shape[0]
     assert (accepted is None) == (mode != "commit") and (seed is None) == (mode == "verify")
     # The host code compares what shares a symbol: rows with rows, value heads with value heads.
     assert k.shape[0] is v.shape[0] is indices.shape[0]

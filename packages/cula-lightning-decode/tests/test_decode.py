@@ -13,7 +13,7 @@ from torch import Tensor
 from cula_core.reference import lightning_decode as reference
 from cula_lightning_decode import launch, linear_attention_commit, linear_attention_decode
 from cula_testing.comparing import bits, same
-from cula_testing.tensors import unsynchronised
+from cula_testing.tensors import column, unsynchronised
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,8 @@ def test_numbers(
         state_v_first=v_first, device=cuda,
     )  # fmt: skip
     slots = SLOTS if indexed else [0, 1, 2, 3]
-    layout = {"state_v_first": v_first, "state_indices": rows(cuda, *slots) if indexed else None}
+    indices = column(rows(cuda, *slots)) if indexed else None
+    layout = {"state_v_first": v_first, "state_indices": indices}
     out, state = exact(inputs, **layout)
     before = inputs["state"].clone()
 
@@ -67,7 +68,7 @@ def test_numbers(
 
     counts = [tokens, tokens, 0, max(tokens - 1, 1)]
     wide = {name: tensor.double() for name, tensor in keys(inputs).items()}
-    accepted = rows(cuda, *counts)
+    accepted = column(rows(cuda, *counts))
     reference.linear_attention_commit(**wide, num_accepted=accepted, **layout)
     linear_attention_commit(**keys(inputs), num_accepted=accepted, **layout)
     assert_rounded_once(inputs["state"], wide["state"])

@@ -25,6 +25,7 @@ from torch import Tensor
 from cula_emulator.memory import poisoned_memory
 from cula_lightning_sm90 import chunk_simple_gla, lightning_attn_fwd, lightning_attn_fwd_varlen
 from cula_testing.comparing import relative_rmse, same
+from cula_testing.tensors import column, int32
 
 MAX_OUTPUT_ERROR, MAX_STATE_ERROR, MAX_EXACT_STATE_ERROR = 5e-3, 3e-3, 2e-5
 # Of what the same algorithm loses in torch; on top of it, the noise of fp32 sums in another order.
@@ -391,7 +392,7 @@ def check(
             if slot >= 0:
                 pool[slot] = initial[n]
         initial = pool
-        options["indices"] = torch.tensor(slots, dtype=torch.int32, device=out.device)
+        options["indices"] = column(int32(*slots).to(out.device))
     before = initial.clone()
     with poisoned_memory():
         got, final = attend(

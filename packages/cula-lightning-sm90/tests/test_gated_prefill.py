@@ -16,6 +16,7 @@ from cula_testing.gated.cases import Case, arguments, cases
 from cula_testing.gated.contract import WRONG, good_arguments
 from cula_testing.refusals import assert_refused
 from cula_testing.refusals import cases as refusals
+from cula_testing.tensors import column, int32
 
 pytestmark = pytest.mark.gpu
 
@@ -107,7 +108,7 @@ def test_states_on_the_way_are_those_of_calls_that_end_there(in_pool):
     pool = torch.randn(8, 4, 128, 128, device=CUDA)
     kept = pool.clone() if in_pool else torch.full_like(pool, math.nan)
     vectors = {"state_indices": (0, 1, 2), "checkpoint_rows": rows, "checkpoint_offsets": offsets}
-    given = {name: torch.tensor(x, dtype=torch.int32, device=CUDA) for name, x in vectors.items()}
+    given = {name: column(int32(*x).to(CUDA)) for name, x in vectors.items()}
     states = kept if in_pool else pool.clone()
     out, _ = chunk_gated_delta_rule(
         **a, **given, state_pool=states, state_checkpoints=None if in_pool else kept

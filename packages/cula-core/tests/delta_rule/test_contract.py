@@ -22,7 +22,7 @@ from cula_testing.kda.contract import (
 )
 from cula_testing.kda.inputs import inputs
 from cula_testing.refusals import Arguments, assert_refused, by_name, cases, contents
-from cula_testing.tensors import every_other, gapped, int32, spaced, turned
+from cula_testing.tensors import column, every_other, gapped, int32, spaced, turned
 
 
 @pytest.mark.parametrize("wrong, mode", cases(WRONG, "cpu"))
@@ -70,6 +70,11 @@ ALLOWED: dict[str, tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = {
         | by_name(a, lambda x: x[..., :3, :5].contiguous(), "initial_state"),
     ),
     "a strength of any strides": (BOTH, lambda a: by_name(a, lambda b: every_other(b.mT).mT.half(), "beta")),
+    "indices of any stride": (
+        PACKED,
+        lambda a: by_name(a, column, "initial_state_indices")
+        | {"output_state_indices": column(int32(2, 4, 0))},
+    ),
     "a bias [HV, K]": (BOTH, lambda a: by_name(a, lambda b: spaced(b.view(HEADS_V, DIM)), "dt_bias")),
     "gate parameters of bfloat16": (BOTH, lambda a: by_name(a, Tensor.bfloat16, "A_log", "dt_bias")),
     "no rate and no bias": (BOTH, lambda a: {"A_log": None, "dt_bias": None}),

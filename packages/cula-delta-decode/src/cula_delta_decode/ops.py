@@ -179,7 +179,7 @@ def delta_rule_decode(
         state_indices: `[B]` int32, any stride, the slot of every row. Negative, or equal to `null_slot`: padding, the
             output is zero and no state changes. None: row n uses slot n. Or `[B, slots]` with `num_accepted`: a row
             begins at slot number `num_accepted[n] - 1` of its own.
-        output_state_indices: `[B]` int32, where the states go, if not where they came from.
+        output_state_indices: `[B]` int32, any stride, where the states go, if not where they came from.
         scale: factor of the output; None: K ** -0.5.
         A_log: `[HV]`, the logarithm of the gate's rate; None: 0. dt_bias: `[HV]`, or `[HV * K]` or `[HV, K]` for KDA.
         lower_bound: None: the gate is `-exp(A_log) * softplus(g + dt_bias)`. Else, below 0:
@@ -192,8 +192,8 @@ def delta_rule_decode(
         replay: what `new_replay` made. The pool then stays behind: the call first applies those tokens of earlier calls
             that were accepted (`num_accepted`), and keeps what its own tokens add until a later call. The state is
             stored only when the rings are more than half full. Needs a slot per row, and no other way to store states.
-        num_accepted: `[B]` int32: with `replay` how many tokens of the row's last call are certain (None: all), with
-            `[B, slots]` state_indices which slot a row begins at.
+        num_accepted: `[B]` int32, any stride: with `replay` how many tokens of the row's last call are certain (None:
+            all), with `[B, slots]` state_indices which slot a row begins at.
         token_states: `[rows, HV, V, K]` in the dtype and layout of state, where the state after every token goes, at
             `token_state_indices` `[B, T]` int32 (negative or `null_slot`: nowhere). None with indices: state itself.
         cu_seqlens: `[N + 1]` int32 on the device: B is 1, and T holds N rows of 0 to 8 tokens; "B" of the vectors above
@@ -277,7 +277,7 @@ def delta_rule_commit(
     """Advances the state of row n by its first `num_accepted[n]` tokens, in place.
 
     The second half of speculative decoding: after `delta_rule_decode(..., commit=False)` on T draft tokens, keep the
-    accepted ones. num_accepted: `[B]` int32 on the device, 0..T (larger values count as T, negative ones as 0).
+    accepted ones. num_accepted: `[B]` int32, any stride, 0..T (larger values count as T, negative ones as 0).
     state_indices: `[B]`. The other arguments, the errors and the formula are those of `delta_rule_decode`.
 
     Example:
@@ -355,8 +355,8 @@ def delta_rule_flush(
     """Applies the certain records of a replay to the states, in place, and forgets the others.
 
     Before somebody else reads the pool: a prefix cache, a prefill that continues, a call without `replay`.
-    num_accepted: `[B]` int32, how many tokens of the row's last call are certain; None: all. state_indices: `[B]`
-    int32, the slots; None: the whole pool.
+    num_accepted: `[B]` int32, any stride, how many tokens of the row's last call are certain; None: all. state_indices:
+    `[B]` int32, any stride, the slots; None: the whole pool.
 
     Example:
         >>> import torch

@@ -112,9 +112,9 @@ def linear_attention_decode(
             arithmetic is float32. Dense matrices, 16-byte aligned; pool and head strides are free. A `[.., K, V]`
             view of `[.., V, K]` storage (or the other way round) is used without a copy.
         decay: `[HV]` float32, >= 0 (checked on the CPU), in natural log units per token.
-        state_indices: `[B]` int32, the slot of every row. Negative, or `null_slot`: padding, the output is zero and no
-            state changes. With `commit` the same slot twice in one call is refused on the CPU and undefined on a GPU,
-            where looking would need a synchronisation. None: row b uses slot b.
+        state_indices: `[B]` int32, any stride, the slot of every row. Negative, or `null_slot`: padding, the output
+            is zero and no state changes. With `commit` the same slot twice in one call is refused on the CPU and
+            undefined on a GPU, where looking would need a synchronisation. None: row b uses slot b.
         scale: factor of the output; None: K ** -0.5.
         out: `[B, T, HV, V]` tensor to write to; None: allocated.
         commit: False leaves all states alone and only returns the outputs (speculative verification);
@@ -196,7 +196,7 @@ def linear_attention_commit(
     """Advances the state of row b by its first `num_accepted[b]` tokens, in place.
 
     The second half of speculative decoding: after `linear_attention_decode(..., commit=False)` on T draft tokens, keep
-    the accepted ones. num_accepted: `[B]` int32 on the device, 0..T (larger values count as T, negative ones as 0).
+    the accepted ones. num_accepted: `[B]` int32, any stride, 0..T (larger values count as T, negative ones as 0).
     The other arguments, the errors and the formula are those of `linear_attention_decode`.
 
     Example:

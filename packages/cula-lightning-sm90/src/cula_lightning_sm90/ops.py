@@ -230,7 +230,7 @@ def lightning_attn_fwd_varlen(
             device is never read back.
         scale: factor of the outputs; None: K ** -0.5.
         state_pool: `[rows, HV, K, V]`, or `[rows, HV, V, K]` with `state_v_first`. None: states start from zero.
-        initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative, or
+        initial_state_indices: `[N]` int32, any stride, the row of state_pool of every sequence. Negative, or
             `null_slot`: padding, no row is read or written and the outputs are zero. No row of a pool that is updated
             may occur twice, which is checked on the CPU only. None: row n. Needs a state_pool.
         output_final_state: whether to return the final states where no pool is updated.

@@ -59,9 +59,9 @@ def fill_convolution_ring(
         inputs: `[B, n, C]` in the dtype of the ring, n = 1..L, any strides: the channels of q, k and v before the
             convolution, at positions `positions - n` to `positions - 1`. Those before position 0 are left out, so a
             sequence of fewer than n tokens has its own at the end.
-        positions: `[B]` int32, of the next token of every sequence, which is its number of tokens so far.
-        state_indices: `[B]` int32, the slot of every sequence; negative, or equal to `null_slot`: padding, nothing is
-            written. None: sequence n has slot n.
+        positions: `[B]` int32, any stride, of the next token of every sequence: its number of tokens so far.
+        state_indices: `[B]` int32, any stride, the slot of every sequence; negative, or equal to `null_slot`: padding,
+            nothing is written. None: sequence n has slot n.
         null_slot: a slot that means padding, as negative ones do.
 
     Raises:

@@ -139,11 +139,11 @@ class Prefill:
                 piece. None: as use_intracard_cp says. No effect on the CPU.
             out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
             state_pool: `[rows, HV, K, V]`, or V, K, in place of an initial_state and like it, updated in place.
-            initial_state_indices: `[N]` int32 on the device of q, the row of state_pool of every sequence. Negative, or
+            initial_state_indices: `[N]` int32, any stride, the row of state_pool of every sequence. Negative, or
                 `null_slot`: padding, no row is read or written and the outputs are zero. No row of a pool that is
                 updated may occur twice, which is checked on the CPU only. None: row n. Needs a state_pool.
-            output_state_indices: `[N]` int32: the row for each final state; negative, or `null_slot`: it is not stored.
-                No other sequence may begin there. None: where the sequence began.
+            output_state_indices: `[N]` int32, any stride: the row for each final state; negative, or `null_slot`: it is
+                not stored. No other sequence may begin there. None: where the sequence began.
             update_state_pool: False only reads the pool, and `output_final_state` decides what is returned.
             null_slot: a row of the pool that means padding, as negative ones do.
             has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its state holds.

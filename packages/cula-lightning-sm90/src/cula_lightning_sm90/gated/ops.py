@@ -182,9 +182,10 @@ def chunk_gated_delta_rule(
         softplus_beta, softplus_threshold: of the softplus of raw gates.
         state_pool: `[pool, HS, K, V]` or V, K: sequence n starts from one of its rows, and leaves its final state in
             one unless `update_state_pool` is False, which only reads the pool.
-        state_indices: `[N]` int32: the row of each sequence. Negative, or `null_slot`: padding, no row is read or
-            written and the outputs are zero. None: row n.
-        output_state_indices: `[N]` int32: the row for each final state; negative: it is not stored. None: as it began.
+        state_indices: `[N]` int32, any stride: the row of each sequence. Negative, or `null_slot`: padding, no row is
+            read or written and the outputs are zero. None: row n.
+        output_state_indices: `[N]` int32, any stride: the row for each final state; negative: it is not stored. None:
+            as it began.
         has_initial_state: `[N]` bool: False: the sequence starts from zero, whatever its row holds.
         state_checkpoints: memory for states on the way, in the dtype and layout of the states; padding and rows that no
             state belongs to keep their contents. Where states are kept, one of:
