@@ -44,6 +44,20 @@ DISTRIBUTIONS = ("cula", *BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
 KEPT = Path(".nox", "kept")  # what tests compiled
 # What the tests of a package need beside the dependency group `test`.
 TEST_EXTRAS = {"liteattention-sm89": "diffusers"}
+# What serving engines pin: CI tests the oldest versions that cula-core declares, with an emulated test of each kernel.
+PINNED_BY_ENGINES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+OLDEST_SAMPLE = (
+    "packages/cula-core/tests/compiled/test_libraries.py::test_a_second_process_neither_compiles_nor_imports_the_dsl",
+    "packages/cula-core/tests/compiled/test_libraries.py::test_a_bundle_with_the_runtime_needs_no_dsl",
+    "packages/cula-lightning-decode/tests/test_emulated.py::test_odd_token_counts",
+    "packages/cula-delta-decode/tests/test_emulated.py::test_slots_of_tokens",
+    "packages/cula-lightning-sm90/tests/test_emulated.py::test_packed_lengths",
+    "packages/cula-lightning-sm90/tests/test_gated_emulated.py::test_bfloat16_operands",
+    "packages/cula-cp-sm90/tests/test_kda.py::TestEmulated::test_segments",
+    "packages/cula-kda-sm100/tests/test_kda.py::TestEmulated::test_segments",
+    "packages/liteattention-sm89/tests/test_emulated.py::test_lists_settle",
+    "packages/liteattention-sm89/tests/test_backward_emulated.py::test_sums_wait_for_nobody",
+)
 SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
 TESTED = (*BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
 # Seconds on two idle cores that the tests of a folder may take: from a fresh clone, and in a second run. `nox -s tests`
@@ -68,7 +82,7 @@ GROUPS["evidence"] = [*GROUPS["test"], *GROUPS["bench"]]
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["tests", "lint", "docs"]
+nox.options.sessions = ["tests", "oldest", "lint", "docs"]
 
 
 @nox.session
@@ -82,6 +96,27 @@ def tests(session: nox.Session) -> None:
     folders = (*SHARED_TESTS, *map(_tests, TESTED))
     marked = "not gpu and not browser"
     _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers))
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """A sample of the tests with the oldest CuTe DSL and tvm-ffi that kernels are declared to work with."""
+    _needs_venv(session)
+    pins = Path(session.virtualenv.location).resolve() / "constraints.txt"
+    pins.write_text(oldest_pins((ROOT / "constraints-ci.txt").read_text()))
+    session.env["PIP_CONSTRAINT"] = str(pins)
+    _install(session, *PACKAGES, "cula-emulator", "cula-testing", group="test")
+    _pytest(session, options=("-m", "not gpu", "--numprocesses=2", *OLDEST_SAMPLE))
+
+
+def oldest_pins(pins: str) -> str:
+    """Returns a file of exact versions, with the oldest of what engines pin that cula-core declares."""
+    extras = nox.project.load_toml(ROOT / "packages/cula-core/pyproject.toml")["project"]
+    declared = "\n".join(extras["optional-dependencies"]["cute"])
+    for name in PINNED_BY_ENGINES:
+        least = re.search(rf"^{name}>=([\d.]+),", declared, re.MULTILINE)[1]
+        pins = re.sub(rf"^({name}(?:-libs-\w+)?)==.*$", rf"\1=={least}", pins, flags=re.MULTILINE)
+    return pins
 
 
 def _add_gpu_session(arch: str) -> None:
@@ -361,7 +396,9 @@ def _test_environment(session: nox.Session) -> None:
 
 
 def _constrain(session: nox.Session) -> None:
-    pins = os.environ.get("PIP_CONSTRAINT", str(ROOT / "constraints-ci.txt"))
+    """Sets the versions that pip takes, where the session has not done so itself."""
+    default = os.environ.get("PIP_CONSTRAINT", str(ROOT / "constraints-ci.txt"))
+    pins = session.env.get("PIP_CONSTRAINT") or default
     session.env["PIP_CONSTRAINT"] = pins
     session.env["PIP_BUILD_CONSTRAINT"] = pins
 

@@ -71,6 +71,7 @@ def test_a_kernel_that_cannot_be_compiled(asked, tmp_path, capfd):
         (["nothing"], "No such file"),
         (["asked", "--jobs", "0"], "--jobs: expected at least 1, got 0"),
         (["wrong"], "line 1: no recorded kernel"),
+        (["asked", "--with-runtime"], "--with-runtime: expected --out"),
     ],
 )
 def test_what_is_refused(asked, tmp_path, capfd, monkeypatch, arguments, text):

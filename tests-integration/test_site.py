@@ -145,7 +145,7 @@ def test_tables_say_what_the_packages_say(tables: dict[str, str]) -> None:
     assert decode in rows["`cula-lightning-decode`"]
     assert "| multiples of 8 up to 256 |" in rows["`liteattention-sm89`"]
     assert rows["`liteattention-sm89`"].endswith("| 128 x 64 or 128 | yes |")
-    assert "nvidia-cutlass-dsl==" in tables["versions"]
+    assert "nvidia-cutlass-dsl" in tables["versions"]
 
 
 def test_every_table_has_its_place_in_a_page(tables: dict[str, str]) -> None:

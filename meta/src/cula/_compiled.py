@@ -31,6 +31,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         type=Path,
         help="make a bundle in this folder, which CULA_BUNDLE then names; default: fill the cache",
     )
+    compile.add_argument(
+        "--with-runtime",
+        action="store_true",
+        help="put CuTe DSL's runtime library into the bundle too: its images need no nvidia-cutlass-dsl",
+    )
     compile.add_argument("--jobs", type=int, default=2, help="processes that compile (default: 2)")
     cache = commands.add_parser("cache", help="where compiled kernels are kept, and how many")
     cache.add_argument("--clear", action="store_true", help="delete them")
@@ -42,6 +47,8 @@ def compile(options: argparse.Namespace) -> int:
 
     if options.jobs < 1:
         return _fail(f"--jobs: expected at least 1, got {options.jobs}", 2)
+    if options.with_runtime and options.out is None:
+        return _fail("--with-runtime: expected --out, the folder of a bundle", 2)
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -64,7 +71,7 @@ def compile(options: argparse.Namespace) -> int:
         print(f"{len(units)} kernels are in the cache")
         return 0
     try:
-        held = bundles.write(options.out, units)
+        held = bundles.write(options.out, units, options.with_runtime)
     except (OSError, ValueError) as error:
         return _fail(str(error), 1)
     size = _size(_files(options.out))

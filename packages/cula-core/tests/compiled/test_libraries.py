@@ -71,7 +71,7 @@ def cold(folder) -> Path:
 
 def forget() -> None:
     """What a process knows of sources and bundles."""
-    for function in (key.closure, key.source_digest, bundles._kernels):
+    for function in (key.closure, key.source_digest, bundles._entries):
         function.cache_clear()
 
 
@@ -209,7 +209,8 @@ def test_uncached_leaves_no_library(folder):
 def test_a_driver_that_serves_no_runtime_is_refused(monkeypatch):
     monkeypatch.setattr(load, "find_spec", lambda name: None)
     with pytest.raises(
-        ImportError, match="the runtime library of nvidia-cutlass-dsl is not installed"
+        ImportError,
+        match="the runtime library of nvidia-cutlass-dsl is neither installed nor in a bundle",
     ):
         load.runtime.__wrapped__()
 
@@ -224,6 +225,31 @@ def test_a_bundle_needs_no_cache_and_no_compiler(tmp_path, monkeypatch):
     elsewhere = {"CULA_CACHE_DIR": str(tmp_path / "other")}
     assert said(**environment, **elsewhere)[:2] == ["0", "False"]
     assert not list((tmp_path / "other").rglob("*.so"))
+
+
+WITHOUT_DSL = """
+import sys
+sys.modules |= dict.fromkeys(("nvidia_cutlass_dsl", "cutlass"))
+"""
+
+
+def test_a_bundle_with_the_runtime_needs_no_dsl(tmp_path):
+    bundle = tmp_path / "bundle"
+    environment = {"CULA_BUNDLE": str(bundle), "CULA_JIT": "0"}
+
+    def run() -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", WITHOUT_DSL + CHILD]
+        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+    assert bundles.write(bundle, [UNIT]) == 1
+    assert "neither installed nor in a bundle" in run().stderr
+    assert bundles.write(bundle, [], with_runtime=True) == 1
+    done = run()
+    assert done.stdout.startswith("0 True ") and "Expects 11 parameters" in done.stdout, done.stderr
+    assert bundles.write(bundle, [UNIT]) == 1 and run().stdout == done.stdout
+    (runtime,) = bundle.glob("cu*/libcute_dsl_runtime.so")
+    os.truncate(runtime, 1000)
+    assert "neither installed nor in a bundle" in run().stderr and "is damaged" in run().stderr
 
 
 def test_a_bundle_is_added_to(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """Bundles: folders of compiled kernels that an image ships, and lists of kernels to put there.
 
 A bundle holds `manifest.json`, which says what each file is, a library per kernel, and what the sources of these
-kernels were. Its kernels go by what was asked for alone: whoever loads them needs the DSL's runtime library, but
-neither its compiler nor a C compiler.
+kernels were. Its kernels go by what was asked for alone: whoever loads them needs the DSL's runtime library, which a
+bundle may hold as well, but neither its compiler nor a C compiler.
 """
 
 from __future__ import annotations
@@ -25,33 +25,53 @@ RECORD = "CULA_RECORD"  # names a file that is told what processes ask for
 def find(unit: Unit) -> Path | None:
     """Returns the library of a kernel in one of the bundles that $CULA_BUNDLE names, None if there is none."""
     for folder in bundles():
-        entry = _kernels(folder).get(unit.asked)
-        if entry is not None:
-            path = Path(folder, entry["file"])
-            if path.is_file() and digest_of(path) == entry["sha256"]:
-                return path
-            warnings.warn(f"{path} of a bundle is damaged", RuntimeWarning, stacklevel=4)
+        entry = _entries(folder, "kernels").get(unit.asked)
+        path = entry and _whole(folder, entry)
+        if path is not None:
+            return path
     return None
 
 
-def write(folder: Path, units: Iterable[Unit]) -> int:
+def runtimes() -> dict[int, Path]:
+    """Returns the runtime libraries in the bundles that $CULA_BUNDLE names by version of CUDA, the first of each."""
+    found: dict[int, Path] = {}
+    for folder in bundles():
+        for cuda, entry in _entries(folder, "runtimes").items():
+            path = _whole(folder, entry)
+            if path is not None:
+                found.setdefault(int(cuda), path)
+    return found
+
+
+def write(folder: Path, units: Iterable[Unit], with_runtime: bool = False) -> int:
     """Makes a bundle of kernels, from the cache where it holds them; adds to the bundle that the folder has.
 
-    Returns how many kernels it holds then.
+    with_runtime: the runtime libraries of the installed DSL are put there too. Returns how many kernels it holds then.
 
     Raises ValueError for a folder with another manifest, OSError where it cannot be written or nothing can be linked.
     """
     from .libraries import library
+    from .load import runtimes as installed
 
     folder = Path(folder)
     manifest = folder / MANIFEST
-    held = _read(manifest) if manifest.exists() else {}
+    facts = _read(manifest) if manifest.exists() else {"format": FORMAT}
+    held = facts.setdefault("kernels", {})
+    if with_runtime:
+        libraries = {str(cuda): path for cuda, path in installed().items()}
+        if not libraries:
+            raise FileNotFoundError("the runtime library of nvidia-cutlass-dsl is not installed")
+        facts["runtimes"] = {}
+        for cuda, path in libraries.items():
+            name = f"cu{cuda}/{path.name}"
+            _put(folder / name, path.read_bytes())
+            facts["runtimes"][cuda] = {"file": name, "sha256": digest_of(folder / name)}
     for unit in units:
         source, name = library(unit), f"{unit.asked}.so"
         _put(folder / name, source.read_bytes())
         _put(folder / closure_name(unit.modules), closure_names(unit.modules))
         held[unit.asked] = {"file": name, "sha256": digest_of(folder / name), **_facts(unit)}
-    _put(manifest, json.dumps({"format": FORMAT, "kernels": held}, indent=1).encode())
+    _put(manifest, json.dumps(facts, indent=1).encode())
     return len(held)
 
 
@@ -99,13 +119,23 @@ def _facts(unit: Unit) -> dict:
 
 
 @functools.cache
-def _kernels(folder: Path) -> dict:
-    """Returns the kernels of a bundle by what was asked for; empty, with a warning, if it is none."""
+def _entries(folder: Path, kind: str) -> dict:
+    """Returns the kernels of a bundle by what was asked for, or its runtimes by version of CUDA; empty, with a warning,
+    if it is none."""
     try:
-        return _read(folder / MANIFEST)
+        return _read(folder / MANIFEST).get(kind, {})
     except (OSError, ValueError) as error:
         warnings.warn(f"{folder} is no bundle of kernels: {error}", RuntimeWarning, stacklevel=5)
         return {}
+
+
+def _whole(folder: Path, entry: dict) -> Path | None:
+    """Returns a file of a bundle, None with a warning where it is not what the manifest says."""
+    path = Path(folder, entry["file"])
+    if path.is_file() and digest_of(path) == entry["sha256"]:
+        return path
+    warnings.warn(f"{path} of a bundle is damaged", RuntimeWarning, stacklevel=5)
+    return None
 
 
 def _read(manifest: Path) -> dict:
@@ -113,7 +143,7 @@ def _read(manifest: Path) -> dict:
         facts = json.loads(manifest.read_text())
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}, expected {FORMAT}")
-        return dict(facts["kernels"])
+        return {**facts, "kernels": dict(facts["kernels"])}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{manifest} is no manifest of a bundle") from error
 

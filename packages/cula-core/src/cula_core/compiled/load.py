@@ -48,19 +48,26 @@ def link(host_object: Path, target: Path) -> None:
     raise FileNotFoundError("there is no C compiler driver to link with")
 
 
-@functools.cache
-def runtime() -> ctypes.CDLL:
-    """Opens the DSL's runtime library, of the newest CUDA that the driver serves; without a driver the newest one.
-
-    Raises ImportError where none is installed.
-    """
+def runtimes() -> dict[int, Path]:
+    """Returns the runtime libraries of the installed DSL by version of CUDA."""
     spec = find_spec("nvidia_cutlass_dsl")
     roots = [] if spec is None else spec.submodule_search_locations or []
-    found = {
+    return {
         int(path.parents[1].name[2:]): path
         for root in roots
         for path in Path(root).glob("cu*/lib/libcute_dsl_runtime.so")
     }
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL:
+    """Opens the DSL's runtime library, of the newest CUDA that the driver serves; without a driver the newest one.
+
+    It is that of the installed DSL, or else of a bundle. Raises ImportError where there is none.
+    """
+    from .bundles import runtimes as bundled
+
+    found = runtimes() or bundled()
     version = ctypes.c_int(NEWEST)
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -69,6 +76,6 @@ def runtime() -> ctypes.CDLL:
         raise ImportError(
             f"nvidia-cutlass-dsl has a runtime for CUDA {sorted(found)}, and the driver serves {version.value // 1000}"
             if found
-            else "the runtime library of nvidia-cutlass-dsl is not installed"
+            else "the runtime library of nvidia-cutlass-dsl is neither installed nor in a bundle"
         )
     return ctypes.CDLL(str(found[max(served)]))

@@ -143,6 +143,9 @@ class LightningDecode:
         dtype = gState.element_type
         wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
         cute.copy(wide, gPart, rStored)
+        if cutlass.const_expr(self.tokens == 1 and dtype.width == 16):
+            # All loads of the state go out before anything waits for the token, or the assembler puts some behind that.
+            cute.arch.sync_warp()
 
         # x: the tokens wherever they are, global memory or shared.
         xQ, xK, xV = gQ, gK, gV
