@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,3 +23,17 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _registry.refresh()
     yield
     _registry.refresh()
+
+
+@pytest.fixture(scope="module")
+def quick_fla():
+    """FLA, whatever its import warns of; its kernels take the first candidate, because timing all takes minutes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import fla.ops  # noqa: F401
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:1])
+        yield

@@ -6,8 +6,6 @@ FLA's backward behind it.
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ import cula
 import cula.kda
 import cula.lightning
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quick_fla")]
 
 H, HV, K, V = 2, 4, 64, 128
 LENGTHS = (70, 0, 1, 129)
@@ -26,20 +24,6 @@ KERNELS = {
     "chunk_simple_gla": {(9, 0): "cula-lightning-sm90"},
     "chunk_kda": {(9, 0): "cula-cp-sm90", (10, 0): "cula-kda-sm100", (10, 3): "cula-kda-sm100"},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def peer():
-    """FLA, whatever its import warns of; its kernels take the first candidate, because timing all takes minutes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import fla.ops  # noqa: F401
-    from triton.runtime.autotuner import Autotuner
-
-    prune = Autotuner.prune_configs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:1])
-        yield
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cula._env import wants_fla
+
 if TYPE_CHECKING:
     from cula import delta, integrations, kda, lightning, lite, reference, varlen
     from cula._registry import explain
@@ -37,3 +39,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if wants_fla():
+    # Who sets the variable wants FLA's functions served before anything else is done; it costs the import of FLA.
+    importlib.import_module("cula.integrations.fla_plugin").register()

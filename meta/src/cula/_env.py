@@ -38,6 +38,11 @@ def env() -> Env:
     )
 
 
+def wants_fla() -> bool:
+    """Whether CULA_FLA=1 asks to put cula behind flash-linear-attention as soon as cula is imported."""
+    return os.environ.get("CULA_FLA", "").strip() == "1"
+
+
 @functools.cache
 def configure_logging() -> None:
     """Sends the logger "cula" to stderr at the level of CULA_LOG, when that is set."""

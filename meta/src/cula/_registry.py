@@ -95,8 +95,15 @@ class _Loaded:
     """Holds every resolved callable as an attribute, where a compiler's trace can look it up and guard it."""
 
 
+class Refused(RuntimeError):
+    """No implementation serves a call, or not the one that was asked for."""
+
+
 _loaded = _Loaded()
 _slots: dict[tuple[Any, ...], str] = {}
+_refusals: dict[
+    tuple[Any, ...], str
+] = {}  # of kernels alone, where callers go on to something else
 # Callables of kernel packages, which check their arguments themselves.
 self_checking: set[Callable[..., Any]] = set()
 
@@ -139,10 +146,19 @@ def _unhashable(key: tuple[Any, ...]) -> TypeError:
 
 def _fill(key: tuple[Any, ...]) -> str:
     function, impl, device, *facts = key
+    if key in _refusals:
+        raise Refused(_refusals[key])
     configure_logging()
     op = next(op for op, functions in OPS.items() if function in functions)
     problem = dict(zip((*COMMON_FACTS, *FACTS[function]), facts, strict=True))
-    name, target = _choose(op, function, impl, arch_of(device), {"function": function, **problem})
+    try:
+        name, target = _choose(
+            op, function, impl, arch_of(device), {"function": function, **problem}
+        )
+    except Refused as refusal:
+        if impl == KERNELS_ONLY:
+            _refusals[key] = str(refusal)
+        raise
     slot = "_".join((function, name)).replace("-", "_")
     setattr(_loaded, slot, target)
     _slots[key] = slot
@@ -215,6 +231,7 @@ def refresh() -> None:
     _discovery.discover.cache_clear()
     _implementations.forget()
     _slots.clear()
+    _refusals.clear()
     self_checking.clear()
     _log_once.cache_clear()
 
@@ -247,7 +264,7 @@ def _choose(
                 self_checking.add(target)
             return row.name, target
         rows.append(row)
-    raise RuntimeError(_refusal(op, function, wanted, arch, rows, problem))
+    raise Refused(_refusal(op, function, wanted, arch, rows, problem))
 
 
 def _judge(

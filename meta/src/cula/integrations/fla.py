@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cula._installed import importable
+from cula.integrations import fla_plugin
 from cula.reference._common import expand_heads, live_states, only_live
 from cula_core.reference.common import normalized
 from cula_core.reference.lightning_decode import pool_slots, store_live
@@ -127,9 +128,9 @@ def supports(
     # Last, so that an installation is only advised where it would help.
     if not importable("fla"):
         return "flash-linear-attention is not installed: pip install fla-core"
-    found = _version()
-    if found is not None and found < _MINIMUM:
-        return f"needs fla-core {_dotted(_MINIMUM)} or newer, {_dotted(found)} is installed"
+    old = why_too_old()
+    if old is not None:
+        return old
     if not requires_grad:
         return None
     refusals = (
@@ -187,7 +188,24 @@ def _guarded(
 
 def load(function: str) -> Callable[..., Any]:
     """The adapter for a public function of cula."""
-    return _FUNCTIONS[function]
+    adapter = _FUNCTIONS[function]
+
+    @functools.wraps(adapter)
+    def run(*args: Any, **options: Any) -> Any:
+        if not fla_plugin.registered():
+            return adapter(*args, **options)
+        with fla_plugin.bypassed():
+            return adapter(*args, **options)
+
+    return run
+
+
+def why_too_old() -> str | None:
+    """Why the FLA that is installed cannot be used, or None."""
+    found = _version()
+    if found is None or found >= _MINIMUM:
+        return None
+    return f"needs fla-core {_dotted(_MINIMUM)} or newer, {_dotted(found)} is installed"
 
 
 def _version() -> tuple[int, ...] | None:
