@@ -14,9 +14,8 @@ Submodules load at first use; importing `cula` imports neither torch nor a kerne
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
-
-from cula._env import wants_fla
 
 if TYPE_CHECKING:
     from cula import delta, integrations, kda, lightning, lite, reference, varlen
@@ -41,6 +40,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if wants_fla():
+if os.environ.get("CULA_FLA", "").strip() == "1":
     # Who sets the variable wants FLA's functions served before anything else is done; it costs the import of FLA.
     importlib.import_module("cula.integrations.fla_plugin").register()

@@ -1,4 +1,5 @@
-"""The environment variables of cula. They are read once, when the first function is dispatched, and only here."""
+"""The environment variables of cula. They are read once, when the first function is dispatched, and only here, but for
+CULA_FLA, which the package itself reads when it is imported."""
 
 from __future__ import annotations
 
@@ -36,11 +37,6 @@ def env() -> Env:
         disable=frozenset(name.strip() for name in disable if name.strip()),
         log=log,
     )
-
-
-def wants_fla() -> bool:
-    """Whether CULA_FLA=1 asks to put cula behind flash-linear-attention as soon as cula is imported."""
-    return os.environ.get("CULA_FLA", "").strip() == "1"
 
 
 @functools.cache

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cula._installed import importable
-from cula.integrations import fla_plugin
 from cula.reference._common import expand_heads, live_states, only_live
 from cula_core.reference.common import normalized
 from cula_core.reference.lightning_decode import pool_slots, store_live
@@ -192,6 +191,8 @@ def load(function: str) -> Callable[..., Any]:
 
     @functools.wraps(adapter)
     def run(*args: Any, **options: Any) -> Any:
+        from cula.integrations import fla_plugin
+
         if not fla_plugin.registered():
             return adapter(*args, **options)
         with fla_plugin.bypassed():

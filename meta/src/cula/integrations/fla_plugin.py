@@ -90,7 +90,8 @@ def register(impl: str | None = None) -> None:
         backends.register(operation)(backend)
     for place in _FUNCTIONS:
         backends.register(_found(place))(backend)
-    _replace(_DECODE, _decode_of_gdn, _PARAMETERS_OF_DECODE)
+    # As what FLA dispatches, outside graphs. Not where the function is defined: that would import the whole compiler.
+    _replace(_DECODE, torch.compiler.disable(_decode_of_gdn), _PARAMETERS_OF_DECODE)
     _replace(_GLA, _SimpleGLA, None)
 
 
@@ -357,7 +358,6 @@ def _fused_chunk_simple_gla(
     )
 
 
-@torch.compiler.disable
 def _decode_of_gdn(*args: Any, **named: Any) -> Any:
     """What stands where FLA has the forward of `fused_recurrent_gated_delta_rule`."""
     return _serve(_fused_recurrent_gated_delta_rule_fwd, _replaced[_DECODE], args, named)
