@@ -251,6 +251,14 @@ def marked(name: str, *shape: int) -> Tensor:
     return torch.full(shape, MARKS[name], dtype=torch.bfloat16)
 
 
+def put_modules(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
+    """Makes modules importable by name, with these contents."""
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FLA is importable, and this machine claims a Hopper GPU."""
     modules: dict[str, dict[str, Any]] = {
@@ -285,10 +293,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "fla.modules.norm": {},
         "fla.modules.norm.l2norm": {"l2norm_fwd": l2norm_fwd, "l2norm_bwd": l2norm_bwd},
     }
-    for name, contents in modules.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(monkeypatch, modules)
     monkeypatch.setattr(fla, "importable", lambda package: True)
     monkeypatch.setattr(fla, "_version", lambda: (0, 6))
     monkeypatch.setattr(fla, "_triton", lambda: (3, 7, 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fla_stand_in import CU, HV, K, T, V, inputs
+from fla_stand_in import CU, HV, K, T, V, inputs, put_modules
 
 from cula import _registry, kda, lightning, reference
 from cula.integrations import fla, fla_plugin
@@ -134,10 +134,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "fla.ops.simple_gla.chunk": {"ChunkSimpleGLAFunction": gla},
         "fla.ops.simple_gla.fused_chunk": {"fused_chunk_simple_gla": of_its_own(theirs("fused_chunk_simple_gla"))},
     }  # fmt: skip
-    for name, contents in modules.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(monkeypatch, modules)
     monkeypatch.setattr(fla_plugin, "importable", lambda package: True)
     monkeypatch.setattr(fla, "_version", lambda: (0, 6))
     monkeypatch.delenv("CULA_FLA", raising=False)

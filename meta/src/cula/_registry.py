@@ -101,9 +101,8 @@ class Refused(RuntimeError):
 
 _loaded = _Loaded()
 _slots: dict[tuple[Any, ...], str] = {}
-_refusals: dict[
-    tuple[Any, ...], str
-] = {}  # of kernels alone, where callers go on to something else
+# Of calls that want kernels alone, whose callers go on to something else.
+_refusals: dict[tuple[Any, ...], str] = {}
 # Callables of kernel packages, which check their arguments themselves.
 self_checking: set[Callable[..., Any]] = set()
 

@@ -121,9 +121,13 @@ def last_dim(name: str, x: Tensor) -> None:
 
 def vector(name: str, x: Tensor, dimension: str, size: int) -> None:
     """Refuses a tensor that is not contiguous of shape [size]; `dimension` is the letter for that size."""
+    _sized(name, x, dimension, size)
+    contiguous_elements(name, x)
+
+
+def _sized(name: str, x: Tensor, dimension: str, size: int) -> None:
     if x.dim() != 1 or x.shape[0] != size:
         value_error(name, f"[{dimension}] = [{size}]", list(x.shape))
-    contiguous_elements(name, x)
 
 
 def contiguous_elements(name: str, x: Tensor) -> None:
@@ -139,8 +143,7 @@ def int32_vector(
     tensor(name, x)
     if x.dtype != torch.int32:
         type_error(name, "int32", dtype_name(x.dtype))
-    if x.dim() != 1 or x.shape[0] != size:
-        value_error(name, f"[{dimension}] = [{size}]", list(x.shape))
+    _sized(name, x, dimension, size)
     device(name, x, lead, lead_name)
 
 

@@ -58,14 +58,13 @@ def write(folder: Path, units: Iterable[Unit], with_runtime: bool = False) -> in
     facts = _read(manifest) if manifest.exists() else {"format": FORMAT}
     held = facts.setdefault("kernels", {})
     if with_runtime:
-        libraries = {str(cuda): path for cuda, path in installed().items()}
-        if not libraries:
-            raise FileNotFoundError("the runtime library of nvidia-cutlass-dsl is not installed")
         facts["runtimes"] = {}
-        for cuda, path in libraries.items():
+        for cuda, path in installed().items():
             name = f"cu{cuda}/{path.name}"
             _put(folder / name, path.read_bytes())
-            facts["runtimes"][cuda] = {"file": name, "sha256": digest_of(folder / name)}
+            facts["runtimes"][str(cuda)] = {"file": name, "sha256": digest_of(folder / name)}
+        if not facts["runtimes"]:
+            raise FileNotFoundError("the runtime library of nvidia-cutlass-dsl is not installed")
     for unit in units:
         source, name = library(unit), f"{unit.asked}.so"
         _put(folder / name, source.read_bytes())
