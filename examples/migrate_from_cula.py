@@ -1,7 +1,7 @@
 """A serving step of Lightning attention and KDA, written for cuLA of inclusionAI and for this library.
 
-Run it with `python examples/migrate_from_cula.py`; without a GPU it takes a few seconds. One half of each step keeps the
-calls of cuLA under other imports, the other half makes the same step with our own functions, and both must agree.
+Run it with `python examples/migrate_from_cula.py`; without a GPU it takes a few seconds. One half of each step keeps
+the calls of cuLA under other imports, the other half makes the same step with our functions, and both must agree.
 """
 
 from __future__ import annotations
