@@ -68,7 +68,7 @@ WRONG = [
     (DECODE, {"out": [0.0]}, TypeError, "out: expected a torch.Tensor"),
     (DECODE, {"out": rand(3, 1, HV, V)}, ValueError, "out: expected the shape of v"),
     (DECODE, {"state_layout": "kk"}, ValueError, "state_layout: expected 'vk' or 'kv'"),
-    (DECODE, {"state_layout": "kv"}, ValueError, "state: expected "),
+    (DECODE, {"state_layout": "kv"}, ValueError, "initial_state_source: expected "),
     (DECODE, {"cu_seqlens": CU}, ValueError, r"cu_seqlens: expected \[N \+ 1\] = \[4\]"),
     (DECODE, {"initial_state_indices": [0]}, TypeError, "initial_state_indices: expected "),
     (DECODE, {"initial_state_indices": ROWS.double()}, TypeError, "state_indices: expected "),

@@ -145,7 +145,8 @@ def delta_rule_decode(
         >>> out.shape, out[1].any().item(), pool[3].any().item(), pool[0].any().item()
         (torch.Size([2, 1, 8, 16]), False, True, False)
     """
-    A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     _check.decode_operands(k, v, state, q, matrix="V, K")
     run = resolve(
         "delta_rule_decode",
@@ -231,7 +232,8 @@ def delta_rule_commit(
         >>> pool[0].any().item(), pool[1].any().item()
         (True, False)
     """
-    A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     _check.decode_operands(k, v, state, matrix="V, K")
     run = resolve(
         "delta_rule_commit",

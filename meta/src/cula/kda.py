@@ -127,7 +127,8 @@ def chunk_kda(
         >>> o.shape, states.shape
         (torch.Size([1, 100, 4, 32]), torch.Size([3, 4, 32, 32]))
     """
-    A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if use_graph is not False or max_num_seqs is not None:
@@ -296,7 +297,8 @@ def fused_recurrent_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
-    A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(

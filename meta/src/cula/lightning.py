@@ -570,7 +570,8 @@ def chunk_gated_delta_rule(
         >>> o.isfinite().all().item(), pool.isfinite().flatten(1).all(1).nonzero().flatten().tolist()
         (True, [2, 5])
     """
-    A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
@@ -706,7 +707,8 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
-    A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(

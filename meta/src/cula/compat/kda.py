@@ -198,7 +198,7 @@ def kda_decode(
         The outputs, of the shape and dtype of v.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `cula.delta.delta_rule_decode`, which has the states as `state`.
+        TypeError, ValueError, RuntimeError: as `cula.delta.delta_rule_decode`, which names b beta.
 
     Example:
         >>> import torch
@@ -291,10 +291,18 @@ def fused_sigmoid_gating_delta_rule_update(
     if cu_seqlens is not None:
         arguments.vector("cu_seqlens", cu_seqlens, "N + 1", rows + 1)
     state_v_first = layouts[layout]
+    states = (heads, v.shape[3], dim_k) if state_v_first else (heads, dim_k, v.shape[3])
     if initial_state_source is None:
-        matrix = (v.shape[3], dim_k) if state_v_first else (dim_k, v.shape[3])
-        initial_state_source = torch.zeros(rows, heads, *matrix, device=q.device)
+        initial_state_source = torch.zeros(rows, *states, device=q.device)
         initial_state_indices = None
+    arguments.tensor("initial_state_source", initial_state_source)
+    if initial_state_source.shape[1:] != states:
+        letters = "V, K" if state_v_first else "K, V"
+        arguments.value_error(
+            "initial_state_source",
+            f"[pool, HV, {letters}] = [pool, {', '.join(map(str, states))}]",
+            list(initial_state_source.shape),
+        )
     if initial_state_indices is not None:
         initial_state_indices = int32("initial_state_indices", initial_state_indices)
     if out is not None:
