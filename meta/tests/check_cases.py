@@ -101,6 +101,11 @@ OF_LIGHTNING_PREFILL = {
     "use_qk_l2norm_in_kernel", "exact_state", "state_checkpoints", "checkpoint_every_n_tokens", "num_splits",
     "update_state_pool", "segment_tokens",
 }  # fmt: skip
+# Those of chunk_kda that say where states are; `cula_testing.kda.contract` is about them.
+OF_KDA_STATES = {
+    "state_pool", "initial_state_indices", "output_state_indices", "update_state_pool", "null_slot",
+    "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "checkpoint_rows", "checkpoint_offsets",
+}  # fmt: skip
 # Those that chunk_gated_delta_rule alone has; `cula_testing.gated.contract` is about them.
 OF_GATED = {
     "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",

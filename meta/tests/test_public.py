@@ -454,6 +454,7 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         "group": 2, "initial_state": True, "output_final_state": True, "use_qk_l2norm_in_kernel": False,
         "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False,
         "state_v_first": False, "safe_gate": True, "lower_bound": True, "return_intermediate_states": False,
+        "state_pool": False, "update_state_pool": True, "has_initial_state": False, "checkpoints": False,
         "use_intracard_cp": "auto", "segment_tokens": None,
     }  # fmt: skip
     assert seen.pop() == {"op": "kda.prefill", "function": "chunk_kda", **common, **flags}
@@ -466,6 +467,10 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     for name in (
         "safe_gate",
         "return_intermediate_states",
+        "state_pool",
+        "update_state_pool",
+        "has_initial_state",
+        "checkpoints",
         "use_intracard_cp",
         "segment_tokens",
     ):

@@ -116,21 +116,6 @@ def test_gated_delta_rule() -> None:
         ({"k": torch.randn(1, 3, 1, K)}, "needs as many heads of k as of q, and no fewer of v"),
         ({"softplus_beta": 2.0}, "has no softplus_beta and softplus_threshold"),
         ({"softplus_threshold": 9.0}, "has no softplus_beta and softplus_threshold"),
-        ({"state_pool": torch.zeros(1, 2, K, V)}, "updates no state_pool"),
-        (
-            {
-                "initial_state": torch.zeros(1, 2, K, V),
-                "has_initial_state": torch.zeros(1, dtype=torch.bool),
-            },
-            "has no has_initial_state",
-        ),
-        (
-            {
-                "state_checkpoints": torch.zeros(1, 0, 2, K, V),
-                "checkpoint_every_n_tokens": 64,
-            },
-            "writes no state_checkpoints",
-        ),
         ({"operand_dtype": torch.float16}, "has no operand_dtype"),
         (
             {"use_intracard_cp": True},
@@ -152,6 +137,38 @@ def test_what_the_gated_delta_rule_lacks(options: dict[str, Any], reason: str) -
     if options.get("use_intracard_cp") is not True:
         assert run(**x)[0].isfinite().all()
     assert not SEEN
+
+
+@pytest.mark.parametrize("function", [kda.chunk_kda, lightning.chunk_gated_delta_rule])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"state_pool": torch.zeros(1, 2, K, V)}, "updates no state_pool"),
+        (
+            {
+                "initial_state": torch.zeros(1, 2, K, V),
+                "has_initial_state": torch.zeros(1, dtype=torch.bool),
+            },
+            "has no has_initial_state",
+        ),
+        (
+            {
+                "state_checkpoints": torch.zeros(1, 0, 2, K, V),
+                "checkpoint_every_n_tokens": 64,
+            },
+            "writes no state_checkpoints",
+        ),
+    ],
+)
+def test_states_of_engines_are_left_to_the_reference(
+    function: Any, options: dict[str, Any], reason: str
+) -> None:
+    q, k, v = (torch.randn(1, 3, 2, dim).bfloat16() for dim in (K, K, V))
+    gates = (-torch.rand(1, 3, 2, K), torch.rand(1, 3, 2))
+    x = (q, k, v, gates[0] if function is kda.chunk_kda else gates[0][..., 0], gates[1])
+    with pytest.raises(RuntimeError, match=f"^impl='fla' cannot serve .*: {reason}$"):
+        function(*x, **options, impl="fla")
+    assert function(*x, **options)[0].isfinite().all() and not SEEN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

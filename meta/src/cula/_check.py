@@ -26,11 +26,13 @@ from cula_core.delta_decode import slots
 from cula_core.delta_decode.gates import check_softplus
 from cula_core.delta_rule.contract import (
     SAFE_LOWER_BOUND,
+    check_checkpoints,
     check_cp_context,
     check_has_initial_state,
     check_null_slot,
     check_operand_dtype,
     check_split_choice,
+    check_targets,
 )
 from cula_core.dtypes import dtype_name
 
@@ -61,12 +63,26 @@ def chunk_kda(
     cp_context: object,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    use_intracard_cp: bool | str,
     out: Tensor | None,
+    segment_tokens: int | None,
+    state_pool: Tensor | None,
+    initial_state_indices: Tensor | None,
+    output_state_indices: Tensor | None,
+    update_state_pool: bool,
+    null_slot: int | None,
+    has_initial_state: Tensor | None,
+    state_checkpoints: Tensor | None,
+    checkpoint_every_n_tokens: int | None,
+    checkpoint_rows: Tensor | None,
+    checkpoint_offsets: Tensor | None,
     requires_grad: bool,
     **flags: bool,
 ) -> None:
     """The contract of `chunk_kda`; `flags` are the remaining booleans by name."""
+    check_split_choice(use_intracard_cp, segment_tokens)
     arguments.booleans(
+        update_state_pool=update_state_pool,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
@@ -82,7 +98,27 @@ def chunk_kda(
     arguments.last_dim("g", g)
     like_tokens("beta", beta, q, heads, "[B, T, HV]")
     arguments.number("scale", scale)
-    _states(q, v, dims, state_v_first, initial_state=initial_state)
+    _states(
+        q,
+        v,
+        dims,
+        state_v_first,
+        initial_state=initial_state,
+        state_pool=state_pool,
+        indices=initial_state_indices,
+        updated=update_state_pool and output_state_indices is None,
+        null_slot=null_slot,
+    )
+    check_targets(
+        state_pool, initial_state_indices, output_state_indices, null_slot, update_state_pool, q, v, dims.sequences
+    )  # fmt: skip
+    states = initial_state if state_pool is None else state_pool
+    if has_initial_state is not None:
+        check_has_initial_state(has_initial_state, states, dims.sequences, q)
+    check_checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, checkpoint_rows, checkpoint_offsets, q, v, dims.sequences,
+        state_v_first, states, state_pool if update_state_pool else None, cu_seqlens, aligned=False,
+    )  # fmt: skip
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         other = "use_beta_sigmoid_in_kernel"
         arguments.value_error("allow_neg_eigval", f"{other}=True with it", f"{other}=False")
@@ -100,6 +136,12 @@ def chunk_kda(
             "no gradients (use torch.no_grad())",
             "an input that requires them",
         )
+    if return_intermediate_states and (state_pool is not None or state_checkpoints is not None):
+        other = "state_checkpoints" if state_pool is None else "state_pool"
+        arguments.value_error("return_intermediate_states", f"False with {other}", True)
+    arguments.not_with_gradients("state_checkpoints", state_checkpoints, requires_grad)
+    if requires_grad and update_state_pool:
+        _no_gradients_into(state_pool)
 
 
 def kernel_choices(
@@ -209,12 +251,8 @@ def lightning_attn_fwd_varlen(
     )
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, state_pool, dims.sequences, q)
-    if requires_grad and update_state_pool and state_pool is not None:
-        arguments.value_error(
-            "state_pool",
-            "no gradients with it, it is updated in place (see update_state_pool)",
-            "an input that requires them",
-        )
+    if requires_grad and update_state_pool:
+        _no_gradients_into(state_pool)
     _prefill(q, dims, state_pool, state_v_first, requires_grad, **common)
 
 
@@ -385,6 +423,15 @@ def _prefill(
         state_checkpoints, checkpoint_every_n_tokens, q, dims.dim_v, state_v_first, dtype, ("HV", dims.value_heads)
     )  # fmt: skip
     arguments.not_with_gradients("state_checkpoints", state_checkpoints, requires_grad)
+
+
+def _no_gradients_into(state_pool: Tensor | None) -> None:
+    if state_pool is not None:
+        arguments.value_error(
+            "state_pool",
+            "no gradients with it, it is updated in place (see update_state_pool)",
+            "an input that requires them",
+        )
 
 
 def _states(

@@ -52,6 +52,16 @@ def chunk_kda(
     use_intracard_cp: bool | str = "auto",
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     chunk_size: int = 64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -100,14 +110,36 @@ def chunk_kda(
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         segment_tokens: a kernel cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, so
             that a sequence has the same bits in every batch. None: as use_intracard_cp says.
+        state_pool: `[pool, HV, K, V]`, or `[pool, HV, V, K]` with `state_v_first`, in place of an initial_state.
+            Sequence n starts from one of its rows and leaves its final state in one, unless `update_state_pool` is
+            False; an updated pool excludes gradients.
+        initial_state_indices: `[N]` int32, any stride: the row where every sequence starts. Negative: a padding slot,
+            no row is read or written, no checkpoint is written, and the outputs are zero. None: sequence n uses row n.
+        output_state_indices: `[N]` int32, any stride: the row for every final state; negative: it is not stored. None:
+            the row where the sequence starts. A row that is written belongs to one sequence alone, which is checked on
+            the CPU and undefined elsewhere.
+        update_state_pool: False only reads the pool and returns the final states by themselves.
+        null_slot: one more index that means what a negative one does.
+        has_initial_state: `[N]` bool. Where it is False the sequence starts from zero and its row of initial_state or
+            state_pool is not read, whatever it holds. None: all True.
+        state_checkpoints: contiguous memory for states on the way, in the dtype and layout of the states.
+        checkpoint_every_n_tokens: n, a multiple of 64: every sequence keeps its state after each n tokens, in
+            state_checkpoints `[B, T // n, HV, K, V]`: a dense sequence b from row [b, 0] on, a packed one that begins
+            at token a from row [0, a // n] on. With checkpoint_rows in `[rows, HV, K, V]`.
+        checkpoint_offsets: `[N]` int32 or int64, in place of an interval: each sequence keeps one state, after so many
+            tokens; a multiple of 64, or none is kept. It goes to row n of state_checkpoints `[rows, HV, K, V]` or, with
+            checkpoint_rows and no state_checkpoints, to a row of the state_pool.
+        checkpoint_rows: `[N]` int32 or int64: the row of state_checkpoints `[rows, HV, K, V]` of a sequence's first
+            state; negative: none of its states is kept.
         chunk_size: 16, 32 or 64, of flash-linear-attention. It would change rounding alone: chunks have 64 tokens here.
             With `return_intermediate_states` it is 64.
         impl: "auto", or the name of an implementation, which then serves or raises; see `cula.explain`.
 
     Returns:
-        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v, final_state like initial_state or None. With
-        `return_intermediate_states` a third tensor `[B, NT, HV, K, V]` (`[B, NT, HV, V, K]` with `state_v_first`), one
-        state per chunk of 64 tokens.
+        `(o, final_state)`: o `[B, T, HV, V]` in the dtype of v, final_state like initial_state (zero for a padding
+        slot) or None. With a pool that is updated `(o, state_pool)`. With `return_intermediate_states`, which a pool or
+        state_checkpoints exclude, a third tensor `[B, NT, HV, K, V]` (`[B, NT, HV, V, K]` with `state_v_first`): one
+        state per chunk of 64 tokens, in the dtype of the states.
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
@@ -129,7 +161,8 @@ def chunk_kda(
     """
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
-    requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    states = initial_state if state_pool is None else state_pool
+    requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if use_graph is not False or max_num_seqs is not None:
         _check.graph(use_graph, max_num_seqs, cu_seqlens)
@@ -144,7 +177,7 @@ def chunk_kda(
         dim_k,
         dim_v,
         requires_grad,
-        _check.dtype_of("initial_state", initial_state),
+        _check.dtype_of("initial_state" if state_pool is None else "state_pool", states),
         _check.dtype_of("g", g),
         _check.dtype_of("beta", beta),
         cu_seqlens is not None,
@@ -159,63 +192,32 @@ def chunk_kda(
         safe_gate,
         lower_bound is not None,
         return_intermediate_states,
+        state_pool is not None,
+        update_state_pool,
+        has_initial_state is not None,
+        state_checkpoints is not None or checkpoint_offsets is not None,
         use_intracard_cp,
         segment_tokens,
     )
+    # fmt: off
+    options: dict[str, Any] = {
+        "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "safe_gate": safe_gate, "lower_bound": lower_bound, "disable_recompute": disable_recompute,
+        "return_intermediate_states": return_intermediate_states, "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context, "A_log": A_log,
+        "dt_bias": dt_bias, "use_intracard_cp": use_intracard_cp, "out": out, "segment_tokens": segment_tokens,
+        "state_pool": state_pool, "initial_state_indices": initial_state_indices,
+        "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,
+        "has_initial_state": has_initial_state, "state_checkpoints": state_checkpoints,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "checkpoint_rows": checkpoint_rows,
+        "checkpoint_offsets": checkpoint_offsets,
+    }
+    # fmt: on
     if run not in self_checking:
-        _check.chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            safe_gate=safe_gate,
-            lower_bound=lower_bound,
-            disable_recompute=disable_recompute,
-            return_intermediate_states=return_intermediate_states,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            cp_context=cp_context,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            out=out,
-            requires_grad=requires_grad,
-        )
-    return run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        disable_recompute=disable_recompute,
-        return_intermediate_states=return_intermediate_states,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_intracard_cp=use_intracard_cp,
-        out=out,
-        segment_tokens=segment_tokens,
-    )
+        _check.chunk_kda(q, k, v, g, beta, **options, requires_grad=requires_grad)
+    return run(q, k, v, g, beta, **options)
 
 
 def fused_recurrent_kda(
@@ -366,6 +368,16 @@ def kda_prefill_hopper(
     use_intracard_cp: bool | str = "auto",
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`chunk_kda` by a Hopper kernel or not at all: the same contract, for callers that must not get a slower path.
@@ -422,6 +434,16 @@ def kda_prefill_hopper(
         use_intracard_cp=use_intracard_cp,
         out=out,
         segment_tokens=segment_tokens,
+        state_pool=state_pool,
+        initial_state_indices=initial_state_indices,
+        output_state_indices=output_state_indices,
+        update_state_pool=update_state_pool,
+        null_slot=null_slot,
+        has_initial_state=has_initial_state,
+        state_checkpoints=state_checkpoints,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        checkpoint_rows=checkpoint_rows,
+        checkpoint_offsets=checkpoint_offsets,
         chunk_size=chunk_size,
         impl=KERNELS_ONLY,
     )

@@ -114,7 +114,7 @@ def supports(
         return "has no exact_state"
     if checkpoints:
         return "writes no state_checkpoints"
-    if function == "chunk_gated_delta_rule":
+    if function in ("chunk_kda", "chunk_gated_delta_rule"):
         reason = _lacks(grouped_queries, softplus, state_pool, has_initial_state, operand_dtype)
         if reason is not None:
             return reason
@@ -147,7 +147,7 @@ def _lacks(
     has_initial_state: bool,
     operand_dtype: torch.dtype | None,
 ) -> str | None:
-    """What its prefill of the gated delta rule lacks of what is asked for, or None."""
+    """What its prefill of the delta rules lacks of what is asked for, or None."""
     if grouped_queries:
         return "needs as many heads of k as of q, and no fewer of v"
     if softplus:
@@ -251,14 +251,24 @@ def with_exact_states(adapter: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# Arguments of the delta rules that FLA has not; `supports` has refused what they would change.
+_UNKNOWN_TO_FLA = (
+    "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "initial_state_indices",
+    "output_state_indices", "update_state_pool", "null_slot", "has_initial_state", "state_checkpoints",
+    "checkpoint_every_n_tokens", "checkpoint_rows", "checkpoint_offsets", "use_intracard_cp", "operand_dtype",
+    "segment_tokens",
+)  # fmt: skip
+
+
 @with_exact_states
 def _chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    dt_bias: Tensor | None, return_intermediate_states: bool, use_intracard_cp: bool | str, segment_tokens: None,
-    out: Tensor | None, **options: Any,
+    dt_bias: Tensor | None, return_intermediate_states: bool, out: Tensor | None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.kda import chunk_kda
 
+    for name in _UNKNOWN_TO_FLA:
+        options.pop(name, None)
     # FLA gives the gradient of dt_bias the shape [HV * K], whichever shape it came in.
     dt_bias = None if dt_bias is None else dt_bias.flatten()
     return _into(out, *chunk_kda(q, k, v, g, beta, dt_bias=dt_bias, **options))
@@ -288,14 +298,6 @@ def _fused_recurrent_gated_delta_rule(
     return _into(out, o, _in_dtype_of(initial_state, final))
 
 
-# Arguments of chunk_gated_delta_rule that FLA has not; `supports` has refused what they would change.
-_UNKNOWN_TO_FLA = (
-    "softplus_beta", "softplus_threshold", "state_pool", "state_indices", "output_state_indices", "update_state_pool",
-    "null_slot", "has_initial_state", "state_checkpoints", "checkpoint_every_n_tokens", "checkpoint_rows",
-    "checkpoint_offsets", "use_intracard_cp", "operand_dtype", "segment_tokens",
-)  # fmt: skip
-
-
 @with_exact_states
 def _chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, *, out: Tensor | None, **options: Any
@@ -306,7 +308,7 @@ def _chunk_gated_delta_rule(
     g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     for name in _UNKNOWN_TO_FLA:
-        del options[name]
+        options.pop(name, None)
     return _into(out, *chunk_gated_delta_rule(q, k, v, g, beta, **options))
 
 

@@ -369,6 +369,65 @@ def _check_one_device(cp_context: object) -> None:
         )
 
 
+def _by_chunks(
+    inputs: _Inputs,
+    like: Tensor,
+    out: Tensor | None,
+    *,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    state_pool: Tensor | None,
+    state_indices: Tensor | None,
+    output_state_indices: Tensor | None,
+    update_state_pool: bool,
+    null_slot: int | None,
+    has_initial_state: Tensor | None,
+    state_checkpoints: Tensor | None,
+    checkpoint_every_n_tokens: int | None,
+    checkpoint_rows: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+    keep_states: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Outputs, final states or the pool, and with `keep_states` the state before each chunk `[NT, B, HV, K, V]`.
+
+    Where states come from and go to is as in `cula.lightning.chunk_gated_delta_rule`.
+    """
+    pool = state_pool.detach() if state_pool is not None and update_state_pool else state_pool
+    slots = live = None
+    if pool is not None:
+        sequences = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        slots, live = row_slots(state_indices, null_slot, sequences, pool)
+        read = live if has_initial_state is None else live & has_initial_state
+        initial_state = live_states(pool, slots, read)
+    elif initial_state is not None and has_initial_state is not None:
+        initial_state = torch.where(has_initial_state[:, None, None, None], initial_state, 0)
+    initial = incoming_state(initial_state, inputs[1], inputs[2], cu_seqlens, state_v_first)
+    chunks = chunks_of(like.shape[1], like.device, cu_seqlens)
+    saved = (
+        pool if state_checkpoints is None and checkpoint_offsets is not None else state_checkpoints
+    )
+    checkpoint = checkpoint_writer(
+        chunks, saved, checkpoint_every_n_tokens, state_v_first, live, checkpoint_rows, checkpoint_offsets
+    )  # fmt: skip
+    o, final, before = _walk_chunks(inputs, chunks, initial, keep_states, checkpoint)
+    if keep_states:
+        before = torch.where(chunks.valid.any(-1)[:, None, None, None, None], before, 0)
+    o = outgoing_tokens(o if live is None else only_live(o, live, cu_seqlens), like, out)
+    final = outgoing_state(final, state_v_first, initial_state)
+    if pool is None or slots is None or live is None:
+        return o, final if output_final_state else None, before
+    if not update_state_pool:
+        final = torch.where(live[:, None, None, None], final, 0)
+        return o, final if output_final_state else None, before
+    if output_state_indices is not None:
+        slots, kept = row_slots(output_state_indices, null_slot, len(live), pool)
+        live = live & kept
+    store_live(pool, final.detach(), slots, live)
+    return o, state_pool, before
+
+
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -396,6 +455,16 @@ def chunk_kda(
     use_intracard_cp: bool | str = "auto",
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    update_state_pool: bool = True,
+    null_slot: int | None = None,
+    has_initial_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention, 64 tokens at a time; differentiable.
 
@@ -406,7 +475,8 @@ def chunk_kda(
     use_gate_in_kernel: g is raw and goes through `log_decay` with A_log `[HV]` and dt_bias `[HV * K]`;
     lower_bound picks the form. use_beta_sigmoid_in_kernel: beta holds logits, and allow_neg_eigval doubles their
     sigmoid. use_qk_l2norm_in_kernel: q and k are normalised per head. safe_gate, disable_recompute,
-    use_intracard_cp and segment_tokens promise or tune something to a kernel and change no value here.
+    use_intracard_cp and segment_tokens promise or tune something to a kernel and change no value here. Pools and
+    checkpoints are as in `cula.kda.chunk_kda`.
 
     Returns `(o, final_state)`: o `[B, T, HV, V]` in v's dtype, the state in the dtype of initial_state, or without one
     in fp32 (fp64 for fp64 input), or None; and
@@ -424,7 +494,7 @@ def chunk_kda(
         True
     """
     _check_one_device(cp_context)
-    q, k, values, g, beta = _prepare(
+    inputs = _prepare(
         q,
         k,
         v,
@@ -439,21 +509,22 @@ def chunk_kda(
         A_log=A_log,
         dt_bias=dt_bias,
     )
-    initial = incoming_state(initial_state, k, values, cu_seqlens, state_v_first)
-    chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
-    o, final, before = _walk_chunks(
-        (q, k, values, g, beta), chunks, initial, return_intermediate_states
-    )
-    o = outgoing_tokens(o, v, out)
-    final_state = None
-    if output_final_state:
-        final_state = outgoing_state(final, state_v_first, initial_state)
+    # fmt: off
+    states = {
+        "initial_state": initial_state, "output_final_state": output_final_state, "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens, "state_pool": state_pool, "state_indices": initial_state_indices,
+        "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,
+        "has_initial_state": has_initial_state, "state_checkpoints": state_checkpoints,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "checkpoint_rows": checkpoint_rows,
+        "checkpoint_offsets": checkpoint_offsets,
+    }
+    # fmt: on
+    o, final, before = _by_chunks(inputs, v, out, **states, keep_states=return_intermediate_states)
     if not return_intermediate_states:
-        return o, final_state
-    before = torch.where(chunks.valid.any(-1)[:, None, None, None, None], before, 0)
+        return o, final
     if cu_seqlens_cpu is not None:
         before = before[: int(chunk_offsets(cu_seqlens_cpu, CHUNK)[-1])]
-    return o, final_state, outgoing_state(before.transpose(0, 1), state_v_first, initial_state)
+    return o, final, outgoing_state(before.transpose(0, 1), state_v_first, initial_state)
 
 
 def chunk_gated_delta_rule(
@@ -527,33 +598,14 @@ def chunk_gated_delta_rule(
         dt_bias=dt_bias,
         softplus=(softplus_beta, softplus_threshold),
     )
-    pool = state_pool.detach() if state_pool is not None and update_state_pool else state_pool
-    slots = live = None
-    if pool is not None:
-        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        slots, live = row_slots(state_indices, null_slot, sequences, pool)
-        read = live if has_initial_state is None else live & has_initial_state
-        initial_state = live_states(pool, slots, read)
-    elif initial_state is not None and has_initial_state is not None:
-        initial_state = torch.where(has_initial_state[:, None, None, None], initial_state, 0)
-    initial = incoming_state(initial_state, inputs[1], inputs[2], cu_seqlens, state_v_first)
-    chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
-    saved = (
-        pool if state_checkpoints is None and checkpoint_offsets is not None else state_checkpoints
-    )
-    checkpoint = checkpoint_writer(
-        chunks, saved, checkpoint_every_n_tokens, state_v_first, live, checkpoint_rows, checkpoint_offsets
-    )  # fmt: skip
-    o, final, _ = _walk_chunks(inputs, chunks, initial, checkpoint=checkpoint)
-    o = outgoing_tokens(o if live is None else only_live(o, live, cu_seqlens), v, out)
-    final = outgoing_state(final, state_v_first, initial_state)
-    if pool is None or slots is None or live is None:
-        return o, final if output_final_state else None
-    if not update_state_pool:
-        final = torch.where(live[:, None, None, None], final, 0)
-        return o, final if output_final_state else None
-    if output_state_indices is not None:
-        slots, kept = row_slots(output_state_indices, null_slot, len(live), pool)
-        live = live & kept
-    store_live(pool, final.detach(), slots, live)
-    return o, state_pool
+    # fmt: off
+    states = {
+        "initial_state": initial_state, "output_final_state": output_final_state, "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens, "state_pool": state_pool, "state_indices": state_indices,
+        "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,
+        "has_initial_state": has_initial_state, "state_checkpoints": state_checkpoints,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "checkpoint_rows": checkpoint_rows,
+        "checkpoint_offsets": checkpoint_offsets,
+    }
+    # fmt: on
+    return _by_chunks(inputs, v, out, **states)[:2]

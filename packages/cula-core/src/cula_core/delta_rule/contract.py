@@ -98,7 +98,7 @@ def check_prefill(
         initial_state, state_pool, indices, q, v, count, v_first, updated and output_indices is None,
         null_slot=null_slot,
     )  # fmt: skip
-    _check_targets(state_pool, indices, output_indices, null_slot, updated, q, v, count)
+    check_targets(state_pool, indices, output_indices, null_slot, updated, q, v, count)
     states = initial_state if state_pool is None else state_pool
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, states, count, q)
@@ -149,7 +149,7 @@ def check_has_initial_state(
     arguments.device(name, x, lead, lead_name)
 
 
-def _check_targets(
+def check_targets(
     pool: Tensor | None,
     indices: Tensor | None,
     targets: Tensor | None,
