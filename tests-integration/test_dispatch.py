@@ -16,7 +16,7 @@ import cula
 import noxfile
 from cula import _discovery, _registry
 from cula._discovery import FIRST_PARTY
-from cula._facts import COMMON_FACTS, FACTS, OPS
+from cula._facts import CALLERS_ALONE, COMMON_FACTS, FACTS, OPS
 from cula_core import spec as core_spec
 from cula_testing.gated.contract import good_arguments
 
@@ -27,10 +27,11 @@ FUNCTIONS = [(name, function) for name, op in PAIRS for function in OPS[op]]
 
 
 def public(function: str) -> inspect.Signature:
-    """The signature of the public function without `impl`."""
+    """The signature of the public function without what the caller alone has."""
     op = next(op for op, functions in OPS.items() if function in functions)
     signature = inspect.signature(getattr(import_module(f"cula.{op.partition('.')[0]}"), function))
-    kept = [p for p in signature.parameters.values() if p.name != "impl"]
+    own = {"impl", *CALLERS_ALONE.get(function, ())}
+    kept = [p for p in signature.parameters.values() if p.name not in own]
     return signature.replace(parameters=kept)
 
 

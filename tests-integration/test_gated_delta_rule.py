@@ -65,6 +65,6 @@ def test_good_arguments_are_accepted(mode: str) -> None:
 
 def test_every_argument_has_a_wrong_value() -> None:
     """Those that other functions have too are in the table of meta's tests."""
-    known = {"scale", "cu_seqlens", "cu_seqlens_cpu", "initial_state", "impl"}
+    known = {"scale", "cu_seqlens", "cu_seqlens_cpu", "initial_state", "chunk_size", "impl"}
     taken = {*inspect.signature(chunk_gated_delta_rule).parameters}
     assert taken - known <= {wrong.argument for wrong in [*WRONG, *WRONG_WITH_GRADIENTS]} <= taken

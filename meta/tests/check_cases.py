@@ -546,7 +546,22 @@ def cases() -> list[Case]:
         ),
     ):
         add("chunk_kda", "segment_tokens", bad, error, expected)
+    for bad, error, expected in (
+        (64.5, TypeError, "an int, got float"),
+        (True, TypeError, "an int, got bool"),
+        (48, ValueError, "16, 32 or 64, got 48"),
+    ):
+        add(CHUNKED, "chunk_size", {"chunk_size": bad}, error, expected)
     states = {"return_intermediate_states": True}
+    other = {**states, "chunk_size": 32}
+    add("chunk_kda", "chunk_size", other, ValueError, "64 with return_intermediate_states, got 32")
+    add("chunk_kda", "use_graph", {"use_graph": 1}, TypeError, "a bool, got int")
+    two = packed(torch.tensor([0, 1, T]))
+    for number, error, expected in (
+        (2.0, TypeError, "an int, got float"),
+        (1, ValueError, "at least the 2 sequences of cu_seqlens, got 1"),
+    ):
+        add("chunk_kda", "max_num_seqs", {**two, "max_num_seqs": number}, error, expected)
     add(
         "chunk_kda",
         "return_intermediate_states",

@@ -24,6 +24,8 @@ import cula.kda, cula.lightning, cula.lite, cula.varlen
 assert 'torch._dynamo' not in sys.modules
 cula.explain('lightning.decode', arch='sm90')
 print(time.process_time() - start)
+import cula.compat
+assert 'torch._dynamo' not in sys.modules
 new = {name.partition('.')[0] for name in set(sys.modules) - before}
 assert not new & {'cutlass', 'triton', 'fla', 'tvm_ffi', 'rich', 'matplotlib'}, new
 """

@@ -14,7 +14,7 @@ import torch
 
 import cula.reference
 from cula import _discovery, _implementations, _registry, delta, kda, lightning, lite
-from cula._facts import FACTS, OPS
+from cula._facts import CALLERS_ALONE, FACTS, OPS
 from cula._implementations import Implementation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -362,7 +362,7 @@ FLA_ORDER = {
     kda.chunk_kda: (
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
         "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute "
-        "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context"
+        "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context use_graph max_num_seqs"
     ),
     lightning.fused_recurrent_gated_delta_rule: (
         "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel A_log "
@@ -394,7 +394,12 @@ def test_positional_arguments_are_those_of_fla(function: Callable[..., Any]) -> 
 
 def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in parameters if p.name != "impl"]
+    return [(p.name, p.kind, p.default) for p in parameters if p.name not in own(function)]
+
+
+def own(function: Callable[..., Any]) -> set[str]:
+    """What a public function does not hand to whatever serves."""
+    return {"impl", *CALLERS_ALONE.get(function.__name__, ())}
 
 
 @pytest.mark.parametrize("function", FACTS)
@@ -621,7 +626,7 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
 def test_kernel_is_called_with_the_public_arguments(
     kernel: Callable[..., None], function: str
 ) -> None:
-    """Whatever serves is handed every argument of the public signature but `impl`, as it came."""
+    """Whatever serves is handed every argument of the public signature but those of the caller alone, as it came."""
     public = next(getattr(m, function) for m in MODULES if hasattr(m, function))
     taken: list[inspect.BoundArguments] = []
 
@@ -649,7 +654,8 @@ def test_kernel_is_called_with_the_public_arguments(
     silent = ("linear_attention_commit", "delta_rule_commit", "delta_rule_flush")
     assert found == (None if function in silent else "result")
     (bound,) = taken
-    expected = {n: required.get(n, p.default) for n, p in parameters.items() if n != "impl"}
+    given = {n: p for n, p in parameters.items() if n not in own(public)}
+    expected = {n: required.get(n, p.default) for n, p in given.items()}
     assert set(bound.arguments) == set(expected)
     for name, value in expected.items():
         assert bound.arguments[name] is value, name
@@ -658,7 +664,11 @@ def test_kernel_is_called_with_the_public_arguments(
 def test_hopper_prefill_never_falls_back(
     kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shape_of(kda.kda_prefill_hopper) == shape_of(kda.chunk_kda)
+    ours, whole = (
+        dict(inspect.signature(f).parameters) for f in (kda.kda_prefill_hopper, kda.chunk_kda)
+    )
+    del whole["impl"]
+    assert ours == whole
     x = inputs(dtype=torch.bfloat16)
     arguments = (x["q"], x["k"], x["v"], x["g"], x["beta"])
     with pytest.raises(

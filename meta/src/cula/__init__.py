@@ -6,6 +6,7 @@
     cula.lite         skip-list softmax attention
     cula.varlen       packed sequences: lengths, masks, cu_seqlens, packing, chunk schedules
     cula.reference    the same operations in plain torch, and token-by-token oracles
+    cula.compat       functions of other libraries under their own names
     cula.explain      which implementation serves a problem, and why the others do not
 
 Submodules load at first use; importing `cula` imports neither torch nor a kernel.
@@ -18,11 +19,21 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cula import delta, integrations, kda, lightning, lite, reference, varlen
+    from cula import compat, delta, integrations, kda, lightning, lite, reference, varlen
     from cula._registry import explain
 
 __version__ = "0.1.0"
-__all__ = ["delta", "explain", "integrations", "kda", "lightning", "lite", "reference", "varlen"]
+__all__ = [
+    "compat",
+    "delta",
+    "explain",
+    "integrations",
+    "kda",
+    "lightning",
+    "lite",
+    "reference",
+    "varlen",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -274,6 +274,40 @@ def grouped_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, bo
     return dim_k, dim_v, group, bool(k.shape[2] != heads or heads_v < heads)
 
 
+def without_ones(x: Tensor | None) -> Tensor | None:
+    """Numbers per head or channel, which some callers keep as `[1, 1, H, 1]`: a view without the dimensions of size 1.
+
+    What is no tensor is left to the checks.
+    """
+    if not isinstance(x, Tensor) or x.dim() == 1 or 1 not in x.shape:
+        return x
+    return x.reshape([size for size in x.shape if size != 1] or [1])
+
+
+def graph(use_graph: bool, max_num_seqs: int | None, cu_seqlens: Tensor | None) -> None:
+    """What flash-linear-attention asks for where a call is captured into a CUDA graph."""
+    arguments.booleans(use_graph=use_graph)
+    if max_num_seqs is None:
+        return
+    arguments.integer("max_num_seqs", max_num_seqs)
+    if (
+        isinstance(cu_seqlens, Tensor)
+        and cu_seqlens.dim() == 1
+        and max_num_seqs < cu_seqlens.shape[0] - 1
+    ):
+        expected = f"at least the {cu_seqlens.shape[0] - 1} sequences of cu_seqlens"
+        arguments.value_error("max_num_seqs", expected, max_num_seqs)
+
+
+def chunk_size(size: int, return_intermediate_states: bool = False) -> None:
+    """A length of chunks that flash-linear-attention takes."""
+    arguments.integer("chunk_size", size)
+    if size not in (16, 32, 64):
+        arguments.value_error("chunk_size", "16, 32 or 64", size)
+    if return_intermediate_states and size != 64:
+        arguments.value_error("chunk_size", "64 with return_intermediate_states", size)
+
+
 def dtype_of(name: str, x: Tensor | None) -> torch.dtype | None:
     """The dtype of an optional tensor."""
     if x is None:

@@ -110,6 +110,11 @@ FACTS: dict[str, tuple[str, ...]] = {
     "delta_rule_flush": ("state_v_first",),
     "lite_attention": ("block_m", "block_n", "must_do"),
 }
+# Arguments that no implementation is handed, because they change nothing in what it computes.
+CALLERS_ALONE: dict[str, tuple[str, ...]] = {
+    "chunk_kda": ("use_graph", "max_num_seqs", "chunk_size"),
+    "chunk_gated_delta_rule": ("chunk_size",),
+}
 # Public functions that another one serves; where architectures are named, by a kernel on one of them or not at all.
 SERVED_AS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "chunk_lightning_attn": ("chunk_simple_gla", None),

@@ -98,7 +98,7 @@ def delta_rule_decode(
         output_state_indices: `[B]` int32, any stride, where the states go, if not where they came from.
         scale: factor of the output, finite; None: `K ** -0.5`.
         A_log: `[HV]`, the logarithm of the gate's rate; None: 0.
-        dt_bias: `[HV]`, or `[HV * K]` or `[HV, K]` for KDA; None: 0.
+        dt_bias: `[HV]`, or `[HV * K]` or `[HV, K]` for KDA; None: 0. Both may have more dimensions of size 1.
         lower_bound: None: the gate is `-exp(A_log) * softplus(g + dt_bias)`. Else, below 0:
             `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
         softplus_beta, softplus_threshold: as of `torch.nn.functional.softplus`.
@@ -145,6 +145,8 @@ def delta_rule_decode(
         >>> out.shape, out[1].any().item(), pool[3].any().item(), pool[0].any().item()
         (torch.Size([2, 1, 8, 16]), False, True, False)
     """
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     _check.decode_operands(k, v, state, q, matrix="V, K")
     run = resolve(
         "delta_rule_decode",
@@ -230,6 +232,8 @@ def delta_rule_commit(
         >>> pool[0].any().item(), pool[1].any().item()
         (True, False)
     """
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     _check.decode_operands(k, v, state, matrix="V, K")
     run = resolve(
         "delta_rule_commit",

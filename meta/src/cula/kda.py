@@ -44,6 +44,8 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: object | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -60,6 +62,7 @@ def chunk_kda(
     checkpoint_every_n_tokens: int | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
+    chunk_size: int = 64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """KDA over whole sequences, with the argument order of flash-linear-attention 0.6.
@@ -98,8 +101,10 @@ def chunk_kda(
             Values are checked when they lie on the CPU; a device is never read back by cula itself.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
         cp_context: None; context parallelism over several GPUs is not supported.
+        use_graph, max_num_seqs: what flash-linear-attention is told for a CUDA graph. Here they change nothing: a
+            kernel takes its grid from shapes, and cu_seqlens may end in empty sequences. max_num_seqs is at least N.
         A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
-        dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
+        dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0. Both may have more dimensions of size 1.
         use_intracard_cp: split long sequences over the multiprocessors of one GPU: "auto", True (refuse what cannot) or
             False.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
@@ -126,6 +131,8 @@ def chunk_kda(
             checkpoint_rows and no state_checkpoints, to a row of the state_pool.
         checkpoint_rows: `[N]` int32 or int64: the row of state_checkpoints `[rows, HV, K, V]` of a sequence's first
             state; negative: none of its states is kept.
+        chunk_size: 16, 32 or 64, of flash-linear-attention. It would change rounding alone: chunks have 64 tokens here.
+            With `return_intermediate_states` it is 64.
         impl: "auto", or the name of an implementation, which then serves or raises; see `cula.explain`.
 
     Returns:
@@ -152,9 +159,15 @@ def chunk_kda(
         >>> o.shape, states.shape
         (torch.Size([1, 100, 4, 32]), torch.Size([3, 4, 32, 32]))
     """
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if use_graph is not False or max_num_seqs is not None:
+        _check.graph(use_graph, max_num_seqs, cu_seqlens)
+    if chunk_size != 64:
+        _check.chunk_size(chunk_size, return_intermediate_states)
     check_split_choice(use_intracard_cp, segment_tokens)
     run = resolve(
         "chunk_kda",
@@ -245,7 +258,7 @@ def fused_recurrent_kda(
             `use_gate_in_kernel`.
         beta: `[B, T, HV]`, any floating dtype: the write strength; or its logits with `use_beta_sigmoid_in_kernel`.
         A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
-        dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0.
+        dt_bias: `[HV * K]` or `[HV, K]`, bias of the raw gate; None: 0. Both may have more dimensions of size 1.
         scale: factor of the output, finite; None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; any floating dtype, which the final
             states have too; N is B, or the number of packed sequences. It is left as it is. None: zero.
@@ -286,6 +299,8 @@ def fused_recurrent_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
@@ -345,6 +360,8 @@ def kda_prefill_hopper(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: object | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -361,6 +378,7 @@ def kda_prefill_hopper(
     checkpoint_every_n_tokens: int | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
+    chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`chunk_kda` by a Hopper kernel or not at all: the same contract, for callers that must not get a slower path.
 
@@ -409,6 +427,8 @@ def kda_prefill_hopper(
         cu_seqlens,
         cu_seqlens_cpu,
         cp_context,
+        use_graph,
+        max_num_seqs,
         A_log=A_log,
         dt_bias=dt_bias,
         use_intracard_cp=use_intracard_cp,
@@ -424,5 +444,6 @@ def kda_prefill_hopper(
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         checkpoint_rows=checkpoint_rows,
         checkpoint_offsets=checkpoint_offsets,
+        chunk_size=chunk_size,
         impl=KERNELS_ONLY,
     )

@@ -477,6 +477,7 @@ def chunk_gated_delta_rule(
     operand_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    chunk_size: int = 64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule (Gated Delta Networks, arXiv 2412.06464), in the argument order of flash-linear-attention 0.6.
@@ -507,7 +508,7 @@ def chunk_gated_delta_rule(
         cp_context: None; context parallelism over several GPUs is not supported.
         use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`; needs `g` and `A_log`.
         A_log: `[HS]`, any floating dtype, log of the gate's rate.
-        dt_bias: `[HS]`, any floating dtype, bias of the raw gate; None: 0.
+        dt_bias: `[HS]`, any floating dtype, bias of the raw gate; None: 0. Both may have more dimensions of size 1.
         softplus_beta, softplus_threshold: `softplus(x)` is `log(1 + exp(softplus_beta * x)) / softplus_beta`, and x
             where `softplus_beta * x` is above the threshold.
         state_pool: `[pool, HS, K, V]`, or `[pool, HS, V, K]` with `state_v_first`, in place of an initial_state.
@@ -535,6 +536,7 @@ def chunk_gated_delta_rule(
         operand_dtype: torch.float16 or torch.bfloat16, what a kernel hands to the tensor cores: the first is more
             precise, the second takes values of any size. None: as the kernel finds best. No effect on the reference.
         out: `[B, T, HS, V]` in the dtype of v, written and returned; not with gradients.
+        chunk_size: 16, 32 or 64, of flash-linear-attention. It would change rounding alone: chunks have 64 tokens here.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -568,9 +570,13 @@ def chunk_gated_delta_rule(
         >>> o.isfinite().all().item(), pool.isfinite().flatten(1).all(1).nonzero().flatten().tolist()
         (True, [2, 5])
     """
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
+    if chunk_size != 64:
+        _check.chunk_size(chunk_size)
     _check.kernel_choices(
         use_intracard_cp, segment_tokens, operand_dtype, softplus_beta, softplus_threshold
     )
@@ -670,7 +676,7 @@ def fused_recurrent_gated_delta_rule(
         use_qk_l2norm_in_kernel: normalise q and k, `x / sqrt(sum(x^2) + 1e-6)` per head.
         use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`; needs g.
         A_log: `[HV]`, any floating dtype, needed with `use_gate_in_kernel`.
-        dt_bias: `[HV]`, bias of the raw gate; None: 0.
+        dt_bias: `[HV]`, bias of the raw gate; None: 0. Both may have more dimensions of size 1.
         use_beta_sigmoid_in_kernel: use `sigmoid(beta)`; needs beta.
         allow_neg_eigval: use `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
         state_v_first: layout of the states.
@@ -701,6 +707,8 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
+    if A_log is not None or dt_bias is not None:
+        A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
