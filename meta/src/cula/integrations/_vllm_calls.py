@@ -1,8 +1,8 @@
 """Functions of vLLM 0.33.0 by cula: the names, parameters and results of vLLM's, on tensors as vLLM builds them.
 
 Every one has `impl` besides, and raises before it changes anything where it does not serve a call. Pools of states are
-`[blocks, HV, V, K]`, or `[blocks, H, K, V]` for Lightning attention; block 0 is padding, for Lightning a negative index.
-Where vLLM leaves the output of padding unwritten, it is zero here.
+`[blocks, HV, V, K]`, or `[blocks, H, K, V]` for Lightning attention. Block 0 is padding, and for Lightning a negative
+index. Where vLLM leaves the output of padding unwritten, it is zero here.
 """
 
 from __future__ import annotations
