@@ -26,6 +26,7 @@ from vllm_cases import (
     table,
 )  # fmt: skip
 
+from cula import kda
 from cula.integrations import _vllm_calls as calls
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -118,8 +119,8 @@ def test_draft_tokens_of_gdn(dtype: torch.dtype) -> None:
     q, k, v = split(mixed, H, HV)
     o, _ = calls.fused_sigmoid_gating_delta_rule_update(
         A_log=A_log, a=a, b=b, dt_bias=dt_bias, q=q, k=k, v=v, beta=0.5, threshold=0.4, scale=0.7,
-        initial_state=p.states, cu_seqlens=ends(*SPEC_LENGTHS), ssm_state_indices=table(SPEC_SLOTS),
-        num_accepted_tokens=ACCEPTED, use_qk_l2norm_in_kernel=True, **REFERENCE,
+        initial_state=p.states, cu_seqlens=ends(*SPEC_LENGTHS), ssm_state_indices=table([*SPEC_SLOTS, [6, 6, 6]]),
+        num_accepted_tokens=torch.cat((ACCEPTED, ACCEPTED[:1])), use_qk_l2norm_in_kernel=True, **REFERENCE,
     )  # fmt: skip
     assert p.others_are_untouched(1, 2, 3, 4, 5, 7)
     decay = gate(a, A_log, dt_bias, beta=0.5, threshold=0.4)
@@ -140,7 +141,7 @@ def test_draft_tokens_of_gdn_and_their_norm(activation: str) -> None:
     found = calls.fused_gdn_decode_post_conv_mtp(
         mixed_qkv=mixed, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state_indices=table(SPEC_SLOTS),
         cu_seqlens=ends(*SPEC_LENGTHS), num_accepted_tokens=ACCEPTED, state=p.states, output_gate=z,
-        norm_weight=weight, out=layer[:6], scale=0.7, norm_eps=1e-4, output_gate_activation=activation, **REFERENCE,
+        norm_weight=weight, out=layer[:6], scale=0.7, norm_eps=0.2, output_gate_activation=activation, **REFERENCE,
     )  # fmt: skip
     assert found.data_ptr() == layer.data_ptr() and bool((layer[6:] == 9).all())
     assert p.others_are_untouched(1, 2, 3, 4, 5, 7)
@@ -150,7 +151,7 @@ def test_draft_tokens_of_gdn_and_their_norm(activation: str) -> None:
             q[rows], k[rows], v[rows], decay[rows], b[rows].double().sigmoid(), begin, scale=0.7
         )  # fmt: skip
         x = z[rows].double()
-        o = o * (o.square().mean(-1, keepdim=True) + 1e-4).rsqrt() * weight.double()
+        o = o * (o.square().mean(-1, keepdim=True) + 0.2).rsqrt() * weight.double()
         assert_near(layer[rows], o * x.sigmoid() * (x if activation == "silu" else 1))
         assert_near(p.states[slots], states)
 
@@ -261,6 +262,15 @@ def test_prefill_of_kda(lower_bound: Any, into: str | None) -> None:
     assert torch.equal(final[1], initial[1])
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_a_bound_makes_the_gate_of_kda_safe(monkeypatch, lower_bound: float | None) -> None:
+    monkeypatch.setattr(kda, "chunk_kda", lambda *_, **named: named)
+    g, beta, A_log, bias = kda_gates(3)
+    x = split(packed(3, HV, HV), HV, HV)
+    asked = calls.chunk_kda_with_fused_gate(*x, g, beta, A_log, bias, lower_bound=lower_bound)
+    assert asked["safe_gate"] == (lower_bound is not None) and asked["impl"] == "auto"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_packed_decode_of_kda(dtype: torch.dtype, lower_bound: float | None) -> None:
@@ -363,6 +373,7 @@ def test_prefill_of_lightning(dtype: torch.dtype, decodes: int, own_slots: bool)
     )  # fmt: skip
     assert hidden.shape == (sum(lengths), H * K) and hidden.dtype == torch.float32
     assert bool((hidden[:decodes] == 8).all()) and len(seen) == (decodes > 0)
+    assert torch.equal(hidden, hidden.to(dtype).float())
     assert not seen or all(
         a is b for a, b in zip(seen[0], (q, k, v, p.states, indices, metadata), strict=True)
     )
@@ -387,6 +398,7 @@ def test_decode_of_lightning(dtype: torch.dtype) -> None:
     )  # fmt: skip
     assert hidden.shape == (5, H * K) and hidden.dtype == torch.float32
     assert p.others_are_untouched(4, 0, 2) and not hidden[[1, 3]].any()
+    assert torch.equal(hidden, hidden.to(dtype).float())
     for n in (0, 2, 4):
         one = slice(n, n + 1)
         expected, state = lightning(q[one], k[one], v[one], SLOPES.flatten(), p.before_of(slots[n]))
@@ -441,6 +453,8 @@ def prefill_call(name: str, **changes: Any) -> None:
         (spec_call, {"ssm_state_indices": table([1, 0, 2, 3, 0])}, NotImplementedError, "num_accepted_tokens"),
         (spec_call, {"ssm_state_indices": table(SPEC_SLOTS).long()}, TypeError, "indices"),
         (spec_call, {"ssm_state_indices": torch.zeros(5, 9, dtype=torch.int32)}, ValueError, "max_tokens"),
+        (spec_call, {"ssm_state_indices": table([1, 0, 2, 3, 0]), "num_accepted_tokens": None}, ValueError,
+         "at most 1 tokens"),
         (packed_call, {"mixed_qkv": packed(2, H, HV)[:, :-1]}, ValueError, "mixed_qkv: expected"),
         (packed_call, {"mixed_qkv": packed(2, H, HV)[0]}, ValueError, "mixed_qkv: expected"),
         (packed_call, {"ssm_state_indices": table([1, BLOCKS])}, ValueError, "state_indices"),

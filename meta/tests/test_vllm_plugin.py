@@ -141,7 +141,7 @@ def test_the_operator_of_prefill_is_ours_and_stays_its_kind() -> None:
 
 
 @pytest.mark.parametrize("module, name", PLACES)
-def test_every_name_is_replaced_and_given_back(module: str, name: str) -> None:
+def test_every_name_is_replaced_and_given_back(module: str, name: str, caplog) -> None:
     before = found(module, name)
     vllm.register()
     now = found(module, name)
@@ -149,7 +149,7 @@ def test_every_name_is_replaced_and_given_back(module: str, name: str) -> None:
     vllm.unregister()
     assert found(module, name) is before
     now()  # what was bound meanwhile goes on to vLLM
-    assert SEEN == [name]
+    assert SEEN == [name] and "is left to vLLM" not in caplog.text
 
 
 def test_what_no_kernel_serves_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,6 +229,7 @@ def test_it_is_registered_once_and_again() -> None:
     vllm.unregister()
     vllm.unregister()
     assert not vllm.registered() and vllm._finder not in sys.meta_path
+    assert not sys.modules[vllm._OPERATORS].op_registry_oot
     vllm.register("reference")
     assert isinstance(found(vllm._GDN, vllm._OPERATOR)(), found(vllm._GDN, vllm._OPERATOR))
     assert found(vllm._GDN, PACKED) is not once
