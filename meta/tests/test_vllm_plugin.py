@@ -235,6 +235,14 @@ def test_it_is_registered_once_and_again() -> None:
     assert found(vllm._GDN, PACKED) is not once
 
 
+@pytest.mark.parametrize("impl", ["", 3])
+def test_what_is_no_name_registers_nothing(impl: Any) -> None:
+    before = found(vllm._GDN, PACKED)
+    with pytest.raises(TypeError, match="impl: expected the name of an implementation"):
+        vllm.register(impl)
+    assert not vllm.registered() and found(vllm._GDN, PACKED) is before
+
+
 SOURCE = """
 def linear_attention_decode(
     q, k, v, kv_cache, slope_rate, state_indices_tensor, q_start=0, q_end=None, slot_start=0, slot_end=None,

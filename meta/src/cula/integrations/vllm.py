@@ -67,6 +67,9 @@ def register(impl: str | None = None) -> None:
     Args:
         impl: an implementation as `cula.explain` names it; None: any kernel, and vLLM itself where none serves.
 
+    Raises:
+        TypeError: impl is no name.
+
     Example:
         >>> from cula.integrations import vllm
         >>> vllm.register()  # doctest: +SKIP
@@ -74,6 +77,8 @@ def register(impl: str | None = None) -> None:
     global _impl
     from cula._registry import KERNELS_ONLY
 
+    if impl is not None and not (isinstance(impl, str) and impl):
+        raise TypeError(f"impl: expected the name of an implementation or None, got {impl!r}")
     configure_logging()
     first, _impl = not _impl, KERNELS_ONLY if impl is None else impl
     if not first:
