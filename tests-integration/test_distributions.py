@@ -59,6 +59,21 @@ def told(site: Path) -> tuple[str, str]:
     return points, info
 
 
+def test_the_plug_in_for_vllm_is_found_and_light(site: Path) -> None:
+    program = """
+import sys
+from importlib.metadata import entry_points
+(point,) = entry_points(group="vllm.general_plugins", name="cula")
+point.load()()
+assert not {"torch", "vllm"} & set(sys.modules)
+"""
+    env = {**os.environ, "PYTHONPATH": str(site), "CULA_VLLM": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, cwd=site
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_table_names_every_package_of_the_tree(root: Path) -> None:
     named = (*noxfile.BASE, *noxfile.PACKAGES, *noxfile.DEVELOPMENT_TOOLS)
     assert sorted(named) == sorted(path.name for path in (root / "packages").iterdir())

@@ -1,5 +1,5 @@
 """The environment variables of cula. They are read once, when the first function is dispatched, and only here, but for
-CULA_FLA, which the package itself reads when it is imported."""
+CULA_FLA, which the package itself reads when it is imported, and CULA_VLLM, which the plug-in for vLLM reads."""
 
 from __future__ import annotations
 
