@@ -86,14 +86,14 @@ def kda_extend(
     snapshots = _snapshots(track_state, track_chunk_idx, ssm_states, query_start_loc)
     gate, tokens = A_log is not None, q.shape[1]
     g = g[:, :tokens] if g.dim() == 4 else g[:, :tokens].unflatten(-1, (v.shape[2], k.shape[3]))
-    o, _ = chunk_kda(
+    o = chunk_kda(
         q, k, v, g, beta[:, :tokens], use_qk_l2norm_in_kernel=True, use_gate_in_kernel=gate,
         use_beta_sigmoid_in_kernel=beta_is_raw, safe_gate=gate and lower_bound is not None,
         lower_bound=lower_bound if gate else None, A_log=_flat(A_log) if gate else None,
         dt_bias=_flat(dt_bias) if gate else None, state_v_first=True, cu_seqlens=query_start_loc,
         state_pool=ssm_states, initial_state_indices=_slots(cache_indices, query_start_loc), null_slot=_PADDING,
         **snapshots, impl=impl,
-    )  # fmt: skip
+    )[0]  # fmt: skip
     _hand_over(snapshots, track_state)
     return (o, None) if return_intermediate_states else o
 
@@ -190,21 +190,21 @@ def seg_la_fwd(
     are read. Returns `[L, H, D]` in the dtype of q.
     """
     _refuse(caches=caches, mask=meta.mask, track_lens=track_lens)
-    short = (x.to(torch.bfloat16) if x.dtype == torch.float32 else x for x in (q, k, v))
-    decay, n = decay_scales.reshape(-1), len(q)
-    if n == meta.batch_size:
+    dtype = torch.bfloat16 if q.dtype == torch.float32 else q.dtype
+    short_q, short_k, short_v = (x.to(dtype) for x in (q, k, v))
+    decay, tokens = decay_scales.reshape(-1), len(q)
+    if tokens == meta.batch_size:
         o = linear_attention_decode(
-            *(x.unsqueeze(1) for x in short), s, decay, state_indices=meta.s_offsets[:n].to(torch.int32),
-            scale=softmax_scale, null_slot=_PADDING, impl=impl,
-        ).squeeze(1)  # fmt: skip
+            short_q[:, None], short_k[:, None], short_v[:, None], s, decay,
+            state_indices=meta.s_offsets[:tokens].to(torch.int32), scale=softmax_scale, null_slot=_PADDING, impl=impl,
+        )[:, 0]  # fmt: skip
     else:
-        sequences = meta.q_offsets.shape[0] - 1
+        begins = meta.s_scales[: len(meta.q_offsets) - 1].to(torch.bool)
         o, _ = lightning_attn_fwd_varlen(
-            *(x.unsqueeze(0) for x in short), decay, meta.q_offsets, softmax_scale, s,
-            _slots(meta.s_offsets, meta.q_offsets), has_initial_state=meta.s_scales[:sequences].to(torch.bool),
-            null_slot=_PADDING, impl=impl,
+            short_q[None], short_k[None], short_v[None], decay, meta.q_offsets, softmax_scale, s,
+            _slots(meta.s_offsets, meta.q_offsets), has_initial_state=begins, null_slot=_PADDING, impl=impl,
         )  # fmt: skip
-        o = o.squeeze(0)
+        o = o[0]
     return o.to(q.dtype)
 
 
@@ -218,7 +218,7 @@ def prefills(q: Tensor, meta: Any) -> bool:
 
 def _snapshots(
     track_state: Tensor | None, track_chunk_idx: Tensor | None, pool: Tensor, query_start_loc: Tensor
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Where a prefill keeps states for SGLang's prefix cache: in track_state, unless the pool has another dtype."""
     if track_state is None or track_chunk_idx is None:
         return {}
@@ -229,7 +229,7 @@ def _snapshots(
     return {"state_checkpoints": kept, "checkpoint_offsets": offsets}
 
 
-def _hand_over(snapshots: dict[str, Tensor], track_state: Tensor | None) -> None:
+def _hand_over(snapshots: dict[str, Any], track_state: Tensor | None) -> None:
     """Copies the states that were kept elsewhere; rows without one stay undefined."""
     kept = snapshots.get("state_checkpoints")
     if kept is not None and track_state is not None and kept is not track_state:

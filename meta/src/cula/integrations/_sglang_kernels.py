@@ -52,11 +52,11 @@ def _kernel(
     name: str, base: type, impl: str, extend: Callable[..., Any], their_extend: Callable[..., Any], **flags: bool
 ) -> type:  # fmt: skip
     pairs = {
-        name: (getattr(calls, name), getattr(base, name))
-        for name in ("packed_decode", "decode", "target_verify")
+        method: (getattr(calls, method), getattr(base, method))
+        for method in ("packed_decode", "decode", "target_verify")
     }
     pairs["extend"] = (extend, their_extend)
-    methods = {name: _method(ours, theirs, impl) for name, (ours, theirs) in pairs.items()}
+    methods = {method: _method(*pair, impl) for method, pair in pairs.items()}
     return type(name, (base,), flags | methods)
 
 
