@@ -1,4 +1,4 @@
-"""Models of transformers that use FLA, with random weights: the same logits and tokens with cula behind FLA."""
+"""Models of transformers with random weights: the same logits and tokens with cula behind FLA, and in MiniMax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from cula.integrations import fla_plugin
+from cula.integrations import transformers as plugin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quick_fla")]
 
@@ -25,8 +25,16 @@ SIZES = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64,
     },
+    "minimax": {
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+    },
 }  # fmt: skip
-PREFILL = {"kimi_linear": "KdaPrepare", "qwen3_next": "Recurrence"}
+KERNELS = {
+    "kimi_linear": ("KdaPrepare", "DeltaDecode"),
+    "qwen3_next": ("Recurrence", "DeltaDecode"),
+    "minimax": ("LightningPrefill", "LightningDecode"),
+}
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def device():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only Hopper has kernels for the prefill of both models")
     yield torch.device("cuda", torch.cuda.current_device())
-    fla_plugin.unregister()
+    plugin.unregister()
 
 
 def model_of(name, device):
@@ -69,10 +77,10 @@ def test_logits_and_tokens(device, name):
             )
 
         expected, theirs = model(tokens).logits.float(), made(4)
-        fla_plugin.register()
+        plugin.register()
         found, ours = model(tokens).logits.float(), made(4)
         kernels = kernels_of(lambda: made(2))
-    for part in (PREFILL[name], "DeltaDecode"):
+    for part in KERNELS[name]:
         assert any(part in kernel for kernel in kernels), (part, kernels)
     difference = (found - expected).norm() / expected.norm()
     assert difference <= 2e-2, f"relative RMSE {difference:.2e}"
