@@ -57,7 +57,7 @@ def _kernel(
     }
     pairs["extend"] = (extend, their_extend)
     methods = {method: _method(*pair, impl) for method, pair in pairs.items()}
-    return type(name, (base,), flags | methods)
+    return type(name, (base,), {"__module__": __name__} | flags | methods)
 
 
 def lightning(
