@@ -151,7 +151,7 @@ def _dispatcher(
 ) -> None:  # fmt: skip
     """Stands around the constructor of a dispatcher, which knows no backend but SGLang's own."""
     backends = {"decode": decode_backend, "prefill": prefill_backend, "verify": verify_backend}
-    ours = [phase for phase in _HOLDERS if phase in phases and backends[phase].is_custom()]
+    ours = [phase for phase in _HOLDERS if phase in phases]
     theirs(
         self, **{f"{p}_backend": type(x).TRITON if p in ours else x for p, x in backends.items()}
     )
