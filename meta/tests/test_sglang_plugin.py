@@ -80,6 +80,15 @@ def test_registering_again_changes_nothing(sglang: SGLang) -> None:
     assert [len(hooks) for hooks in sglang.HookRegistry.hooks.values()] == [1]
 
 
+@pytest.mark.parametrize("impl", ["another", "", 3])
+def test_an_unknown_implementation_is_refused_before_anything_changes(
+    sglang: SGLang, impl: Any
+) -> None:
+    with pytest.raises(ValueError, match="impl: expected None or one of .*reference.*, got"):
+        register(impl)
+    assert sglang.choices == ["triton", "flashinfer"] and not sglang.HookRegistry.hooks
+
+
 def test_nothing_is_replaced_unless_a_flag_says_so(sglang: SGLang) -> None:
     start(sglang)
     found = sglang.load("gdn")

@@ -77,12 +77,18 @@ def register(impl: str | None = None) -> None:
         impl: an implementation as `cula.explain` names it; None: any kernel.
 
     Raises:
+        ValueError: there is no implementation of that name.
         ImportError: SGLang is not installed.
 
     Example:
         >>> from cula.integrations import sglang
         >>> sglang.register()  # doctest: +SKIP
     """
+    if impl is not None:
+        from cula._registry import _every_name
+
+        if impl not in (known := _every_name()):
+            raise ValueError(f"impl: expected None or one of {', '.join(known)}, got {impl!r}")
     choices = import_module("sglang.srt.arg_groups.choices")
     if _NAME not in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
         choices.add_linear_attn_kernel_backend_choices([_NAME])
@@ -155,8 +161,6 @@ def _dispatcher(
     theirs(
         self, **{f"{p}_backend": type(x).TRITON if p in ours else x for p, x in backends.items()}
     )
-    if not ours:
-        return
     kernel = kernel_of(impl)()
     for phase in ours:
         setattr(self, _HOLDERS[phase], kernel)
