@@ -269,18 +269,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.refuse_another(earlier, content, model_rows.OF_BOTH)
         for model in wanted:
             content["rows"] += measure(model, args.work, args.rounds)
+            content["provenance"]["clocks_after"] = read_smi()
+            whole = model_rows.joined(earlier, content) if earlier else content
+            model_rows.validate(whole)
+            if args.json is not None:  # after every model, because all take a quarter of an hour
+                results.write(whole, path)
             gc.collect()
             torch.cuda.empty_cache()
-        content["provenance"]["clocks_after"] = read_smi()
-        if earlier:
-            content = model_rows.joined(earlier, content)
-        model_rows.validate(content)
     except ValueError as error:
         return fail(error)
     print(report.as_text(model_rows.table(content)))
     print(report.machine(content["provenance"]))
     if args.json is not None:
-        results.write(content, path)
         print(f"wrote {path}")
     return 0
 
