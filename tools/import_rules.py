@@ -40,7 +40,7 @@ META_MAY = frozenset({"torch", CORE})
 # Folders of `cula` that an extra or a host program equips with more.
 META_PART_MAY = {
     "demo": frozenset({"rich", "matplotlib", "numpy"}),
-    "integrations": frozenset({"fla", "einops"}),
+    "integrations": frozenset({"fla", "einops", "sglang"}),
 }
 KERNEL_MAY_NOT = ("torch", "ops", "launch", "build", "reference")
 # What of `cula_core` imports the DSL, and what stands above kernels.
