@@ -164,7 +164,9 @@ class _KDA(torch.autograd.Function):
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd
 
         count = len(_KDA_TENSORS)
-        saved = ctx.saved_tensors  # once: where activations are recomputed a second reading is an error
+        saved = (
+            ctx.saved_tensors
+        )  # once: where activations are recomputed a second reading is an error
         given, (Aqk, Akk, *factors) = saved[:count], saved[count:]
         q, k, v, g, raw_beta, initial_state, A_log, dt_bias, *offsets = map(_contiguous, given)
         dt_bias = None if dt_bias is None else dt_bias.flatten()
