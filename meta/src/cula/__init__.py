@@ -4,6 +4,7 @@
     cula.kda          Kimi Delta Attention: prefill and decode
     cula.delta        gated delta rule and KDA: decode on a pool of states, replay
     cula.lite         skip-list softmax attention
+    cula.distributed  context parallelism: a batch over the GPUs of a process group
     cula.varlen       packed sequences: lengths, masks, cu_seqlens, packing, chunk schedules
     cula.reference    the same operations in plain torch, and token-by-token oracles
     cula.explain      which implementation serves a problem, and why the others do not
@@ -18,11 +19,21 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cula import delta, integrations, kda, lightning, lite, reference, varlen
+    from cula import delta, distributed, integrations, kda, lightning, lite, reference, varlen
     from cula._registry import explain
 
 __version__ = "0.1.0"
-__all__ = ["delta", "explain", "integrations", "kda", "lightning", "lite", "reference", "varlen"]
+__all__ = [
+    "delta",
+    "distributed",
+    "explain",
+    "integrations",
+    "kda",
+    "lightning",
+    "lite",
+    "reference",
+    "varlen",
+]
 
 
 def __getattr__(name: str) -> Any:
