@@ -407,6 +407,26 @@ def refusals() -> None:
         call("gdn", local, zigzag)
 
 
+def checkpointed() -> None:
+    """Recomputed forwards, with their exchange, give the same gradients."""
+    x, _, d_o, _ = problem(4, 12, 1, "kda")
+    cp = ContextParallel(dist.group.WORLD, bounds=[0, 5, 5, 12])
+    found = []
+    for again in (False, True):
+        own = [cp.shard(t, 0).clone().requires_grad_() for t in x]
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            return call("kda", Inputs(*tensors), cp)[0]
+
+        o = (
+            torch.utils.checkpoint.checkpoint(layer, *own, use_reentrant=False)
+            if again
+            else layer(*own)
+        )
+        found.append(torch.autograd.grad(o, own, cp.shard(d_o, 0)[None]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -458,3 +478,7 @@ def test_nothing_of_the_inputs_is_written(world):
 
 def test_arguments_that_do_not_fit_are_refused(world):
     world(refusals)
+
+
+def test_activation_checkpoints(world):
+    world(checkpointed)

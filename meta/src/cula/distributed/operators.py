@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -108,7 +108,7 @@ class _Walk:
     one_decay: bool
 
     def __call__(
-        self, tensors: tuple[Tensor, ...], start: Tensor, which: tuple[int, ...]
+        self, tensors: Sequence[Tensor], start: Tensor, which: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Outputs and final states of some of the local pieces, from the states `start`."""
         named = dict(zip(self.names, tensors, strict=True))
@@ -126,7 +126,7 @@ class _Walk:
         return o, final
 
     def starts(
-        self, tensors: tuple[Tensor, ...], initial: Tensor
+        self, tensors: Sequence[Tensor], initial: Tensor
     ) -> tuple[Tensor, Wire | None, Tensor | None]:
         """The states in front of the local pieces; how they travelled, and the matrices that came with them."""
         plan, route = self.plan, self.plan.forward
@@ -154,7 +154,29 @@ class _Walk:
             starts[piece] = state
         return self._checked(starts), wire, matrices
 
-    def matrices(self, tensors: tuple[Tensor, ...], which: tuple[int, ...], like: Tensor) -> Tensor:
+    @property
+    def every(self) -> tuple[int, ...]:
+        """All local pieces."""
+        return tuple(range(len(self.plan.cuts) - 1))
+
+    def with_graph(
+        self, tensors: Sequence[Tensor], starts: Tensor, needs: Sequence[bool]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """Leaves for the starts and the tensors, those of which that `needs` says require gradients; and the results.
+
+        The graph between them belongs to nobody else: hooks on saved tensors, as of activation checkpoints, skip it.
+        """
+        leaves = [
+            x.detach().requires_grad_(need)
+            for x, need in zip((starts, *tensors), (True, *needs), strict=True)
+        ]
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        ):
+            return leaves, self(leaves[1:], leaves[0], self.every)
+
+    def matrices(self, tensors: Sequence[Tensor], which: tuple[int, ...], like: Tensor) -> Tensor:
         """M `[pieces, H, K, K]` of some of the local pieces, or one number per head `[pieces, H, 1, 1]`."""
         heads, dim_k, dtype = like.shape[1], like.shape[2], like.dtype
         named = dict(zip(self.names, tensors, strict=True))
@@ -194,36 +216,29 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, walk: _Walk, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad[1:]
-        starts, ctx.wire, ctx.matrices = walk.starts(tensors, initial)
-        every = tuple(range(len(starts)))
-        if not any(needs):
-            return walk(tensors, starts, every)
-        leaves = tuple(
-            x.detach().requires_grad_(need) for x, need in zip(tensors, needs[1:], strict=True)
-        )
-        starts.requires_grad_()
-        with torch.enable_grad():
-            results = walk(leaves, starts, every)
-        ctx.walk, ctx.needs, ctx.inputs, ctx.results = walk, needs, (starts, *leaves), results
-        ctx.save_for_backward(initial)
-        return results[0].detach(), results[1].detach()
+        ctx.walk, ctx.needs = walk, ctx.needs_input_grad[1:]
+        starts, ctx.wire, matrices = walk.starts(tensors, initial)
+        if not any(ctx.needs):
+            return walk(tensors, starts, walk.every)
+        # As with gradients, so that what cannot have them refuses now. The graph is made again when it is needed.
+        o, final = walk.with_graph(tensors, starts, ctx.needs[1:])[1]
+        ctx.save_for_backward(starts, matrices, *tensors)
+        return o.detach(), final.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        # Reading it is what makes an activation checkpoint recompute the forward, and that has an exchange: every rank
-        # does so here, whatever it holds, so that the exchanges have one order on all of them.
-        _ = ctx.saved_tensors
-        route, wire, starts = ctx.walk.plan.backward, ctx.wire, ctx.inputs[0]
-        wanted = [x for x in ctx.inputs if x.requires_grad]
+        starts, matrices, *tensors = ctx.saved_tensors
+        route, wire = ctx.walk.plan.backward, ctx.wire
+        inputs, results = ctx.walk.with_graph(tensors, starts, ctx.needs[1:])
+        wanted = [x for x in inputs if x.requires_grad]
         d_final = d_final.clone()
         for piece in route.takes:  # only the state behind the sequence has a gradient of its own
             d_final[piece] = 0
 
         def pull() -> tuple[Tensor, ...]:
             found = [
-                (y, d) for y, d in zip(ctx.results, (d_o, d_final), strict=True) if y.requires_grad
+                (y, d) for y, d in zip(results, (d_o, d_final), strict=True) if y.requires_grad
             ]
             return torch.autograd.grad(
                 [y for y, _ in found], wanted, [d for _, d in found], retain_graph=True, allow_unused=True,
@@ -235,7 +250,7 @@ class _Across(torch.autograd.Function):
             maps = starts.new_zeros(route.slots, *starts.shape[1:])
             for slot, piece in enumerate(route.sends):
                 maps[slot] = grads[0][piece]
-            behind = wire.receive(route, starts.shape[1], wire.collect(maps), ctx.matrices, True)
+            behind = wire.receive(route, starts.shape[1], wire.collect(maps), matrices, True)
             for piece, d in zip(route.takes, behind, strict=True):
                 d_final[piece] = d
             if route.takes:
