@@ -697,10 +697,10 @@ def test_lightning_kernels_check_their_own_arguments(kernel: Callable[..., None]
 
 
 def test_kda_kernels_check_their_own_arguments(kernel: Callable[..., None]) -> None:
-    kernel("kda.prefill", lambda *a, **o: (o["scale"], o["cp_context"]))
+    kernel("kda.prefill", lambda *a, **o: (o["scale"], o["disable_recompute"]))
     x = inputs(dtype=torch.float32)
     call = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
-    assert kda.chunk_kda(**call, scale="wide", cp_context=3) == ("wide", 3)
+    assert kda.chunk_kda(**call, scale="wide", disable_recompute=3) == ("wide", 3)
     with pytest.raises(TypeError, match="^scale: expected a float or None, got str$"):
         kda.chunk_kda(**call, scale="wide", impl="reference")
     # Who serves depends on this one, so that it is checked before.
