@@ -433,7 +433,10 @@ def cases() -> list[Case]:
         ((*RECURRENT, GATED), "False unless there are beta and use_beta_sigmoid_in_kernel"),
     ):
         add(functions, "allow_neg_eigval", doubled, ValueError, expected)
-    add(CHUNKED, "cp_context", {"cp_context": object()}, NotImplementedError, "None, got object")
+    add(
+        (*CHUNKED, "chunk_simple_gla", "chunk_lightning_attn"), "cp_context", {"cp_context": object()}, TypeError,
+        "a ContextParallel, a ProcessGroup",
+    )  # fmt: skip
     for functions, expected in (
         (("chunk_kda",), "None unless use_gate_in_kernel is True, got Tensor"),
         ((*RECURRENT, GATED), "None unless there are g and use_gate_in_kernel, got a tensor"),

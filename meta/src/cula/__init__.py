@@ -4,6 +4,7 @@
     cula.kda          Kimi Delta Attention: prefill and decode
     cula.delta        gated delta rule and KDA: decode on a pool of states, replay
     cula.lite         skip-list softmax attention
+    cula.distributed  context parallelism: a batch over the GPUs of a process group
     cula.varlen       packed sequences: lengths, masks, cu_seqlens, packing, chunk schedules
     cula.reference    the same operations in plain torch, and token-by-token oracles
     cula.compat       functions of other libraries under their own names
@@ -19,13 +20,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cula import compat, delta, integrations, kda, lightning, lite, reference, varlen
+    from cula import compat, delta, distributed, integrations, kda, lightning, lite, reference, varlen
     from cula._registry import explain
 
 __version__ = "0.1.0"
 __all__ = [
     "compat",
     "delta",
+    "distributed",
     "explain",
     "integrations",
     "kda",

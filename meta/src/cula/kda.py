@@ -100,7 +100,11 @@ def chunk_kda(
         cu_seqlens: `[N + 1]` int32 or int64 on the device of q: B is 1 and T holds N sequences, some possibly empty.
             Values are checked when they lie on the CPU; a device is never read back by cula itself.
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
-        cp_context: None; context parallelism over several GPUs is not supported.
+        cp_context: the sequences lie over several ranks, and the tensors are this rank's: a
+            `cula.distributed.ContextParallel`; a ProcessGroup or a DeviceMesh of one dimension, over which a dense
+            batch lies in contiguous slices of any lengths; or the context of flash-linear-attention. A row of
+            initial_state, and of the final states, then belongs to a local piece; see `ContextParallel.pieces`.
+            `out`, `return_intermediate_states`, pools, has_initial_state and checkpoints are refused beside it.
         use_graph, max_num_seqs: what flash-linear-attention is told for a CUDA graph. Here they change nothing: a
             kernel takes its grid from shapes, and cu_seqlens may end in empty sequences. max_num_seqs is at least N.
         A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
@@ -143,7 +147,7 @@ def chunk_kda(
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
-        NotImplementedError: `cp_context` is given.
+        NotImplementedError: a context of flash-linear-attention that is zigzag, or counts ranks on a device.
         RuntimeError: the implementation asked for cannot serve; the message says why.
 
     Example:
@@ -161,6 +165,31 @@ def chunk_kda(
     """
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if cp_context is not None:
+        from cula.distributed.operators import across_ranks
+
+        # fmt: off
+        return across_ranks(
+            chunk_kda, _check.chunk_kda, cp_context,
+            tokens={"q": q, "k": k, "v": v, "g": g, "beta": beta},
+            shared={"A_log": A_log, "dt_bias": dt_bias},
+            options={
+                "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "lower_bound": lower_bound, "disable_recompute": disable_recompute,
+                "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+            },
+            choices={"use_intracard_cp": use_intracard_cp, "segment_tokens": segment_tokens, "impl": impl},
+            refused={
+                "return_intermediate_states": return_intermediate_states, "out": out, "cp_context": None,
+                "state_pool": state_pool, "initial_state_indices": initial_state_indices, "null_slot": null_slot,
+                "output_state_indices": output_state_indices, "has_initial_state": has_initial_state,
+                "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
+                "checkpoint_rows": checkpoint_rows, "checkpoint_offsets": checkpoint_offsets,
+            },
+        )
+        # fmt: on
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)

@@ -280,6 +280,7 @@ def chunk_lightning_attn(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    cp_context: object | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention with the decay of a layer, in the argument order of flash-linear-attention 0.6.
@@ -298,6 +299,7 @@ def chunk_lightning_attn(
         use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
         num_splits, segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        cp_context: as `chunk_simple_gla`.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -337,6 +339,7 @@ def chunk_lightning_attn(
         num_splits=num_splits,
         out=out,
         segment_tokens=segment_tokens,
+        cp_context=cp_context,
         impl=impl,
     )
 
@@ -361,6 +364,7 @@ def chunk_simple_gla(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    cp_context: object | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Simple gated linear attention (arXiv 2312.06635), in the argument order of flash-linear-attention 0.6.
@@ -381,6 +385,8 @@ def chunk_simple_gla(
         use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
         num_splits, segment_tokens: see the module.
         out: `[B, T, HV, V]` in the dtype of v, written and returned; not with gradients.
+        cp_context: the sequences lie over several ranks; as in `chunk_gated_delta_rule`. `state_checkpoints` and `out`
+            are refused beside it.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -400,6 +406,28 @@ def chunk_simple_gla(
         >>> torch.allclose(torch.cat((o, rest), 1), whole, atol=1e-3)
         True
     """
+    if cp_context is not None:
+        from cula.distributed.operators import across_ranks
+
+        # fmt: off
+        return across_ranks(
+            chunk_simple_gla, _check.chunk_simple_gla, cp_context,
+            tokens={"q": q, "k": k, "v": v, "g": g},
+            shared={"g_gamma": g_gamma},
+            options={
+                "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+                "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
+                "num_splits": num_splits, "segment_tokens": segment_tokens,
+            },
+            choices={"impl": impl},
+            refused={
+                "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
+                "out": out,
+            },
+            one_decay=True,
+        )
+        # fmt: on
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     run = resolve(
@@ -505,7 +533,11 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: the same on the CPU, for implementations that plan on the host.
         chunk_indices: `[NT, 2]` int32 or int64, the schedule `cula.varlen.chunk_indices(cu_seqlens, 64, NT)` with
             the exact NT, for implementations that take one.
-        cp_context: None; context parallelism over several GPUs is not supported.
+        cp_context: the sequences lie over several ranks, and the tensors are this rank's: a
+            `cula.distributed.ContextParallel`; a ProcessGroup or a DeviceMesh of one dimension, over which a dense
+            batch lies in contiguous slices of any lengths; or the context of flash-linear-attention. A row of
+            initial_state, and of the final states, then belongs to a local piece; see `ContextParallel.pieces`.
+            Pools, has_initial_state, checkpoints, chunk_indices and `out` are refused beside it.
         use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`; needs `g` and `A_log`.
         A_log: `[HS]`, any floating dtype, log of the gate's rate.
         dt_bias: `[HS]`, any floating dtype, bias of the raw gate; None: 0. Both may have more dimensions of size 1.
@@ -545,7 +577,7 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError, RuntimeError: see the module.
-        NotImplementedError: `cp_context` is given.
+        NotImplementedError: a context of flash-linear-attention that is zigzag, or counts ranks on a device.
 
     Example:
         >>> import torch
@@ -572,6 +604,33 @@ def chunk_gated_delta_rule(
     """
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    if cp_context is not None:
+        from cula.distributed.operators import across_ranks
+
+        # fmt: off
+        return across_ranks(
+            chunk_gated_delta_rule, check_chunk_gated_delta_rule, cp_context,
+            tokens={"q": q, "k": k, "v": v, "g": g, "beta": beta},
+            shared={"A_log": A_log, "dt_bias": dt_bias},
+            options={
+                "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+                "softplus_beta": softplus_beta, "softplus_threshold": softplus_threshold,
+                "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+                "update_state_pool": update_state_pool, "use_intracard_cp": use_intracard_cp,
+                "operand_dtype": operand_dtype, "segment_tokens": segment_tokens,
+            },
+            choices={"impl": impl},
+            refused={
+                "state_pool": state_pool, "state_indices": state_indices, "null_slot": null_slot,
+                "output_state_indices": output_state_indices, "has_initial_state": has_initial_state,
+                "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
+                "checkpoint_rows": checkpoint_rows, "checkpoint_offsets": checkpoint_offsets,
+                "chunk_indices": chunk_indices, "out": out, "cp_context": None,
+            },
+        )
+        # fmt: on
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
@@ -615,7 +674,7 @@ def chunk_gated_delta_rule(
         "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
-        "cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices, "cp_context": cp_context,
+        "cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices, "cp_context": None,
         "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "softplus_beta": softplus_beta,
         "softplus_threshold": softplus_threshold, "state_pool": state_pool, "state_indices": state_indices,
         "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,

@@ -10,6 +10,15 @@ from torch import Tensor
 from cula.varlen import sequence_ids
 
 
+def check_one_device(cp_context: object) -> None:
+    """Refuses what the public functions have taken apart before they call a reference."""
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context: expected None, the reference serves one rank; the functions of cula.kda and cula.lightning "
+            "take a context"
+        )
+
+
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, T, H, D]` -> `[B, T, HV, D]`: value head h reads query/key head `h // (HV // H)`."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -21,6 +21,7 @@ from torch import Tensor
 from cula.reference._checkpoints import checkpoint_writer
 from cula.reference._chunks import CHUNK, Chunks, chunks_of, packed_chunks
 from cula.reference._common import (
+    check_one_device,
     expand_heads,
     incoming_state,
     live_states,
@@ -361,14 +362,6 @@ def recurrent_gated_delta_rule(
     )
 
 
-def _check_one_device(cp_context: object) -> None:
-    if cp_context is not None:
-        raise NotImplementedError(
-            "cp_context: context parallelism over several devices needs a GPU kernel package; "
-            "the torch reference expects None"
-        )
-
-
 def _by_chunks(
     inputs: _Inputs,
     like: Tensor,
@@ -493,7 +486,7 @@ def chunk_kda(
         >>> torch.allclose(chunk_kda(q, k, v, g, beta)[0], recurrent_kda(q, k, v, g, beta)[0])
         True
     """
-    _check_one_device(cp_context)
+    check_one_device(cp_context)
     inputs = _prepare(
         q,
         k,
@@ -582,7 +575,7 @@ def chunk_gated_delta_rule(
         >>> torch.allclose(chunk_gated_delta_rule(q, k, v, g, beta)[0], expected)
         True
     """
-    _check_one_device(cp_context)
+    check_one_device(cp_context)
     inputs = _prepare(
         q,
         k,

@@ -15,6 +15,7 @@ from torch import Tensor
 from cula.reference._checkpoints import checkpoint_writer
 from cula.reference._chunks import chunks_of
 from cula.reference._common import (
+    check_one_device,
     expand_heads,
     incoming_state,
     outgoing_state,
@@ -110,6 +111,7 @@ def chunk_simple_gla(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    cp_context: object | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple gated linear attention, 64 tokens at a time; differentiable.
 
@@ -131,6 +133,7 @@ def chunk_simple_gla(
         >>> torch.allclose(chunk_simple_gla(q, k, v, g)[0], recurrent_simple_gla(q, k, v, g)[0])
         True
     """
+    check_one_device(cp_context)
     o, final = chunked_simple_gla(
         q,
         k,

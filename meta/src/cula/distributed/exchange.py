@@ -1,0 +1,104 @@
+"""Maps between ranks, by nothing but all-gather and all-to-all, and their fold in the order of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from cula.distributed.layout import Chain, Route
+
+# Up to so many bytes into a rank one all-gather is expected to be faster than two all-to-alls.
+GATHERED_BYTES = 10_000_000
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A group, and how maps travel in it: whole to every rank, or by heads to the rank that folds those heads."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    by_heads: bool
+
+    def collect(self, maps: Tensor) -> Tensor:
+        """`[slots, H, ..]` of this rank -> `[ranks * slots, H, ..]`, of the own heads alone where it goes by heads."""
+        if not self.by_heads:
+            return all_gather(maps, self.group)
+        split = shares(maps.shape[1], self.ranks)
+        own = split[self.rank]
+        rows = all_to_all(maps.movedim(1, 0), [own] * self.ranks, split, self.group)
+        return rows.unflatten(0, (self.ranks, own)).movedim(2, 1).flatten(0, 1)
+
+    def receive(
+        self, route: Route, heads: int, vectors: Tensor, matrices: Tensor | None, transposed: bool
+    ) -> Sequence[Tensor]:
+        """The folded state `[H, K, V]` of every piece in `route.takes`, from what `collect` returned."""
+        done: dict[Chain, Tensor] = {}
+
+        def fold(chains: Sequence[Chain]) -> list[Tensor]:
+            return [_fold(chain, vectors, matrices, transposed, done) for chain in chains]
+
+        if not self.by_heads:
+            return fold(route.chains[self.rank])
+        most = max(map(len, route.chains.values()))
+        split = shares(heads, self.ranks)
+        own = split[self.rank]
+        rows = vectors.new_zeros(self.ranks, own, most, *vectors.shape[2:])
+        for rank in range(self.ranks):
+            for i, state in enumerate(fold(route.chains[rank])):
+                rows[rank, :, i] = state
+        got = all_to_all(rows.flatten(0, 1), split, [own] * self.ranks, self.group)
+        return got.unbind(1)[: len(route.takes)]
+
+
+def _fold(
+    chain: Chain,
+    vectors: Tensor,
+    matrices: Tensor | None,
+    transposed: bool,
+    done: dict[Chain, Tensor],
+) -> Tensor:
+    """`M S + A` along a chain. Chains with a common begin share it; done: what is folded already."""
+    for length in range(1, len(chain) + 1):
+        part = chain[:length]
+        if part in done:
+            continue
+        vector, matrix = part[-1]
+        state = vectors[vector]
+        if length > 1:
+            assert matrices is not None
+            m, before = matrices[matrix], done[chain[: length - 1]]
+            if m.shape[-1] == 1:  # one decay per head
+                state = m * before + state
+            else:
+                state = (m.mT if transposed else m) @ before + state
+        done[part] = state
+    return done[chain]
+
+
+def shares(heads: int, ranks: int) -> list[int]:
+    """How many heads every rank folds."""
+    return [heads * (r + 1) // ranks - heads * r // ranks for r in range(ranks)]
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, one rank behind the other; every rank has as many."""
+    return collectives.wait_tensor(start_all_gather(x, group))
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same without waiting: the result is for `wait_tensor`."""
+    # torch 2.13 has renamed it.
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    return gather(x.contiguous(), 0, group)
+
+
+def all_to_all(x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup) -> Tensor:
+    """`gives[r]` rows go to rank r, one rank behind the other, and `takes[r]` come from it."""
+    return collectives.wait_tensor(
+        collectives.all_to_all_single(x.contiguous(), takes, gives, group)
+    )

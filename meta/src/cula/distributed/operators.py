@@ -1,0 +1,324 @@
+"""An operator over the slices of all ranks, composed of calls of the same operator on one rank.
+
+A rank walks its travelling pieces once to learn what state they end with (A), and those that lie inside a sequence once
+more from the identity with v = 0 (M). The maps are exchanged and folded into the states in front of the local pieces,
+and the call itself starts from those. Backwards, the gradients in front of the pieces (B) travel the other way; M^T is
+the forward's, and nothing is differentiated through M.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula.distributed.context import Plan, plan_of
+from cula.distributed.exchange import GATHERED_BYTES, Wire
+from cula_core import arguments
+
+_Tensors = dict[str, Tensor | None]
+_served: set[tuple[Any, ...]] = set()
+
+
+def across_ranks(
+    op: Callable[..., Any],
+    check: Callable[..., None],
+    cp_context: object,
+    tokens: _Tensors,
+    shared: _Tensors,
+    options: dict[str, Any],
+    choices: dict[str, Any],
+    refused: dict[str, object],
+    one_decay: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`op` with a `cp_context`.
+
+    Args:
+        op: a public function, which is called without one.
+        check: its contract, which is asked before anything is sent.
+        tokens: arguments `[B, T, ..]` of this rank, q and v among them.
+        shared: tensors that all ranks have alike, such as A_log.
+        options: arguments of `op` and of `check`, initial_state, output_final_state, state_v_first, cu_seqlens and
+            cu_seqlens_cpu among them.
+        choices: arguments of `op` alone, such as impl.
+        refused: arguments of `check` that have to be None or False beside a context.
+        one_decay: M is one number per head, from g and g_gamma, either of which may be None.
+    """
+    for name, value in refused.items():
+        if value is not None and value is not False:
+            arguments.value_error(name, "None or False beside cp_context", type(value).__name__)
+    given = {name: x for name, x in (tokens | shared).items() if x is not None}
+    _refuse_dtensors(given | {"initial_state": options["initial_state"]})
+    q, v = given["q"], given["v"]
+    for name in ("q", "k", "v"):
+        arguments.four_dims(name, given[name], "[B, T, heads, dim]")
+    for name, x in tokens.items():
+        if isinstance(x, Tensor) and x.shape[:2] != q.shape[:2]:
+            arguments.value_error(
+                name, f"[B, T] = {list(q.shape[:2])} first, as in q", list(x.shape)
+            )
+    plan = plan_of(cp_context, *q.shape[:2], options.pop("cu_seqlens"))
+    options.pop("cu_seqlens_cpu")
+    packed = {
+        name: x.flatten(0, 1)[None] if name in tokens and isinstance(x, Tensor) else x
+        for name, x in given.items()
+    }
+    offsets = _offsets(plan.cuts, q.device)
+    requires_grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad
+        for x in (*given.values(), options["initial_state"])
+    )
+    absent = {name: None for name in tokens | shared if name not in given}
+    check(
+        **packed, **absent, **options, **refused, cu_seqlens=offsets, cu_seqlens_cpu=None,
+        requires_grad=requires_grad,
+    )  # fmt: skip
+
+    if {**options, **choices}.get("use_intracard_cp") is True:
+        arguments.value_error("use_intracard_cp", "'auto' or False beside cp_context", True)
+    initial, v_first = options.pop("initial_state"), options.pop("state_v_first")
+    wanted = options.pop("output_final_state")
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    heads = max(q.shape[2], v.shape[2])
+    if initial is None:
+        start = v.new_zeros(len(plan.cuts) - 1, heads, q.shape[3], v.shape[3], dtype=dtype)
+    else:
+        start = (initial.mT if v_first else initial).to(dtype)
+    _refuse_unserved(op, packed, frozenset(tokens), start, {**options, **choices})
+    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), {**options, **choices}, one_decay)
+    o, final = _Across.apply(walk, start, *packed.values())
+    o = o.unflatten(1, tuple(q.shape[:2]))[0]
+    if not wanted:
+        return o, None
+    final = (final.mT if v_first else final).contiguous()
+    return o, final if initial is None else final.to(initial.dtype)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Local calls of `op`. names: of the tensors that come in a row; per_token: those of them that are `[1, T, ..]`."""
+
+    op: Callable[..., Any]
+    plan: Plan
+    names: tuple[str, ...]
+    per_token: frozenset[str]
+    options: dict[str, Any]
+    one_decay: bool
+
+    def __call__(
+        self, tensors: Sequence[Tensor], start: Tensor, which: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs and final states of some of the local pieces, from the states `start`."""
+        named = dict(zip(self.names, tensors, strict=True))
+        runs = [(self.plan.cuts[i], self.plan.cuts[i + 1]) for i in which]
+        cuts = (0, *accumulate(stop - begin for begin, stop in runs))
+        if cuts[-1] != named["q"].shape[1]:
+            named |= {name: _rows(named[name], runs) for name in self.per_token & named.keys()}
+        if cuts[-1] == 0:
+            v = named["v"]
+            return v.new_empty(1, 0, start.shape[1], v.shape[3]), start.clone()
+        if len(which) > 1:
+            copy = torch.tensor(cuts, dtype=torch.int32)
+            named |= {"cu_seqlens": _offsets(cuts, start.device), "cu_seqlens_cpu": copy}
+        o, final = self.op(**named, **self.options, initial_state=start, output_final_state=True)
+        return o, final
+
+    def starts(
+        self, tensors: Sequence[Tensor], initial: Tensor
+    ) -> tuple[Tensor, Wire | None, Tensor | None]:
+        """The states in front of the local pieces; how they travelled, and the matrices that came with them."""
+        plan, route = self.plan, self.plan.forward
+        starts = initial.clone()
+        if route.slots == 0:
+            return self._checked(starts), None, None
+        _, heads, dim_k, dim_v = initial.shape
+        columns = (1 if self.one_decay else dim_k) if plan.matrices else 0
+        maps = initial.new_zeros(route.slots, heads, dim_k, dim_v + columns)
+        if route.sends:
+            fresh = torch.stack([initial[piece] for piece in route.sends])
+            for slot, piece in enumerate(route.sends):
+                if piece in route.takes:
+                    fresh[slot] = 0
+            maps[: len(fresh), ..., :dim_v] = self(tensors, fresh, route.sends)[1]
+        inside = tuple(piece for piece in route.sends if piece in route.takes)
+        if columns and inside:
+            for piece, matrix in zip(inside, self.matrices(tensors, inside, initial), strict=True):
+                maps[route.sends.index(piece), ..., dim_v:] = matrix
+        wire = self._wire(maps)
+        vectors, matrices = wire.collect(maps).split([dim_v, columns], -1)
+        for piece, state in zip(
+            route.takes, wire.receive(route, heads, vectors, matrices, False), strict=True
+        ):
+            starts[piece] = state
+        return self._checked(starts), wire, matrices
+
+    @property
+    def every(self) -> tuple[int, ...]:
+        """All local pieces."""
+        return tuple(range(len(self.plan.cuts) - 1))
+
+    def with_graph(
+        self, tensors: Sequence[Tensor], starts: Tensor, needs: Sequence[bool]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """Leaves for the starts and the tensors, those of which that `needs` says require gradients; and the results.
+
+        The graph between them belongs to nobody else: hooks on saved tensors, as of activation checkpoints, skip it.
+        """
+        leaves = [
+            x.detach().requires_grad_(need)
+            for x, need in zip((starts, *tensors), (True, *needs), strict=True)
+        ]
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        ):
+            return leaves, self(leaves[1:], leaves[0], self.every)
+
+    def matrices(self, tensors: Sequence[Tensor], which: tuple[int, ...], like: Tensor) -> Tensor:
+        """M `[pieces, H, K, K]` of some of the local pieces, or one number per head `[pieces, H, 1, 1]`."""
+        heads, dim_k, dtype = like.shape[1], like.shape[2], like.dtype
+        named = dict(zip(self.names, tensors, strict=True))
+        if self.one_decay:
+            sums = []
+            for piece in which:
+                begin, stop = self.plan.cuts[piece : piece + 2]
+                total = like.new_zeros(heads)
+                if "g" in named:
+                    total = total + named["g"][0, begin:stop].to(dtype).sum(0)
+                if "g_gamma" in named:
+                    total = total + named["g_gamma"].to(dtype) * (stop - begin)
+                sums.append(total)
+            return torch.stack(sums).exp()[..., None, None]
+        identity = torch.eye(dim_k, dtype=dtype, device=like.device).repeat(len(which), heads, 1, 1)
+        nothing = named["v"].new_zeros(*named["v"].shape[:3], dim_k)
+        without = tuple(nothing if name == "v" else x for name, x in named.items())
+        return self(without, identity, which)[1]
+
+    def _wire(self, maps: Tensor) -> Wire:
+        plan = self.plan
+        bytes_in = maps.numel() * maps.element_size() * (plan.ranks - 1)
+        by_heads = plan.exchange == "transpose" or (
+            plan.exchange == "auto" and plan.ranks > 2 and bytes_in > GATHERED_BYTES
+        )
+        return Wire(plan.group, plan.rank, plan.ranks, by_heads)
+
+    def _checked(self, starts: Tensor) -> Tensor:
+        agrees = self.plan.agrees
+        return (
+            starts if agrees is None else torch.where(agrees.to(starts.device), starts, torch.nan)
+        )
+
+
+class _Across(torch.autograd.Function):
+    """`(o [1, T, H, V], final [pieces, H, K, V])`; every rank takes part in both exchanges, whatever it holds."""
+
+    @staticmethod
+    def forward(ctx: Any, walk: _Walk, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.walk, ctx.needs = walk, ctx.needs_input_grad[1:]
+        starts, ctx.wire, matrices = walk.starts(tensors, initial)
+        if not any(ctx.needs):
+            return walk(tensors, starts, walk.every)
+        # As with gradients, so that what cannot have them refuses now. The graph is made again when it is needed.
+        o, final = walk.with_graph(tensors, starts, ctx.needs[1:])[1]
+        ctx.save_for_backward(starts, matrices, *tensors)
+        return o.detach(), final.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        starts, matrices, *tensors = ctx.saved_tensors
+        route, wire = ctx.walk.plan.backward, ctx.wire
+        inputs, results = ctx.walk.with_graph(tensors, starts, ctx.needs[1:])
+        wanted = [x for x in inputs if x.requires_grad]
+        d_final = d_final.clone()
+        for piece in route.takes:  # only the state behind the sequence has a gradient of its own
+            d_final[piece] = 0
+
+        def pull() -> tuple[Tensor, ...]:
+            found = [
+                (y, d) for y, d in zip(results, (d_o, d_final), strict=True) if y.requires_grad
+            ]
+            return torch.autograd.grad(
+                [y for y, _ in found], wanted, [d for _, d in found], retain_graph=True, allow_unused=True,
+                materialize_grads=True,
+            )  # fmt: skip
+
+        grads = pull() if route.sends or not route.takes else ()
+        if wire is not None:
+            maps = starts.new_zeros(route.slots, *starts.shape[1:])
+            for slot, piece in enumerate(route.sends):
+                maps[slot] = grads[0][piece]
+            behind = wire.receive(route, starts.shape[1], wire.collect(maps), matrices, True)
+            for piece, d in zip(route.takes, behind, strict=True):
+                d_final[piece] = d
+            if route.takes:
+                grads = pull()
+        d_initial = grads[0].clone()
+        for piece in ctx.walk.plan.forward.takes:
+            d_initial[piece] = 0
+        rest = iter(grads[1:])
+        return (
+            None,
+            d_initial if ctx.needs[0] else None,
+            *(next(rest) if need else None for need in ctx.needs[1:]),
+        )
+
+
+def _refuse_unserved(
+    op: Callable[..., Any],
+    named: dict[str, Tensor],
+    per_token: frozenset[str],
+    start: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Raises what a call would raise for lack of an implementation: on every rank, before any of them waits.
+
+    A rank whose pieces do not travel would call `op` behind the exchange only. A call of one token tells, once.
+    """
+    learns = torch.is_grad_enabled()
+    kinds = tuple((n, x.dtype, x.device, x.shape[2:], x.requires_grad) for n, x in named.items())
+    key = (op, kinds, start.shape[1:], learns, tuple(options.items()))
+    if key in _served:
+        return
+    one = {
+        name: x.new_zeros(1, 1, *x.shape[2:]).requires_grad_(x.requires_grad)
+        if name in per_token
+        else x
+        for name, x in named.items()
+    }
+    first = start.new_zeros(1, *start.shape[1:])
+    op(**one, **options, initial_state=first, output_final_state=True)
+    _served.add(key)
+
+
+def _rows(x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+    """Runs of tokens of `[1, T, ..]`, those that touch as one; a view where that is all."""
+    joined = [list(runs[0])] if runs else [[0, 0]]
+    for begin, stop in runs[1:]:
+        if begin == joined[-1][1]:
+            joined[-1][1] = stop
+        else:
+            joined.append([begin, stop])
+    parts = [x[:, begin:stop] for begin, stop in joined]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(cuts, dtype=torch.int32, device=device)
+
+
+def _refuse_dtensors(tensors: _Tensors) -> None:
+    module = sys.modules.get("torch.distributed.tensor")
+    for name, x in tensors.items():
+        if module is not None and isinstance(x, module.DTensor):
+            raise TypeError(
+                f"{name}: expected a local tensor, got a DTensor; torch.distributed.tensor.experimental.local_map "
+                "calls a function with the local tensors of DTensors"
+            )

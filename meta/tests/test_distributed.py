@@ -1,0 +1,490 @@
+"""Operators over the ranks of a real process group, against whole sequences in one process.
+
+One world of three processes serves the whole file. A case is the name of a function of this module and its arguments;
+every rank runs it, and a failure comes back as the text of its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sequences_over_ranks import CHANNELS, HEADS, WIDTH, Inputs, problem, random_batch, whole
+
+from cula.distributed import ContextParallel
+from cula.kda import chunk_kda
+from cula.lightning import chunk_gated_delta_rule, chunk_lightning_attn, chunk_simple_gla
+
+RANKS = 3
+KINDS = ("kda", "gdn", "gla")
+
+
+def _serve(rank: int, store: str, cases: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    while (case := cases.get()) is not None:
+        name, arguments = case
+        try:
+            results.put((rank, None, globals()[name](*arguments)))
+        except BaseException:
+            results.put((rank, traceback.format_exc(), None))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a function of this module on all ranks, and returns what each of them returned."""
+    context = mp.get_context("spawn")
+    cases = [context.SimpleQueue() for _ in range(RANKS)]
+    results = context.Queue()
+    store = str(tmp_path_factory.mktemp("world") / "store")
+    processes = [
+        context.Process(target=_serve, args=(rank, store, cases[rank], results), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+
+    def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for queue in cases:
+            queue.put((function.__name__, arguments))
+        found = []
+        for _ in processes:
+            rank, failure, value = results.get(timeout=100)
+            assert failure is None, f"rank {rank}: {failure}"
+            found.append((rank, value))
+        return [value for _, value in sorted(found, key=lambda got: got[0])]
+
+    yield run
+    for queue in cases:
+        queue.put(None)
+    for process in processes:
+        process.join(timeout=20)
+        process.kill()
+
+
+# ---- what runs on the ranks ------------------------------------------------------------------------------------------
+
+
+def call(kind: str, x: Inputs, cp: object, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator of a kind on tensors without a batch dimension; scale 1."""
+    q, k, v, g = (t[None] for t in (x.q, x.k, x.v, x.g))
+    options = {"scale": 1.0, "output_final_state": True, "cp_context": cp, **options}
+    if kind == "kda":
+        return chunk_kda(q, k, v, g, x.beta[None], **options)
+    if kind == "gdn":
+        return chunk_gated_delta_rule(q, k, v, g[..., 0], x.beta[None], **options)
+    return chunk_simple_gla(q, k, v, g[..., 0], **options)
+
+
+def random_cases(seeds: list[int]) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        cu_seqlens, bounds, zigzag = random_batch(rng, RANKS)
+        compare(seed, KINDS[seed % 3], cu_seqlens, bounds, "zigzag" if zigzag else "contiguous")
+
+
+def compare(
+    seed: int, kind: str, cu_seqlens: list[int], bounds: list[int] | None, layout: str
+) -> None:
+    """Forward and backward against the oracle, and both exchanges against each other to the bit."""
+    x, states, d_o, d_final = problem(seed, cu_seqlens[-1], len(cu_seqlens) - 1, kind)
+    leaves = [t.clone().requires_grad_() for t in (*x, states) if t is not None]
+    named = Inputs(*leaves[:4], leaves[4] if x.beta is not None else None)
+    o, final = whole(named, leaves[-1], cu_seqlens)
+    wanted = torch.autograd.grad(
+        (o, final), leaves, (d_o, d_final), allow_unused=True, materialize_grads=True
+    )
+    found = []
+    for exchange in ("gather", "transpose"):
+        cp = ContextParallel(
+            dist.group.WORLD,
+            cu_seqlens=torch.tensor(cu_seqlens),
+            bounds=bounds,
+            layout=layout,
+            exchange=exchange,
+        )
+        cp.check()
+        own = [cp.shard(t, 0).clone().requires_grad_() for t in x if t is not None]
+        sequences = [p.sequence for p in cp.pieces]
+        # What is no state of a sequence is not read.
+        start = torch.stack(
+            [states[p.sequence] if p.begins else states[0] * torch.nan for p in cp.pieces]
+            or [states[0]]
+        )
+        start = start[: len(sequences)].requires_grad_()
+        local = Inputs(*own[:4], own[4] if x.beta is not None else None)
+        got, last = call(kind, local, cp, initial_state=start)
+        close(got[0], cp.shard(o.detach(), 0))
+        # The gradient behind a piece that does not end its sequence is not read either.
+        d_last = torch.stack(
+            [d_final[p.sequence] if p.ends else d_final[0] * torch.nan for p in cp.pieces]
+            or [d_final[0]]
+        )
+        grads = torch.autograd.grad(
+            (got, last), [*own, start], (cp.shard(d_o, 0)[None], d_last[: len(sequences)])
+        )
+        for a, b in zip(grads[:-1], wanted, strict=False):
+            close(a, cp.shard(b, 0))
+        for i, piece in enumerate(cp.pieces):
+            if piece.ends:
+                close(last[i], final[piece.sequence].detach())
+            close(grads[-1][i], wanted[-1][piece.sequence] * float(piece.begins))
+        found.append([got.detach(), last.detach(), *grads])
+        assert torch.equal(
+            cp.unshard(got.detach(), 1)[0, : cu_seqlens[-1]], gathered(got.detach(), cp, o)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def gathered(got: torch.Tensor, cp: ContextParallel, like: torch.Tensor) -> torch.Tensor:
+    """All tokens by object collectives."""
+    shards: list[Any] = [None] * RANKS
+    dist.all_gather_object(shards, got[0])
+    whole = torch.full_like(like.detach(), torch.nan)
+    for rank, ranges in enumerate(cp._ranges(cp.bounds)):
+        rest = shards[rank]
+        for low, high in ranges:
+            whole[low:high], rest = rest[: high - low], rest[high - low :]
+    return whole
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def dense_batch(layout: str, how: str) -> None:
+    """Two rows with grouped heads, gates inside, and states with V first, without any lengths."""
+    rng = torch.Generator().manual_seed(3)
+    rows, heads, value_heads = 2, 2, 4
+    tokens = 18 if layout == "zigzag" else 16
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, generator=rng, dtype=torch.float64)
+
+    q, k = normal(tokens, heads, WIDTH), normal(tokens, heads, WIDTH)
+    v, g, beta = (
+        normal(tokens, value_heads, CHANNELS),
+        normal(tokens, value_heads, WIDTH),
+        normal(tokens, value_heads),
+    )
+    A_log = torch.linspace(-1, 0.5, value_heads, dtype=torch.float64)
+    state, d_o, d_state = (
+        normal(value_heads, CHANNELS, WIDTH),
+        normal(*v.shape[1:]),
+        normal(value_heads, CHANNELS, WIDTH),
+    )
+    options: dict[str, Any] = {
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "output_final_state": True, "state_v_first": True,
+    }  # fmt: skip
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, g, beta, A_log, state)]
+    o, final = chunk_kda(*leaves[:5], A_log=leaves[5], initial_state=leaves[6], **options)
+    wanted = torch.autograd.grad((o, final), leaves, (d_o, d_state))
+
+    context: Any
+    cp = ContextParallel(dist.group.WORLD, layout=layout)
+    if how == "context":
+        context = cp
+    elif how == "group":
+        context = dist.group.WORLD
+    else:
+        context = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    local = [cp.shard(x).clone().requires_grad_() for x in (q, k, v, g, beta)]
+    rate = A_log.clone().requires_grad_()
+    parts = 2 if layout == "zigzag" else 1
+    start = state.repeat_interleave(parts, 0).requires_grad_()
+    got, last = chunk_kda(*local, A_log=rate, initial_state=start, cp_context=context, **options)
+    close(got, cp.shard(o.detach()))
+    d_last = d_state.repeat_interleave(parts, 0)
+    grads = torch.autograd.grad((got, last), [*local, rate, start], (cp.shard(d_o), d_last))
+    for a, b in zip(grads[:5], wanted, strict=False):
+        close(a, cp.shard(b))
+    total = grads[5].clone()
+    dist.all_reduce(total)
+    close(total, wanted[5])
+    rank = dist.get_rank()
+    begins, ends = (0, 0) if layout == "zigzag" else (0, RANKS - 1)
+    if rank == ends:
+        close(last[parts - 1 :: parts], final.detach())
+    close(grads[6][::parts], wanted[6] * float(rank == begins))
+    assert parts == 1 or not grads[6][1::2].any()
+
+
+def two_ranks_send_no_matrices() -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    rank = dist.get_rank()
+    group = groups[rank // 2]
+    x, states, _, _ = problem(5, 11, 1, "kda")
+    o, final = whole(x, states, [0, 11])
+    calls = []
+    cp = ContextParallel(group, bounds=[0, 4, 11] if rank < 2 else [0, 11])
+    local = Inputs(*(cp.shard(t, 0) for t in x))
+    from cula.distributed import operators
+
+    plain = operators._Walk.matrices
+    operators._Walk.matrices = lambda *a: calls.append(a) or plain(*a)
+    got, last = call("kda", local, cp, initial_state=states)
+    operators._Walk.matrices = plain
+    close(got[0], cp.shard(o, 0))
+    if rank:
+        close(last, final)
+    assert not calls
+    assert cp.plan(1, len(local.q)).matrices is False
+
+
+def with_the_context_of_fla(cu_seqlens: list[int]) -> None:
+    total, rank = cu_seqlens[-1], dist.get_rank()
+    low, high = total * rank // RANKS, total * (rank + 1) // RANKS
+    overlaps = [
+        (max(a, low), min(b, high), a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+    ]
+    overlaps = [o for o in overlaps if o[0] < o[1]]
+    local = torch.tensor([0, *(stop - low for _, stop, _, _ in overlaps)])
+    size = total // RANKS
+    context = SimpleNamespace(
+        group=dist.group.WORLD, cu_seqlens=local, cu_seqlens_cpu=local,
+        pre_num_ranks=rank - overlaps[0][2] // size, post_num_ranks=(overlaps[-1][3] - 1) // size - rank,
+        is_first_rank=overlaps[0][2] >= low, is_last_rank=overlaps[-1][3] <= high,
+    )  # fmt: skip
+    x, _, d_o, _ = problem(7, total, len(cu_seqlens) - 1, "gdn")
+    leaves = [t.clone().requires_grad_() for t in x]
+    zeros = torch.zeros(len(cu_seqlens) - 1, HEADS, WIDTH, CHANNELS, dtype=torch.float64)
+    o, _ = whole(Inputs(*leaves), zeros, cu_seqlens)
+    wanted = torch.autograd.grad(o, leaves, d_o)
+    own = [t[low:high].clone().requires_grad_() for t in x]
+    got, _ = call("gdn", Inputs(*own), context, cu_seqlens=local)
+    close(got[0], o[low:high].detach())
+    for a, b in zip(torch.autograd.grad(got, own, d_o[None, low:high]), wanted, strict=True):
+        close(a, b[low:high])
+    with pytest.raises(NotImplementedError, match="zigzag"):
+        call("gdn", Inputs(*own), SimpleNamespace(**vars(context), layout="zigzag"))
+    with pytest.raises(NotImplementedError, match="on the host"):
+        call("gdn", Inputs(*own), SimpleNamespace(**vars(context), pre_num_ranks_dev=local))
+    with pytest.raises(ValueError, match="^cu_seqlens: expected None, or that of cp_context"):
+        call("gdn", Inputs(*own), context, cu_seqlens=local.clone())
+
+
+def fewer_heads_than_ranks_and_low_precision() -> None:
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 40, 1, 8, generator=rng) for _ in range(3))
+    whole_o, whole_state = chunk_lightning_attn(q, k, v, 1, 4, output_final_state=True)
+    results = []
+    for exchange in ("gather", "transpose"):
+        cp = ContextParallel(dist.group.WORLD, bounds=[0, 7, 30, 40], exchange=exchange)
+        local = [cp.shard(x) for x in (q, k, v)]
+        o, state = chunk_lightning_attn(*local, 1, 4, output_final_state=True, cp_context=cp)
+        assert state.dtype == torch.float32
+        close(o, cp.shard(whole_o), 1e-4)
+        if dist.get_rank() == RANKS - 1:
+            close(state, whole_state, 1e-4)
+        half, last = chunk_lightning_attn(
+            *(x.bfloat16() for x in local), 1, 4, output_final_state=True, cp_context=cp,
+            initial_state=torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16),
+        )  # fmt: skip
+        assert half.dtype == last.dtype == torch.bfloat16
+        close(half.float(), cp.shard(whole_o), 0.5)
+        results.append((o, state))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def a_rank_with_another_layout() -> None:
+    rank = dist.get_rank()
+    cu_seqlens = [0, 5, 9] if rank != 1 else [0, 4, 9]
+    cp = ContextParallel(dist.group.WORLD, cu_seqlens=torch.tensor(cu_seqlens), bounds=[0, 3, 6, 9])
+    x, _, _, _ = problem(2, 9, 2, "kda")
+    o, _ = call("kda", Inputs(*(cp.shard(t, 0) for t in x)), cp)
+    assert o.isnan().all()
+    named = "rank 1$" if rank != 1 else "rank 0, rank 2$"
+    with pytest.raises(
+        ValueError, match=f"^cp_context: expected one layout on all ranks.* on {named}"
+    ):
+        cp.check()
+
+
+def nothing_of_the_inputs_is_written() -> None:
+    """Strided views of larger tensors stay as they are, padding included, and so does the initial state."""
+    x, states, _, _ = problem(9, 12, 1, "kda")
+    cp = ContextParallel(dist.group.WORLD, cu_seqlens=torch.tensor([0, 12]), layout="zigzag")
+    storage = [torch.full((t.shape[0] + 3, *t.shape[1:]), 7.0, dtype=torch.float64) for t in x]
+    for room, t in zip(storage, x, strict=True):
+        room[:4] = cp.shard(t, 0)
+    start = torch.stack([states[0], states[0]])
+    before = [t.clone() for t in (*storage, start)]
+    o, last = call("kda", Inputs(*(room[:4] for room in storage)), cp, initial_state=start)
+    o.zero_()
+    last.zero_()
+    assert all(torch.equal(a, b) for a, b in zip((*storage, start), before, strict=True))
+
+
+def refusals() -> None:
+    cp = ContextParallel(dist.group.WORLD, cu_seqlens=torch.tensor([0, 4, 9]))
+    x, _, _, _ = problem(2, 9, 2, "gdn")
+    local = Inputs(*(cp.shard(t, 0) for t in x))
+
+    def refuses(
+        error: type[Exception],
+        message: str,
+        context: object = cp,
+        inputs: Inputs = local,
+        **options: Any,
+    ):
+        with pytest.raises(error, match=message):
+            call("gdn", inputs, context, **options)
+
+    refuses(TypeError, "^cp_context: expected a ContextParallel, a ProcessGroup", 3)
+    refuses(
+        ValueError, "^cu_seqlens: expected None with cp_context", cu_seqlens=torch.tensor([0, 3])
+    )
+    refuses(ValueError, "^q: expected T = 3 as cp_context says, got T = 2", inputs=local.part(0, 2))
+    refuses(ValueError, "^out: expected None", out=local.v[None])
+    refuses(
+        ValueError, "^state_pool: expected None", state_pool=torch.zeros(2, HEADS, WIDTH, CHANNELS)
+    )
+    refuses(
+        ValueError,
+        "^has_initial_state: expected None",
+        has_initial_state=torch.ones(1, dtype=torch.bool),
+    )
+    refuses(ValueError, "^checkpoint_every_n_tokens: expected None", checkpoint_every_n_tokens=64)
+    refuses(
+        ValueError,
+        "^initial_state: ",
+        initial_state=torch.zeros(7, HEADS, WIDTH, CHANNELS).double(),
+    )
+    refuses(ValueError, "^beta: expected", inputs=local._replace(beta=local.beta[:2]))
+    # What is refused for lack of a kernel is refused on the last rank too, which sends nothing.
+    refuses(RuntimeError, "^impl='fla' cannot serve", impl="fla")
+    refuses(ValueError, "^use_intracard_cp: expected 'auto' or False beside", use_intracard_cp=True)
+    with pytest.raises(ValueError, match="^return_intermediate_states: expected None or False"):
+        k = torch.zeros(1, 3, HEADS, WIDTH)
+        chunk_kda(k, k, k, k, k[..., 0], return_intermediate_states=True, cp_context=cp)
+    for name, value in (("state_pool", k), ("checkpoint_every_n_tokens", 64), ("has_initial_state", k)):
+        with pytest.raises(ValueError, match=f"^{name}: expected None or False beside cp_context"):
+            chunk_kda(k, k, k, k, k[..., 0], **{name: value}, cp_context=cp)
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    refuses(
+        TypeError,
+        "^q: expected a local tensor, got a DTensor; .*local_map",
+        inputs=local._replace(q=DTensor.from_local(local.q, mesh, [Shard(0)])),
+    )
+    plane = dist.device_mesh.init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("a", "b"))
+    refuses(ValueError, "^cp_context: expected a DeviceMesh of one dimension", plane)
+    for options, message in (
+        ({"cu_seqlens": torch.tensor([0, 5, 4])}, "cu_seqlens: expected offsets that rise from 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens: expected int32 or int64"),
+        ({"bounds": [0, 5, 9]}, "bounds: expected 4 numbers that rise from 0"),
+        ({"bounds": [0, 5, 4, 9]}, "bounds: expected 4 numbers"),
+        (
+            {"bounds": [0, 1, 2, 3], "cu_seqlens": torch.tensor([0, 4])},
+            "bounds: .* from 0 to 4, got",
+        ),
+        ({"layout": "ring"}, "layout: expected 'contiguous' or 'zigzag'"),
+        ({"exchange": "ring"}, "exchange: expected"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ContextParallel(dist.group.WORLD, **options)
+    zigzag = ContextParallel(dist.group.WORLD, layout="zigzag")
+    with pytest.raises(ValueError, match="^x: expected tokens in 6 equal parts"):
+        zigzag.shard(torch.zeros(1, 8))
+    with pytest.raises(ValueError, match="^x: expected no gradients"):
+        zigzag.unshard(torch.zeros(1, 2, requires_grad=True))
+    with pytest.raises(ValueError, match="^x: expected 9 tokens"):
+        cp.shard(torch.zeros(1, 8))
+    with pytest.raises(ValueError, match="^q: expected an even T"):
+        call("gdn", local, zigzag)
+
+
+def checkpointed() -> None:
+    """Recomputed forwards, with their exchange, give the same gradients."""
+    x, _, d_o, _ = problem(4, 12, 1, "kda")
+    cp = ContextParallel(dist.group.WORLD, bounds=[0, 5, 5, 12])
+    found = []
+    for again in (False, True):
+        own = [cp.shard(t, 0).clone().requires_grad_() for t in x]
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            return call("kda", Inputs(*tensors), cp)[0]
+
+        o = (
+            torch.utils.checkpoint.checkpoint(layer, *own, use_reentrant=False)
+            if again
+            else layer(*own)
+        )
+        found.append(torch.autograd.grad(o, own, cp.shard(d_o, 0)[None]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def test_random_batches_with_both_exchanges(world):
+    world(random_cases, list(range(9)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cu_seqlens", "bounds", "layout"),
+    [
+        ("kda", [0, 20], [0, 9, 9, 20], "contiguous"),
+        ("gdn", [0, 20], [0, 0, 0, 20], "contiguous"),
+        ("gla", [0, 20], [0, 6, 13, 20], "contiguous"),
+        ("kda", [0, 3, 3, 17, 20], None, "zigzag"),
+        ("gla", [0, 3, 3, 17, 20], None, "zigzag"),
+    ],
+)
+def test_empty_slices_empty_sequences_and_zigzag(world, kind, cu_seqlens, bounds, layout):
+    world(compare, 11, kind, cu_seqlens, bounds, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"), [("contiguous", "group"), ("contiguous", "mesh"), ("zigzag", "context")]
+)
+def test_dense_batch_without_lengths(world, layout, how):
+    world(dense_batch, layout, how)
+
+
+def test_two_ranks_send_no_matrices(world):
+    world(two_ranks_send_no_matrices)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 12], [0, 2, 12], [0, 3, 5, 11, 12], [0, 4, 8, 12]])
+def test_context_of_flash_linear_attention(world, cu_seqlens):
+    world(with_the_context_of_fla, cu_seqlens)
+
+
+def test_fewer_heads_than_ranks_and_low_precision(world):
+    world(fewer_heads_than_ranks_and_low_precision)
+
+
+def test_a_rank_with_another_layout_is_seen(world):
+    world(a_rank_with_another_layout)
+
+
+def test_nothing_of_the_inputs_is_written(world):
+    world(nothing_of_the_inputs_is_written)
+
+
+def test_arguments_that_do_not_fit_are_refused(world):
+    world(refusals)
+
+
+def test_activation_checkpoints(world):
+    world(checkpointed)
