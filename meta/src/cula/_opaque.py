@@ -7,8 +7,10 @@ compiled graph keeps the inputs alone. An eager call does not go through operato
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -22,26 +24,43 @@ FUNCTIONS = (
     "chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
     "chunk_simple_gla", "lightning_attn_fwd", "lightning_attn_fwd_varlen", "lite_attention",
 )  # fmt: skip
-# Parameters with other annotations tell the reference nothing.
+# Parameters with other annotations, and these, change no value of the reference.
 _TYPES = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "float": "float", "float | None": "float?",
     "int": "SymInt", "int | None": "SymInt?", "str": "str", "int | Tensor": "Tensor",
 }  # fmt: skip
-_INFERENCE = ("out", "state_checkpoints", "checkpoint_offsets", "return_intermediate_states")
+_IDLE = (
+    "cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute", "exact_state", "num_splits", "segment_tokens",
+    "deterministic",
+)  # fmt: skip
+# What inference alone has, and leaves to a trace.
+_INFERENCE = (
+    "out", "state_checkpoints", "checkpoint_every_n_tokens", "checkpoint_rows", "checkpoint_offsets",
+    "return_intermediate_states",
+)  # fmt: skip
 
 
+@functools.cache
 def load(function: str) -> Callable[..., Any]:
     """The reference of a public function, whose products autocast leaves in their precision."""
     plain = getattr(reference, function)
 
-    def exact(first: Tensor, *args: Any, **options: Any) -> Any:
-        device = first.device.type
+    def exact(*args: Any, **options: Any) -> Any:
+        device = (args[0] if args else options["q"]).device.type
         if not torch.is_autocast_enabled(device):
-            return plain(first, *args, **options)
+            return plain(*args, **options)
         with torch.autocast(device, enabled=False):
-            return plain(first, *args, **options)
+            return plain(*args, **options)
 
     return _with_operator(function, exact, plain) if function in FUNCTIONS else exact
+
+
+@contextmanager
+def autograd_anywhere() -> Iterator[None]:
+    """Records for autograd inside an operator too, which a compiled graph calls where autograd does not look."""
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        yield
 
 
 def _with_operator(
@@ -50,7 +69,7 @@ def _with_operator(
     parameters = inspect.signature(plain).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     types = {n: _TYPES[p.annotation] for n, p in parameters.items() if p.annotation in _TYPES}
-    types = {n: kind for n, kind in types.items() if n not in _INFERENCE}
+    types = {n: kind for n, kind in types.items() if n not in (*_IDLE, *_INFERENCE)}
     operator = _define(function, types, exact)
     results = 3 if function == "lite_attention" else 2
 
@@ -73,9 +92,7 @@ def _with_operator(
 
 def _writes(given: dict[str, Any]) -> bool:
     """Whether a call writes what the caller owns, returns inner states, or has results whose size is in a tensor."""
-    if any(given.get(name) not in (None, False) for name in ("return_intermediate_states",)):
-        return True
-    if any(given.get(name) is not None for name in _INFERENCE[:3]):
+    if any(not (given.get(name) is None or given[name] is False) for name in _INFERENCE):
         return True
     if given.get("state_pool") is not None and given["update_state_pool"]:
         return True
@@ -88,24 +105,17 @@ def _define(function: str, types: dict[str, str], exact: Callable[..., Any]) -> 
     arguments = ", ".join(f"{kind} {name}" for name, kind in types.items())
     forward, backward = f"cula::{function}", f"cula::{function}_backward"
     torch.library.define(forward, f"({arguments}) -> Tensor[]")
-    torch.library.define(
-        backward, f"(Tensor?[] grads, bool[] wanted, {arguments}) -> Tensor[]"
-    )
+    torch.library.define(backward, f"(Tensor?[] grads, bool[] wanted, {arguments}) -> Tensor[]")
 
     def compute(inputs: Any) -> list[Tensor]:
-        given = dict(zip(types, inputs))
-        return [x for x in exact(given.pop("q"), **given) if x is not None]
+        return [x for x in exact(**dict(zip(types, inputs))) if x is not None]
 
     def run(*inputs: Any) -> list[Tensor]:
         with torch.no_grad():
             return [x.contiguous() for x in compute(inputs)]
 
-    def run_backward(
-        grads: list[Tensor | None], wanted: list[bool], *inputs: Any
-    ) -> list[Tensor]:
-        autograd = torch._C.DispatchKey.AutogradFunctionality
-        # Operators are called where autograd no longer looks.
-        with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+    def run_backward(grads: list[Tensor | None], wanted: list[bool], *inputs: Any) -> list[Tensor]:
+        with autograd_anywhere():
             leaves = [x.detach().requires_grad_(w) if w else x for x, w in zip(inputs, wanted)]
             pairs = [(y, dy) for y, dy in zip(compute(leaves), grads) if dy is not None]
             pairs = [(y, dy) for y, dy in pairs if y.requires_grad]
@@ -133,7 +143,9 @@ def _define(function: str, types: dict[str, str], exact: Callable[..., Any]) -> 
     def differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
         inputs = [rest if x is None else x for x, rest in zip(ctx.saved_tensors, ctx.rest)]
         wanted = list(ctx.needs_input_grad)
-        found = iter(getattr(torch.ops.cula, f"{function}_backward").default(grads, wanted, *inputs))
+        found = iter(
+            getattr(torch.ops.cula, f"{function}_backward").default(grads, wanted, *inputs)
+        )
         return tuple(next(found) if w else None for w in wanted)
 
     torch.library.impl(forward, "default", run)

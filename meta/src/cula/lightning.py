@@ -117,6 +117,8 @@ def lightning_attn_fwd(
     """
     requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "lightning_attn_fwd",
         impl,
@@ -221,6 +223,8 @@ def lightning_attn_fwd_varlen(
     """
     requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "lightning_attn_fwd_varlen",
         impl,
@@ -402,6 +406,8 @@ def chunk_simple_gla(
     """
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "chunk_simple_gla",
         impl,
@@ -571,6 +577,8 @@ def chunk_gated_delta_rule(
     states = initial_state if state_pool is None else state_pool
     requires_grad = _check.requires_grad(q, k, v, g, beta, states, A_log, dt_bias)
     dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     _check.kernel_choices(
         use_intracard_cp, segment_tokens, operand_dtype, softplus_beta, softplus_threshold
     )
@@ -703,6 +711,8 @@ def fused_recurrent_gated_delta_rule(
     """
     requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "fused_recurrent_gated_delta_rule",
         impl,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cula import _check, _check_lite
@@ -132,6 +133,8 @@ def lite_attention(
         "out": out,
     }
     _check_lite.operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "lite_attention",
         impl,
