@@ -12,7 +12,8 @@ What every function here shares. Activations are bfloat16, float16, float32 or f
 may be strided as long as the last dimension is contiguous. HV is a multiple of H; value head h reads query and key head
 `h // (HV // H)`, and `chunk_gated_delta_rule` takes heads that are grouped in other ways too. States are
 `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; initial ones are float32, bfloat16 or float16 (float64 is
-accepted with float64 activations), and final ones have their dtype, float32 without any; arithmetic is float32.
+accepted with float64 activations), and final ones have their dtype, float32 without any; arithmetic is float32. Where
+q is float32 and autocast is on, q, k and v are cast to its dtype.
 `cu_seqlens` `[N + 1]`, int32 or int64 on the device of q, packs N sequences, some possibly empty, into B = 1; its
 values are checked when it lies on the CPU, and a device is never read back by cula itself. `impl` is "auto" or the name
 of an implementation, which then serves or raises; see `cula.explain`. TypeError and ValueError name the argument that

@@ -62,6 +62,8 @@ def lite_attention(
     says so, or if for any of its rows `(tile's best score) - (best score of the tiles before) > threshold`, scores in
     log2 units. A tile that is dropped does not come back, so alternate `direction` between calls.
 
+    Where q is float32 and autocast is on, q, k and v are cast to its dtype.
+
     The function of the kernel package, `liteattention_sm89.lite_attention`, has the same arguments but `impl`.
 
     Args:
