@@ -47,7 +47,9 @@ def sharded(mixed: bool = False) -> torch.nn.Module:
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     own = batch(BATCH, TOKENS).chunk(RANKS)[rank]
     cases = {
         "plain": train(sharded(), own),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny_model import DIM, HEADS, batch, gradients, loss, model
+from tiny_model import batch, gradients, loss, model
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
@@ -114,7 +113,7 @@ def test_one_graph_for_every_length(layer: Callable[..., Any]) -> None:
         return layer(q.tanh(), **rest)
 
     compiled = torch.compile(step, fullgraph=True, backend=graphs)
-    for sequences, tokens in ((2, 5), (3, 66), (4, 9)):
+    for sequences, tokens in ((2, 33), (3, 66), (4, 40)):
         x = inputs(sequences, tokens)
         for got, want in zip(derivatives(compiled, x), derivatives(step, x), strict=True):
             torch.testing.assert_close(got, want)
@@ -126,3 +125,148 @@ def test_compiled_against_the_recurrence() -> None:
     found = derivatives(torch.compile(attend_kda, fullgraph=True, backend="aot_eager"), x)
     for got, want in zip(found, derivatives(recurrence, x), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def all_arguments(function: str, x: dict[str, Tensor]) -> tuple[Any, ...]:
+    """Arguments of `cula::<function>` in the order of its schema."""
+    heads = torch.rand(HV)
+    given = {
+        **x, "q": x["q"], "decay": heads, "g_gamma": -heads, "A_log": heads, "dt_bias": torch.rand(HV, K),
+        "lower_bound": -5.0, "scale": 0.3, "output_final_state": True, "use_qk_l2norm_in_kernel": True,
+        "softplus_beta": 1.0, "softplus_threshold": 20.0, "cu_seqlens": CU,
+        "initial_state": torch.randn(len(CU) - 1, HV, K, V).bfloat16(), "block_m": 4, "block_n": 2,
+        "threshold": -1.0, "threshold_mode": "max", "direction": torch.tensor([-1], dtype=torch.int32),
+    }  # fmt: skip
+    schema = getattr(torch.ops.cula, function).default._schema
+    kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+    if function == "lightning_attn_fwd":
+        given["initial_state"] = given["initial_state"][:1]
+    elif function != "chunk_kda":
+        del given["dt_bias"], given["lower_bound"], given["A_log"]
+    if "g" in kinds and function not in ("chunk_kda", "fused_recurrent_kda"):
+        given["g"] = x["g"][..., 0]
+    if function == "lite_attention":
+        given["q"] = x["q"].repeat_interleave(HV // H, dim=2)
+        given["v"] = x["v"][:, :, :H]
+    gates = {"use_gate_in_kernel": function == "chunk_kda"}
+    return tuple(
+        given.get(name, gates.get(name, False if kind == "bool" else None))
+        for name, kind in kinds.items()
+    )
+
+
+@pytest.mark.parametrize("function", _opaque.FUNCTIONS)
+def test_operators(function: str) -> None:
+    _opaque.load(function)
+    given = all_arguments(function, inputs(1, int(CU[-1]), torch.bfloat16))
+    given = tuple(
+        x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given
+    )
+    operator = getattr(torch.ops.cula, function).default
+    torch.library.opcheck(operator, given)
+    wanted = [isinstance(x, Tensor) and x.requires_grad for x in given]
+    with torch.no_grad():
+        results = operator(*given)
+    grads = [x if x.is_floating_point() else None for x in results]
+    backward = getattr(torch.ops.cula, f"{function}_backward").default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(backward, (grads, wanted, *given), test_utils=checks)
+    with pytest.raises(RuntimeError, match="the derivative of a gradient is not implemented"):
+        sum(x.sum() for x in backward(grads, wanted, *given)).backward()
+
+
+def test_what_is_written_is_traced() -> None:
+    """`out` and a pool are the caller's memory, which an operator without such arguments could not write."""
+    x = {name: value for name, value in inputs(1, 7).items() if name != "state"}
+    tokens = (x["q"], x["k"], x["v"])
+    pools = torch.randn(2, 4, HV, K, V)
+    outs = torch.full((2, 1, 7, HV, V), float("nan"))
+
+    def run(pool: Tensor, out: Tensor) -> Any:
+        kda.chunk_kda(**x, out=out)
+        return lightning.lightning_attn_fwd_varlen(
+            *tokens, torch.ones(HV), CU, state_pool=pool, initial_state_indices=torch.tensor([2, -1, 0]).int()
+        )  # fmt: skip
+
+    pools[1] = pools[0]
+    before = pools[0].clone()
+    expected = run(pools[0], outs[0])
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(pools[1], outs[1])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(outs[1], outs[0])
+    assert torch.equal(pools[1][[1, 3]], before[[1, 3]]) and not torch.equal(pools[1][0], before[0])
+
+
+def trained(run: Any, net: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
+    net.zero_grad()
+    value = loss(run, x)
+    value.backward()
+    return {"loss": value.detach(), **{name: g.clone() for name, g in gradients(net).items()}}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing(compiled: bool) -> None:
+    net, x = model(), batch(2, 9)
+    calls = []
+
+    def run(x: Tensor) -> Tensor:
+        for layer in net:
+            if not compiled:
+                layer.register_forward_pre_hook(lambda *_: calls.append(1))
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    expected = trained(net, net, x)
+    step = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    torch.testing.assert_close(trained(step, net, x), expected)
+    assert compiled or len(calls) == 2 * len(net)  # once more in the backward
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_accumulation(compiled: bool) -> None:
+    net, x = model(), batch(4, 9)
+    expected = trained(net, net, x)
+    step = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+    net.zero_grad()
+    for part in x.split([2, 2]):
+        (loss(step, part) / 2).backward()
+    found = gradients(net)
+    assert len(found) == len(expected) - 1
+    torch.testing.assert_close(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_autocast(layer: Callable[..., Any]) -> None:
+    """float32 tokens become bfloat16; sums, gates and states stay as they are, bit for bit."""
+    x = inputs(2, 19)
+    cast = {name: t.bfloat16() if name in "qkv" else t for name, t in x.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        found, of_cast, double = layer(**x), layer(**cast), layer(**inputs(2, 19, torch.float64))
+    expected = layer(**cast)
+    assert found[0].dtype == torch.bfloat16 and double[0].dtype == torch.float64
+    if layer is not attend_lite:
+        assert found[1].dtype == torch.float32
+    for got, same, want in zip(found, of_cast, expected, strict=True):
+        assert torch.equal(got, want) and torch.equal(same, want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_in_autocast(compiled: bool) -> None:
+    net, x = model(), batch(2, 9)
+    exact = trained(net, net, x)
+    step = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(x)
+
+    for name, got in trained(run, net, x).items():
+        assert got.dtype == torch.float32
+        error = (got - exact[name]).norm() / exact[name].norm()
+        assert 0 < error < 3e-2, (name, error)
+
+
+def test_autocast_of_one_argument_that_is_no_tensor() -> None:
+    q = torch.randn(1, 3, H, K)
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="^k: "):
+        kda.chunk_kda(q, None, q, q, q[..., 0])
