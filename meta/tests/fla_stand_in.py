@@ -156,7 +156,7 @@ def chunk_simple_gla_bwd(
         outputs, given = ((o, ht), (do, dht)) if dht is not None else ((o,), (do,))
         wanted = [x for x in leaves if x is not None]
         found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
-    return tuple(None if x is None else next(found) for x in leaves)
+    return tuple(None if x is None else next(found).contiguous() for x in leaves)
 
 
 def l2norm_fwd(x):

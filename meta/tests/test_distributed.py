@@ -375,7 +375,11 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="^return_intermediate_states: expected None or False"):
         k = torch.zeros(1, 3, HEADS, WIDTH)
         chunk_kda(k, k, k, k, k[..., 0], return_intermediate_states=True, cp_context=cp)
-    for name, value in (("state_pool", k), ("checkpoint_every_n_tokens", 64), ("has_initial_state", k)):
+    for name, value in (
+        ("state_pool", k),
+        ("checkpoint_every_n_tokens", 64),
+        ("has_initial_state", k),
+    ):
         with pytest.raises(ValueError, match=f"^{name}: expected None or False beside cp_context"):
             chunk_kda(k, k, k, k, k[..., 0], **{name: value}, cp_context=cp)
     from torch.distributed.tensor import DTensor, Shard

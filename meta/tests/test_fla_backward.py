@@ -9,8 +9,9 @@ import pytest
 import torch
 from fla_stand_in import CU, HV, SEEN, H, K, V, chunk_kda, inputs, installed, marked
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
-from cula import _implementations, _registry, kda, lightning, reference
+from cula import _implementations, _opaque, _registry, kda, lightning
 from cula._facts import OPS
 from cula._implementations import Implementation
 from cula.integrations import fla, fla_backward
@@ -29,10 +30,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return "no backward" if requires_grad else None
 
     def load(function: str) -> Any:
+        forward = _opaque.load(function)
+
         def run(*args: Any, **options: Any) -> Any:
             assert not torch.is_grad_enabled()
             SEEN.append(f"kernel {function}")
-            return getattr(reference, function)(*args, **options)
+            return forward(*args, **options)
 
         def run_kda(*args: Any, return_intra: bool = False, **options: Any) -> Any:
             shape = (args[2] if args else options["v"]).shape[:3]
@@ -303,3 +306,29 @@ def test_backward_through_no_tokens(kernel: None, cu: list[int] | None) -> None:
     )
     (o.sum() + final.sum()).backward()
     assert torch.equal(state.grad, torch.ones_like(state)) and SEEN == []
+
+
+@pytest.mark.parametrize("function", [kda.chunk_kda, lightning.chunk_simple_gla])
+def test_compiled(kernel: None, function: Any) -> None:
+    """One graph for every length, in which the backward of FLA is one operator."""
+    graphs = []
+
+    def count(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, example)
+
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    for tokens in (5, 9, 7):
+        SEEN.clear()
+        tensors = inputs(2, tokens) | {"initial_state": torch.randn(2, HV, K, V)}
+        if function is lightning.chunk_simple_gla:
+            del tensors["beta"]
+            tensors["g"] = tensors["g"][..., 0].contiguous()
+        found = gradients(compiled, tensors, options)
+        assert SEEN[-1] == f"{function.__name__}_bwd"
+        expected = gradients(function, tensors, options)
+        for got, want in zip(found, expected, strict=True):
+            assert torch.equal(got, want)
+    assert len(graphs) == 2

@@ -20,7 +20,17 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cula import compat, delta, distributed, integrations, kda, lightning, lite, reference, varlen
+    from cula import (
+        compat,
+        delta,
+        distributed,
+        integrations,
+        kda,
+        lightning,
+        lite,
+        reference,
+        varlen,
+    )
     from cula._registry import explain
 
 __version__ = "0.1.0"

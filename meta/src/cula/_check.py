@@ -265,6 +265,15 @@ def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
     return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
 
 
+def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 tokens in the dtype of autocast, where that is on, as torch's own attention takes them."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype, single = torch.get_autocast_dtype(q.device.type), torch.float32
+    k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == single else x for x in (k, v))
+    return q.to(dtype), k, v
+
+
 def grouped_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, bool]:
     """The same where heads may be grouped in any way: K, V, HS // HQ, and whether heads of q share one of k or v."""
     dim_k, dim_v, _ = prefill_operands(q, v)

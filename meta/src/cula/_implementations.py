@@ -59,7 +59,8 @@ def reference(ops: Iterable[str]) -> Implementation:
         return None
 
     def load(function: str) -> Callable[..., Any]:
-        return getattr(importlib.import_module("cula.reference"), function)
+        target: Callable[..., Any] = importlib.import_module("cula._opaque").load(function)
+        return target
 
     return Implementation(
         "reference", tuple(ops), None, REFERENCE_PRIORITY, supports, load, kernel=False

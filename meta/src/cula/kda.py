@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cula import _check
@@ -68,7 +69,7 @@ def chunk_kda(
     """KDA over whole sequences, with the argument order of flash-linear-attention 0.6.
 
     Activations q, k, v are bfloat16, float16, float32 or float64, of one dtype, and may be strided as long as the last
-    dimension is contiguous. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`. Sums are
+    dimension is contiguous; autocast casts them where q is float32. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`. Sums are
     kept in fp32 (fp64 for float64).
 
     Gradients: behind a kernel without a backward runs that of flash-linear-attention, where it is installed and able
@@ -179,6 +180,7 @@ def chunk_kda(
                 "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
                 "safe_gate": safe_gate, "lower_bound": lower_bound, "disable_recompute": disable_recompute,
                 "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+                "update_state_pool": update_state_pool,
             },
             choices={"use_intracard_cp": use_intracard_cp, "segment_tokens": segment_tokens, "impl": impl},
             refused={
@@ -197,6 +199,8 @@ def chunk_kda(
         _check.graph(use_graph, max_num_seqs, cu_seqlens)
     if chunk_size != 64:
         _check.chunk_size(chunk_size, return_intermediate_states)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     check_split_choice(use_intracard_cp, segment_tokens)
     run = resolve(
         "chunk_kda",
@@ -332,6 +336,8 @@ def fused_recurrent_kda(
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "fused_recurrent_kda",
         impl,

@@ -12,7 +12,8 @@ What every function here shares. Activations are bfloat16, float16, float32 or f
 may be strided as long as the last dimension is contiguous. HV is a multiple of H; value head h reads query and key head
 `h // (HV // H)`, and `chunk_gated_delta_rule` takes heads that are grouped in other ways too. States are
 `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; initial ones are float32, bfloat16 or float16 (float64 is
-accepted with float64 activations), and final ones have their dtype, float32 without any; arithmetic is float32.
+accepted with float64 activations), and final ones have their dtype, float32 without any; arithmetic is float32. Where
+q is float32 and autocast is on, q, k and v are cast to its dtype.
 `cu_seqlens` `[N + 1]`, int32 or int64 on the device of q, packs N sequences, some possibly empty, into B = 1; its
 values are checked when it lies on the CPU, and a device is never read back by cula itself. `impl` is "auto" or the name
 of an implementation, which then serves or raises; see `cula.explain`. TypeError and ValueError name the argument that
@@ -117,6 +118,8 @@ def lightning_attn_fwd(
     """
     requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "lightning_attn_fwd",
         impl,
@@ -221,6 +224,8 @@ def lightning_attn_fwd_varlen(
     """
     requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "lightning_attn_fwd_varlen",
         impl,
@@ -430,6 +435,8 @@ def chunk_simple_gla(
         # fmt: on
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "chunk_simple_gla",
         impl,
@@ -636,6 +643,8 @@ def chunk_gated_delta_rule(
     dim_k, dim_v, group, grouped_queries = _check.grouped_operands(q, k, v)
     if chunk_size != 64:
         _check.chunk_size(chunk_size)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     _check.kernel_choices(
         use_intracard_cp, segment_tokens, operand_dtype, softplus_beta, softplus_threshold
     )
@@ -770,6 +779,8 @@ def fused_recurrent_gated_delta_rule(
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "fused_recurrent_gated_delta_rule",
         impl,

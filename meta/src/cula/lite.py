@@ -10,6 +10,7 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cula import _check, _check_lite
@@ -60,6 +61,8 @@ def lite_attention(
     `direction`; all of them enter the output. A visited tile stays on the list if it is the first one, if `must_do`
     says so, or if for any of its rows `(tile's best score) - (best score of the tiles before) > threshold`, scores in
     log2 units. A tile that is dropped does not come back, so alternate `direction` between calls.
+
+    Where q is float32 and autocast is on, q, k and v are cast to its dtype.
 
     The function of the kernel package, `liteattention_sm89.lite_attention`, has the same arguments but `impl`.
 
@@ -132,6 +135,8 @@ def lite_attention(
         "out": out,
     }
     _check_lite.operands(q, v)
+    if q.dtype is torch.float32:
+        q, k, v = _check.in_autocast(q, k, v)
     run = resolve(
         "lite_attention",
         impl,
