@@ -101,7 +101,8 @@ def label(key: tuple[str, str, int, int]) -> str:
 def table(content: Mapping[str, Any]) -> report.Table:
     """A line per part of a model's work.
 
-    The last column is how long it would take the other provider if its linear attention took no time at all.
+    The last column is how long it would take the other provider if its linear attention took no time at all. Where the
+    device works less than half of the time, wall times are the host's, and neither is told.
     """
     header = [
         "model and work", "without cula, ms", "with cula, ms", "times as fast", "tokens/s with cula",
@@ -111,13 +112,14 @@ def table(content: Mapping[str, Any]) -> report.Table:
     lines = []
     for key in dict.fromkeys(work_of(row) for row in content["rows"]):
         theirs, ours = of_work(content, key)
+        waits = theirs["device_ms"] < theirs["ms"] / 2
         bound = "-"
-        if theirs["linear_ms"] is not None:
+        if theirs["linear_ms"] is not None and not waits:
             bound = f"{max(theirs['ms'] - theirs['linear_ms'], 0):.1f}"
         lines.append([
             label(key),
             *(f"{r['ms']:.1f} ({r['p20_ms']:.1f}-{r['p80_ms']:.1f})" for r in (theirs, ours)),
-            f"{theirs['ms'] / ours['ms']:.2f}",
+            "bound by the host" if waits else f"{theirs['ms'] / ours['ms']:.2f}",
             f"{ours['tokens_per_s']:,.0f}",
             " / ".join(_ms(r["linear_ms"]) for r in (theirs, ours)),
             " / ".join(_ms(r["device_ms"]) for r in (theirs, ours)),

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.emulator import mutant_rows
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import first_calls, registry, report, results
+from benchmarks.harness import first_calls, model_rows, registry, report, results
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import tables as kda_tables
@@ -297,6 +297,26 @@ def _first_calls(section: Section, content: Content, path: Path) -> None:
     section.notes = [*content["notes"], *_skipped(content)]
 
 
+def _models(section: Section, content: Content, path: Path) -> None:
+    model_rows.validate(content)
+    keys = list(dict.fromkeys(model_rows.work_of(row) for row in content["rows"]))
+    pairs = [model_rows.of_work(content, key) for key in keys]
+    # The first is the one that is ours, as in other plots.
+    series = {
+        name: [pair[place]["ms"] / pair[0]["ms"] for pair in pairs]
+        for name, place in (("with cula", 1), ("without", 0))
+    }
+    labels = [model_rows.label(key) for key in keys]
+    text = "time / time without cula"
+    section.measured = [("whole models, eager", MEASURED), ("captured decode", NOT_MEASURED)]
+    section.plots = [plots.bars(labels, series, text, content["title"], section.anchor)]
+    section.tables = [
+        Table("Medians, 20th to 80th percentile in brackets", *model_rows.table(content))
+    ]
+    left = [f"Not measured: {e['model']}, {e['work']}: {e['reason']}." for e in content["skipped"]]
+    section.notes = [*content["notes"], *left]
+
+
 def _checks(result: Content) -> str:
     found = [
         (error, check["provider"])
@@ -489,6 +509,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     "kda_h200": _published_tables,
     "lite_rtx4090": _published_tables,
     first_calls.OP: _first_calls,
+    model_rows.OP: _models,
     "ncu_decode": _counters,
     "batch_invariance_study": _study,
     "decode_design_study": _study,

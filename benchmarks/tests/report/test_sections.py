@@ -257,3 +257,20 @@ def test_text_that_is_no_json_is_named(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="x.json"):
         sections.read(path)
+
+
+def test_whole_models_have_a_section(written, first_call_result):
+    row = {
+        "model": "toy", "parameters": 5, "work": "prefill", "batch": 1, "tokens": 64, "samples": 3, "peak_gib": 0.5,
+        "p20_ms": 6.5, "p80_ms": 9.5, "tokens_per_s": 8000.0, "device_ms": 7.5, "linear_ms": 2.0, "error": None,
+    }  # fmt: skip
+    pair = [row | {"provider": "cula", "ms": 7.0}, row | {"provider": "fla", "ms": 8.0}]
+    skipped = [{"model": "toy", "work": "train", "reason": "no backward"}]
+    path = written(name="toy-100/models.json")
+    path.write_text(json.dumps(first_call_result | {"skipped": skipped, "rows": pair}))
+    section = sections.read(path)
+    assert dict(section.measured)["whole models, eager"] == "measured"
+    (table,) = section.tables
+    assert table.lines[0][:4] == ["toy, prefill B1-T64", "8.0 (6.5-9.5)", "7.0 (6.5-9.5)", "1.14"]
+    assert section.notes[-1] == "Not measured: toy, train: no backward."
+    assert len(section.plots) == 1

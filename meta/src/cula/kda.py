@@ -69,8 +69,8 @@ def chunk_kda(
     """KDA over whole sequences, with the argument order of flash-linear-attention 0.6.
 
     Activations q, k, v are bfloat16, float16, float32 or float64, of one dtype, and may be strided as long as the last
-    dimension is contiguous; autocast casts them where q is float32. HV is a multiple of H; value head h reads query and key head `h // (HV // H)`. Sums are
-    kept in fp32 (fp64 for float64).
+    dimension is contiguous; autocast casts them where q is float32. HV is a multiple of H; value head h reads query and
+    key head `h // (HV // H)`. Sums are kept in fp32 (fp64 for float64).
 
     Gradients: behind a kernel without a backward runs that of flash-linear-attention, where it is installed and able
     (bfloat16 or float16); else `impl="auto"` takes the reference, and a kernel that was asked for refuses.
@@ -180,9 +180,10 @@ def chunk_kda(
                 "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
                 "safe_gate": safe_gate, "lower_bound": lower_bound, "disable_recompute": disable_recompute,
                 "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
-                "update_state_pool": update_state_pool,
+                "update_state_pool": update_state_pool, "use_intracard_cp": use_intracard_cp,
+                "segment_tokens": segment_tokens,
             },
-            choices={"use_intracard_cp": use_intracard_cp, "segment_tokens": segment_tokens, "impl": impl},
+            choices={"impl": impl},
             refused={
                 "return_intermediate_states": return_intermediate_states, "out": out, "cp_context": None,
                 "state_pool": state_pool, "initial_state_indices": initial_state_indices, "null_slot": null_slot,
