@@ -654,8 +654,7 @@ def test_kernel_is_called_with_the_public_arguments(
     silent = ("linear_attention_commit", "delta_rule_commit", "delta_rule_flush")
     assert found == (None if function in silent else "result")
     (bound,) = taken
-    apart = own(public) | ({"cp_context"} if function == "chunk_simple_gla" else set())
-    given = {n: p for n, p in parameters.items() if n not in apart}
+    given = {n: p for n, p in parameters.items() if n not in own(public)}
     expected = {n: required.get(n, p.default) for n, p in given.items()}
     assert set(bound.arguments) == set(expected)
     for name, value in expected.items():

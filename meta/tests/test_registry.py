@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -110,7 +111,10 @@ def test_entry_point_is_found_and_preferred(install: Callable[..., None]) -> Non
     assert rows()["reference"] == ("available", None)
     assert resolve("chunk_simple_gla", "auto", CPU, *GLA)() == "chunk_simple_gla by made-up"
     assert resolve("chunk_simple_gla", "made-up", CPU, *GLA)() == "chunk_simple_gla by made-up"
-    assert resolve("chunk_simple_gla", "reference", CPU, *GLA) is cula.reference.chunk_simple_gla
+    assert (
+        inspect.unwrap(resolve("chunk_simple_gla", "reference", CPU, *GLA))
+        is cula.reference.chunk_simple_gla
+    )
 
 
 def test_lower_priority_number_wins(install: Callable[..., None]) -> None:
@@ -187,7 +191,10 @@ def test_spec_that_cannot_be_imported_is_reported(install: Callable[..., None]) 
         "refused",
         "ModuleNotFoundError: No module named 'made_up_nowhere'",
     )
-    assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is cula.reference.chunk_simple_gla
+    assert (
+        inspect.unwrap(resolve("chunk_simple_gla", "auto", CPU, *GLA))
+        is cula.reference.chunk_simple_gla
+    )
 
 
 def test_second_spec_of_a_name_is_reported(install: Callable[..., None]) -> None:
@@ -215,7 +222,10 @@ def test_refusal_falls_back_under_auto_and_raises_when_asked_for(
     install(make_spec(**changes))
     assert rows()["made-up"] == ("refused", reason)
     assert rows()["reference"] == ("chosen", None)
-    assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is cula.reference.chunk_simple_gla
+    assert (
+        inspect.unwrap(resolve("chunk_simple_gla", "auto", CPU, *GLA))
+        is cula.reference.chunk_simple_gla
+    )
     with pytest.raises(RuntimeError) as caught:
         resolve("chunk_simple_gla", "made-up", CPU, *GLA)
     message = str(caught.value)
@@ -351,7 +361,10 @@ def test_why_there_is_no_backward(
     assert rows(requires_grad=True)["made-up"] == ("refused", "no backward; fla: not installed")
     with pytest.raises(RuntimeError, match="impl='made-up' cannot .*: no backward; fla: not ins"):
         resolve("chunk_simple_gla", "made-up", CPU, *TRAINING)
-    assert resolve("chunk_simple_gla", "auto", CPU, *TRAINING) is cula.reference.chunk_simple_gla
+    assert (
+        inspect.unwrap(resolve("chunk_simple_gla", "auto", CPU, *TRAINING))
+        is cula.reference.chunk_simple_gla
+    )
 
     fla.refusal = None
     monkeypatch.setenv("CULA_DISABLE", "fla")
@@ -386,7 +399,10 @@ def test_impl_from_the_environment(
     monkeypatch.setenv("CULA_IMPL", "reference")
     install(make_spec())
     assert rows()["made-up"] == ("refused", "reference was asked for")
-    assert resolve("chunk_simple_gla", "auto", CPU, *GLA) is cula.reference.chunk_simple_gla
+    assert (
+        inspect.unwrap(resolve("chunk_simple_gla", "auto", CPU, *GLA))
+        is cula.reference.chunk_simple_gla
+    )
     assert resolve("chunk_simple_gla", "made-up", CPU, *GLA)() == "chunk_simple_gla by made-up"
 
     # It governs the ops that have an implementation of that name, and there it does not fall back.

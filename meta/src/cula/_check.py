@@ -265,9 +265,14 @@ def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
     return index(q.shape[3]), index(v.shape[3]), index(v.shape[2] // q.shape[2])
 
 
-def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def in_autocast(device_type: str) -> bool:
+    """Whether autocast is on for tensors of a type of device, of which some have none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """float32 tokens in the dtype of autocast, where that is on, as torch's own attention takes them."""
-    if not torch.is_autocast_enabled(q.device.type):
+    if not in_autocast(q.device.type):
         return q, k, v
     dtype, single = torch.get_autocast_dtype(q.device.type), torch.float32
     k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == single else x for x in (k, v))

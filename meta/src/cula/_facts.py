@@ -114,6 +114,7 @@ FACTS: dict[str, tuple[str, ...]] = {
 CALLERS_ALONE: dict[str, tuple[str, ...]] = {
     "chunk_kda": ("use_graph", "max_num_seqs", "chunk_size"),
     "chunk_gated_delta_rule": ("chunk_size",),
+    "chunk_simple_gla": ("cp_context",),
 }
 # Public functions that another one serves; where architectures are named, by a kernel on one of them or not at all.
 SERVED_AS: dict[str, tuple[str, tuple[str, ...] | None]] = {

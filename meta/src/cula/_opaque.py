@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cula import reference
+from cula._check import in_autocast
 from cula_core.reference.common import work_dtype
 
 # What has gradients.
@@ -45,9 +46,10 @@ def load(function: str) -> Callable[..., Any]:
     """The reference of a public function, whose products autocast leaves in their precision."""
     plain = getattr(reference, function)
 
+    @functools.wraps(plain)
     def exact(*args: Any, **options: Any) -> Any:
         device = (args[0] if args else options["q"]).device.type
-        if not torch.is_autocast_enabled(device):
+        if not in_autocast(device):
             return plain(*args, **options)
         with torch.autocast(device, enabled=False):
             return plain(*args, **options)
@@ -73,6 +75,7 @@ def _with_operator(
     operator = _define(function, types, exact)
     results = 3 if function == "lite_attention" else 2
 
+    @functools.wraps(plain)
     def run(*args: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling():
             return exact(*args, **options)

@@ -201,7 +201,7 @@ def chunk_kda(
     if chunk_size != 64:
         _check.chunk_size(chunk_size, return_intermediate_states)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     check_split_choice(use_intracard_cp, segment_tokens)
     run = resolve(
         "chunk_kda",
@@ -338,7 +338,7 @@ def fused_recurrent_kda(
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     run = resolve(
         "fused_recurrent_kda",
         impl,

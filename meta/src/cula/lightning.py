@@ -119,7 +119,7 @@ def lightning_attn_fwd(
     requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     run = resolve(
         "lightning_attn_fwd",
         impl,
@@ -225,7 +225,7 @@ def lightning_attn_fwd_varlen(
     requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     run = resolve(
         "lightning_attn_fwd_varlen",
         impl,
@@ -436,7 +436,7 @@ def chunk_simple_gla(
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     run = resolve(
         "chunk_simple_gla",
         impl,
@@ -644,7 +644,7 @@ def chunk_gated_delta_rule(
     if chunk_size != 64:
         _check.chunk_size(chunk_size)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     _check.kernel_choices(
         use_intracard_cp, segment_tokens, operand_dtype, softplus_beta, softplus_threshold
     )
@@ -780,7 +780,7 @@ def fused_recurrent_gated_delta_rule(
     requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     run = resolve(
         "fused_recurrent_gated_delta_rule",
         impl,

@@ -136,7 +136,7 @@ def lite_attention(
     }
     _check_lite.operands(q, v)
     if q.dtype is torch.float32:
-        q, k, v = _check.in_autocast(q, k, v)
+        q, k, v = _check.cast_by_autocast(q, k, v)
     run = resolve(
         "lite_attention",
         impl,
