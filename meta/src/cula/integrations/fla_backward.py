@@ -113,7 +113,7 @@ def _gla_wanted(given: list[Tensor | None]) -> list[Tensor | None]:
 def _simple_gla_gradients(
     do: Tensor,
     dht: Tensor | None,
-    given: list[Tensor | None],
+    given: list[Any],
     scale: float,
     normalise: bool,
     state_v_first: bool,
