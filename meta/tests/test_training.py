@@ -137,7 +137,7 @@ def all_arguments(function: str, x: dict[str, Tensor]) -> tuple[Any, ...]:
         "initial_state": torch.randn(len(CU) - 1, HV, K, V).bfloat16(), "block_m": 4, "block_n": 2,
         "threshold": -1.0, "threshold_mode": "max", "direction": torch.tensor([-1], dtype=torch.int32),
     }  # fmt: skip
-    schema = getattr(torch.ops.cula, function).default._schema
+    schema = getattr(torch.ops.cula, _opaque.defined(function)).default._schema
     kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     if function == "lightning_attn_fwd":
         given["initial_state"] = given["initial_state"][:1]
@@ -157,7 +157,7 @@ def all_arguments(function: str, x: dict[str, Tensor]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("function", _opaque.FUNCTIONS)
 def test_operators(function: str) -> None:
-    _opaque.load(function)
+    _opaque.defined(function)
     given = all_arguments(function, inputs(1, int(CU[-1]), torch.bfloat16))
     given = tuple(
         x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given

@@ -41,6 +41,21 @@ _INFERENCE = (
 )  # fmt: skip
 
 
+# Definitions of operators that no graph has asked for.
+_undefined: dict[str, Callable[[], None]] = {}
+
+
+def defined(function: str) -> str:
+    """The name of a function's operator, which the first graph defines: that takes as long as an import of cula."""
+    load(function)
+    if (define := _undefined.pop(function, None)) is not None:
+        define()
+    return function
+
+
+defined._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
 def load(function: str) -> Callable[..., Any]:
     """The reference of a public function, whose products autocast leaves in their precision."""
@@ -72,8 +87,9 @@ def _with_operator(
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     types = {n: _TYPES[p.annotation] for n, p in parameters.items() if p.annotation in _TYPES}
     types = {n: kind for n, kind in types.items() if n not in (*_IDLE, *_INFERENCE)}
-    operator = _define(function, types, exact)
     results = 3 if function == "lite_attention" else 2
+
+    _undefined[function] = functools.partial(_define, function, types, exact)
 
     @functools.wraps(plain)
     def run(*args: Any, **options: Any) -> Any:
@@ -87,6 +103,7 @@ def _with_operator(
                 given["direction"] = torch.full((1,), given["direction"], dtype=torch.int32)
             if given["read_mask"] is not None:  # the caller may reuse it before the backward
                 given["read_mask"] = given["read_mask"].clone()
+        operator = getattr(torch.ops.cula, defined(function)).default
         found = operator(*(given[name] for name in types))
         return (*found, *(None,) * (results - len(found)))
 
@@ -103,8 +120,8 @@ def _writes(given: dict[str, Any]) -> bool:
     return given.get("cu_seqlens_q") is not None and None in lengths
 
 
-def _define(function: str, types: dict[str, str], exact: Callable[..., Any]) -> Any:
-    """Defines both operators of a function and returns the first. types: of its arguments in the schema, by name."""
+def _define(function: str, types: dict[str, str], exact: Callable[..., Any]) -> None:
+    """Defines both operators of a function. types: of its arguments in the schema, by name."""
     arguments = ", ".join(f"{kind} {name}" for name, kind in types.items())
     forward, backward = f"cula::{function}", f"cula::{function}_backward"
     torch.library.define(forward, f"({arguments}) -> Tensor[]")
@@ -157,7 +174,6 @@ def _define(function: str, types: dict[str, str], exact: Callable[..., Any]) -> 
     torch.library.register_fake(backward, fake_backward)
     torch.library.register_autograd(forward, differentiate, setup_context=keep)
     torch.library.register_autograd(backward, _no_second_derivative)
-    return getattr(torch.ops.cula, function).default
 
 
 def _tokens(

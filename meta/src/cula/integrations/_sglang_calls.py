@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cula.delta import delta_rule_decode
+from cula.integrations._engine_calls import refuse
 from cula.kda import chunk_kda
 from cula.lightning import (
     chunk_gated_delta_rule,
@@ -77,7 +78,7 @@ def kda_extend(
     return_intermediate_states.
     """
     before_chunks = track_ssm_h_src is not None and track_ssm_h_src.numel() > 0
-    _refuse(
+    refuse(
         is_spec_decode=is_spec_decode,
         return_intermediate_states=return_intermediate_states
         and before_chunks
@@ -110,7 +111,7 @@ def packed_decode(
     mixed_qkv `[B, 2 * H * K + HV * V]`, of any row stride; a, of dt_bias.numel() numbers per row, and b, of HV, are the
     raw gates. Returns `[1, B, HV, V]`.
     """
-    _refuse(
+    refuse(
         replayssm_d=replayssm_d,
         replayssm_k=replayssm_k,
         replayssm_g=replayssm_g,
@@ -159,7 +160,7 @@ def target_verify(
     row n goes to `intermediate_states_buffer[intermediate_state_indices[n], t]` `[rows, cache_steps, HV, V, K]`.
     Returns `[1, L, HV, V]`.
     """
-    _refuse(cache_ring=cache_ring, retrieve_parent_token=retrieve_parent_token)
+    refuse(cache_ring=cache_ring, retrieve_parent_token=retrieve_parent_token)
     rows, steps, *state = intermediate_states_buffer.shape
     if intermediate_states_buffer.stride(0) != steps * intermediate_states_buffer.stride(1):
         raise NotImplementedError(
@@ -189,7 +190,7 @@ def seg_la_fwd(
     which is SGLang's SegLaMeta, batch_size, q_offsets, s_offsets, s_scales (0: the sequence begins from zero) and mask
     are read. Returns `[L, H, D]` in the dtype of q.
     """
-    _refuse(caches=caches, mask=meta.mask, track_lens=track_lens)
+    refuse(caches=caches, mask=meta.mask, track_lens=track_lens)
     dtype = torch.bfloat16 if q.dtype == torch.float32 else q.dtype
     short_q, short_k, short_v = (x.to(dtype) for x in (q, k, v))
     decay, tokens = decay_scales.reshape(-1), len(q)
@@ -234,13 +235,6 @@ def _hand_over(snapshots: dict[str, Any], track_state: Tensor | None) -> None:
     kept = snapshots.get("state_checkpoints")
     if kept is not None and track_state is not None and kept is not track_state:
         track_state.copy_(kept)
-
-
-def _refuse(**asked: Any) -> None:
-    """Leaves a call to SGLang that asks for something of a name; what is false or None is not asked for."""
-    for name, value in asked.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{name} is not served")
 
 
 def _slots(indices: Tensor, query_start_loc: Tensor) -> Tensor:

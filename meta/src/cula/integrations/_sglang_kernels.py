@@ -7,18 +7,17 @@ reason in the log "cula" at level info, once per reason.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from cula._registry import Refused
 from cula.integrations import _sglang_calls as calls
+from cula.integrations._engine_calls import serve
 
 _KERNELS = "sglang.srt.layers.attention.linear.kernels"
-_logger = logging.getLogger("cula")
+_ENGINE = "SGLang"
 
 
 def gdn_kernel(impl: str) -> type:
@@ -68,27 +67,17 @@ def lightning(
     phase = "prefill" if calls.prefills(asked["q"], asked["meta"]) else "decode"
     if phase not in phases:
         return theirs(*args, **named)
-    return _serve(calls.seg_la_fwd, theirs, impl, args, named)
+    return serve(_ENGINE, "seg_la_fwd", calls.seg_la_fwd, theirs, args, named, impl)
 
 
 def _method(ours: Callable[..., Any], theirs: Callable[..., Any], impl: str) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def method(self: Any, *args: Any, **named: Any) -> Any:
-        return _serve(ours, functools.partial(theirs, self), impl, args, named)
+        return serve(
+            _ENGINE, ours.__name__, ours, functools.partial(theirs, self), args, named, impl
+        )
 
     return method
-
-
-def _serve(
-    ours: Callable[..., Any], theirs: Callable[..., Any], impl: str, args: tuple[Any, ...], named: dict[str, Any]
-) -> Any:  # fmt: skip
-    """What cula computes, or SGLang where cula does not serve the call."""
-    try:
-        return ours(*args, **named, impl=impl)
-    except (Refused, TypeError, ValueError, NotImplementedError) as error:
-        # SGLang says itself what is wrong with a call that is wrong.
-        _log_once(f"{ours.__name__} is left to SGLang: {error}")
-    return theirs(*args, **named)
 
 
 def _fill_snapshots(
@@ -104,8 +93,3 @@ def _fill_snapshots(
     chunks = (query_start_loc.diff() + 63) // 64
     rows = chunks.cumsum(0) - chunks + track_chunk_idx.clamp(min=0)
     track_state.copy_(h[0, rows.clamp(max=h.shape[1] - 1)])
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    _logger.info(message)
