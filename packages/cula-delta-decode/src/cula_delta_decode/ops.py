@@ -16,6 +16,7 @@ from cula_core.delta_decode.contract import (
     check_new_replay,
 )
 from cula_core.delta_decode.slots import Limits
+from cula_core.operators import register_fake
 from cula_core.reference import delta_decode as reference
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution, fused_decode
 from cula_core.reference.delta_decode import Replay
@@ -119,7 +120,7 @@ for _name, _cpu, _cuda in (
 ):
     torch.library.impl(f"cula_delta_decode::{_name}", "CPU", _cpu)
     torch.library.impl(f"cula_delta_decode::{_name}", "CUDA", _cuda)
-    torch.library.register_fake(f"cula_delta_decode::{_name}", lambda *_: None)
+    register_fake(f"cula_delta_decode::{_name}")
 
 
 @shortcut

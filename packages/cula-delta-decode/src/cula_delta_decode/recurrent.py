@@ -13,6 +13,7 @@ from cula_core.delta_decode.recurrent import (
     check_fused_recurrent_gated_delta_rule,
     check_fused_recurrent_kda,
 )
+from cula_core.operators import register_fake
 from cula_core.reference import delta_decode as reference
 from cula_core.shortcuts import shortcut
 from cula_core.tensors import as_stored, is_plain_cuda_call, longest_sequence, new_states
@@ -44,7 +45,7 @@ def _recurrent_cuda(*arguments: object) -> None:
 
 torch.library.impl("cula_delta_decode::recurrent", "CPU", _recurrent_cpu)
 torch.library.impl("cula_delta_decode::recurrent", "CUDA", _recurrent_cuda)
-torch.library.register_fake("cula_delta_decode::recurrent", lambda *_: None)
+register_fake("cula_delta_decode::recurrent")
 
 
 @shortcut

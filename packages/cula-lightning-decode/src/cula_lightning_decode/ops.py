@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cula_core.operators import register_fake
 from cula_core.reference import lightning_decode as reference
 from cula_core.shortcuts import shortcut
 from cula_core.tensors import is_plain_cuda_call
@@ -75,7 +76,7 @@ for _name, _cpu, _cuda in (
 ):
     torch.library.impl(f"cula_lightning_decode::{_name}", "CPU", _cpu)
     torch.library.impl(f"cula_lightning_decode::{_name}", "CUDA", _cuda)
-    torch.library.register_fake(f"cula_lightning_decode::{_name}", lambda *_: None)
+    register_fake(f"cula_lightning_decode::{_name}")
 
 _decode = torch.ops.cula_lightning_decode.decode.default
 _commit = torch.ops.cula_lightning_decode.commit.default

@@ -46,6 +46,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cula_core.operators import register_fake
 from cula_core.shortcuts import shortcut
 from cula_core.tensors import (
     DENSE,
@@ -114,7 +115,7 @@ def _launch() -> Callable[[Call], None]:
 
 torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
 torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
-torch.library.register_fake(_PREFILL, lambda *_: None)
+register_fake(_PREFILL)
 
 _prefill_op = torch.ops.cula_lightning_sm90.prefill.default
 

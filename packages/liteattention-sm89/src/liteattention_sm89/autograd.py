@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from cula_core.operators import register_fake
 from cula_core.tensors import DENSE
 
 from . import reference
@@ -176,9 +177,9 @@ def _fake_backward(
 
 torch.library.impl("liteattention_sm89::attend", "CPU", _attend_cpu)
 torch.library.impl("liteattention_sm89::attend", "CUDA", _attend_cuda)
-torch.library.register_fake("liteattention_sm89::attend", _fake_attend)
+register_fake("liteattention_sm89::attend", _fake_attend)
 torch.library.register_autograd("liteattention_sm89::attend", _backward, setup_context=_setup)
 torch.library.impl("liteattention_sm89::backward", "CPU", _backward_cpu)
 torch.library.impl("liteattention_sm89::backward", "CUDA", _backward_cuda)
-torch.library.register_fake("liteattention_sm89::backward", _fake_backward)
+register_fake("liteattention_sm89::backward", _fake_backward)
 torch.library.register_autograd("liteattention_sm89::backward", _no_second_derivative)

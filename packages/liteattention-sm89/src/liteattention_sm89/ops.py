@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cula_core.operators import register_fake
 from cula_core.shortcuts import shortcut
 from cula_core.tensors import DENSE, is_plain_cuda_call
 
@@ -47,7 +48,7 @@ def _forward_cuda(
 
 
 torch.library.impl("liteattention_sm89::forward", "CUDA", _forward_cuda)
-torch.library.register_fake("liteattention_sm89::forward", lambda *_: None)
+register_fake("liteattention_sm89::forward")
 
 _forward = torch.ops.liteattention_sm89.forward.default
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import dtype_name
+from ..operators import register_fake
 from ..reference import kda as reference
 from ..shortcuts import shortcut
 from ..tensors import (
@@ -38,7 +39,7 @@ class Prefill:
         torch.library.define(name, SCHEMA)
         torch.library.impl(name, "CPU", lambda *values: _run_on_cpu(Call(*values)))
         torch.library.impl(name, "CUDA", lambda *values: self._run_on_gpu(Call(*values)))
-        torch.library.register_fake(name, lambda *_: None)
+        register_fake(name)
         self._operator = getattr(torch.ops, target.package).prefill.default
 
     @shortcut

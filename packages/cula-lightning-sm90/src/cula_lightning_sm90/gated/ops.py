@@ -12,6 +12,7 @@ from cula_core import arguments
 from cula_core.delta_decode.slots import Limits
 from cula_core.delta_rule.config import INTRACARD_CP
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
+from cula_core.operators import register_fake
 from cula_core.reference.gated_delta_rule import gated_delta_rule
 from cula_core.shortcuts import shortcut
 from cula_core.tensors import (
@@ -102,7 +103,7 @@ def _launch() -> Callable[[Call], None]:
 
 torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
 torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
-torch.library.register_fake(_PREFILL, lambda *_: None)
+register_fake(_PREFILL)
 
 _prefill_op = torch.ops.cula_lightning_sm90.gated_prefill.default
 
