@@ -332,3 +332,25 @@ def test_compiled(kernel: None, function: Any) -> None:
         for got, want in zip(found, expected, strict=True):
             assert torch.equal(got, want)
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("function", [kda.chunk_kda, lightning.chunk_simple_gla])
+def test_activations_may_be_recomputed(kernel: None, function: Any) -> None:
+    """A checkpoint lets what was saved be read once."""
+    q, k, v, g, beta = inputs().values()
+    rest = (k, v, g, beta) if function is kda.chunk_kda else (k, v, g[..., 0])
+    found = []
+    for again in (False, True):
+        leaf = q.clone().requires_grad_()
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return function(x, *rest)[0]
+
+        if again:
+            o = torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=False)
+        else:
+            o = layer(leaf)
+        o.float().square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found) and found[0].any()
+    assert len([name for name in SEEN if name.startswith("kernel")]) == 3
