@@ -50,7 +50,11 @@ def test_16_bits_lose_what_their_rounding_does() -> None:
     torch.testing.assert_close(states.double(), expected.states, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong, mode", refusals.cases([*WRONG, *WRONG_WITH_GRADIENTS], "cpu"))
+# Kernels refuse every cp_context, which the public function takes apart; meta's tests have a wrong one.
+WRONG_HERE = [*(x for x in WRONG if x.argument != "cp_context"), *WRONG_WITH_GRADIENTS]
+
+
+@pytest.mark.parametrize("wrong, mode", refusals.cases(WRONG_HERE, "cpu"))
 def test_wrong_arguments_are_refused(wrong: refusals.Wrong, mode: str) -> None:
     refusals.assert_refused(chunk_gated_delta_rule, wrong, good_arguments(mode, dim=DIM))
 
