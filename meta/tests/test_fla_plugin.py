@@ -138,7 +138,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fla_plugin, "importable", lambda package: True)
     monkeypatch.setattr(fla, "_version", lambda: (0, 6))
     monkeypatch.delenv("CULA_FLA", raising=False)
-    fla_plugin._log_once.cache_clear()
+    _registry.log_once.cache_clear()
     SEEN.clear()
     yield
     fla_plugin.unregister()

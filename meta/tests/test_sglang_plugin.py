@@ -14,7 +14,7 @@ import pytest
 import torch
 from sglang_stand_in import LINEAR, SGLang, module
 
-from cula.integrations import _engine_calls
+from cula import _registry
 from cula.integrations.sglang import register
 
 HV, K, V = 2, 16, 8
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch, undecided: None) -> SGLang:
-    _engine_calls.log_once.cache_clear()
+    _registry.log_once.cache_clear()
     return SGLang(monkeypatch)
 
 

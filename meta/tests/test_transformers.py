@@ -11,6 +11,7 @@ import torch
 from fla_stand_in import put_modules
 from torch import Tensor, nn
 
+from cula import _registry
 from cula.integrations import fla_plugin, transformers
 
 B, H, D, WIDE = 2, 4, 8, 24
@@ -73,7 +74,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Attention]]:
     put_modules(monkeypatch, {PLACE: {"MiniMaxLightningAttention": theirs}})
     monkeypatch.setattr(transformers, "importable", lambda name: name == "transformers")
     monkeypatch.setattr(fla_plugin, "importable", lambda name: False)
-    transformers._log_once.cache_clear()
+    _registry.log_once.cache_clear()
     yield theirs
     transformers.unregister()
 

@@ -18,7 +18,8 @@ from fla_stand_in import put_modules
 from torch import Tensor
 from vllm_cases import HV, H, K, V, columns, packed, pool, table
 
-from cula.integrations import _engine_calls, _vllm_calls, vllm
+from cula import _registry
+from cula.integrations import _vllm_calls, vllm
 
 PACKED = "fused_recurrent_gated_delta_rule_packed_decode"
 PLACES = [(module, name) for module, names in vllm._FUNCTIONS.items() for name in names]
@@ -88,7 +89,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, "cula")
     put_modules(monkeypatch, stand_ins())
     monkeypatch.delenv("CULA_VLLM", raising=False)
-    _engine_calls.log_once.cache_clear()
+    _registry.log_once.cache_clear()
     SEEN.clear()
     torch.manual_seed(3)
     yield

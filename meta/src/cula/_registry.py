@@ -232,7 +232,7 @@ def refresh() -> None:
     _slots.clear()
     _refusals.clear()
     self_checking.clear()
-    _log_once.cache_clear()
+    log_once.cache_clear()
 
 
 def _choose(
@@ -251,13 +251,13 @@ def _choose(
             )
             served = f"{op}.{function} on {arch} is served by {row.name}"
             if fallen:
-                _log_once(logging.WARNING, f"{served}, which is plain PyTorch and slow{because}")
+                log_once(logging.WARNING, f"{served}, which is plain PyTorch and slow{because}")
             elif row.backward:
-                _log_once(logging.INFO, f"{served} with the backward of {row.backward}{because}")
+                log_once(logging.INFO, f"{served} with the backward of {row.backward}{because}")
                 slot = f"{row.name}_and_{row.backward}"
                 return slot, _implementations.load_with_backward(found, function)
             else:
-                _log_once(logging.INFO, f"{served}{because}")
+                log_once(logging.INFO, f"{served}{because}")
             target = _implementations.load(found, function)
             if found.kernel:
                 self_checking.add(target)
@@ -401,7 +401,7 @@ def _refusal(
 
 
 @functools.cache
-def _log_once(level: int, message: str) -> None:
+def log_once(level: int, message: str) -> None:
     _logger.log(level, message)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-
-_logger = logging.getLogger("cula")
 
 
 def serve(
@@ -19,20 +16,14 @@ def serve(
 
     `ours` must raise before it changes anything.
     """
-    from cula._registry import Refused
+    from cula._registry import Refused, log_once
 
     try:
         return ours(*args, **named, impl=impl)
     except (Refused, TypeError, ValueError, NotImplementedError) as error:
         # The engine says itself what is wrong with a call that is wrong.
-        log_once(f"{name} is left to {engine}: {error}")
+        log_once(logging.INFO, f"{name} is left to {engine}: {error}")
     return theirs(*args, **named)
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    """Writes a line to the log "cula" at level info, the first time."""
-    _logger.info(message)
 
 
 def refuse(**asked: Any) -> None:

@@ -8,7 +8,6 @@ no kernel serves goes on to FLA's other backends and to FLA itself, with the rea
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import threading
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cula._installed import importable
+from cula.integrations._engine_calls import refuse
 
 __all__ = ["bypassed", "register", "registered", "unregister"]
 
@@ -43,10 +43,6 @@ class _Here(threading.local):
     """Whether this thread is inside FLA on our behalf, so that FLA must not come back to us."""
 
     off = False
-
-
-class _NotServed(Exception):
-    """A call that asks for what cula does not have."""
 
 
 _here = _Here()
@@ -162,14 +158,14 @@ def _method(place: tuple[str, str]) -> Callable[..., Any]:
 
 def _serve(ours: Callable[..., Any], theirs: Callable[..., Any], args: tuple, named: dict) -> Any:
     """What cula computes, or FLA where cula does not serve the call."""
-    from cula._registry import Refused
+    from cula._registry import Refused, log_once
 
     if not _here.off:
         try:
             return ours(*args, **named)
-        except (_NotServed, Refused, TypeError, ValueError, NotImplementedError) as error:
+        except (Refused, TypeError, ValueError, NotImplementedError) as error:
             # FLA says itself what is wrong with a call that is wrong.
-            _log_once(f"{ours.__name__.lstrip('_')} is left to FLA: {error}")
+            log_once(logging.INFO, f"{ours.__name__.lstrip('_')} is left to FLA: {error}")
     with bypassed():
         return theirs(*args, **named)
 
@@ -190,19 +186,7 @@ def _replace(place: tuple[str, str], ours: Any, parameters: tuple[str, ...] | No
     setattr(import_module(place[0]), place[1], ours)
 
 
-@functools.cache
-def _log_once(message: str) -> None:
-    _logger.info(message)
-
-
 # ---- functions of FLA by cula ----------------------------------------------------------------------------------------
-
-
-def _refuse(**asked: Any) -> None:
-    """Leaves a call to FLA that asks for something of a name; what is false or None is not asked for."""
-    for name, value in asked.items():
-        if value is not None and value is not False:
-            raise _NotServed(f"{name} is not served")
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -229,7 +213,7 @@ def _layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """The layout of states, which earlier releases called otherwise."""
     if transpose_state_layout is None:
         return state_v_first
-    _refuse(state_v_first_twice=state_v_first)
+    refuse(state_v_first_twice=state_v_first)
     return transpose_state_layout
 
 
@@ -246,7 +230,7 @@ def _chunk_kda(
     from cula.kda import chunk_kda
 
     # h would have another dtype than FLA's. The size of a chunk changes nothing but rounding.
-    _refuse(
+    refuse(
         cp_context=cp_context,
         use_graph=use_graph,
         max_num_seqs=max_num_seqs,
@@ -276,7 +260,7 @@ def _fused_recurrent_kda_fwd(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from cula.kda import fused_recurrent_kda
 
-    _refuse(
+    refuse(
         inplace_final_state=inplace_final_state,
         ssm_state_indices=ssm_state_indices,
         num_accepted_tokens=num_accepted_tokens,
@@ -302,7 +286,7 @@ def _chunk_gated_delta_rule(
     from cula.lightning import chunk_gated_delta_rule
 
     # chunk_indices follow from cu_seqlens, which kernels read themselves.
-    _refuse(cp_context=cp_context, chunk_size=chunk_size not in (16, 32, 64))
+    refuse(cp_context=cp_context, chunk_size=chunk_size not in (16, 32, 64))
     gate = use_gate_in_kernel
     found = chunk_gated_delta_rule(
         _dense(q), _dense(k), _dense(v), g, beta, scale, _state(initial_state), output_final_state,
@@ -322,7 +306,7 @@ def _fused_recurrent_gated_delta_rule_fwd(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from cula.lightning import fused_recurrent_gated_delta_rule
 
-    _refuse(gk=gk, gv=gv)
+    refuse(gk=gk, gv=gv)
     found = fused_recurrent_gated_delta_rule(
         _dense(q), _dense(k), _dense(v), g, beta=beta, scale=scale, initial_state=_state(initial_state),
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

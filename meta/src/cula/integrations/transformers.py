@@ -103,7 +103,7 @@ def _forward(
     past_key_values: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`MiniMaxLightningAttention.forward`: hidden_states `[B, T, D]`, attention_mask `[B, T]`, 0: padding."""
-    from cula._registry import Refused
+    from cula._registry import Refused, log_once
 
     state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
     qkv = self.act_fn(self.qkv_proj(hidden_states))
@@ -115,7 +115,7 @@ def _forward(
     try:
         o, state = _attend(q, k, v, self.slope_rate, state, past_key_values is not None)
     except (Refused, ValueError, TypeError) as error:
-        _log_once(f"{_CLASS} is left to transformers: {error}")
+        log_once(logging.INFO, f"{_CLASS} is left to transformers: {error}")
         return _original(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
@@ -140,8 +140,3 @@ def _attend(
         )
     state = state.contiguous()
     return linear_attention_decode(q, k, v, state, decay, scale=1.0, impl=_impl), state
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    _logger.info(message)
