@@ -103,8 +103,8 @@ _loaded = _Loaded()
 _slots: dict[tuple[Any, ...], str] = {}
 # Of calls that want kernels alone, whose callers go on to something else.
 _refusals: dict[tuple[Any, ...], str] = {}
-# Callables of kernel packages, which check their arguments themselves.
-self_checking: set[Callable[..., Any]] = set()
+# Callables of kernel packages, which check their arguments themselves, and what they are of.
+self_checking: dict[Callable[..., Any], Implementation] = {}
 
 
 def resolve(function: str, impl: str, device: torch.device, *facts: Any) -> Callable[..., Any]:
@@ -121,6 +121,15 @@ def resolve(function: str, impl: str, device: torch.device, *facts: Any) -> Call
         RuntimeError: the implementation asked for, or every one under "auto", refuses; the message says why.
     """
     return getattr(_loaded, _slot((function, impl, device, *facts)))
+
+
+def beside(target: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """Another function of the kernel package that `resolve` has chosen; None if it has none of that name."""
+    found = self_checking.get(target)
+    try:
+        return None if found is None else _implementations.load(found, name)
+    except AttributeError:
+        return None
 
 
 @_constant
@@ -260,7 +269,7 @@ def _choose(
                 log_once(logging.INFO, f"{served}{because}")
             target = _implementations.load(found, function)
             if found.kernel:
-                self_checking.add(target)
+                self_checking[target] = found
             return row.name, target
         rows.append(row)
     raise Refused(_refusal(op, function, wanted, arch, rows, problem))

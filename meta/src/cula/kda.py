@@ -191,6 +191,7 @@ def chunk_kda(
                 "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
                 "checkpoint_rows": checkpoint_rows, "checkpoint_offsets": checkpoint_offsets,
             },
+            begin="begin_chunk_kda",
         )
         # fmt: on
     states = initial_state if state_pool is None else state_pool

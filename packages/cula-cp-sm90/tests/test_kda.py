@@ -32,6 +32,10 @@ class TestEngineStates(kda.EngineStates):
     subject = SUBJECT
 
 
+class TestSlices(kda.Slices):
+    subject = SUBJECT
+
+
 class TestOnGpu(kda.OnGpu):
     subject = SUBJECT
 

@@ -2,8 +2,10 @@
 
 A rank walks its travelling pieces once to learn what state they end with (A), and those that lie inside a sequence once
 more from the identity with v = 0 (M). The maps are exchanged and folded into the states in front of the local pieces,
-and the call itself starts from those. Backwards, the gradients in front of the pieces (B) travel the other way; M^T is
-the forward's, and nothing is differentiated through M.
+and the call itself starts from those. A rank whose pieces all begin their sequences learns A from the call itself, and
+kernels that can begin a call before its starting states are known share their work between the walks. Backwards,
+the gradients in front of the pieces (B) travel the other way; M^T is the forward's, and nothing is differentiated through
+M.
 """
 
 from __future__ import annotations
@@ -18,11 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula._facts import COMMON_FACTS, FACTS
+from cula._registry import beside, resolve
 from cula.distributed.context import Plan, plan_of
 from cula.distributed.exchange import GATHERED_BYTES, Wire
 from cula_core import arguments
+from cula_core.delta_rule.call import Slice
 
 _Tensors = dict[str, Tensor | None]
+_Map = tuple[
+    Tensor, Tensor | None
+]  # A [H, K, V] and, of a piece that lies inside a sequence, M [H, K, K] or [H, 1, 1]
+# Options of a public function that mean nothing to a call that is begun before its starting states are known.
+_OF_WHOLE_CALLS = frozenset(("impl", "disable_recompute", "update_state_pool"))
 _served: set[tuple[Any, ...]] = set()
 
 
@@ -36,6 +46,7 @@ def across_ranks(
     choices: dict[str, Any],
     refused: dict[str, object],
     one_decay: bool = False,
+    begin: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`op` with a `cp_context`.
 
@@ -49,6 +60,7 @@ def across_ranks(
         choices: arguments of `op` alone, such as impl.
         refused: arguments of `check` that have to be None or False beside a context.
         one_decay: M is one number per head, from g and g_gamma, either of which may be None.
+        begin: the function by which kernel packages begin a call of `op` whose starting states are not known yet.
     """
     for name, value in refused.items():
         if value is not None and value is not False:
@@ -90,8 +102,12 @@ def across_ranks(
         start = v.new_zeros(len(plan.cuts) - 1, heads, q.shape[3], v.shape[3], dtype=dtype)
     else:
         start = (initial.mT if v_first else initial).to(dtype)
-    _refuse_unserved(op, packed, frozenset(tokens), start, {**options, **choices})
-    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), {**options, **choices}, one_decay)
+    _refuse_unserved(op, packed, frozenset(tokens), start, options | choices)
+    options |= choices
+    first_half = None
+    if begin is not None and not requires_grad and packed["q"].shape[1] > 0:
+        first_half = _first_half(op, begin, packed, options)
+    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, first_half)
     o, final = _Across.apply(walk, start, *packed.values())
     o = o.unflatten(1, tuple(q.shape[:2]))[0]
     if not wanted:
@@ -110,6 +126,7 @@ class _Walk:
     per_token: frozenset[str]
     options: dict[str, Any]
     one_decay: bool
+    begin: Callable[..., Any] | None
 
     def __call__(
         self, tensors: Sequence[Tensor], start: Tensor, which: tuple[int, ...]
@@ -129,34 +146,61 @@ class _Walk:
         o, final = self.op(**named, **self.options, initial_state=start, output_final_state=True)
         return o, final
 
+    def begun(self, tensors: Sequence[Tensor], initial: Tensor) -> Any:
+        """The call by kernels, as far as it goes without the starting states; None if none can begin so."""
+        if self.begin is None:
+            return None
+        plan, sends, takes = self.plan, self.plan.forward.sends, self.plan.forward.takes
+        return self.begin(
+            **dict(zip(self.names, tensors, strict=True)),
+            slices=tuple(
+                Slice(*plan.cuts[i : i + 2], comes_on=i in takes, goes_on=i in sends)
+                for i in self.every
+            ),
+            cu_seqlens=_offsets(plan.cuts, initial.device),
+            initial_state=initial,
+            **{name: x for name, x in self.options.items() if name not in _OF_WHOLE_CALLS},
+        )
+
+    def maps(self, tensors: Sequence[Tensor], initial: Tensor) -> list[_Map]:
+        """What the pieces that travel do to a state."""
+        route = self.plan.forward
+        if not route.sends:
+            return []
+        fresh = torch.stack(
+            [torch.zeros_like(initial[i]) if i in route.takes else initial[i] for i in route.sends]
+        )
+        ends = self(tensors, fresh, route.sends)[1]
+        inside = tuple(i for i in route.sends if i in route.takes) if self.plan.matrices else ()
+        matrices = (
+            dict(zip(inside, self.matrices(tensors, inside, initial), strict=True))
+            if inside
+            else {}
+        )
+        return [(end, matrices.get(i)) for i, end in zip(route.sends, ends, strict=True)]
+
     def starts(
-        self, tensors: Sequence[Tensor], initial: Tensor
+        self, initial: Tensor, own: Sequence[_Map]
     ) -> tuple[Tensor, Wire | None, Tensor | None]:
         """The states in front of the local pieces; how they travelled, and the matrices that came with them."""
         plan, route = self.plan, self.plan.forward
         starts = initial.clone()
         if route.slots == 0:
-            return self._checked(starts), None, None
+            return self.checked(starts), None, None
         _, heads, dim_k, dim_v = initial.shape
         columns = (1 if self.one_decay else dim_k) if plan.matrices else 0
         maps = initial.new_zeros(route.slots, heads, dim_k, dim_v + columns)
-        if route.sends:
-            fresh = torch.stack([initial[piece] for piece in route.sends])
-            for slot, piece in enumerate(route.sends):
-                if piece in route.takes:
-                    fresh[slot] = 0
-            maps[: len(fresh), ..., :dim_v] = self(tensors, fresh, route.sends)[1]
-        inside = tuple(piece for piece in route.sends if piece in route.takes)
-        if columns and inside:
-            for piece, matrix in zip(inside, self.matrices(tensors, inside, initial), strict=True):
-                maps[route.sends.index(piece), ..., dim_v:] = matrix
+        for slot, (end, matrix) in enumerate(own):
+            maps[slot, ..., :dim_v] = end
+            if matrix is not None:
+                maps[slot, ..., dim_v:] = matrix
         wire = self._wire(maps)
         vectors, matrices = wire.collect(maps).split([dim_v, columns], -1)
         for piece, state in zip(
             route.takes, wire.receive(route, heads, vectors, matrices, False), strict=True
         ):
             starts[piece] = state
-        return self._checked(starts), wire, matrices
+        return self.checked(starts), wire, matrices
 
     @property
     def every(self) -> tuple[int, ...]:
@@ -208,7 +252,8 @@ class _Walk:
         )
         return Wire(plan.group, plan.rank, plan.ranks, by_heads)
 
-    def _checked(self, starts: Tensor) -> Tensor:
+    def checked(self, starts: Tensor) -> Tensor:
+        """NaN where ranks have different layouts."""
         agrees = self.plan.agrees
         return (
             starts if agrees is None else torch.where(agrees.to(starts.device), starts, torch.nan)
@@ -221,13 +266,31 @@ class _Across(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: _Walk, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.walk, ctx.needs = walk, ctx.needs_input_grad[1:]
-        starts, ctx.wire, matrices = walk.starts(tensors, initial)
-        if not any(ctx.needs):
-            return walk(tensors, starts, walk.every)
-        # As with gradients, so that what cannot have them refuses now. The graph is made again when it is needed.
-        o, final = walk.with_graph(tensors, starts, ctx.needs[1:])[1]
-        ctx.save_for_backward(starts, matrices, *tensors)
-        return o.detach(), final.detach()
+        route, learns = walk.plan.forward, any(ctx.needs)
+
+        def call(starts: Tensor) -> tuple[Tensor, Tensor]:
+            if not learns:
+                return walk(tensors, starts, walk.every)
+            # As with gradients, so that what cannot have them refuses now. The graph is made again when it is needed.
+            o, final = walk.with_graph(tensors, starts, ctx.needs[1:])[1]
+            return o.detach(), final.detach()
+
+        begun = walk.begun(tensors, initial)
+        done: tuple[Tensor, Tensor] | None = None
+        if begun is not None:
+            held = dict(zip(sorted(route.sends), begun.maps, strict=True))
+            own = [held[piece] for piece in route.sends]
+        elif route.sends and not route.takes:
+            done = call(walk.checked(initial))
+            own = [(done[1][piece], None) for piece in route.sends]
+        else:
+            own = walk.maps(tensors, initial)
+        starts, ctx.wire, matrices = walk.starts(initial, own)
+        if begun is not None:
+            done = begun.finish(starts)
+        if learns:
+            ctx.save_for_backward(starts, matrices, *tensors)
+        return call(starts) if done is None else done
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -268,6 +331,22 @@ class _Across(torch.autograd.Function):
             d_initial if ctx.needs[0] else None,
             *(next(rest) if need else None for need in ctx.needs[1:]),
         )
+
+
+def _first_half(
+    op: Callable[..., Any], begin: str, named: dict[str, Tensor], options: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """The function `begin` of the kernels that serve `op` without gradients, if they have it."""
+    if torch.compiler.is_compiling():
+        return None
+    q, v = named["q"], named["v"]
+    known = options | {
+        "dtype": q.dtype, "head_dim_k": q.shape[3], "head_dim_v": v.shape[3], "requires_grad": False,
+        "state_dtype": torch.float32, "gate_dtype": named["g"].dtype, "beta_dtype": named["beta"].dtype,
+        "varlen": True, "group": v.shape[2] // q.shape[2], "initial_state": True, "output_final_state": True,
+    }  # fmt: skip
+    facts = (known.get(name) for name in (*COMMON_FACTS, *FACTS[op.__name__]))
+    return beside(resolve(op.__name__, options["impl"], q.device, *facts), begin)
 
 
 def _refuse_unserved(

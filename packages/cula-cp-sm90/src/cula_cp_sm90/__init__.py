@@ -9,4 +9,5 @@ __all__ = ["chunk_kda", "kda_workspace_bytes"]
 
 _prefill = Prefill(TARGET)
 chunk_kda = _prefill.chunk_kda
+begin_chunk_kda = _prefill.begin_chunk_kda  # for a dispatcher that spreads sequences over GPUs
 kda_workspace_bytes = _prefill.kda_workspace_bytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..tensors import kept_in
+from .config import COMES_ON, GOES_ON, HAS_STATE
 
 
 class Call(NamedTuple):
@@ -106,6 +108,25 @@ class Call(NamedTuple):
         """The tensors for a backward pass that the caller wants."""
         every = (self.Aqk, self.Akk, self.w, self.u, self.qg, self.kg)
         return tuple(x for x in every if x is not None)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of tokens `start .. stop - 1`, which is one of the packed sequences of a call.
+
+    comes_on: it continues a sequence, and the state in front of it is not known at first. goes_on: what it does to a
+    state is wanted before that.
+    """
+
+    start: int
+    stop: int
+    comes_on: bool = False
+    goes_on: bool = False
+
+    @property
+    def bits(self) -> int:
+        """What kernels know of it."""
+        return (COMES_ON if self.comes_on else HAS_STATE) | (GOES_ON if self.goes_on else 0)
 
 
 # The pool of an in-place call has an argument of its own, so that no tensor that is written has two names.

@@ -16,6 +16,9 @@ INTRACARD_CP: dict[bool | str, str] = {"auto": "auto", True: "on", False: "off"}
 # Chunks that one launch of the chunk-parallel kernel takes: a grid has one CTA more there, for the table of segments.
 MAX_GRID_Z = 65_534
 SUB = 16  # rows of a sub-block of a chunk
+# Bits of the bytes that say of a sequence whether it has an initial state, and what a scan computes of it beyond the
+# segments in front of others: the map of its last segment, and the matrix of its first one.
+HAS_STATE, GOES_ON, COMES_ON = 1, 2, 4
 # Elements of Aqk and T' [64, 64] without the sub-blocks above the diagonal, which are zero.
 TRIANGLE = CHUNK * (CHUNK + SUB) // 2
 # Of a chunk and value head: qg, kh, kg [64, 128], Aqk, T' in 16 bits, 128 decays in fp32.

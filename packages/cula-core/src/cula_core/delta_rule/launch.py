@@ -47,7 +47,7 @@ def compile(target: Target, config: Config, arch: str) -> Callable[..., None]:
 
 
 @once
-def _kernels_of(target: Target, device: torch.device) -> Kernels:
+def kernels_of(target: Target, device: torch.device) -> Kernels:
     arch = target.compiles_for[torch.cuda.get_device_capability(device)]
     return lambda config: compile(target, config, arch)
 
@@ -56,7 +56,7 @@ def _kernels_of(target: Target, device: torch.device) -> Kernels:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """What the kernels of one call share: the call, how it is spread out, and memory between the kernels.
 
     initial, final, indices, targets, fresh: states as the recurrence reads and writes them, their rows, and bytes that
@@ -85,18 +85,19 @@ class _Launch:
         for piece in range(self.spread.pieces):
             first = piece * self.spread.piece_slots
             held = min(self.spread.piece_slots, slots - first)
-            segments = self._segments() if self.call.packed else None
-            self._prepare(first, held, segments)
+            segments = self.segment_table() if self.call.packed else None
+            self.prepare(first, held, segments)
             if len(self.call.intra) > 2:
                 self._factors(first, held)
-            starts = self._starts(first, segments) if self.spread.split else None
-            self._recurrence(first, held, starts, segments)
+            starts = self.merge(self.scan(first, segments)) if self.spread.split else None
+            self.recurrence(first, held, starts, segments)
 
-    def _segments(self) -> Tensor:
+    def segment_table(self) -> Tensor:
         """Returns memory for the table of segments, which the first kernel makes for the others."""
         return self.call.q.new_empty((1 + self.spread.segments, COLUMNS), dtype=torch.int32)
 
-    def _prepare(self, first: int, held: int, segments: Tensor | None) -> None:
+    def prepare(self, first: int, held: int, segments: Tensor | None) -> None:
+        """Writes blocks of chunks, and the table of segments."""
         call = self.call
         config = PrepareConfig(
             dtype_name(call.q.dtype),
@@ -126,17 +127,19 @@ class _Launch:
             self.blocks, call.v, call.w, call.u, call.qg, call.kg, call.cu_seqlens, call.scale, first, held
         )  # fmt: skip
 
-    def _starts(self, first: int, segments: Tensor | None) -> Tensor:
-        """Scans every segment and merges the maps: returns the state in front of each segment."""
-        call, heads_v = self.call, self.call.v.shape[2]
+    def scan(self, first: int, segments: Tensor | None) -> Tensor:
+        """Returns the maps of the segments: A^T, and behind it M^T."""
         maps = self._matrices(2 * HEAD_DIM)
-        starts = self._matrices(HEAD_DIM)
-        ctas = min(self.multiprocessors, 2 * self.spread.segments * heads_v)
+        ctas = min(self.multiprocessors, 2 * self.spread.segments * self.call.v.shape[2])
         self.kernels(self._config(scan=True, tiles=self.target.v_tiles))(
-            self.blocks, call.v, call.out, self.initial, self.indices, None, self.fresh, None, None, None, None, maps,
-            None, segments, self.null_slot, CHUNK, self.segment_tokens,
-            first, ctas,
+            self.blocks, self.call.v, self.call.out, self.initial, self.indices, None, self.fresh, None, None, None,
+            None, maps, None, segments, self.null_slot, CHUNK, self.segment_tokens, first, ctas,
         )  # fmt: skip
+        return maps
+
+    def merge(self, maps: Tensor) -> Tensor:
+        """Returns the transposed state in front of each segment."""
+        call, starts = self.call, self._matrices(HEAD_DIM)
         config = MergeConfig(
             call.state_v_first,
             self.initial is not None,
@@ -151,13 +154,14 @@ class _Launch:
         )  # fmt: skip
         return starts
 
-    def _recurrence(
+    def recurrence(
         self,
         first: int,
         held: int,
         starts: Tensor | None,
         segments: Tensor | None,
     ) -> None:
+        """Writes outputs and final states; starts: the transposed state in front of each segment."""
         call, spread = self.call, self.spread
         tiles = self.target.v_tiles // spread.tiles
         ctas = min(self.multiprocessors, spread.segments * call.v.shape[2] * tiles)
@@ -174,7 +178,7 @@ class _Launch:
             dtype_name(self.call.v.dtype),
             operand=self.call.operand,
             tiles=tiles,
-            split=self.spread.split,
+            split=self.spread.split or scan,
             scan=scan,
             packed=self.call.packed,
             state_v_first=self.call.state_v_first,
@@ -255,16 +259,12 @@ def run(
         if indices is not None:
             own = torch.arange(call.sequences, dtype=torch.int32, device=device)
             indices = torch.where(tensors.live_rows(indices, call.null_slot), own, -1)
-    shape, operand = (spread.piece_slots, heads_v, BLOCK_BYTES // 2), getattr(torch, call.operand)
-    if workspace is None:
-        blocks = call.q.new_empty(shape, dtype=operand)
-    else:
-        blocks = workspace[: math.prod(shape) * 2].view(operand).view(shape)
-    _Launch(
+    blocks = new_blocks(call, spread.piece_slots)
+    Launch(
         target,
         call,
         spread,
-        kernels or _kernels_of(target, device),
+        kernels or kernels_of(target, device),
         count,
         initial,
         final,
@@ -284,6 +284,15 @@ def run(
         )
     elif call.final_state is not None and call.final_state is not final:
         call.final_state.copy_(final)
+
+
+def new_blocks(call: Call, slots: int) -> Tensor:
+    """Returns memory for the blocks of so many chunks, in the workspace if there is one."""
+    shape = (slots, call.v.shape[2], BLOCK_BYTES // 2)
+    operand = getattr(torch, call.operand)
+    if call.workspace is None:
+        return call.q.new_empty(shape, dtype=operand)
+    return call.workspace[: math.prod(shape) * 2].view(operand).view(shape)
 
 
 def _carried(call: Call) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,13 @@ from ..tensors import (
     stored_alike,
 )
 from .before_chunks import chunk_rows
-from .call import SCHEMA, Call
+from .call import SCHEMA, Call, Slice
 from .config import CHUNK, INTRACARD_CP, workspace_bytes
 from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
 from .target import Target
+
+if TYPE_CHECKING:
+    from .slices import Begun
 
 
 class Prefill:
@@ -241,23 +245,15 @@ class Prefill:
             final = new_states(sequences, q, v, v_first, initial)
         if out is None:
             out = torch.empty_like(v, memory_format=DENSE)
-        gate = "log" if not use_gate_in_kernel else "softplus" if lower_bound is None else "safe"
-        bound = float(lower_bound) if gate == "safe" and lower_bound is not None else 0.0
-        if operand_dtype is None:
-            operand_dtype = torch.float16 if use_qk_l2norm_in_kernel else torch.bfloat16
         Aqk, Akk, w, u, qg, kg = _new_intra(q, v, return_intra, disable_recompute)
         call = Call(
             q, k, v, g, beta, A_log, dt_bias, initial, pool, initial_state_indices, final, cu_seqlens, cu_seqlens_cpu,
             out, workspace, Aqk, Akk, w, u, qg, kg,
-            scale=float(q.shape[3] ** -0.5 if scale is None else scale),
-            gate=gate,
-            lower_bound=bound,
-            bounded=safe_gate or (gate == "safe" and bound >= SAFE_LOWER_BOUND),
-            l2norm=use_qk_l2norm_in_kernel,
-            beta_sigmoid=use_beta_sigmoid_in_kernel,
-            neg_eigval=allow_neg_eigval,
+            **_rules(
+                q, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                safe_gate, lower_bound, operand_dtype,
+            ),
             state_v_first=v_first,
-            operand=dtype_name(operand_dtype),
             intracard_cp=INTRACARD_CP[use_intracard_cp],
             output_state_indices=output_state_indices,
             has_initial_state=has_initial_state,
@@ -280,6 +276,63 @@ class Prefill:
             return out, states, begun.transpose(3, 4) if turned else begun
         put_back(saved, state_checkpoints, turned)
         return out, states if pool is None else state_pool, *call.intra
+
+    def begin_chunk_kda(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        slices: Sequence[Slice],
+        cu_seqlens: Tensor,
+        initial_state: Tensor,
+        *,
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        use_intracard_cp: bool | str = "auto",
+        segment_tokens: int | None = None,
+        operand_dtype: torch.dtype | None = None,
+    ) -> Begun:
+        """Begins a call of `chunk_kda` over packed slices of sequences, before the states in front of them are known.
+
+        It is for a dispatcher that spreads sequences over several GPUs and has checked the arguments as `chunk_kda`
+        does, beside which:
+
+        Args:
+            slices: at least one, the packed sequences, of at least one token together.
+            cu_seqlens: where they begin and end, as in `chunk_kda`.
+            initial_state: float32 `[N, HV, K, V]`; not read for slices that continue a sequence.
+
+        Returns:
+            a `Begun`, whose `maps` say what slices do to a state, and whose `finish` takes all states in front.
+
+        Raises:
+            ValueError: more tokens than one launch takes.
+            RuntimeError: the GPU is not one that this package has kernels for.
+        """
+        self._require_target(q.device)
+        call = Call(
+            q, k, v, g, beta, A_log, dt_bias, initial_state, None, None, None, cu_seqlens, None,
+            torch.empty_like(v, memory_format=DENSE), None, *[None] * 6,
+            **_rules(
+                q, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                safe_gate, lower_bound, operand_dtype,
+            ),
+            state_v_first=False,
+            intracard_cp=INTRACARD_CP[use_intracard_cp],
+            segment_tokens=segment_tokens or 0,
+        )  # fmt: skip
+        from .slices import begin
+
+        return begin(self._target, prepared(call), slices)
 
     def kda_workspace_bytes(
         self, batch: int, tokens: int, value_heads: int, sequences: int | None = None
@@ -353,6 +406,34 @@ def _run_on_cpu(call: Call) -> None:
         l2norm=call.l2norm, beta_sigmoid=call.beta_sigmoid, neg_eigval=call.neg_eigval,
         state_v_first=call.state_v_first, intra=call.intra or None,
     )  # fmt: skip
+
+
+def _rules(
+    q: Tensor,
+    scale: float | None,
+    l2norm: bool,
+    use_gate: bool,
+    beta_sigmoid: bool,
+    neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    operand_dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """Returns fields of a call: how its numbers are meant."""
+    gate = "log" if not use_gate else "softplus" if lower_bound is None else "safe"
+    bound = float(lower_bound) if gate == "safe" and lower_bound is not None else 0.0
+    if operand_dtype is None:
+        operand_dtype = torch.float16 if l2norm else torch.bfloat16
+    return {
+        "scale": float(q.shape[3] ** -0.5 if scale is None else scale),
+        "gate": gate,
+        "lower_bound": bound,
+        "bounded": safe_gate or (gate == "safe" and bound >= SAFE_LOWER_BOUND),
+        "l2norm": l2norm,
+        "beta_sigmoid": beta_sigmoid,
+        "neg_eigval": neg_eigval,
+        "operand": dtype_name(operand_dtype),
+    }
 
 
 def _new_intra(

@@ -6,6 +6,7 @@ from .machine_code import MachineCode
 from .on_gpu import OnGpu
 from .operator import Operator
 from .recurrence import Recurrence
+from .slices import Slices
 from .states import EngineStates
 from .subject import Subject
 
@@ -17,5 +18,6 @@ __all__ = [
     "Operator",
     "Recurrence",
     "RefusalsOnGpu",
+    "Slices",
     "Subject",
 ]

@@ -14,6 +14,7 @@ from cula_emulator.covering import covering_cases
 from ..compiled import report
 from ..machine_code import assert_ctas_fit, label
 from .emulated import emulated_configs
+from .slices import slice_configs
 from .states import engine_configs
 from .subject import Subject
 
@@ -56,7 +57,7 @@ def recurrences(subject: Subject) -> list[tuple[str, RecurrenceConfig]]:
             flags |= {"checkpoints": None if scan else "every", "placed": not scan}
             fields = {"dtype": "bfloat16", "operand": "float16", "work": (tiles, split, scan)}
             first.append({"arch": arch, **fields, **flags})
-    for config in (*emulated_configs(target), *engine_configs(target)):
+    for config in (*emulated_configs(target), *engine_configs(target), *slice_configs(target)):
         if isinstance(config, RecurrenceConfig):
             fields = asdict(config)
             del fields["v_tile"], fields["stages"]

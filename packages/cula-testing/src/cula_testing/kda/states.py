@@ -176,10 +176,10 @@ class _Stub:
     """A package of a target, for what is launched."""
 
     def __init__(self, target: Target) -> None:
-        self.chunk_kda = partial(prefill.Prefill.chunk_kda, _Unregistered(target))
+        self.chunk_kda = partial(prefill.Prefill.chunk_kda, Unregistered(target))
 
 
-class _Unregistered(prefill.Prefill):
+class Unregistered(prefill.Prefill):
     """What has no operator, because nothing goes through a dispatcher."""
 
     def __init__(self, target: Target) -> None:

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...cute.memory import load_tile, repeated, view
 from ...cute.types import DTYPES, I32
 from ...cute.work import SLOTS, draw, post
-from ..config import CHUNK, RecurrenceConfig
+from ..config import CHUNK, COMES_ON, GOES_ON, RecurrenceConfig
 from .block import AQK, BLOCK, KH, QG, STAGED_AQK, STAGED_BLOCK, T_PRIME, runs
 from .states import States
 
@@ -154,9 +154,15 @@ class Loader:
             slot = segment.slot + skipped - first_slot
             wanted = cutlass.Boolean(True)
             if cutlass.const_expr(self.config.scan):
-                # The last segment's map is not needed; the first one starts from the initial state.
+                # The last segment's map is needed by others alone; the first one starts from the initial state, unless
+                # that is not known yet.
                 more = segment.part + 1 < segment.parts
-                wanted = more & (row >= 0) & ((segment.part > 0) | (tile < self.config.v_tiles))
+                matrix = segment.part > 0
+                if cutlass.const_expr(self.config.fresh):
+                    bits = I32(fresh[segment.sequence])
+                    more = more | ((bits & GOES_ON) != 0)
+                    matrix = matrix | ((bits & COMES_ON) != 0)
+                wanted = more & (row >= 0) & (matrix | (tile < self.config.v_tiles))
             if wanted:
                 post(
                     items, item_at, item_words,

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from ...cute.types import F32, I32
-from ..config import HEAD_DIM, MergeConfig
+from ..config import HAS_STATE, HEAD_DIM, MergeConfig
 
 ROWS = 16  # of S^T per CTA
 THREADS = 512  # a warp has 8 columns
@@ -99,7 +99,7 @@ class KdaMerge:
             row = cutlass.select_(row == null_slot, I32(-1), row)
         given = cutlass.Boolean(True)
         if cutlass.const_expr(self.config.fresh):
-            given = fresh[sequence] != 0
+            given = (I32(fresh[sequence]) & HAS_STATE) != 0
         smem = SmemAllocator()
         # [row, column, leading or remaining bits]
         halves = cute.make_layout((ROWS, HEAD_DIM, 2), stride=(STRIDE, 1, ROWS * STRIDE))

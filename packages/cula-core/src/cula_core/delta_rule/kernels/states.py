@@ -5,7 +5,7 @@ import cutlass.cute as cute
 
 from ...cute.checkpoints import Checkpoints
 from ...cute.types import I32
-from ..config import CHUNK, RecurrenceConfig
+from ..config import CHUNK, HAS_STATE, RecurrenceConfig
 
 
 class States:
@@ -34,7 +34,7 @@ class States:
             target = cutlass.select_((target == null_slot) | (row < 0), I32(-1), target)
         begins = I32(1)
         if cutlass.const_expr(self.config.fresh):
-            begins = I32(2) - I32(fresh[sequence])
+            begins = I32(2) - (I32(fresh[sequence]) & HAS_STATE)
         return row, target, begins
 
     def of_caller(self, pool, row, head):
