@@ -19,3 +19,18 @@ def test_long_sequences_of_few_heads_are_cut(tokens, heads, parts):
     workspace = workspace_bytes(1, tokens, heads)
     spread = plan(TARGET, 1, tokens, heads, None, SMS, workspace)
     assert (-(-tokens // spread.segment_tokens) if spread.split else 1) == parts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "maps", "parts"),
+    [
+        (65536, 64, (2, 1), 1),  # a scan of the whole slice costs less than cutting it
+        (131072, 16, (0, 0), 5),
+        (131072, 16, (2, 1), 4),  # as many scans at once as there are multiprocessors
+        (131072, 16, (1, 0), 4),
+    ],
+)
+def test_maps_for_other_cards_count(tokens, heads, maps, parts):
+    workspace = workspace_bytes(1, tokens, heads)
+    spread = plan(TARGET, 1, tokens, heads, None, SMS, workspace, maps=maps)
+    assert (-(-tokens // spread.segment_tokens) if spread.split else 1) == parts

@@ -56,12 +56,17 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The time of a call on a card of an architecture. Lengths are in chunks."""
+    """The time of a call on a card of an architecture. Lengths are in chunks.
+
+    maps: of sequences that other cards go on with, which a scan gives beyond those of segments, as halves [128, K]: of
+    cut sequences, and of whole ones.
+    """
 
     costs: Costs
     v_tiles: int
     value_heads: int
     multiprocessors: int
+    maps: tuple[int, int] = (0, 0)
 
     def tiles(self, sequences: int) -> int:
         """Returns the tiles of v per CTA: one, as long as all CTAs fit on the card at once."""
@@ -79,9 +84,9 @@ class CostModel:
         pace = _pace_us(self.costs.chain_us[tiles], self.costs.block_us * at_once)
         return self.costs.start_us + length * pace * max(1.0, chains / at_once)
 
-    def scan_us(self, length: int, segments: int) -> float:
-        """Returns the time of the scan: two CTAs a segment and head, one for the first segment, none for the last."""
-        ctas = self.value_heads * max(1, 2 * segments - 3)
+    def scan_us(self, length: int, halves: int) -> float:
+        """Returns the time of the scan of so many halves of maps."""
+        ctas = self.value_heads * halves
         at_once = min(ctas, self.multiprocessors)
         pace = _pace_us(self.costs.scan_chain_us, self.costs.scan_block_us * at_once / 2)
         return self.costs.start_us + length * pace * -(-ctas // self.multiprocessors)
@@ -92,11 +97,14 @@ class CostModel:
         length = -(-longest // parts)
         segments = -(-total // length)
         merge = self.costs.merge_us + self.costs.merge_step_us * (parts - 2)
-        return self.scan_us(length, segments) + merge + self.walk_us(length, segments)
+        # Of the first segment a half is scanned, of the last one nothing.
+        halves = max(1, 2 * segments - 3) + self.maps[0]
+        return self.scan_us(length, halves) + merge + self.walk_us(length, segments)
 
     def whole_us(self, longest: int, total: int) -> float:
-        """Returns the time of the recurrence over whole sequences."""
-        return self.walk_us(longest, -(-total // longest))
+        """Returns the time of the recurrence over whole sequences, and of a scan of those that go on elsewhere."""
+        scan = self.scan_us(longest, self.maps[1]) if self.maps[1] else 0.0
+        return scan + self.walk_us(longest, -(-total // longest))
 
     def parts_of(self, longest: int, total: int, intracard_cp: str) -> int:
         """Returns into how many segments the longest sequence is cut; 1: sequences stay whole."""
@@ -128,14 +136,15 @@ def plan(
     intracard_cp: str = "auto",
     longest: int | None = None,
     segment_tokens: int = 0,
+    maps: tuple[int, int] = (0, 0),
 ) -> Plan:
     """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
 
     sequences: of packed input, else None. workspace: its bytes. intracard_cp: "auto", "on" or "off". longest: tokens of
     the longest sequence where it is known; otherwise one sequence may hold all tokens but one of each other.
-    segment_tokens: where to cut instead, if not 0.
+    segment_tokens: where to cut instead, if not 0. maps: as in `CostModel`.
     """
-    model = CostModel(target.costs, target.v_tiles, value_heads, multiprocessors)
+    model = CostModel(target.costs, target.v_tiles, value_heads, multiprocessors, maps)
     count = batch if sequences is None else sequences
     slots = chunk_slots(batch, tokens, sequences)
     piece_slots = min(slots, workspace // (value_heads * BLOCK_BYTES), MAX_GRID_Z)

@@ -103,6 +103,8 @@ def begin(
     spread = planner(
         target, batch, tokens, heads_v, len(slices), count, blocks.nbytes, call.intracard_cp, longest,
         call.segment_tokens,
+        (sum(2 * part.goes_on + part.comes_on for part in slices),
+         sum(1 + part.comes_on for part in slices if part.goes_on)),
     )  # fmt: skip
     launch = Launch(
         target,
