@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.emulator import mutant_rows
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import first_calls, model_rows, registry, report, results
+from benchmarks.harness import first_calls, model_rows, rank_rows, registry, report, results
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import tables as kda_tables
@@ -317,6 +317,23 @@ def _models(section: Section, content: Content, path: Path) -> None:
     section.notes = [*content["notes"], *left]
 
 
+def _several_gpus(section: Section, content: Content, path: Path) -> None:
+    rank_rows.validate(content)
+    rows = content["rows"]
+    series = {
+        "together": [row["ms"] / row["one_ms"] for row in rows],
+        "one GPU": [1.0 for _ in rows],
+    }
+    labels = [rank_rows.label(row) for row in rows]
+    text = "time / time on one GPU"
+    section.measured = [("forward on several GPUs", MEASURED), ("backward", NOT_MEASURED)]
+    section.plots = [plots.bars(labels, series, text, content["title"], section.anchor)]
+    section.tables = [
+        Table("Medians, 20th to 80th percentile in brackets", *rank_rows.table(content))
+    ]
+    section.notes = list(content["notes"])
+
+
 def _checks(result: Content) -> str:
     found = [
         (error, check["provider"])
@@ -510,6 +527,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     "lite_rtx4090": _published_tables,
     first_calls.OP: _first_calls,
     model_rows.OP: _models,
+    rank_rows.OP: _several_gpus,
     "ncu_decode": _counters,
     "batch_invariance_study": _study,
     "decode_design_study": _study,

@@ -5,5 +5,6 @@ rank computes continues from the states of the ranks that hold the earlier token
 """
 
 from cula.distributed.context import ContextParallel
+from cula.distributed.layout import balanced_bounds
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "balanced_bounds"]

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+# Of KDA on an H200, microseconds a chunk: the chunk-parallel kernel of one value head, and the scan of a whole slice.
+# Slices of so many value heads are not cut.
+_CHUNK, _PREPARE_US, _SCAN_US, _WHOLE_HEADS = 64, 0.0337, 1.12, 48
 Range = tuple[int, int]
 Chain = tuple[tuple[int, int], ...]
 """Slots `(of A or B, of M)` in the order in which they are folded; M of the first is not used."""
@@ -169,3 +172,44 @@ def equal_bounds(tokens: int, ranks: int, zigzag: bool) -> list[int]:
         return [tokens * p // (2 * ranks) for p in range(2 * ranks + 1)]
     step = -(-tokens // ranks)
     return [min(r * step, tokens) for r in range(ranks + 1)]
+
+
+def balanced_bounds(tokens: int, ranks: int, value_heads: int) -> list[int]:
+    """Bounds for `ContextParallel` by which the ranks of a forward pass of KDA end at about the same time.
+
+    Two ranks with so many value heads that one GPU does not cut its sequences: the second one waits for the first
+    one's scan, and gets more tokens. Otherwise slices are equal. From times on an H200; training keeps equal slices.
+
+    Args:
+        tokens: of the sequence. ranks: of the group. value_heads: on each rank.
+
+    Returns:
+        `ranks + 1` numbers from 0 to tokens; inner ones are multiples of 64, the chunk of the kernels.
+
+    Raises:
+        ValueError: a number is too small.
+
+    Example:
+        >>> from cula.distributed import balanced_bounds
+        >>> balanced_bounds(131072, 2, value_heads=64), balanced_bounds(131072, 2, value_heads=16)
+        ([0, 52032, 131072], [0, 65536, 131072])
+    """
+    for name, value, least in (
+        ("tokens", tokens, 0),
+        ("ranks", ranks, 1),
+        ("value_heads", value_heads, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
+    first = 1 / ranks
+    if ranks == 2 and value_heads >= _WHOLE_HEADS:
+        prepare = _PREPARE_US * value_heads
+        first = prepare / (
+            2 * prepare + _SCAN_US
+        )  # the second rank has prepared when the scan of the first one ends
+    chunks = tokens / _CHUNK
+    inner = (
+        round(chunks * (first + (1 - first) * r / max(1, ranks - 1))) * _CHUNK
+        for r in range(ranks - 1)
+    )
+    return [0, *(min(x, tokens) for x in inner), tokens]

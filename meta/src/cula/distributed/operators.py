@@ -3,9 +3,10 @@
 A rank walks its travelling pieces once to learn what state they end with (A), and those that lie inside a sequence once
 more from the identity with v = 0 (M). The maps are exchanged and folded into the states in front of the local pieces,
 and the call itself starts from those. A rank whose pieces all begin their sequences learns A from the call itself, and
-kernels that can begin a call before its starting states are known share their work between the walks. Backwards,
-the gradients in front of the pieces (B) travel the other way; M^T is the forward's, and nothing is differentiated through
-M.
+kernels that can begin a call before its starting states are known share their work between the walks.
+
+Backwards, the gradients in front of the pieces (B) travel the other way; M^T is the forward's, and nothing is
+differentiated through M.
 """
 
 from __future__ import annotations
