@@ -45,10 +45,16 @@ def slices_of(low: int, high: int) -> list[tuple[int, Slice]]:
 
 
 def over_ranks(
-    target: Target, bounds: Sequence[int], tiles: int, segment_chunks: int, **more: Any
+    target: Target,
+    bounds: Sequence[int],
+    tiles: int,
+    segment_chunks: int,
+    device: torch.device | str = "cpu",
+    **more: Any,
 ) -> Outcome:
     """Runs `begin_chunk_kda` of every rank, tells each what those before it do to a state, and finishes all."""
-    given, initial = problem().given, problem().initial[: len(LENGTHS)]
+    given = {name: x.to(device) for name, x in problem().given.items()}
+    initial = problem().initial[: len(LENGTHS)].to(device)
     options = {"planner": forced(tiles, segment_chunks), "multiprocessors": 132} | more
     outs: list[Tensor] = []
     states: list[Tensor] = list(initial)  # in front of the sequences' next slices
@@ -57,7 +63,7 @@ def over_ranks(
         patch.setattr(sliced, "begin", functools.partial(sliced.begin, **options))
         for low, high in itertools.pairwise(bounds):
             own = slices_of(low, high)
-            cuts = int32(*[part.start for _, part in own], high - low)
+            cuts = int32(*[part.start for _, part in own], high - low).to(device)
             x = {name: given[name][:, low:high] for name in ("q", "k", "v", "g", "beta")}
             unknown = torch.stack(
                 [initial[n] * (torch.nan if part.comes_on else 1) for n, part in own]
@@ -80,7 +86,7 @@ def over_ranks(
                 else:
                     states[n] = state
             outs.append(out)
-    return Outcome(torch.cat(outs, 1), torch.stack(states))
+    return Outcome(torch.cat(outs, 1).cpu(), torch.stack(states).cpu())
 
 
 @functools.cache
@@ -119,3 +125,10 @@ class Slices:
         with poisoned_memory():
             found = over_ranks(target, bounds, tiles, segment_chunks, kernels=compiled)
         assert_right(problem(), found)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("segment_chunks", [0, 1])
+    def test_slices_over_ranks_on_a_gpu(self, cuda, segment_chunks):
+        target, tiles = self.subject.target, self.subject.tiles[-1]
+        for bounds in BOUNDS.values():
+            assert_right(problem(), over_ranks(target, bounds, tiles, segment_chunks, cuda))
