@@ -1,23 +1,17 @@
 """Operators over the ranks of a real process group, against whole sequences in one process.
 
-One world of three processes serves the whole file. A case is the name of a function of this module and its arguments;
-every rank runs it, and a failure comes back as the text of its traceback.
+The world of three processes that serves all tests of the session runs functions of this module on every rank.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sequences_over_ranks import CHANNELS, HEADS, WIDTH, Inputs, problem, random_batch, whole
 
 from cula.distributed import ContextParallel
@@ -26,57 +20,6 @@ from cula.lightning import chunk_gated_delta_rule, chunk_lightning_attn, chunk_s
 
 RANKS = 3
 KINDS = ("kda", "gdn", "gla")
-
-
-def _serve(rank: int, store: str, cases: Any, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    while (case := cases.get()) is not None:
-        name, arguments = case
-        try:
-            results.put((rank, None, globals()[name](*arguments)))
-        except BaseException:
-            results.put((rank, traceback.format_exc(), None))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a function of this module on all ranks, and returns what each of them returned."""
-    context = mp.get_context("spawn")
-    cases = [context.SimpleQueue() for _ in range(RANKS)]
-    results = context.Queue()
-    store = str(tmp_path_factory.mktemp("world") / "store")
-    processes = [
-        context.Process(target=_serve, args=(rank, store, cases[rank], results), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-
-    def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        for queue in cases:
-            queue.put((function.__name__, arguments))
-        found = []
-        for _ in processes:
-            rank, failure, value = results.get(timeout=100)
-            assert failure is None, f"rank {rank}: {failure}"
-            found.append((rank, value))
-        return [value for _, value in sorted(found, key=lambda got: got[0])]
-
-    yield run
-    for queue in cases:
-        queue.put(None)
-    for process in processes:
-        process.join(timeout=20)
-        process.kill()
 
 
 # ---- what runs on the ranks ------------------------------------------------------------------------------------------

@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
+from cula.distributed import convolution
 from cula.distributed.exchange import all_gather, start_all_gather
 from cula.distributed.layout import (
+    Halo,
     Layout,
     Piece,
     Range,
     Route,
     dense,
+    dense_at,
     equal_bounds,
     packed,
     ranges_of,
@@ -109,6 +112,7 @@ class ContextParallel:
                 self.bounds = tuple(equal_bounds(self.cu_seqlens[-1], self.ranks, self.zigzag))
             self._layout = packed(self.cu_seqlens, self._ranges(self.bounds))
             self._routes = self._layout.forward(self.rank), self._layout.backward(self.rank)
+        self._halos: dict[tuple[int, int], Halo] = {}
         self._digests: Tensor | None = None
         self._agrees: Tensor | None = None
         if self.ranks > 1:
@@ -164,6 +168,61 @@ class ContextParallel:
                 at += high - low
         return whole.movedim(0, dim)
 
+    def halo(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The tokens in front of every local piece, for what looks back a little, such as a short convolution.
+
+        The slices of several ranks are looked through where they are short. Every rank calls it, and goes on with the
+        x that it returns: the gradient of the tokens that were lent comes back through it.
+
+        Args:
+            x: `[B, T, ..]`, this rank's tokens. Tensors with the same tokens are best joined into one.
+            size: how many tokens; of a convolution its width less one.
+
+        Returns: `(x, halo)`, halo `[pieces, size, ..]` in the dtype of x, zero before the begin of a sequence.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or the context of a dense batch has no bounds.
+        """
+        arguments.tensor("x", x)
+        size = index(size)
+        if size < 0 or x.dim() < 2:
+            arguments.value_error("x, size", "[B, T, ..] and 0 or more", f"{list(x.shape)}, {size}")
+        return self._halo(x, size)[:2]
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """The causal convolution of every channel along its sequence, over the slices of all ranks.
+
+        Args:
+            x: `[B, T, D]`, this rank's tokens.
+            weight: `[D, width]`; the last column is the token's own. bias: `[D]`.
+            activation: None, or "silu", which is also called "swish".
+
+        Returns: `[B, T, D]`. Gradients of weight and bias are this rank's part.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or the context of a dense batch has no bounds.
+        """
+        convolution.check(x, weight, bias, activation)
+        x, front, cuts = self._halo(x, weight.shape[1] - 1)
+        y = convolution.convolve(x.flatten(0, 1), front, cuts, weight, bias, activation)
+        return y.unflatten(0, x.shape[:2])
+
+    def _halo(self, x: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        rows, tokens = x.shape[:2]
+        if self.bounds is None:
+            raise ValueError("x: expected a context with cu_seqlens or bounds, got one without")
+        plan = self.plan(rows, tokens, "x")
+        halo = self._halos.get((rows, size))
+        if halo is None:
+            layout = self._layout or dense_at(rows, self._ranges(self.bounds))
+            halo = self._halos[rows, size] = layout.halo(self.rank, size)
+        flat, front = convolution.TokensInFront.apply(
+            x.flatten(0, 1), halo, self.group, plan.agrees
+        )
+        return flat.unflatten(0, (rows, tokens)), front, plan.cuts
+
     def check(self) -> None:
         """Waits until all ranks have told their layout.
 
@@ -180,20 +239,20 @@ class ContextParallel:
                 f"{', '.join(f'rank {rank}' for rank in wrong)}"
             )
 
-    def plan(self, rows: int, tokens: int) -> Plan:
-        """What a call with local tensors `[rows, tokens, ..]` does on this rank."""
+    def plan(self, rows: int, tokens: int, name: str = "q") -> Plan:
+        """What a call with local tensors `[rows, tokens, ..]` does on this rank; name: what errors call them."""
         if self._layout is not None and self._routes is not None:
             if rows != 1:
                 arguments.value_error(
-                    "q", "B = 1 with packed sequences in cp_context", f"B = {rows}"
+                    name, "B = 1 with packed sequences in cp_context", f"B = {rows}"
                 )
             layout, cuts = self._layout, _cuts(p.stop - p.start for p in self.pieces)
             if cuts[-1] != tokens:
-                arguments.value_error("q", f"T = {cuts[-1]} as cp_context says", f"T = {tokens}")
+                arguments.value_error(name, f"T = {cuts[-1]} as cp_context says", f"T = {tokens}")
             forward, backward = self._routes
         else:
             layout, forward, backward = _dense_routes(self.ranks, self.rank, rows, self.zigzag)
-            cuts = _cuts(self._part_lengths(tokens) * rows)
+            cuts = _cuts(self._part_lengths(tokens, name) * rows)
         return Plan(
             self.group, self.rank, self.ranks, cuts, forward, backward, layout.needs_matrices, self.exchange,
             self.agrees,
@@ -206,17 +265,17 @@ class ContextParallel:
             self._agrees = (collectives.wait_tensor(self._digests) == self._digest).all()
         return self._agrees
 
-    def _part_lengths(self, tokens: int) -> list[int]:
+    def _part_lengths(self, tokens: int, name: str) -> list[int]:
         """Of the local parts of every row of a dense batch."""
         if self.bounds is not None:
             lengths = [high - low for low, high in self._ranges(self.bounds)[self.rank]]
             if sum(lengths) != tokens:
                 arguments.value_error(
-                    "q", f"T = {sum(lengths)} as cp_context says", f"T = {tokens}"
+                    name, f"T = {sum(lengths)} as cp_context says", f"T = {tokens}"
                 )
             return lengths
         if self.zigzag and tokens % 2:
-            arguments.value_error("q", "an even T (zigzag without bounds)", f"T = {tokens}")
+            arguments.value_error(name, "an even T (zigzag without bounds)", f"T = {tokens}")
         return [tokens // 2] * 2 if self.zigzag else [tokens]
 
     def _ranges(self, bounds: Sequence[int]) -> list[list[Range]]:
