@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from sequences_over_ranks import random_batch
 
 from cula.distributed import ContextParallel
+from cula.kda import chunk_kda, fused_recurrent_kda
+from cula.lightning import chunk_lightning_attn
 
 RANKS = 3
 
@@ -118,6 +121,62 @@ def refused_convolutions() -> None:
         cp.halo(x, -1)
 
 
+class Layer(torch.nn.Module):
+    """KDA behind a short convolution, and Lightning behind that; passes no context on to the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(normal(5, 12, 4) * 0.5)
+
+    def forward(self, x: torch.Tensor, convolve: Any) -> torch.Tensor:
+        q, k, v = convolve(x, self.weight).unflatten(2, (2, 6)).split(2, -1)
+        o, _ = chunk_kda(q, k, v, -q.abs(), v[..., 0].sigmoid(), use_qk_l2norm_in_kernel=True)
+        return chunk_lightning_attn(o, k, v, 1, 2)[0]
+
+
+def a_model_that_passes_nothing_on() -> None:
+    """Forward, backward inside and outside, nested contexts, and a recomputed forward."""
+    from cula._ranks import context_of
+
+    x, layer = normal(4, 1, 14, 12), Layer()
+
+    def alone(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv1d(
+            torch.nn.functional.pad(x.mT, (3, 0)), weight[:, None], groups=12
+        ).mT.contiguous()
+
+    whole = layer(x, alone)
+    whole.square().sum().backward()
+    expected = layer.weight.grad
+    cp = ContextParallel(dist.group.WORLD, cu_seqlens=torch.tensor([0, 14]), bounds=[0, 3, 9, 14])
+    other = ContextParallel(dist.group.WORLD, cu_seqlens=torch.tensor([0, 1]))
+    for inside, again in ((False, False), (True, False), (True, True)):
+        layer.weight.grad = None
+        with other, cp:
+            if again:
+                y = torch.utils.checkpoint.checkpoint(
+                    layer, cp.shard(x), cp.causal_conv1d, use_reentrant=False,
+                    context_fn=lambda: (contextlib.nullcontext(), cp),
+                )  # fmt: skip
+            else:
+                y = layer(cp.shard(x), cp.causal_conv1d)
+            close(y, cp.shard(whole.detach()))
+            if inside and not again:
+                y.square().sum().backward()
+        assert context_of(None) is None
+        if again or not inside:
+            y.square().sum().backward()
+        total = layer.weight.grad.contiguous()
+        dist.all_reduce(total)
+        close(total, expected)
+    with cp:
+        q = cp.shard(x).unflatten(2, (2, 6))
+        once, _ = chunk_lightning_attn(q, q, q, 1, 2, cp_context=False)
+        with pytest.raises(NotImplementedError, match="^fused_recurrent_kda: expected no context"):
+            fused_recurrent_kda(q, q, q, q, q[..., 0])
+    assert torch.equal(once, chunk_lightning_attn(q, q, q, 1, 2)[0])
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -136,3 +195,7 @@ def test_tokens_in_front(world):
 
 def test_arguments_of_convolutions_that_do_not_fit_are_refused(world):
     world(refused_convolutions)
+
+
+def test_a_model_that_passes_nothing_on(world):
+    world(a_model_that_passes_nothing_on)

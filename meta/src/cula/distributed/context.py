@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
+from cula._ranks import enter, leave
 from cula.distributed import convolution
 from cula.distributed.exchange import all_gather, start_all_gather
 from cula.distributed.layout import (
@@ -121,6 +122,18 @@ class ContextParallel:
             self._digest = int.from_bytes(digest, "little", signed=True)
             own = torch.tensor([self._digest], device=_device_of(group_or_mesh, group))
             self._digests = start_all_gather(own, group)
+
+    def __enter__(self) -> ContextParallel:
+        """`with cp:` calls that have a `cp_context` and name none take this one; `cp_context=False` takes none.
+
+        It holds in this thread. What was called in it keeps it for its backward, but a forward that is computed again
+        in the backward, as by activation checkpoints, happens in a thread of autograd: enter it there as well.
+        """
+        enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        leave()
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

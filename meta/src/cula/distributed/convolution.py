@@ -56,7 +56,7 @@ def convolve(
         order, rows = _padded(cuts, front.shape[1], x.device)
         padded = torch.cat((front.flatten(0, 1), x))[order]
         y = torch.nn.functional.conv1d(padded.mT[None], weight[:, None], bias, groups=len(weight))
-        y = y[0].mT[rows]
+        y = y[0].mT[rows].contiguous()
     else:  # gradients of weight and bias are zero then, not absent
         y = x * weight.sum(1) if bias is None else x * weight.sum(1) + bias
     return y if activation is None else torch.nn.functional.silu(y)
