@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,15 +23,6 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _registry.refresh()
     yield
     _registry.refresh()
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a function of a module of this folder on three ranks; returns what each of them returned."""
-    from cula_testing.ranks import World
-
-    with World(3, "gloo", tmp_path_factory.mktemp("world")) as run:
-        yield run
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ The world of three processes that serves all tests of the session runs functions
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,36 +193,50 @@ def two_ranks_send_no_matrices() -> None:
     assert cp.plan(1, len(local.q)).matrices is False
 
 
-def with_the_context_of_fla(cu_seqlens: list[int]) -> None:
-    total, rank = cu_seqlens[-1], dist.get_rank()
-    low, high = total * rank // RANKS, total * (rank + 1) // RANKS
-    overlaps = [
-        (max(a, low), min(b, high), a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+def part_by_fla(cu_seqlens: list[int], part: int, size: int) -> tuple[list[int], int, int]:
+    """What flash-linear-attention says of one part of the batch: lengths, and parts before and behind."""
+    low, high = part * size, (part + 1) * size
+    inside = [
+        (a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if a < high and b > low
     ]
-    overlaps = [o for o in overlaps if o[0] < o[1]]
-    local = torch.tensor([0, *(stop - low for _, stop, _, _ in overlaps)])
-    size = total // RANKS
+    lengths = [min(b, high) - max(a, low) for a, b in inside]
+    return lengths, part - inside[0][0] // size, (inside[-1][1] - 1) // size - part
+
+
+def with_the_context_of_fla(cu_seqlens: list[int], layout: str) -> None:
+    rank, total = dist.get_rank(), cu_seqlens[-1]
+    parts = (rank, 2 * RANKS - 1 - rank) if layout == "zigzag" else (rank,)
+    size = total // (RANKS * len(parts))
+    lengths, before, behind = zip(*(part_by_fla(cu_seqlens, p, size) for p in parts), strict=True)
+    local = torch.tensor([0, *accumulate(sum(lengths, []))], dtype=torch.int32)
     context = SimpleNamespace(
-        group=dist.group.WORLD, cu_seqlens=local, cu_seqlens_cpu=local,
-        pre_num_ranks=rank - overlaps[0][2] // size, post_num_ranks=(overlaps[-1][3] - 1) // size - rank,
-        is_first_rank=overlaps[0][2] >= low, is_last_rank=overlaps[-1][3] <= high,
+        group=dist.group.WORLD, cu_seqlens=local, cu_seqlens_cpu=local, layout=layout, pre_num_ranks=None,
+        post_num_ranks=None, pre_num_ranks_dev=None,
     )  # fmt: skip
+    if layout == "zigzag":
+        context.front_num_seqs = len(lengths[0])
+        context.pre_num_ranks_by_part, context.post_num_ranks_by_part = before, behind
+    else:
+        (context.pre_num_ranks,), (context.post_num_ranks,) = before, behind
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[p * size : (p + 1) * size] for p in parts])
+
     x, _, d_o, _ = problem(7, total, len(cu_seqlens) - 1, "gdn")
     leaves = [t.clone().requires_grad_() for t in x]
     zeros = torch.zeros(len(cu_seqlens) - 1, HEADS, WIDTH, CHANNELS, dtype=torch.float64)
     o, _ = whole(Inputs(*leaves), zeros, cu_seqlens)
     wanted = torch.autograd.grad(o, leaves, d_o)
-    own = [t[low:high].clone().requires_grad_() for t in x]
-    got, _ = call("gdn", Inputs(*own), context, cu_seqlens=local)
-    close(got[0], o[low:high].detach())
-    for a, b in zip(torch.autograd.grad(got, own, d_o[None, low:high]), wanted, strict=True):
-        close(a, b[low:high])
-    with pytest.raises(NotImplementedError, match="zigzag"):
-        call("gdn", Inputs(*own), SimpleNamespace(**vars(context), layout="zigzag"))
-    with pytest.raises(NotImplementedError, match="on the host"):
-        call("gdn", Inputs(*own), SimpleNamespace(**vars(context), pre_num_ranks_dev=local))
+    mine = [own(t).requires_grad_() for t in x]
+    got, _ = call("gdn", Inputs(*mine), context, cu_seqlens=local)
+    close(got[0], own(o.detach()))
+    for a, b in zip(torch.autograd.grad(got, mine, own(d_o)[None]), wanted, strict=True):
+        close(a, own(b))
     with pytest.raises(ValueError, match="^cu_seqlens: expected None, or that of cp_context"):
-        call("gdn", Inputs(*own), context, cu_seqlens=local.clone())
+        call("gdn", Inputs(*mine), context, cu_seqlens=local.clone())
+    context.pre_num_ranks_dev = local
+    with pytest.raises(NotImplementedError, match="on the host"):
+        call("gdn", Inputs(*mine), context)
 
 
 def fewer_heads_than_ranks_and_low_precision() -> None:
@@ -412,9 +427,10 @@ def test_two_ranks_send_no_matrices(world):
     world(two_ranks_send_no_matrices)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("cu_seqlens", [[0, 12], [0, 2, 12], [0, 3, 5, 11, 12], [0, 4, 8, 12]])
-def test_context_of_flash_linear_attention(world, cu_seqlens):
-    world(with_the_context_of_fla, cu_seqlens)
+def test_context_of_flash_linear_attention(world, cu_seqlens, layout):
+    world(with_the_context_of_fla, cu_seqlens, layout)
 
 
 def test_fewer_heads_than_ranks_and_low_precision(world):

@@ -97,7 +97,7 @@ class ContextParallel:
         layout: str = "contiguous",
         exchange: str = "auto",
     ) -> None:
-        group = _group_of("group_or_mesh", group_or_mesh)
+        group = group_of("group_or_mesh", group_or_mesh)
         if layout not in ("contiguous", "zigzag"):
             arguments.value_error("layout", "'contiguous' or 'zigzag'", repr(layout))
         if exchange not in _EXCHANGES:
@@ -332,7 +332,7 @@ def plan_of(cp_context: object, rows: int, tokens: int, cu_seqlens: object) -> P
         )
     if isinstance(cp_context, ContextParallel):
         return cp_context.plan(rows, tokens)
-    group = _group_of("cp_context", cp_context)
+    group = group_of("cp_context", cp_context)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     layout, forward, backward = _dense_routes(ranks, rank, rows, False)
     return Plan(
@@ -347,40 +347,61 @@ def _plan_of_fla(context: Any, rows: int, tokens: int, cu_seqlens: object) -> Pl
         arguments.value_error(
             "cu_seqlens", "None, or that of cp_context", type(cu_seqlens).__name__
         )
-    if getattr(context, "layout", None) not in (None, "contiguous"):
-        raise NotImplementedError(
-            f"cp_context: expected contiguous slices, got the layout {context.layout!r} of flash-linear-attention; "
-            "cula.distributed.ContextParallel(layout='zigzag') has it"
-        )
     if getattr(context, "pre_num_ranks_dev", None) is not None:
         raise NotImplementedError(
             "cp_context: expected counts of ranks on the host, got some on a device"
         )
+    zigzag = getattr(context, "layout", "contiguous") == "zigzag"
     group = dist.group.WORLD if context.group is None else context.group
-    group = _group_of("cp_context", group)
+    group = group_of("cp_context", group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    before, behind = index(context.pre_num_ranks), index(context.post_num_ranks)
     arguments.tensor("cp_context.cu_seqlens_cpu", context.cu_seqlens_cpu)
     cuts = tuple(context.cu_seqlens_cpu.tolist())
     if rows != 1 or len(cuts) < 2 or cuts[-1] != tokens:
         arguments.value_error(
             "q", f"B, T = 1, {cuts[-1]} as cp_context says", f"B, T = {rows}, {tokens}"
         )
-    if not 0 <= before <= rank or not 0 <= behind < ranks - rank:
-        arguments.value_error(
-            "cp_context", f"ranks beside rank {rank} of {ranks}", f"{before}, {behind}"
+    # Every part of the batch has one slot; those of a rank are neighbours.
+    parts = 2 * ranks if zigzag else ranks
+    if zigzag:
+        before, behind = context.pre_num_ranks_by_part, context.post_num_ranks_by_part
+        own, firsts = (rank, parts - 1 - rank), (0, index(context.front_num_seqs))
+        slots = [2 * min(p, parts - 1 - p) + (p >= ranks) for p in range(parts)]
+    else:
+        before, behind = (context.pre_num_ranks,), (context.post_num_ranks,)
+        own, firsts, slots = (rank,), (0,), list(range(parts))
+    lasts = (*(first - 1 for first in firsts[1:]), len(cuts) - 2)
+    before, behind = tuple(map(index, before)), tuple(map(index, behind))
+    for p, pre, post in zip(own, before, behind, strict=True):
+        if not 0 <= pre <= p or not 0 <= post < parts - p:
+            arguments.value_error(
+                "cp_context", f"parts beside part {p} of {parts}", f"{pre}, {post}"
+            )
+
+    def route(sends: Sequence[int], gives: Sequence[int], takes: Sequence[int], step: int) -> Route:
+        """gives, takes: how far the sequences that leave and enter each own part extend. step: the way they go."""
+        count = max((i + 1 for i, n in enumerate(gives) if n), default=0)
+        entries = firsts if step > 0 else lasts
+        chains = tuple(
+            tuple((slots[p - step * n], slots[p - step * n]) for n in range(reach, 0, -1))
+            for p, reach in zip(own, takes, strict=True)
+            if reach
         )
-    first, last = (0,) * bool(before), (len(cuts) - 2,) * bool(behind)
-    states = tuple((r, r) for r in range(rank - before, rank))
-    gradients = tuple((r, r) for r in range(rank + behind, rank, -1))
+        return Route(
+            len(own),
+            tuple(sends[:count]),  # in its place, though a front that nobody needs goes with a back
+            tuple(piece for piece, reach in zip(entries, takes, strict=True) if reach),
+            {rank: chains},
+        )
+
     return Plan(
         group,
         rank,
         ranks,
         cuts,
-        Route(1, last, first, {rank: (states,) * bool(before)}),
-        Route(1, first, last, {rank: (gradients,) * bool(behind)}),
-        matrices=ranks > 2,
+        route(lasts, behind, before, 1),
+        route(firsts, before, behind, -1),
+        matrices=parts > 2,
         exchange="gather",  # nobody knows the chains of other ranks
     )
 
@@ -395,7 +416,7 @@ def _cuts(lengths: Any) -> tuple[int, ...]:
     return (0, *accumulate(lengths))
 
 
-def _group_of(name: str, given: object) -> dist.ProcessGroup:
+def group_of(name: str, given: object) -> dist.ProcessGroup:
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             arguments.value_error(name, "a DeviceMesh of one dimension", f"one of {given.ndim}")
