@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _SECONDS = 100
+# Once for all processes: functional collectives import the compiler, which takes longer than most worlds live.
+_IMPORTED = ["torch._dynamo", "torch.distributed.device_mesh", "cula.distributed", "cula.lightning"]
 
 
 class World:
@@ -28,7 +30,8 @@ class World:
     """
 
     def __init__(self, ranks: int, backend: str, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self._cases = [context.SimpleQueue() for _ in range(ranks)]
         self._results = context.Queue()
         facts = (ranks, backend, str(folder / "store"))
@@ -69,7 +72,7 @@ class World:
 
 
 def _serve(rank: int, ranks: int, backend: str, store: str, cases: Any, results: Any) -> None:
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # messages of different sizes are told, not waited for
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(rank)

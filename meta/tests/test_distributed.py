@@ -399,17 +399,15 @@ def checkpointed() -> None:
 
 
 def test_random_batches_with_both_exchanges(world):
-    world(random_cases, list(range(9)))
+    world(random_cases, list(range(6)))
 
 
 @pytest.mark.parametrize(
     ("kind", "cu_seqlens", "bounds", "layout"),
     [
-        ("kda", [0, 20], [0, 9, 9, 20], "contiguous"),
-        ("gdn", [0, 20], [0, 0, 0, 20], "contiguous"),
-        ("gla", [0, 20], [0, 6, 13, 20], "contiguous"),
-        ("kda", [0, 3, 3, 17, 20], None, "zigzag"),
-        ("gla", [0, 3, 3, 17, 20], None, "zigzag"),
+        ("gdn", [0, 12], [0, 4, 4, 12], "contiguous"),
+        ("gla", [0, 12], [0, 3, 8, 12], "contiguous"),
+        ("kda", [0, 2, 2, 10, 12], None, "zigzag"),
     ],
 )
 def test_empty_slices_empty_sequences_and_zigzag(world, kind, cu_seqlens, bounds, layout):
@@ -427,8 +425,16 @@ def test_two_ranks_send_no_matrices(world):
     world(two_ranks_send_no_matrices)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("cu_seqlens", [[0, 12], [0, 2, 12], [0, 3, 5, 11, 12], [0, 4, 8, 12]])
+@pytest.mark.parametrize(
+    ("cu_seqlens", "layout"),
+    [
+        ([0, 12], "contiguous"),
+        ([0, 3, 5, 11, 12], "contiguous"),
+        ([0, 12], "zigzag"),
+        ([0, 3, 5, 11, 12], "zigzag"),  # a front that sends only because its back does
+        ([0, 4, 8, 12], "zigzag"),
+    ],
+)
 def test_context_of_flash_linear_attention(world, cu_seqlens, layout):
     world(with_the_context_of_fla, cu_seqlens, layout)
 

@@ -181,7 +181,7 @@ def a_model_that_passes_nothing_on() -> None:
 
 
 def test_short_convolutions_over_random_batches(world):
-    world(random_convolutions, list(range(24)))
+    world(random_convolutions, list(range(12)))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
