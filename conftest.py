@@ -6,6 +6,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,18 @@ BASELINE_FACTOR = 1.5
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.fail("needs a CUDA GPU; -m 'not gpu' leaves such tests out", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a function of an importable module on three ranks; returns what each of them returned. See tools/ranks.py.
+
+    One world serves the session, because starting it takes longer than what runs in it.
+    """
+    from tools.ranks import World
+
+    with World(3, "gloo", tmp_path_factory.mktemp("world")) as run:
+        yield run
 
 
 @pytest.fixture(autouse=True)

@@ -851,5 +851,6 @@ def test_skip_list_attention_of_the_package_and_of_cula_agree_on_a_cpu() -> None
 
 def test_the_modules_of_skip_list_attention_are_those_of_the_package() -> None:
     package = import_module("liteattention_sm89")
-    for name in ("LiteAttention", "SeqParallelLiteAttention", "LiteAttentionRegistry"):
+    for name in ("LiteAttention", "LiteAttentionRegistry"):
         assert getattr(cula.lite, name) is getattr(package, name)
+    assert issubclass(cula.lite.SeqParallelLiteAttention, package.SeqParallelLiteAttention)

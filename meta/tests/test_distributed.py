@@ -1,23 +1,18 @@
 """Operators over the ranks of a real process group, against whole sequences in one process.
 
-One world of three processes serves the whole file. A case is the name of a function of this module and its arguments;
-every rank runs it, and a failure comes back as the text of its traceback.
+The world of three processes that serves all tests of the session runs functions of this module on every rank.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sequences_over_ranks import CHANNELS, HEADS, WIDTH, Inputs, problem, random_batch, whole
 
 from cula.distributed import ContextParallel
@@ -26,57 +21,6 @@ from cula.lightning import chunk_gated_delta_rule, chunk_lightning_attn, chunk_s
 
 RANKS = 3
 KINDS = ("kda", "gdn", "gla")
-
-
-def _serve(rank: int, store: str, cases: Any, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    while (case := cases.get()) is not None:
-        name, arguments = case
-        try:
-            results.put((rank, None, globals()[name](*arguments)))
-        except BaseException:
-            results.put((rank, traceback.format_exc(), None))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a function of this module on all ranks, and returns what each of them returned."""
-    context = mp.get_context("spawn")
-    cases = [context.SimpleQueue() for _ in range(RANKS)]
-    results = context.Queue()
-    store = str(tmp_path_factory.mktemp("world") / "store")
-    processes = [
-        context.Process(target=_serve, args=(rank, store, cases[rank], results), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-
-    def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        for queue in cases:
-            queue.put((function.__name__, arguments))
-        found = []
-        for _ in processes:
-            rank, failure, value = results.get(timeout=100)
-            assert failure is None, f"rank {rank}: {failure}"
-            found.append((rank, value))
-        return [value for _, value in sorted(found, key=lambda got: got[0])]
-
-    yield run
-    for queue in cases:
-        queue.put(None)
-    for process in processes:
-        process.join(timeout=20)
-        process.kill()
 
 
 # ---- what runs on the ranks ------------------------------------------------------------------------------------------
@@ -249,36 +193,50 @@ def two_ranks_send_no_matrices() -> None:
     assert cp.plan(1, len(local.q)).matrices is False
 
 
-def with_the_context_of_fla(cu_seqlens: list[int]) -> None:
-    total, rank = cu_seqlens[-1], dist.get_rank()
-    low, high = total * rank // RANKS, total * (rank + 1) // RANKS
-    overlaps = [
-        (max(a, low), min(b, high), a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+def part_by_fla(cu_seqlens: list[int], part: int, size: int) -> tuple[list[int], int, int]:
+    """What flash-linear-attention says of one part of the batch: lengths, and parts before and behind."""
+    low, high = part * size, (part + 1) * size
+    inside = [
+        (a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if a < high and b > low
     ]
-    overlaps = [o for o in overlaps if o[0] < o[1]]
-    local = torch.tensor([0, *(stop - low for _, stop, _, _ in overlaps)])
-    size = total // RANKS
+    lengths = [min(b, high) - max(a, low) for a, b in inside]
+    return lengths, part - inside[0][0] // size, (inside[-1][1] - 1) // size - part
+
+
+def with_the_context_of_fla(cu_seqlens: list[int], layout: str) -> None:
+    rank, total = dist.get_rank(), cu_seqlens[-1]
+    parts = (rank, 2 * RANKS - 1 - rank) if layout == "zigzag" else (rank,)
+    size = total // (RANKS * len(parts))
+    lengths, before, behind = zip(*(part_by_fla(cu_seqlens, p, size) for p in parts), strict=True)
+    local = torch.tensor([0, *accumulate(sum(lengths, []))], dtype=torch.int32)
     context = SimpleNamespace(
-        group=dist.group.WORLD, cu_seqlens=local, cu_seqlens_cpu=local,
-        pre_num_ranks=rank - overlaps[0][2] // size, post_num_ranks=(overlaps[-1][3] - 1) // size - rank,
-        is_first_rank=overlaps[0][2] >= low, is_last_rank=overlaps[-1][3] <= high,
+        group=dist.group.WORLD, cu_seqlens=local, cu_seqlens_cpu=local, layout=layout, pre_num_ranks=None,
+        post_num_ranks=None, pre_num_ranks_dev=None,
     )  # fmt: skip
+    if layout == "zigzag":
+        context.front_num_seqs = len(lengths[0])
+        context.pre_num_ranks_by_part, context.post_num_ranks_by_part = before, behind
+    else:
+        (context.pre_num_ranks,), (context.post_num_ranks,) = before, behind
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[p * size : (p + 1) * size] for p in parts])
+
     x, _, d_o, _ = problem(7, total, len(cu_seqlens) - 1, "gdn")
     leaves = [t.clone().requires_grad_() for t in x]
     zeros = torch.zeros(len(cu_seqlens) - 1, HEADS, WIDTH, CHANNELS, dtype=torch.float64)
     o, _ = whole(Inputs(*leaves), zeros, cu_seqlens)
     wanted = torch.autograd.grad(o, leaves, d_o)
-    own = [t[low:high].clone().requires_grad_() for t in x]
-    got, _ = call("gdn", Inputs(*own), context, cu_seqlens=local)
-    close(got[0], o[low:high].detach())
-    for a, b in zip(torch.autograd.grad(got, own, d_o[None, low:high]), wanted, strict=True):
-        close(a, b[low:high])
-    with pytest.raises(NotImplementedError, match="zigzag"):
-        call("gdn", Inputs(*own), SimpleNamespace(**vars(context), layout="zigzag"))
-    with pytest.raises(NotImplementedError, match="on the host"):
-        call("gdn", Inputs(*own), SimpleNamespace(**vars(context), pre_num_ranks_dev=local))
+    mine = [own(t).requires_grad_() for t in x]
+    got, _ = call("gdn", Inputs(*mine), context, cu_seqlens=local)
+    close(got[0], own(o.detach()))
+    for a, b in zip(torch.autograd.grad(got, mine, own(d_o)[None]), wanted, strict=True):
+        close(a, own(b))
     with pytest.raises(ValueError, match="^cu_seqlens: expected None, or that of cp_context"):
-        call("gdn", Inputs(*own), context, cu_seqlens=local.clone())
+        call("gdn", Inputs(*mine), context, cu_seqlens=local.clone())
+    context.pre_num_ranks_dev = local
+    with pytest.raises(NotImplementedError, match="on the host"):
+        call("gdn", Inputs(*mine), context)
 
 
 def fewer_heads_than_ranks_and_low_precision() -> None:
@@ -441,17 +399,15 @@ def checkpointed() -> None:
 
 
 def test_random_batches_with_both_exchanges(world):
-    world(random_cases, list(range(9)))
+    world(random_cases, list(range(6)))
 
 
 @pytest.mark.parametrize(
     ("kind", "cu_seqlens", "bounds", "layout"),
     [
-        ("kda", [0, 20], [0, 9, 9, 20], "contiguous"),
-        ("gdn", [0, 20], [0, 0, 0, 20], "contiguous"),
-        ("gla", [0, 20], [0, 6, 13, 20], "contiguous"),
-        ("kda", [0, 3, 3, 17, 20], None, "zigzag"),
-        ("gla", [0, 3, 3, 17, 20], None, "zigzag"),
+        ("gdn", [0, 12], [0, 4, 4, 12], "contiguous"),
+        ("gla", [0, 12], [0, 3, 8, 12], "contiguous"),
+        ("kda", [0, 2, 2, 10, 12], None, "zigzag"),
     ],
 )
 def test_empty_slices_empty_sequences_and_zigzag(world, kind, cu_seqlens, bounds, layout):
@@ -469,9 +425,18 @@ def test_two_ranks_send_no_matrices(world):
     world(two_ranks_send_no_matrices)
 
 
-@pytest.mark.parametrize("cu_seqlens", [[0, 12], [0, 2, 12], [0, 3, 5, 11, 12], [0, 4, 8, 12]])
-def test_context_of_flash_linear_attention(world, cu_seqlens):
-    world(with_the_context_of_fla, cu_seqlens)
+@pytest.mark.parametrize(
+    ("cu_seqlens", "layout"),
+    [
+        ([0, 12], "contiguous"),
+        ([0, 3, 5, 11, 12], "contiguous"),
+        ([0, 12], "zigzag"),
+        ([0, 3, 5, 11, 12], "zigzag"),  # a front that sends only because its back does
+        ([0, 4, 8, 12], "zigzag"),
+    ],
+)
+def test_context_of_flash_linear_attention(world, cu_seqlens, layout):
+    world(with_the_context_of_fla, cu_seqlens, layout)
 
 
 def test_fewer_heads_than_ranks_and_low_precision(world):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import _check
+from cula import _check, _ranks
 from cula._registry import KERNELS_ONLY, arch_of, resolve, self_checking
 from cula_core.delta_decode.recurrent import check_fused_recurrent_kda
 from cula_core.delta_rule.contract import check_split_choice
@@ -106,6 +106,7 @@ def chunk_kda(
             batch lies in contiguous slices of any lengths; or the context of flash-linear-attention. A row of
             initial_state, and of the final states, then belongs to a local piece; see `ContextParallel.pieces`.
             `out`, `return_intermediate_states`, pools, has_initial_state and checkpoints are refused beside it.
+            None: the one of `with cp:` around the call, if any; False: none.
         use_graph, max_num_seqs: what flash-linear-attention is told for a CUDA graph. Here they change nothing: a
             kernel takes its grid from shapes, and cu_seqlens may end in empty sequences. max_num_seqs is at least N.
         A_log: `[HV]`, any floating dtype, log of the gate's rate. May be None with `lower_bound`, the factor is then 1.
@@ -166,6 +167,7 @@ def chunk_kda(
     """
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    cp_context = _ranks.context_of(cp_context)
     if cp_context is not None:
         from cula.distributed.operators import across_ranks
 
@@ -183,7 +185,7 @@ def chunk_kda(
                 "update_state_pool": update_state_pool, "use_intracard_cp": use_intracard_cp,
                 "segment_tokens": segment_tokens,
             },
-            choices={"impl": impl},
+            choices={"impl": impl, "cp_context": False},
             refused={
                 "return_intermediate_states": return_intermediate_states, "out": out, "cp_context": None,
                 "state_pool": state_pool, "initial_state_indices": initial_state_indices, "null_slot": null_slot,
@@ -334,6 +336,7 @@ def fused_recurrent_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
+    _ranks.refuse_context("fused_recurrent_kda")
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)

@@ -50,7 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import _check
+from cula import _check, _ranks
 from cula._registry import resolve, self_checking
 from cula_core.delta_decode.recurrent import check_fused_recurrent_gated_delta_rule
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
@@ -116,6 +116,7 @@ def lightning_attn_fwd(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
+    _ranks.refuse_context("lightning_attn_fwd")
     requires_grad = _check.requires_grad(q, k, v, decay, initial_state)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
@@ -222,6 +223,7 @@ def lightning_attn_fwd_varlen(
         >>> pool[5].any().item(), pool[:5].any().item(), o[:, 60:].any().item()  # the second one is padding
         (True, False, False)
     """
+    _ranks.refuse_context("lightning_attn_fwd_varlen")
     requires_grad = _check.requires_grad(q, k, v, decay, state_pool)
     dim_k, dim_v, group = _check.prefill_operands(q, v)
     if q.dtype is torch.float32:
@@ -411,6 +413,7 @@ def chunk_simple_gla(
         >>> torch.allclose(torch.cat((o, rest), 1), whole, atol=1e-3)
         True
     """
+    cp_context = _ranks.context_of(cp_context)
     if cp_context is not None:
         from cula.distributed.operators import across_ranks
 
@@ -425,7 +428,7 @@ def chunk_simple_gla(
                 "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
                 "num_splits": num_splits, "segment_tokens": segment_tokens,
             },
-            choices={"impl": impl},
+            choices={"impl": impl, "cp_context": False},
             refused={
                 "state_checkpoints": state_checkpoints, "checkpoint_every_n_tokens": checkpoint_every_n_tokens,
                 "out": out,
@@ -544,7 +547,8 @@ def chunk_gated_delta_rule(
             `cula.distributed.ContextParallel`; a ProcessGroup or a DeviceMesh of one dimension, over which a dense
             batch lies in contiguous slices of any lengths; or the context of flash-linear-attention. A row of
             initial_state, and of the final states, then belongs to a local piece; see `ContextParallel.pieces`.
-            Pools, has_initial_state, checkpoints, chunk_indices and `out` are refused beside it.
+            Pools, has_initial_state, checkpoints, chunk_indices and `out` are refused beside it. None: the one of
+            `with cp:` around the call, if any; False: none.
         use_gate_in_kernel: use `-exp(A_log) * softplus(g + dt_bias)`; needs `g` and `A_log`.
         A_log: `[HS]`, any floating dtype, log of the gate's rate.
         dt_bias: `[HS]`, any floating dtype, bias of the raw gate; None: 0. Both may have more dimensions of size 1.
@@ -611,6 +615,7 @@ def chunk_gated_delta_rule(
     """
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
+    cp_context = _ranks.context_of(cp_context)
     if cp_context is not None:
         from cula.distributed.operators import across_ranks
 
@@ -628,7 +633,7 @@ def chunk_gated_delta_rule(
                 "update_state_pool": update_state_pool, "use_intracard_cp": use_intracard_cp,
                 "operand_dtype": operand_dtype, "segment_tokens": segment_tokens,
             },
-            choices={"impl": impl},
+            choices={"impl": impl, "cp_context": False},
             refused={
                 "state_pool": state_pool, "state_indices": state_indices, "null_slot": null_slot,
                 "output_state_indices": output_state_indices, "has_initial_state": has_initial_state,
@@ -775,6 +780,7 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 1, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
+    _ranks.refuse_context("fused_recurrent_gated_delta_rule")
     if A_log is not None or dt_bias is not None:
         A_log, dt_bias = _check.without_ones(A_log), _check.without_ones(dt_bias)
     requires_grad = _check.requires_grad(q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)

@@ -1,8 +1,8 @@
 """Skip-list softmax attention (LiteAttention, arXiv 2511.11062).
 
 `lite_attention` is the functional form: the caller carries the mask of key tiles from one call to the next. The modules
-`LiteAttention` and `SeqParallelLiteAttention`, which carry it themselves, and `LiteAttentionRegistry` are those of the
-kernel package, found here where that is installed.
+`LiteAttention`, which carries it itself, and `LiteAttentionRegistry` are those of the kernel package, found here where
+that is installed, and `SeqParallelLiteAttention` is its class with a process group added.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from cula._registry import implementations, resolve, self_checking
 
 __all__ = ["lite_attention"]
 
-_CLASSES = ("LiteAttention", "SeqParallelLiteAttention", "LiteAttentionRegistry")
+_CLASSES = ("LiteAttention", "LiteAttentionRegistry")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "SeqParallelLiteAttention":
+        from cula.distributed.lite import SeqParallelLiteAttention
+
+        return SeqParallelLiteAttention
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return of_the_package(name)
+
+
+def of_the_package(name: str) -> Any:
+    """What the kernel package calls `name`. ImportError, with what to install, where there is none."""
     package = next((i for i in implementations("lite.attention") if i.kernel), None)
     if package is None:
         raise ImportError(f"cula.lite.{name} comes with a kernel: {how_to_install('cula[sm89]')}")

@@ -16,13 +16,17 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
+from cula._ranks import enter, leave
+from cula.distributed import convolution
 from cula.distributed.exchange import all_gather, start_all_gather
 from cula.distributed.layout import (
+    Halo,
     Layout,
     Piece,
     Range,
     Route,
     dense,
+    dense_at,
     equal_bounds,
     packed,
     ranges_of,
@@ -93,7 +97,7 @@ class ContextParallel:
         layout: str = "contiguous",
         exchange: str = "auto",
     ) -> None:
-        group = _group_of("group_or_mesh", group_or_mesh)
+        group = group_of("group_or_mesh", group_or_mesh)
         if layout not in ("contiguous", "zigzag"):
             arguments.value_error("layout", "'contiguous' or 'zigzag'", repr(layout))
         if exchange not in _EXCHANGES:
@@ -109,6 +113,7 @@ class ContextParallel:
                 self.bounds = tuple(equal_bounds(self.cu_seqlens[-1], self.ranks, self.zigzag))
             self._layout = packed(self.cu_seqlens, self._ranges(self.bounds))
             self._routes = self._layout.forward(self.rank), self._layout.backward(self.rank)
+        self._halos: dict[tuple[int, int], Halo] = {}
         self._digests: Tensor | None = None
         self._agrees: Tensor | None = None
         if self.ranks > 1:
@@ -117,6 +122,18 @@ class ContextParallel:
             self._digest = int.from_bytes(digest, "little", signed=True)
             own = torch.tensor([self._digest], device=_device_of(group_or_mesh, group))
             self._digests = start_all_gather(own, group)
+
+    def __enter__(self) -> ContextParallel:
+        """`with cp:` calls that have a `cp_context` and name none take this one; `cp_context=False` takes none.
+
+        It holds in this thread. What was called in it keeps it for its backward, but a forward that is computed again
+        in the backward, as by activation checkpoints, happens in a thread of autograd: enter it there as well.
+        """
+        enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        leave()
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -164,6 +181,61 @@ class ContextParallel:
                 at += high - low
         return whole.movedim(0, dim)
 
+    def halo(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The tokens in front of every local piece, for what looks back a little, such as a short convolution.
+
+        The slices of several ranks are looked through where they are short. Every rank calls it, and goes on with the
+        x that it returns: the gradient of the tokens that were lent comes back through it.
+
+        Args:
+            x: `[B, T, ..]`, this rank's tokens. Tensors with the same tokens are best joined into one.
+            size: how many tokens; of a convolution its width less one.
+
+        Returns: `(x, halo)`, halo `[pieces, size, ..]` in the dtype of x, zero before the begin of a sequence.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or the context of a dense batch has no bounds.
+        """
+        arguments.tensor("x", x)
+        size = index(size)
+        if size < 0 or x.dim() < 2:
+            arguments.value_error("x, size", "[B, T, ..] and 0 or more", f"{list(x.shape)}, {size}")
+        return self._halo(x, size)[:2]
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """The causal convolution of every channel along its sequence, over the slices of all ranks.
+
+        Args:
+            x: `[B, T, D]`, this rank's tokens.
+            weight: `[D, width]`; the last column is the token's own. bias: `[D]`.
+            activation: None, or "silu", which is also called "swish".
+
+        Returns: `[B, T, D]`. Gradients of weight and bias are this rank's part.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or the context of a dense batch has no bounds.
+        """
+        convolution.check(x, weight, bias, activation)
+        x, front, cuts = self._halo(x, weight.shape[1] - 1)
+        y = convolution.convolve(x.flatten(0, 1), front, cuts, weight, bias, activation)
+        return y.unflatten(0, x.shape[:2])
+
+    def _halo(self, x: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        rows, tokens = x.shape[:2]
+        if self.bounds is None:
+            raise ValueError("x: expected a context with cu_seqlens or bounds, got one without")
+        plan = self.plan(rows, tokens, "x")
+        halo = self._halos.get((rows, size))
+        if halo is None:
+            layout = self._layout or dense_at(rows, self._ranges(self.bounds))
+            halo = self._halos[rows, size] = layout.halo(self.rank, size)
+        flat, front = convolution.TokensInFront.apply(
+            x.flatten(0, 1), halo, self.group, plan.agrees
+        )
+        return flat.unflatten(0, (rows, tokens)), front, plan.cuts
+
     def check(self) -> None:
         """Waits until all ranks have told their layout.
 
@@ -180,20 +252,20 @@ class ContextParallel:
                 f"{', '.join(f'rank {rank}' for rank in wrong)}"
             )
 
-    def plan(self, rows: int, tokens: int) -> Plan:
-        """What a call with local tensors `[rows, tokens, ..]` does on this rank."""
+    def plan(self, rows: int, tokens: int, name: str = "q") -> Plan:
+        """What a call with local tensors `[rows, tokens, ..]` does on this rank; name: what errors call them."""
         if self._layout is not None and self._routes is not None:
             if rows != 1:
                 arguments.value_error(
-                    "q", "B = 1 with packed sequences in cp_context", f"B = {rows}"
+                    name, "B = 1 with packed sequences in cp_context", f"B = {rows}"
                 )
             layout, cuts = self._layout, _cuts(p.stop - p.start for p in self.pieces)
             if cuts[-1] != tokens:
-                arguments.value_error("q", f"T = {cuts[-1]} as cp_context says", f"T = {tokens}")
+                arguments.value_error(name, f"T = {cuts[-1]} as cp_context says", f"T = {tokens}")
             forward, backward = self._routes
         else:
             layout, forward, backward = _dense_routes(self.ranks, self.rank, rows, self.zigzag)
-            cuts = _cuts(self._part_lengths(tokens) * rows)
+            cuts = _cuts(self._part_lengths(tokens, name) * rows)
         return Plan(
             self.group, self.rank, self.ranks, cuts, forward, backward, layout.needs_matrices, self.exchange,
             self.agrees,
@@ -206,17 +278,17 @@ class ContextParallel:
             self._agrees = (collectives.wait_tensor(self._digests) == self._digest).all()
         return self._agrees
 
-    def _part_lengths(self, tokens: int) -> list[int]:
+    def _part_lengths(self, tokens: int, name: str) -> list[int]:
         """Of the local parts of every row of a dense batch."""
         if self.bounds is not None:
             lengths = [high - low for low, high in self._ranges(self.bounds)[self.rank]]
             if sum(lengths) != tokens:
                 arguments.value_error(
-                    "q", f"T = {sum(lengths)} as cp_context says", f"T = {tokens}"
+                    name, f"T = {sum(lengths)} as cp_context says", f"T = {tokens}"
                 )
             return lengths
         if self.zigzag and tokens % 2:
-            arguments.value_error("q", "an even T (zigzag without bounds)", f"T = {tokens}")
+            arguments.value_error(name, "an even T (zigzag without bounds)", f"T = {tokens}")
         return [tokens // 2] * 2 if self.zigzag else [tokens]
 
     def _ranges(self, bounds: Sequence[int]) -> list[list[Range]]:
@@ -260,7 +332,7 @@ def plan_of(cp_context: object, rows: int, tokens: int, cu_seqlens: object) -> P
         )
     if isinstance(cp_context, ContextParallel):
         return cp_context.plan(rows, tokens)
-    group = _group_of("cp_context", cp_context)
+    group = group_of("cp_context", cp_context)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     layout, forward, backward = _dense_routes(ranks, rank, rows, False)
     return Plan(
@@ -275,40 +347,61 @@ def _plan_of_fla(context: Any, rows: int, tokens: int, cu_seqlens: object) -> Pl
         arguments.value_error(
             "cu_seqlens", "None, or that of cp_context", type(cu_seqlens).__name__
         )
-    if getattr(context, "layout", None) not in (None, "contiguous"):
-        raise NotImplementedError(
-            f"cp_context: expected contiguous slices, got the layout {context.layout!r} of flash-linear-attention; "
-            "cula.distributed.ContextParallel(layout='zigzag') has it"
-        )
     if getattr(context, "pre_num_ranks_dev", None) is not None:
         raise NotImplementedError(
             "cp_context: expected counts of ranks on the host, got some on a device"
         )
+    zigzag = getattr(context, "layout", "contiguous") == "zigzag"
     group = dist.group.WORLD if context.group is None else context.group
-    group = _group_of("cp_context", group)
+    group = group_of("cp_context", group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    before, behind = index(context.pre_num_ranks), index(context.post_num_ranks)
     arguments.tensor("cp_context.cu_seqlens_cpu", context.cu_seqlens_cpu)
     cuts = tuple(context.cu_seqlens_cpu.tolist())
     if rows != 1 or len(cuts) < 2 or cuts[-1] != tokens:
         arguments.value_error(
             "q", f"B, T = 1, {cuts[-1]} as cp_context says", f"B, T = {rows}, {tokens}"
         )
-    if not 0 <= before <= rank or not 0 <= behind < ranks - rank:
-        arguments.value_error(
-            "cp_context", f"ranks beside rank {rank} of {ranks}", f"{before}, {behind}"
+    # Every part of the batch has one slot; those of a rank are neighbours.
+    parts = 2 * ranks if zigzag else ranks
+    if zigzag:
+        before, behind = context.pre_num_ranks_by_part, context.post_num_ranks_by_part
+        own, firsts = (rank, parts - 1 - rank), (0, index(context.front_num_seqs))
+        slots = [2 * min(p, parts - 1 - p) + (p >= ranks) for p in range(parts)]
+    else:
+        before, behind = (context.pre_num_ranks,), (context.post_num_ranks,)
+        own, firsts, slots = (rank,), (0,), list(range(parts))
+    lasts = (*(first - 1 for first in firsts[1:]), len(cuts) - 2)
+    before, behind = tuple(map(index, before)), tuple(map(index, behind))
+    for p, pre, post in zip(own, before, behind, strict=True):
+        if not 0 <= pre <= p or not 0 <= post < parts - p:
+            arguments.value_error(
+                "cp_context", f"parts beside part {p} of {parts}", f"{pre}, {post}"
+            )
+
+    def route(sends: Sequence[int], gives: Sequence[int], takes: Sequence[int], step: int) -> Route:
+        """gives, takes: how far the sequences that leave and enter each own part extend. step: the way they go."""
+        count = max((i + 1 for i, n in enumerate(gives) if n), default=0)
+        entries = firsts if step > 0 else lasts
+        chains = tuple(
+            tuple((slots[p - step * n], slots[p - step * n]) for n in range(reach, 0, -1))
+            for p, reach in zip(own, takes, strict=True)
+            if reach
         )
-    first, last = (0,) * bool(before), (len(cuts) - 2,) * bool(behind)
-    states = tuple((r, r) for r in range(rank - before, rank))
-    gradients = tuple((r, r) for r in range(rank + behind, rank, -1))
+        return Route(
+            len(own),
+            tuple(sends[:count]),  # in its place, though a front that nobody needs goes with a back
+            tuple(piece for piece, reach in zip(entries, takes, strict=True) if reach),
+            {rank: chains},
+        )
+
     return Plan(
         group,
         rank,
         ranks,
         cuts,
-        Route(1, last, first, {rank: (states,) * bool(before)}),
-        Route(1, first, last, {rank: (gradients,) * bool(behind)}),
-        matrices=ranks > 2,
+        route(lasts, behind, before, 1),
+        route(firsts, before, behind, -1),
+        matrices=parts > 2,
         exchange="gather",  # nobody knows the chains of other ranks
     )
 
@@ -323,7 +416,7 @@ def _cuts(lengths: Any) -> tuple[int, ...]:
     return (0, *accumulate(lengths))
 
 
-def _group_of(name: str, given: object) -> dist.ProcessGroup:
+def group_of(name: str, given: object) -> dist.ProcessGroup:
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             arguments.value_error(name, "a DeviceMesh of one dimension", f"one of {given.ndim}")

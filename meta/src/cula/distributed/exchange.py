@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
@@ -99,6 +101,28 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_to_all(x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup) -> Tensor:
     """`gives[r]` rows go to rank r, one rank behind the other, and `takes[r]` come from it."""
-    return collectives.wait_tensor(
-        collectives.all_to_all_single(x.contiguous(), takes, gives, group)
-    )
+    return collectives.wait_tensor(start_all_to_all(x, takes, gives, group))
+
+
+def start_all_to_all(
+    x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """The same without waiting: the result is for `wait_tensor`."""
+    return collectives.all_to_all_single(x.contiguous(), takes, gives, group)
+
+
+def moved(x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup) -> Tensor:
+    """`all_to_all`, whose gradient travels back."""
+    return _Moved.apply(x, takes, gives, group)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, takes: list[int], gives: list[int], group: Any) -> Tensor:
+        ctx.way = gives, takes, group
+        return all_to_all(x, takes, gives, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        return all_to_all(d, *ctx.way), None, None, None

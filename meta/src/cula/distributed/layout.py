@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 # Of KDA on an H200, microseconds a chunk: the chunk-parallel kernel of one value head, and the scan of a whole slice.
@@ -46,6 +47,21 @@ class Route(NamedTuple):
     chains: Mapping[int, tuple[Chain, ...]]
 
 
+class Halo(NamedTuple):
+    """Which tokens travel so that every local piece has the `size` tokens in front of it.
+
+    rows: the local tokens that this rank gives, in the order of the ranks, `gives[r]` of them to rank r. places: where
+    in `[pieces * size]` those go that come, `takes[r]` of them from rank r.
+    """
+
+    pieces: int
+    size: int
+    rows: tuple[int, ...]
+    gives: list[int]
+    places: tuple[int, ...]
+    takes: list[int]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The pieces of every rank, in the order in which its tokens lie."""
@@ -76,6 +92,28 @@ class Layout:
             for i, place in enumerate(places)
         }
         return self._route(rank, self._backward_slots, lambda p: not p.ends, chains)
+
+    def halo(self, rank: int, size: int) -> Halo:
+        """The `size` tokens in front of each local piece, in its sequence, from whichever ranks hold them."""
+        offsets = [[0, *accumulate(p.stop - p.start for p in own)] for own in self.pieces]
+        gives: list[list[int]] = [[] for _ in self.pieces]
+        takes: list[list[int]] = [[] for _ in self.pieces]
+        for places in self._sequences:
+            for n, (taker, i) in enumerate(places):
+                start = self.pieces[taker][i].start
+                for giver, j in reversed(places[:n]):
+                    theirs = self.pieces[giver][j]
+                    if theirs.stop <= start - size:
+                        break
+                    run = range(max(theirs.start, start - size), min(theirs.stop, start))
+                    if giver == rank:
+                        gives[taker] += [offsets[rank][j] + t - theirs.start for t in run]
+                    if taker == rank:
+                        takes[giver] += [i * size + t - (start - size) for t in run]
+        return Halo(
+            len(self.pieces[rank]), size, tuple(chain.from_iterable(gives)), list(map(len, gives)),
+            tuple(chain.from_iterable(takes)), list(map(len, takes)),
+        )  # fmt: skip
 
     @cached_property
     def _sequences(self) -> list[list[tuple[int, int]]]:
@@ -152,6 +190,21 @@ def dense(ranks: int, rows: int, zigzag: bool) -> Layout:
                 for part in own
             )
             for own in parts
+        )
+    )
+
+
+def dense_at(rows: int, ranges: Sequence[Sequence[Range]]) -> Layout:
+    """The same with tokens for positions: every row of the batch is cut into `ranges`."""
+    tokens = max(high for own in ranges for _, high in own)
+    return Layout(
+        tuple(
+            tuple(
+                Piece(row, row * tokens + low, row * tokens + high, low == 0, high == tokens)
+                for row in range(rows)
+                for low, high in own
+            )
+            for own in ranges
         )
     )
 

@@ -158,12 +158,15 @@ def _method(place: tuple[str, str]) -> Callable[..., Any]:
 
 def _serve(ours: Callable[..., Any], theirs: Callable[..., Any], args: tuple, named: dict) -> Any:
     """What cula computes, or FLA where cula does not serve the call."""
+    from cula._ranks import context_of
     from cula._registry import Refused, log_once
 
     if not _here.off:
         try:
             return ours(*args, **named)
         except (Refused, TypeError, ValueError, NotImplementedError) as error:
+            if context_of(None) is not None:  # FLA would take this rank's slice for whole sequences
+                raise
             # FLA says itself what is wrong with a call that is wrong.
             log_once(logging.INFO, f"{ours.__name__.lstrip('_')} is left to FLA: {error}")
     with bypassed():
