@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,9 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     folder: Path = tmp_path_factory.mktemp("world")
-    mp.spawn(work, (str(folder),), RANKS)
+    # Both processes come from one that has imported torch, which takes longer than what they do.
+    set_forkserver_preload([fully_shard.__module__])
+    mp.start_processes(work, (str(folder),), RANKS, start_method="forkserver")
     return torch.load(folder / "cases")
 
 

@@ -283,9 +283,8 @@ def grouped_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, bo
     """The same where heads may be grouped in any way: K, V, HS // HQ, and whether heads of q share one of k or v."""
     dim_k, dim_v, _ = prefill_operands(q, v)
     arguments.four_dims("k", k, "[B, T, HK, K]")
-    heads, heads_v = q.shape[2], v.shape[2]
-    group = index(max(heads, heads_v) // heads)
-    return dim_k, dim_v, group, bool(k.shape[2] != heads or heads_v < heads)
+    heads, heads_k, heads_v = index(q.shape[2]), index(k.shape[2]), index(v.shape[2])
+    return dim_k, dim_v, max(heads, heads_v) // heads, heads_k != heads or heads_v < heads
 
 
 def without_ones(x: Tensor | None) -> Tensor | None:

@@ -33,7 +33,7 @@ _Map = tuple[
     Tensor, Tensor | None
 ]  # A [H, K, V] and, of a piece that lies inside a sequence, M [H, K, K] or [H, 1, 1]
 # Options of a public function that mean nothing to a call that is begun before its starting states are known.
-_OF_WHOLE_CALLS = frozenset(("impl", "disable_recompute", "update_state_pool"))
+_OF_WHOLE_CALLS = frozenset(("impl", "cp_context", "disable_recompute", "update_state_pool"))
 _served: set[tuple[Any, ...]] = set()
 
 

@@ -90,8 +90,8 @@ def kda_extend(
     o = chunk_kda(
         q, k, v, g, beta[:, :tokens], use_qk_l2norm_in_kernel=True, use_gate_in_kernel=gate,
         use_beta_sigmoid_in_kernel=beta_is_raw, safe_gate=gate and lower_bound is not None,
-        lower_bound=lower_bound if gate else None, A_log=_flat(A_log) if gate else None,
-        dt_bias=_flat(dt_bias) if gate else None, state_v_first=True, cu_seqlens=query_start_loc,
+        lower_bound=lower_bound if gate else None, A_log=A_log if gate else None,
+        dt_bias=dt_bias if gate else None, state_v_first=True, cu_seqlens=query_start_loc,
         state_pool=ssm_states, initial_state_indices=_slots(cache_indices, query_start_loc), null_slot=_PADDING,
         **snapshots, impl=impl,
     )[0]  # fmt: skip
@@ -124,7 +124,7 @@ def packed_decode(
         q.unflatten(-1, (-1, head_k_dim)), k.unflatten(-1, (-1, head_k_dim)),
         v.unflatten(-1, (num_v_heads, head_v_dim)),
         _gate(a, dt_bias.numel(), len(q)).unsqueeze(1), _gate(b, num_v_heads, len(q)).unsqueeze(1), ssm_states,
-        state_indices=cache_indices.to(torch.int32), scale=scale, A_log=_flat(A_log), dt_bias=_flat(dt_bias),
+        state_indices=cache_indices.to(torch.int32), scale=scale, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, null_slot=_PADDING, impl=impl,
     )  # fmt: skip
     return o.transpose(0, 1)
@@ -140,7 +140,7 @@ def decode(
     o = delta_rule_decode(
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
         _gate(a, dt_bias.numel(), rows).unsqueeze(1), _gate(b, heads_v, rows).unsqueeze(1), ssm_states,
-        state_indices=cache_indices.to(torch.int32), A_log=_flat(A_log), dt_bias=_flat(dt_bias),
+        state_indices=cache_indices.to(torch.int32), A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, null_slot=_PADDING, impl=impl,
     )  # fmt: skip
     return o.transpose(0, 1)
@@ -172,7 +172,7 @@ def target_verify(
     first = _slots(intermediate_state_indices, query_start_loc)[:, None] * steps
     return delta_rule_decode(
         q, k, v, _gate(a, dt_bias.numel(), tokens).unsqueeze(0), _gate(b, v.shape[2], tokens).unsqueeze(0),
-        ssm_states[1:], state_indices=state_indices, A_log=_flat(A_log), dt_bias=_flat(dt_bias),
+        ssm_states[1:], state_indices=state_indices, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, commit=False, token_states=intermediate_states_buffer.view(rows * steps, *state),
         token_state_indices=first + torch.arange(cache_steps, dtype=torch.int32, device=q.device),
         cu_seqlens=query_start_loc, max_tokens=cache_steps, impl=impl,
@@ -245,8 +245,3 @@ def _slots(indices: Tensor, query_start_loc: Tensor) -> Tensor:
 def _gate(x: Tensor, width: int, tokens: int) -> Tensor:
     """Raw gates as `[tokens, width]`; SGLang has them with and without a dimension of 1 and one of heads."""
     return x.reshape(-1, width)[:tokens]
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    """Numbers per head or channel, which models keep as [1, 1, H, 1]."""
-    return None if x is None else x.reshape(-1)
