@@ -466,6 +466,9 @@ def sglang_lightning(batch: Batch, dim: int, dtype: torch.dtype) -> Memory:
     # A new sequence begins from zero, whatever its slot holds.
     begins = torch.tensor(batch.begins or (True,) * len(batch.slots))
     memory["layers"][memory["slots"][~begins], 1] = float("nan")
+    if batch.chunks:
+        memory["track"] = torch.tensor(batch.chunks, dtype=torch.int32).clamp(min=0) * CHUNK
+        memory["targets"] = torch.tensor((10, -1, 11, -1, -1, -1))
     return memory | {"decay": torch.linspace(0.02, 0.5, HV).view(HV, 1, 1), "begins": begins}
 
 
@@ -478,7 +481,11 @@ def segments(m: Memory, rows: int, impl: str) -> Memory:
         mask=None,
     )
     tokens = (m[name][:rows] for name in ("q", "k", "v"))
-    return {"o": sglang.seg_la_fwd(*tokens, m["layers"][:, 1], m["decay"], meta, impl=impl)}
+    o = sglang.seg_la_fwd(
+        *tokens, m["layers"][:, 1], m["decay"], meta, track_lens=m.get("track"), track_state_indices=m.get("targets"),
+        impl=impl,
+    )  # fmt: skip
+    return {"o": o}
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
