@@ -65,12 +65,16 @@ class Batch(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A call of an engine. operands: memory for a batch, with heads of a dimension and pools of a dtype."""
+    """A call of an engine. operands: memory for a batch, with heads of a dimension and pools of a dtype.
+
+    reads: states are only read.
+    """
 
     operands: Callable[[Batch, int, torch.dtype], Memory]
     call: Call
     batches: tuple[Batch, Batch]
     pools: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    reads: bool = False
 
 
 # The second batch has other sequences, and more padding.
@@ -80,6 +84,11 @@ PREFILLS = (
     Batch(320, (129, 2, 70, 0, 0, 0), (3, 6, 8, -1, 0, 0), begins=(False, True, True, True, True, True),
           chunks=(2, -1, 1, -1, -1, -1)),
 )  # fmt: skip
+# Items that are scored one by one share the state in front of them.
+ITEMS = (
+    Batch(320, (70, 0, 131, 64), (4, 2, 4, 2)),
+    Batch(320, (129, 2, 0, 0), (6, 6, 0, -1)),
+)
 ROWS = (
     Batch(6, (1,) * 6, (3, 0, 5, 1, 7, 2)),
     Batch(6, (1,) * 6, (6, 4, 0, 0, 0, 0)),
@@ -382,7 +391,8 @@ def sglang_gdn_extend(batch: Batch, dim: int, dtype: torch.dtype) -> Memory:
 
 
 def where(m: Memory) -> dict[str, Tensor]:
-    return {"ssm_states": m["layers"][:, 1], "cache_indices": m["slots"], "query_start_loc": m["ends"]}  # fmt: skip
+    pool = m["layers"][:, m["layers"].shape[1] // 2]
+    return {"ssm_states": pool, "cache_indices": m["slots"], "query_start_loc": m["ends"]}
 
 
 def tracked(m: Memory) -> tuple[dict[str, Tensor], Memory]:
@@ -407,6 +417,21 @@ def gdn_extend(m: Memory, rows: int, impl: str) -> Memory:
         impl=impl,
     )
     return kept
+
+
+def sglang_gathered(batch: Batch, dim: int, dtype: torch.dtype) -> Memory:
+    """States that SGLang has gathered for a call: a row per sequence, none of which is padding."""
+    gathered = torch.randn(len(batch.lengths), 1, HV, dim, dim).to(dtype)
+    slots = torch.arange(len(gathered), dtype=torch.int32)
+    return sglang_gdn_extend(batch, dim, dtype) | {"layers": gathered, "slots": slots}
+
+
+def gdn_extend_plain(update: bool, m: Memory, rows: int, impl: str) -> Memory:
+    q, k, v = split(m["mixed"][:rows], H, m["layers"].shape[-1])
+    o, *_ = sglang.gdn_extend(
+        q, k, v, m["a"][None], m["b"][None], inplace_update=update, **where(m), impl=impl
+    )
+    return {"o": o[0]}
 
 
 def kda_extend(bound: float | None, m: Memory, rows: int, impl: str) -> Memory:
@@ -508,6 +533,8 @@ SITES = {
     "vllm-lightning-prefill": Site(vllm_lightning, lightning_prefill, LIGHTNING_PREFILLS, MODEL),
     "vllm-lightning-decode": Site(vllm_lightning, lightning_decode, LIGHTNING_ROWS, MODEL),
     "sglang-gdn-extend": Site(sglang_gdn_extend, gdn_extend, PREFILLS),
+    "sglang-gdn-extend-gathered": Site(sglang_gathered, partial(gdn_extend_plain, True), PREFILLS),
+    "sglang-gdn-extend-items": Site(sglang_gdn_extend, partial(gdn_extend_plain, False), ITEMS, reads=True),
     "sglang-kda-extend": Site(partial(sglang_delta, KDA), partial(kda_extend, None), PREFILLS),
     "sglang-kda-extend-bound": Site(partial(sglang_delta, KDA), partial(kda_extend, -4.0), PREFILLS),
     "sglang-gdn-packed": Site(partial(sglang_delta, GDN), partial(packed_decode, GDN), ROWS_OR_NEGATIVE),
