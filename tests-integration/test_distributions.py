@@ -59,6 +59,14 @@ def told(site: Path) -> tuple[str, str]:
     return points, info
 
 
+def run_installed(program: str, *folders: Path, **env: str) -> None:
+    """Runs a program that sees the folders alone, the first of which is that of the installed distributions."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **env}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folders[0])
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_plug_in_for_vllm_is_found_and_light(site: Path) -> None:
     program = """
 import sys
@@ -67,11 +75,60 @@ from importlib.metadata import entry_points
 point.load()()
 assert not {"torch", "vllm"} & set(sys.modules)
 """
-    env = {**os.environ, "PYTHONPATH": str(site), "CULA_VLLM": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=env, cwd=site
-    )
-    assert done.returncode == 0, done.stderr
+    run_installed(program, site, CULA_VLLM="0")
+
+
+# The two modules of SGLang 0.5.23 that the plug-in imports when it is called.
+SGLANG = {
+    "srt/arg_groups/choices.py": """
+LINEAR_ATTN_KERNEL_BACKEND_CHOICES = ["triton"]
+add_linear_attn_kernel_backend_choices = LINEAR_ATTN_KERNEL_BACKEND_CHOICES.extend
+""",
+    "srt/plugins/hook_registry.py": """
+from enum import Enum
+HookType = Enum("HookType", "AFTER AROUND")
+class HookRegistry:
+    hooks = []
+    @classmethod
+    def register(cls, target, hook, hook_type):
+        cls.hooks.append((target, hook_type))
+""",
+}
+
+
+def test_the_plug_in_for_sglang_is_found_and_light(site: Path, tmp_path: Path) -> None:
+    for name, text in SGLANG.items():
+        (tmp_path / "sglang" / name).parent.mkdir(parents=True)
+        (tmp_path / "sglang" / name).write_text(text)
+    program = """
+import sys
+from importlib.metadata import entry_points
+(point,) = entry_points(group="sglang.srt.plugins", name="cula")
+register = point.load()
+assert "sglang" not in sys.modules
+register(), register()
+from sglang.srt.arg_groups import choices
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+assert choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES == ["triton", "cula"]
+((target, when),) = HookRegistry.hooks
+assert target.endswith(".resolve_linear_attn_backends") and when is HookType.AFTER
+assert "torch" not in sys.modules
+"""
+    run_installed(program, site, tmp_path)
+
+
+def test_the_plug_in_for_sglang_says_that_sglang_is_missing(site: Path) -> None:
+    program = """
+from importlib.metadata import entry_points
+(point,) = entry_points(group="sglang.srt.plugins", name="cula")
+try:
+    point.load()()
+except ImportError as error:
+    assert "sglang" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    run_installed(program, site)
 
 
 def test_table_names_every_package_of_the_tree(root: Path) -> None:

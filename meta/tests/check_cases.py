@@ -99,7 +99,7 @@ META = torch.device("meta")
 # The arguments that Lightning prefill functions alone have; test_check_prefill.py is about those.
 OF_LIGHTNING_PREFILL = {
     "use_qk_l2norm_in_kernel", "exact_state", "state_checkpoints", "checkpoint_every_n_tokens", "num_splits",
-    "update_state_pool", "segment_tokens",
+    "update_state_pool", "segment_tokens", "checkpoint_rows", "checkpoint_offsets",
 }  # fmt: skip
 # Those of chunk_kda that say where states are; `cula_testing.kda.contract` is about them.
 OF_KDA_STATES = {

@@ -101,6 +101,39 @@ POOL_CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
                     "q": lambda args: args["q"].requires_grad_()}, ValueError,
      "no gradients with it, it is updated in place (see update_state_pool)"),
 ]  # fmt: skip
+NO_EVERY = {"checkpoint_every_n_tokens": None}
+ROWS = {
+    "checkpoint_rows": torch.tensor([0, 4]),
+    "state_checkpoints": torch.full((5, HV, K, V), float("nan")),
+}
+OFFSETS = {**ROWS, **NO_EVERY, "checkpoint_offsets": torch.tensor([0, 64], dtype=torch.int32)}
+POOL_CASES += [
+    ("checkpoint_rows", {**ROWS, **NO_EVERY}, ValueError,
+     "None without checkpoint_every_n_tokens or checkpoint_offsets, got Tensor"),
+    ("checkpoint_offsets", {**OFFSETS, "checkpoint_every_n_tokens": EVERY}, ValueError,
+     "None beside checkpoint_every_n_tokens, got Tensor"),
+    *((name, {**OFFSETS, name: wrong}, error, expected)
+      for name in ("checkpoint_rows", "checkpoint_offsets")
+      for wrong, error, expected in (
+          ([0, 1], TypeError, "a torch.Tensor, got list"),
+          (torch.tensor([0.0, 1.0]), TypeError, "int32 or int64, got float32"),
+          (torch.tensor([0, 1, 2]), ValueError, "[N] = [2], got [3]"),
+          (torch.zeros(2, dtype=torch.int32, device=META), ValueError, "a tensor on cpu, as q, got meta"),
+      )),
+    ("checkpoint_rows", {**OFFSETS, "checkpoint_rows": torch.tensor([0, 5])}, ValueError,
+     "rows of states below the 5 of state_checkpoints, got 5"),
+    ("state_checkpoints", {**OFFSETS, "state_checkpoints": ROWS["state_checkpoints"].double()}, TypeError,
+     "float32, got float64"),
+    ("state_checkpoints", {**OFFSETS, "checkpoint_rows": None, "state_checkpoints": ROWS["state_checkpoints"][:1]},
+     ValueError, "a row for each of 2 sequences without checkpoint_rows, got 1"),
+    ("state_checkpoints", {**OFFSETS, "checkpoint_rows": None, "state_checkpoints": None}, ValueError,
+     "a tensor, or an updated state_pool with rows, got None"),
+    ("state_checkpoints", {**OFFSETS, "state_checkpoints": None, "update_state_pool": False}, ValueError,
+     "a tensor, or an updated state_pool with rows, got None"),
+    ("state_checkpoints", {**OFFSETS, "state_checkpoints": lambda args: args["state_pool"],
+                           "update_state_pool": False}, ValueError,
+     "other memory than that of states that are only read, got state_checkpoints"),
+]  # fmt: skip
 EVERYWHERE = [(function, *case) for function in FUNCTIONS for case in CASES]
 EVERYWHERE += [("lightning_attn_fwd_varlen", *case) for case in POOL_CASES]
 
@@ -136,11 +169,13 @@ def test_every_argument_has_a_case(function: str) -> None:
         "num_splits",
         "segment_tokens",
         "update_state_pool",
+        "checkpoint_rows",
+        "checkpoint_offsets",
     }
     covered = {blamed for name, blamed, *_ in EVERYWHERE if name == function}
     taken = set(inspect.signature(FUNCTIONS[function]).parameters)
     assert covered - {"state_pool"} == names & taken
-    assert names - taken <= {"update_state_pool"}
+    assert names - taken <= {"update_state_pool", "checkpoint_rows", "checkpoint_offsets"}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

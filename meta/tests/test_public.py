@@ -568,6 +568,10 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
         "group": 2, "state_pool": True, "output_final_state": True, "state_v_first": False,
         "update_state_pool": False, **plain, "exact_state": True,
     }  # fmt: skip
+    lightning.lightning_attn_fwd_varlen(
+        *qkv, decay, CU, state_pool=state, checkpoint_rows=CU[1:], checkpoint_offsets=CU[1:]
+    )
+    assert seen.pop()["checkpoints"] is True
 
     op = "lightning.decode"
     kernel(op, lambda *a, **o: "o", supports=supports)

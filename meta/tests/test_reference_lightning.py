@@ -304,6 +304,42 @@ def test_checkpoints_of_packed_sequences_lie_where_arithmetic_says(seed, packed,
     torch.testing.assert_close(kept, expected, equal_nan=True, **TOL)
 
 
+@pytest.mark.parametrize(("into_pool", "every"), [(False, None), (False, 64), (True, None)])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_checkpoints_in_rows_that_the_caller_names(into_pool, every, v_first):
+    """Once per sequence after so many tokens, or all of one behind each other; other rows keep their bits."""
+    packed, rows, first = [150, 0, 64, 130, 70], [3, 1, 0, -1, 5], [8, 2, 4, 6, -1]
+    offsets = [128, 64, 64, 64, 64]
+    q, k, v, decay = tokens(9, 1, sum(packed), 1, 2)
+    pool = states(9, 10, 2)
+    pool = pool.mT.contiguous() if v_first else pool
+    begin, cu_seqlens = pool.clone(), torch.tensor([0, *packed]).cumsum(0)
+    kept = pool if into_pool else torch.full_like(pool, torch.nan)
+    lightning_attn_fwd_varlen(
+        q, k, v, decay, cu_seqlens, state_pool=pool, state_v_first=v_first,
+        initial_state_indices=torch.tensor(rows, dtype=torch.int32), checkpoint_every_n_tokens=every,
+        state_checkpoints=None if into_pool else kept, checkpoint_rows=torch.tensor(first),
+        checkpoint_offsets=None if every else torch.tensor(offsets, dtype=torch.int32),
+    )  # fmt: skip
+    expected = begin.clone() if into_pool else torch.full_like(pool, torch.nan)
+
+    def after(n, count):
+        part = slice(int(cu_seqlens[n]), int(cu_seqlens[n]) + count)
+        return recurrent_simple_gla(
+            q[:, part], k[:, part], v[:, part], g_gamma=-decay, initial_state=begin[rows[n]][None],
+            output_final_state=True, state_v_first=v_first,
+        )[1][0]  # fmt: skip
+
+    for n in (0, 2):  # of the others one is empty, one is padding, and one has no row
+        counts = range(64, packed[n] + 1, 64) if every else [offsets[n]]
+        for i, count in enumerate(counts):
+            expected[first[n] + i] = after(n, count)
+    if into_pool:
+        for n in (0, 1, 2, 4):
+            expected[rows[n]] = after(n, packed[n])
+    torch.testing.assert_close(kept, expected, equal_nan=True, **TOL)
+
+
 def test_norm_by_hand_and_of_nothing():
     """A key (3, 4, 0, 0) becomes (0.6, 0.8, 0, 0); zeros stay zeros, without a NaN in value or gradient."""
     q = torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=torch.float64).expand(1, 2, 1, K)

@@ -355,6 +355,32 @@ def test_lightning_prefill(dtype: torch.dtype) -> None:
     pool.untouched_but(3, 5)
 
 
+@POOLS
+def test_lightning_prefill_keeps_states_for_the_prefix_cache(dtype: torch.dtype) -> None:
+    """In slots of the pool itself, whose number is of either kind, -1 or of a sequence that is too short."""
+    lengths, rows = [70, 3, 131, 64, 65], [3, 5, 1, 2, 0]
+    q, k, v, pool, decay, meta = lightning(
+        lengths, dtype, s_offsets=torch.tensor(rows, dtype=torch.int32),
+        s_scales=torch.tensor([True, True, False, True, True]),
+    )  # fmt: skip
+    pool.states[1] = float("nan")
+    tracked = {
+        "track_lens": torch.tensor([64, 0, 128, 64, 64, 64], dtype=torch.int32),
+        "track_state_indices": torch.tensor([8, 4, 7, -1, 6, 6]),
+    }
+    o = calls.seg_la_fwd(q, k, v, pool.states, decay, meta, **tracked, impl="reference")
+    plain = Pool(dtype, HV, K, K)
+    plain.states[1] = float("nan")
+    same = calls.seg_la_fwd(q, k, v, plain.states, decay, meta, impl="reference")
+    assert torch.equal(o, same) and torch.equal(pool.states[rows[:4]], plain.states[rows[:4]])
+    for n, tokens, slot in ((0, 64, 8), (2, 128, 7)):
+        here = slice(meta.q_offsets[n], meta.q_offsets[n] + tokens)
+        begin = torch.zeros(HV, K, K).double() if n == 2 else pool.begin(rows[n])
+        _, state = walk_lightning(q[here], k[here], v[here], decay, begin, K**-0.5)
+        close(pool.states[slot], state, dtype)
+    pool.untouched_but(*rows[:4], 7, 8)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -413,7 +439,6 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] 
         "return_intermediate_states is not served",
     ),
     (segments, {"caches": some}, NotImplementedError, "caches is not served"),
-    (segments, {"track_lens": some}, NotImplementedError, "track_lens is not served"),
     (segments, {"mask": some}, NotImplementedError, "mask is not served"),
 ]  # fmt: skip
 

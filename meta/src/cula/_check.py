@@ -184,7 +184,7 @@ def chunk_simple_gla(
         decays("g_gamma", g_gamma, q, dims.value_heads, -1, "q")
     arguments.number("scale", scale)
     _states(q, v, dims, state_v_first, initial_state=initial_state)
-    _prefill(q, dims, initial_state, state_v_first, requires_grad, **common)
+    _prefill(q, v, dims, initial_state, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd(
@@ -207,7 +207,7 @@ def lightning_attn_fwd(
     decays("decay", decay, q, dims.value_heads, 1, "q")
     arguments.number("scale", scale)
     _states(q, v, dims, state_v_first, initial_state=initial_state)
-    _prefill(q, dims, initial_state, state_v_first, requires_grad, **common)
+    _prefill(q, v, dims, initial_state, state_v_first, requires_grad, **common)
 
 
 def lightning_attn_fwd_varlen(
@@ -253,7 +253,10 @@ def lightning_attn_fwd_varlen(
         check_has_initial_state(has_initial_state, state_pool, dims.sequences, q)
     if requires_grad and update_state_pool:
         _no_gradients_into(state_pool)
-    _prefill(q, dims, state_pool, state_v_first, requires_grad, **common)
+    pool = state_pool if update_state_pool else None
+    _prefill(
+        q, v, dims, state_pool, state_v_first, requires_grad, pool=pool, cu_seqlens=cu_seqlens, **common
+    )  # fmt: skip
 
 
 def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
@@ -414,6 +417,7 @@ def requires_grad(*tensors: Any) -> bool:
 
 def _prefill(
     q: Tensor,
+    v: Tensor,
     dims: Dims,
     states: Tensor | None,
     state_v_first: bool,
@@ -425,15 +429,19 @@ def _prefill(
     checkpoint_every_n_tokens: int | None,
     num_splits: int | None,
     segment_tokens: int | None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    pool: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> None:
-    """The keyword arguments that every Lightning prefill function has."""
+    """The keyword arguments that every Lightning prefill function has, and those of rows. pool: one that is updated."""
     arguments.booleans(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, exact_state=exact_state)
     split_count(num_splits)
     other = None if num_splits is None else str(num_splits)
     arguments.segment_tokens(segment_tokens, not_beside=other, of="num_splits")
-    dtype = arguments.exact_dtypes(q)[-1] if states is None else states.dtype
-    arguments.checkpoints(
-        state_checkpoints, checkpoint_every_n_tokens, q, dims.dim_v, state_v_first, dtype, ("HV", dims.value_heads)
+    check_checkpoints(
+        state_checkpoints, checkpoint_every_n_tokens, checkpoint_rows, checkpoint_offsets, q, v, dims.sequences,
+        state_v_first, states, pool, cu_seqlens, aligned=False,
     )  # fmt: skip
     arguments.not_with_gradients("state_checkpoints", state_checkpoints, requires_grad)
 

@@ -176,6 +176,8 @@ def lightning_attn_fwd_varlen(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over packed sequences, on a pool of states that is updated in place unless told otherwise.
@@ -198,6 +200,12 @@ def lightning_attn_fwd_varlen(
         null_slot: a row of the pool that means padding, as negative ones do.
         has_initial_state: `[N]` bool: False: the sequence begins from zero, whatever its row holds. Needs a state_pool.
         use_qk_l2norm_in_kernel, exact_state, state_checkpoints, checkpoint_every_n_tokens: see the module.
+        checkpoint_offsets: `[N]` int32 or int64, in place of an interval: each sequence keeps one state, after so many
+            tokens; a multiple of 64, or none is kept. It goes to row n of state_checkpoints `[rows, HV, K, V]` or, with
+            checkpoint_rows and no state_checkpoints, to a row of the state_pool.
+        checkpoint_rows: `[N]` int32 or int64: the row of state_checkpoints `[rows, HV, K, V]` of a sequence's first
+            state, whose others follow; negative: none is kept. Rows that are written must differ from each other, and
+            in a pool from the rows of sequences, which is undefined otherwise.
         num_splits, segment_tokens: see the module.
         out: `[1, T, HV, V]` in the dtype of v, written and returned; not with gradients.
         impl: "auto" or the name of an implementation.
@@ -245,7 +253,7 @@ def lightning_attn_fwd_varlen(
         _check.requires_grad(decay),
         use_qk_l2norm_in_kernel,
         exact_state,
-        state_checkpoints is not None,
+        state_checkpoints is not None or checkpoint_offsets is not None,
         num_splits,
         segment_tokens,
     )
@@ -256,7 +264,8 @@ def lightning_attn_fwd_varlen(
         "update_state_pool": update_state_pool, "null_slot": null_slot, "has_initial_state": has_initial_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "exact_state": exact_state,
         "state_checkpoints": state_checkpoints,
-        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "num_splits": num_splits, "out": out,
+        "checkpoint_every_n_tokens": checkpoint_every_n_tokens, "checkpoint_rows": checkpoint_rows,
+        "checkpoint_offsets": checkpoint_offsets, "num_splits": num_splits, "out": out,
         "segment_tokens": segment_tokens,
     }
     # fmt: on

@@ -188,9 +188,10 @@ def seg_la_fwd(
 
     q, k, v `[L, H, D]`; float32 is rounded to bfloat16. s `[slots, H, D, D]`; decay_scales of H numbers, >= 0. Of meta,
     which is SGLang's SegLaMeta, batch_size, q_offsets, s_offsets, s_scales (0: the sequence begins from zero) and mask
-    are read. Returns `[L, H, D]` in the dtype of q.
+    are read. The state after `track_lens[n]` tokens, a multiple of 64, goes to slot `track_state_indices[n]` too; none
+    does where the first is 0 or the second negative. Returns `[L, H, D]` in the dtype of q.
     """
-    refuse(caches=caches, mask=meta.mask, track_lens=track_lens)
+    refuse(caches=caches, mask=meta.mask)
     dtype = torch.bfloat16 if q.dtype == torch.float32 else q.dtype
     short_q, short_k, short_v = (x.to(dtype) for x in (q, k, v))
     decay, tokens = decay_scales.reshape(-1), len(q)
@@ -200,10 +201,17 @@ def seg_la_fwd(
             state_indices=meta.s_offsets[:tokens].to(torch.int32), scale=softmax_scale, null_slot=_PADDING, impl=impl,
         )[:, 0]  # fmt: skip
     else:
-        begins = meta.s_scales[: len(meta.q_offsets) - 1].to(torch.bool)
+        sequences = len(meta.q_offsets) - 1
+        begins = meta.s_scales[:sequences].to(torch.bool)
+        kept: dict[str, Any] = {}
+        if track_lens is not None and track_state_indices is not None:
+            kept = {
+                "checkpoint_offsets": track_lens[:sequences],
+                "checkpoint_rows": track_state_indices[:sequences],
+            }
         o, _ = lightning_attn_fwd_varlen(
             short_q[None], short_k[None], short_v[None], decay, meta.q_offsets, softmax_scale, s,
-            _slots(meta.s_offsets, meta.q_offsets), has_initial_state=begins, null_slot=_PADDING, impl=impl,
+            _slots(meta.s_offsets, meta.q_offsets), has_initial_state=begins, null_slot=_PADDING, **kept, impl=impl,
         )  # fmt: skip
         o = o[0]
     return o.to(q.dtype)

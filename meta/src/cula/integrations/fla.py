@@ -344,8 +344,8 @@ def _lightning_attn_fwd(
 def _lightning_attn_fwd_varlen(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cu_seqlens: Tensor, *,
     state_pool: Tensor | None, initial_state_indices: Tensor | None, output_final_state: bool,
-    update_state_pool: bool, null_slot: int | None, has_initial_state: Tensor | None, out: Tensor | None,
-    gla: Callable[..., Any] = _chunk_simple_gla, **options: Any,
+    update_state_pool: bool, null_slot: int | None, has_initial_state: Tensor | None, checkpoint_rows: None,
+    checkpoint_offsets: None, out: Tensor | None, gla: Callable[..., Any] = _chunk_simple_gla, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     options |= {"g_gamma": -decay, "cu_seqlens": cu_seqlens}
     if state_pool is None:

@@ -82,6 +82,8 @@ def lightning_attn_fwd_varlen(
     num_splits: int | None = None,
     out: Tensor | None = None,
     segment_tokens: int | None = None,
+    checkpoint_rows: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention over N packed sequences, `[1, T, H, K]` with cu_seqlens `[N + 1]`.
 
@@ -89,8 +91,9 @@ def lightning_attn_fwd_varlen(
     `initial_state_indices[n]` (row n when no indices are given) and its final state replaces that row in place. A
     negative index, or null_slot, is a padding slot: no row is read or written for it and its tokens give exactly zero.
     Where has_initial_state `[N]` is False, a sequence begins from zero. Live indices must differ. The pool is a buffer
-    then: no gradient flows through it. With `update_state_pool=False` it is only read, and gradients reach it. The
-    other arguments are those of `chunk_simple_gla`.
+    then: no gradient flows through it. With `update_state_pool=False` it is only read, and gradients reach it.
+    With checkpoint_rows or checkpoint_offsets `[N]` state_checkpoints is `[rows, HV, K, V]`, or the updated pool where
+    it is None: see `cula.lightning`. The other arguments are those of `chunk_simple_gla`.
 
     Returns `(o, state_pool)`; without a pool (every sequence starts from zero), or with one that is only read,
     `(o, final_states or None)`, in which a padding slot has zeros.
@@ -104,26 +107,15 @@ def lightning_attn_fwd_varlen(
         >>> o.shape, states.shape
         (torch.Size([1, 100, 2, 16]), torch.Size([2, 2, 16, 16]))
     """
-    if state_pool is None:
-        return chunk_simple_gla(
-            q,
-            k,
-            v,
-            g_gamma=-decay,
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            state_checkpoints=state_checkpoints,
-            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            out=out,
-        )
-
-    sequences = cu_seqlens.shape[0] - 1
-    pool = state_pool.detach() if update_state_pool else state_pool
-    slots, live = pool_slots(initial_state_indices, sequences, pool, null_slot)
-    read = live if has_initial_state is None else live & has_initial_state
+    pool = slots = live = initial = None
+    if state_pool is not None:
+        pool = state_pool.detach() if update_state_pool else state_pool
+        slots, live = pool_slots(initial_state_indices, cu_seqlens.shape[0] - 1, pool, null_slot)
+        read = live if has_initial_state is None else live & has_initial_state
+        initial = live_states(pool, slots, read)
+    saved = (
+        pool if state_checkpoints is None and checkpoint_offsets is not None else state_checkpoints
+    )
     o, final = chunked_simple_gla(
         q,
         k,
@@ -131,14 +123,18 @@ def lightning_attn_fwd_varlen(
         None,
         -decay,
         scale,
-        live_states(pool, slots, read),
+        initial,
         state_v_first,
         cu_seqlens,
         use_qk_l2norm_in_kernel,
-        state_checkpoints,
+        saved,
         checkpoint_every_n_tokens,
         live,
+        checkpoint_rows,
+        checkpoint_offsets,
     )
+    if pool is None or slots is None or live is None:
+        return outgoing_tokens(o, v, out), final if output_final_state else None
     o = outgoing_tokens(only_live(o, live, cu_seqlens), v, out)
     if update_state_pool:
         store_live(pool, final.detach(), slots, live)

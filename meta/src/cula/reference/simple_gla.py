@@ -165,19 +165,23 @@ def chunked_simple_gla(
     checkpoints: Tensor | None,
     every: int | None,
     live: Tensor | None = None,
+    rows: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output of `chunk_simple_gla` in the computing dtype, and its final state. Only `live` sequences write
-    checkpoints."""
-    rows, cols, values, decay = _prepare(q, k, v, g, g_gamma, scale, normalise)
-    initial = incoming_state(initial_state, cols, values, cu_seqlens, state_v_first)
+    """Output of `chunk_simple_gla` in the computing dtype, and its final state.
+
+    Checkpoints, which only `live` sequences write, have the rows and offsets of `checkpoint_writer`.
+    """
+    queries, keys, values, decay = _prepare(q, k, v, g, g_gamma, scale, normalise)
+    initial = incoming_state(initial_state, keys, values, cu_seqlens, state_v_first)
     chunks = chunks_of(v.shape[1], v.device, cu_seqlens)
-    checkpoint = checkpoint_writer(chunks, checkpoints, every, state_v_first, live)
+    checkpoint = checkpoint_writer(chunks, checkpoints, every, state_v_first, live, rows, offsets)
     batch, heads, head_dim = v.shape[0], v.shape[2], k.shape[-1] + v.shape[-1]
 
     o = values.new_zeros(batch, v.shape[1] + 1, heads, v.shape[-1])
     state, final = chunks.begin(initial)
     for group in chunks.groups(batch * heads * chunks.size * head_dim):
-        qc, kc, vc, gc = (chunks.gather(x, group) for x in (rows, cols, values, decay))
+        qc, kc, vc, gc = (chunks.gather(x, group) for x in (queries, keys, values, decay))
         (scores,), sums = decayed_products((qc,), kc, gc)
         written = (kc * sums.until_end.exp()).transpose(-1, -2) @ vc
         kept = sums.total.exp()
