@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fla_on_gpu import GRADIENT_BOUND, assert_near, launched, ours_among
 
 import cula
 from cula.integrations import fla_plugin
@@ -12,10 +13,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quick_fla")]
 
 H, HV, D = 2, 4, 128
 LENGTHS = (70, 40, 1, 129)  # FLA's simple GLA leaves the state of an empty sequence unwritten
-BOUND = 1e-2  # two bf16 results, each allowed 5e-3
-GRADIENT_BOUND = 2e-2
-# What FLA's functions are served by on Hopper.
-NAMES = ("KdaPrepare", "LightningPrefill", "Prepare", "Recurrence", "DeltaDecode")
 
 
 @pytest.fixture
@@ -62,7 +59,11 @@ def calls():
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
     from fla.ops.lightning_attn import chunk_lightning_attn
-    from fla.ops.simple_gla import chunk_simple_gla, fused_chunk_simple_gla
+    from fla.ops.simple_gla import (
+        chunk_simple_gla,
+        fused_chunk_simple_gla,
+        fused_recurrent_simple_gla,
+    )
 
     gate = {"use_gate_in_kernel": True}
     safe = {"safe_gate": True, "lower_bound": -5.0}
@@ -81,6 +82,16 @@ def calls():
             del x["g"]
         return x
 
+    def few(d, packed):
+        """Up to 64 tokens, which FLA's layers decode one after another."""
+        x = {
+            n: t[:, :60] if t.dim() > 2 and n != "initial_state" else t
+            for n, t in gla(d, packed).items()
+        }
+        if packed:
+            x |= {"cu_seqlens": torch.tensor([0, 7, 8, 33, 60], device=d)}
+        return x
+
     # The last of the layers, which forgets least: FLA's states of packed sequences are NaN where decays are strong.
     return {
         "kda": (chunk_kda, kda, INSIDE | gate | safe),
@@ -89,29 +100,15 @@ def calls():
         "gdn decode": (fused_recurrent_gated_delta_rule, gdn, INSIDE | gate),
         "simple gla": (chunk_simple_gla, gla, {"output_final_state": True, "state_v_first": True}),
         "fused simple gla": (fused_chunk_simple_gla, gla, {"output_final_state": True}),
+        "simple gla decode": (fused_recurrent_simple_gla, few, {"output_final_state": True, "state_v_first": True}),
         "lightning": (chunk_lightning_attn, lambda d, packed: gla(d, packed, True),
                       {"output_final_state": True, "layer_idx": 7, "num_layers": 8}),
     }  # fmt: skip
 
 
-CALLS = ("kda", "kda decode", "gdn", "gdn decode", "simple gla", "fused simple gla", "lightning")
-
-
-def launched(function):
-    """What a call returns, and the names of the kernels that it launches."""
-    from torch.profiler import ProfilerActivity, profile
-
-    function()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as told:
-        found = function()
-        torch.cuda.synchronize()
-    return found, [event.key for event in told.key_averages()]
-
-
-def assert_near(got, want, bound=BOUND):
-    assert got.shape == want.shape and got.dtype == want.dtype and torch.isfinite(got).all()
-    difference = (got.double() - want.double()).norm() / want.double().norm()
-    assert difference <= bound, f"relative RMSE {difference:.2e}"
+CALLS = (
+    "kda", "kda decode", "gdn", "gdn decode", "simple gla", "fused simple gla", "simple gla decode", "lightning",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -123,11 +120,7 @@ def test_kernels_of_ours_serve_functions_of_fla(cuda, name, packed):
     (o, state), kernels = launched(lambda: function(**given))
     with fla_plugin.bypassed():
         (o_want, state_want), theirs = launched(lambda: function(**given))
-    ours = [kernel for kernel in kernels if any(part in kernel for part in NAMES)]
-    assert ours and not any(part in kernel for part in NAMES for kernel in theirs), (
-        kernels,
-        theirs,
-    )
+    assert ours_among(kernels) and not ours_among(theirs), (kernels, theirs)
     assert_near(o, o_want)
     assert_near(state, state_want)
 
@@ -161,3 +154,64 @@ def test_gradients_are_those_of_fla(cuda, name, packed):
         found.append(torch.autograd.grad(loss, wanted))
     for x, y in zip(*found, strict=True):
         assert_near(x, y, GRADIENT_BOUND)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_on_the_way_are_those_of_fla(cuda, packed):
+    function, make, options = calls()["kda"]
+    given = make(cuda, packed) | options | {"return_intermediate_states": True}
+    found, kernels = launched(lambda: function(**given))
+    with fla_plugin.bypassed():
+        expected = function(**given)
+    assert ours_among(kernels), kernels
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens, accepted", [(1, None), (3, None), (3, (1, 3, 2, 1, 2))])
+def test_pools_are_updated_in_place(cuda, tokens, accepted, dtype):
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    rows = 5
+    x = {n: t[:, :tokens].repeat(rows, *[1] * (t.dim() - 1)) for n, t in inputs(cuda, True, True).items()
+         if n in ("q", "k", "v", "g", "beta")}  # fmt: skip
+    x |= {n: torch.randn_like(t) for n, t in x.items()}
+    x |= {n: t for n, t in inputs(cuda, True, True).items() if n in ("A_log", "dt_bias")}
+    slots = torch.randperm(3 * rows, device=cuda).view(rows, 3).int()
+    given = x | {
+        "ssm_state_indices": slots[:, 0] if tokens == 1 else slots, "use_gate_in_kernel": True, "lower_bound": -5.0,
+        "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "state_v_first": True,
+    }  # fmt: skip
+    if accepted is not None:
+        given["num_accepted_tokens"] = torch.tensor(accepted, device=cuda, dtype=torch.int32)
+    pools = torch.randn(3 * rows + 2, HV, D, D, device=cuda).to(dtype).repeat(3, 1, 1, 1, 1)
+    run = lambda pool: fused_recurrent_kda_fwd(**given, initial_state=pool)[0]  # noqa: E731
+    found, kernels = launched(lambda: run(pools[0].copy_(pools[2])))
+    with fla_plugin.bypassed():
+        expected = run(pools[1])
+    assert "DeltaDecode" in ours_among(kernels), kernels
+    assert_near(found, expected)
+    assert_near(pools[0], pools[1])
+    changed = (pools[0] != pools[2]).flatten(1).any(1)
+    assert changed[slots[:, :tokens].flatten().long()].all() and changed.sum() == rows * tokens
+
+
+@torch.no_grad()
+def test_a_graph_is_replayed_with_other_lengths(cuda):
+    function, make, options = calls()["kda"]
+    given = make(cuda, True) | options
+    other = given["cu_seqlens"].new_tensor([0, 40, 240, 240, 240])
+    expected = function(**given | {"cu_seqlens": other})
+    given |= {"use_graph": True, "max_num_seqs": len(LENGTHS)}
+    for _ in range(2):
+        function(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = function(**given)
+    given["cu_seqlens"].copy_(other)
+    graph.replay()
+    for one, two in zip(found, expected, strict=True):
+        assert_near(one, two)

@@ -96,7 +96,8 @@ def chunk_kda(
         lower_bound: bound of the safe gate, in [-5, 0) with `safe_gate`, else finite and < 0. None: the softplus form.
         disable_recompute: keep more for the backward pass: of a kernel w, u, qg and kg, of flash-linear-attention all
             intermediates.
-        return_intermediate_states: also return the state before each chunk; inference only.
+        return_intermediate_states: also return the state before each chunk; inference only. It has the dtype of the
+            states, where flash-linear-attention rounds it to that of the activations.
         state_v_first: states are stored `[.., V, K]` instead of `[.., K, V]`.
         cu_seqlens: `[N + 1]` int32 or int64 on the device of q: B is 1 and T holds N sequences, some possibly empty.
             Values are checked when they lie on the CPU; a device is never read back by cula itself.

@@ -75,16 +75,20 @@ def decode_packed(
     from cula.delta import delta_rule_decode
 
     rows = cu_seqlens.shape[0] - 1
-    slots = slots[:rows]
+    slots, longest = slots[:rows], 1 if slots.dim() == 1 else slots.shape[1]
+    accepted = None if num_accepted is None else num_accepted[:rows]
+    options |= slots_of_tokens(slots, accepted, longest) | {"max_tokens": longest}
+    return delta_rule_decode(q, k, v, g, beta, state, cu_seqlens=cu_seqlens, **options)
+
+
+def slots_of_tokens(slots: Tensor, num_accepted: Tensor | None, tokens: int) -> dict[str, Any]:
+    """What `delta_rule_decode` takes for slots `[N]`, or `[N, S]`, and num_accepted `[N]`, as in `decode_packed`."""
     if slots.dim() == 1:
         refuse(num_accepted_tokens=num_accepted)
-        options |= {"state_indices": slots, "max_tokens": 1}
-    else:
-        options |= {
-            "state_indices": slots[:, 0] if num_accepted is None else slots,
-            "num_accepted": None if num_accepted is None else num_accepted[:rows],
-            "token_state_indices": slots,
-            "max_tokens": slots.shape[1],
-            "commit": False,
-        }
-    return delta_rule_decode(q, k, v, g, beta, state, cu_seqlens=cu_seqlens, **options)
+        return {"state_indices": slots}
+    return {
+        "state_indices": slots[:, 0] if num_accepted is None else slots,
+        "num_accepted": num_accepted,
+        "token_state_indices": slots[:, :tokens],
+        "commit": False,
+    }

@@ -201,12 +201,12 @@ def load(function: str) -> Callable[..., Any]:
     return run
 
 
-def why_too_old() -> str | None:
+def why_too_old(oldest: tuple[int, int] = _MINIMUM) -> str | None:
     """Why the FLA that is installed cannot be used, or None."""
     found = _version()
-    if found is None or found >= _MINIMUM:
+    if found is None or found >= oldest:
         return None
-    return f"needs fla-core {_dotted(_MINIMUM)} or newer, {_dotted(found)} is installed"
+    return f"needs fla-core {_dotted(oldest)} or newer, {_dotted(found)} is installed"
 
 
 def _version() -> tuple[int, ...] | None:
