@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -58,7 +59,7 @@ SIGNATURES = {
     flashinfer.chunk_gated_delta_rule: (
         "q k v g=None beta=None scale=None initial_state=None output_final_state=False cu_seqlens=None "
         "use_qk_l2norm_in_kernel=False output=None output_state=None state_checkpoints=None checkpoint_cu_starts=None "
-        "checkpoint_every_n_tokens=0"
+        "checkpoint_every_n_tokens=0 use_cp='auto' state_indices=None"
     ),
 }
 # Where tests, benchmarks and documents of cuLA import from, below its package.
@@ -401,6 +402,54 @@ def test_flashinfer_takes_factors(heads: tuple[int, int, int], buffers: str) -> 
     assert out is None or o is out and found is final
     if buffers != "in place":
         assert torch.equal(initial, states.mT)
+
+
+@pytest.mark.parametrize("pools", ["one", "two", "from zero", "read"])
+def test_flashinfer_on_pools(pools: str) -> None:
+    """Rows of a page-strided pool; the third sequence is padding, and no row but theirs changes."""
+    q, k, v = rand(T, 2, K), unit(rand(T, 2, K)), rand(T, 2, V)
+    factor, beta = torch.rand(T, 2).double(), torch.rand(T, 2).double()
+    rows, live = torch.tensor([4, 0, -1, 2]), torch.tensor([True, True, False, True])
+    pages = rand(6, 3, 2, V, K)
+    before, initial = pages.clone(), pages[:, 1]
+    output = rand(6, 2, V, K) if pools == "two" else initial
+    expected_pool = output.clone()
+    states = torch.zeros(N, 2, K, V).double() if pools == "from zero" else initial[rows].mT
+    expected, finals = loop(q, k, v, factor.log()[..., None], beta, states, CU, K**-0.5)
+    start, end = CU[2:4].tolist()
+    expected[start:end] = 0
+    found = flashinfer.chunk_gated_delta_rule(
+        q, k, v, factor, beta, None, None if pools == "from zero" else initial, pools != "read", CU.long(),
+        output_state=output, use_cp=False, state_indices=rows,
+    )  # fmt: skip
+    if pools != "read":
+        expected_pool[rows[live]] = finals[live].mT
+    o = found if pools == "read" else found[0]
+    assert pools == "read" or found[1] is output
+    torch.testing.assert_close((o, output), (expected, expected_pool), **CLOSE)
+    others = torch.tensor([1, 3, 5])
+    assert torch.equal(output[others], expected_pool[others])
+    assert torch.equal(pages[:, [0, 2]], before[:, [0, 2]])
+    if pools in ("two", "read"):
+        assert torch.equal(pages, before)
+
+
+def test_flashinfer_refuses_before_anything_changes() -> None:
+    q, k, v = rand(T, 2, K), unit(rand(T, 2, K)), rand(T, 2, V)
+    pool, rows = rand(6, 2, V, K), torch.tensor([4, 0, -1, 2])
+    before = pool.clone()
+    run = partial(
+        flashinfer.chunk_gated_delta_rule, q, k, v, cu_seqlens=CU.long(), output_final_state=True, state_indices=rows
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="^output_state: expected a pool beside state_indices"):
+        run(initial_state=pool)
+    with pytest.raises(ValueError, match="^output_state: expected a pool .*, as initial_state"):
+        run(initial_state=pool, output_state=pool[:5])
+    with pytest.raises(ValueError, match="^use_intracard_cp: "):
+        run(initial_state=pool, output_state=pool, use_cp="never")
+    with pytest.raises(ValueError, match="^state_indices: "):
+        run(initial_state=pool, output_state=pool, state_indices=torch.tensor([4, 0, 0, 2]))
+    assert torch.equal(pool, before)
 
 
 def test_flashinfer_without_gates_and_with_checkpoints() -> None:

@@ -684,6 +684,38 @@ def test_explain_refuses_unknown_facts() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "op, facts, hint",
+    [
+        ("lightning_attn_fwd", ["state_pool"], "; state_pool: facts of lightning_attn_fwd_varlen, .*, chunk_kda"),
+        ("chunk_simple_gla", ["state_pool", "safe_gate"], "; safe_gate, state_pool: facts of chunk_kda"),
+        ("chunk_kda", ["persistent"], "; persistent: arguments of cula.compat.lightning.lightning_attn_fwd_varlen"),
+        (
+            "chunk_gated_delta_rule", ["output_state", "checkpoint_cu_starts"],
+            "; checkpoint_cu_starts, output_state: arguments of cula.compat.flashinfer.chunk_gated_delta_rule",
+        ),
+        ("chunk_simple_gla", ["layer_idx"], "; layer_idx: arguments of cula.lightning.chunk_lightning_attn"),
+        ("chunk_kda", ["cu_seqlens"], ""),
+        ("lite_attention", ["state_v_first"], ""),
+        ("chunk_kda", ["nonsense"], ""),
+    ],
+)  # fmt: skip
+def test_unknown_facts_point_to_functions_that_have_them(
+    op: str, facts: list[str], hint: str
+) -> None:
+    with pytest.raises(
+        TypeError, match=f"^{facts[0]}: expected one of .*, got an unknown fact{hint}$"
+    ):
+        _registry.explain(op, **dict.fromkeys(facts, True))
+
+
+def test_a_function_without_an_op_points_to_the_one_that_serves_it() -> None:
+    with pytest.raises(
+        ValueError, match="'chunk_lightning_attn'; .* is served as chunk_simple_gla$"
+    ):
+        _registry.explain("chunk_lightning_attn")
+
+
 @pytest.mark.parametrize("arch", ["hopper", "sm9", "SM90", "", 90])
 def test_explain_refuses_an_architecture_that_there_is_not(arch: Any) -> None:
     known = "arch: expected one of cpu, sm70, sm72, sm75, sm80, .*, sm90, sm100, .*, sm121, got "

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from cula import _discovery, _implementations
+from cula import _discovery, _hints, _implementations
 from cula._discovery import Broken, FirstParty
 from cula._env import configure_logging, env
-from cula._facts import COMMON_FACTS, FACTS, OPS
+from cula._facts import COMMON_FACTS, FACTS, OPS, SERVED_AS
 from cula._implementations import Implementation
 from cula._installed import how_to_install, importable
 from cula_core.spec import SM80_AND_NEWER
@@ -199,7 +199,7 @@ def explain(op: str, **problem: Any) -> Explanation:
         an `Explanation`; print it for a table, or read `.chosen` and `.rows`.
 
     Raises:
-        TypeError: a fact that the function does not have.
+        TypeError: a fact that the function does not have; the message names the functions that have it, if any.
         ValueError: no such op, no such architecture, or no implementation of the name `impl`.
 
     Example:
@@ -213,12 +213,12 @@ def explain(op: str, **problem: Any) -> Explanation:
     op, function = _find_op(op, problem.pop("function", None))
     impl = problem.pop("impl", "auto")
     arch = _known_arch(problem.pop("arch", None))
-    known = tuple(dict.fromkeys((*COMMON_FACTS, "tokens", "varlen", *FACTS[function])))
-    for name in problem:
-        if name not in known:
-            raise TypeError(
-                f"{name}: expected one of {', '.join(known)} for {function}, got an unknown fact"
-            )
+    known = _hints.facts_of(function)
+    if unknown := [name for name in problem if name not in known]:
+        raise TypeError(
+            f"{unknown[0]}: expected one of {', '.join(known)} for {function}, got an unknown fact"
+            f"{_hints.elsewhere(function, unknown)}"
+        )
     rows = tuple(_judge(op, function, _wanted(op, impl), arch, {"function": function, **problem}))
     return Explanation(op, function, arch, rows, problem)
 
@@ -427,7 +427,9 @@ def _find_op(op: str, function: str | None) -> tuple[str, str]:
                 if op in (candidate, f"{name.split('.')[0]}.{candidate}", f"{name}.{candidate}"):
                     return name, candidate
     names = ", ".join(f"{name} ({', '.join(functions)})" for name, functions in OPS.items())
-    raise ValueError(f"op: expected one of {names}, got {op!r}")
+    served, _ = SERVED_AS.get(op, (None, None)) if isinstance(op, str) else (None, None)
+    hint = f"; {op} is served as {served}" if served else ""
+    raise ValueError(f"op: expected one of {names}, got {op!r}{hint}")
 
 
 def _known_arch(arch: str | None) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cula import lightning
+from cula.compat._indices import int32
 from cula_core import arguments
+from cula_core.reference.delta_decode import row_slots
+from cula_core.reference.lightning_decode import store_live
 
 __all__ = ["chunk_gated_delta_rule"]
 
@@ -27,6 +32,8 @@ def chunk_gated_delta_rule(
     state_checkpoints: Tensor | None = None,
     checkpoint_cu_starts: Tensor | None = None,
     checkpoint_every_n_tokens: int = 0,
+    use_cp: bool | str = "auto",
+    state_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`cula.lightning.chunk_gated_delta_rule` over packed sequences, with HS = max(HQ, HV) heads of states and outputs.
 
@@ -35,7 +42,7 @@ def chunk_gated_delta_rule(
         g: `[T, HS]`, the factor by which a state decays, in [0, 1]: no logarithm. None: 1.
         beta: `[T, HS]`, write strength. None: 1.
         scale: factor of the output; None or 0: `K ** -0.5`.
-        initial_state: `[N, HS, V, K]`; None: zero.
+        initial_state: `[N, HS, V, K]`, or a pool `[pool, HS, V, K]` with state_indices; None: zero.
         output_final_state: whether to return the final states.
         cu_seqlens: `[N + 1]`, needed.
         use_qk_l2norm_in_kernel: normalise q and k.
@@ -45,6 +52,10 @@ def chunk_gated_delta_rule(
         state_checkpoints: `[rows, HS, V, K]`, the states after every `checkpoint_every_n_tokens` tokens.
         checkpoint_cu_starts: `[N + 1]`; those of sequence n begin at row `checkpoint_cu_starts[n]`.
         checkpoint_every_n_tokens: a multiple of 64; 0: none.
+        use_cp: `use_intracard_cp` of our function.
+        state_indices: `[N]`, int32 or int64: sequence n reads row `state_indices[n]` of the pool initial_state and
+            writes that of the pool output_state, which is needed then. Rows of live sequences differ; others stay as
+            they are. Negative: padding, no row is read or written and the outputs are zero.
 
     Returns:
         o, or `(o, final_state)` with `output_final_state`.
@@ -67,7 +78,16 @@ def chunk_gated_delta_rule(
         arguments.type_error("cu_seqlens", "a torch.Tensor", "NoneType")
     arguments.tensor("cu_seqlens", cu_seqlens)
     q, k, v = _one("q", q, "[T, HQ, K]"), _one("k", k, "[T, HK, K]"), _one("v", v, "[T, HV, V]")
-    if output_final_state and output_state is not None:
+    states: dict[str, Any] = {
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+    }
+    if state_indices is not None:
+        state_indices = int32("state_indices", state_indices)
+        states = _pools(
+            q, cu_seqlens, output_final_state, initial_state, output_state, state_indices
+        )
+    elif output_final_state and output_state is not None:
         arguments.tensor("output_state", output_state)
         arguments.device("output_state", output_state, q)
         shape = (cu_seqlens.numel() - 1, max(q.shape[2], v.shape[2]), v.shape[3], k.shape[3])
@@ -85,20 +105,50 @@ def chunk_gated_delta_rule(
         None if g is None else _logarithm(_one("g", g, "[T, HS]")),
         None if beta is None else _one("beta", beta, "[T, HS]"),
         scale or None,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_v_first=True,
         cu_seqlens=cu_seqlens,
         state_checkpoints=state_checkpoints,
         checkpoint_every_n_tokens=checkpoint_every_n_tokens or None,
         checkpoint_rows=checkpoint_cu_starts,
+        use_intracard_cp=use_cp,
+        **states,
         out=None if output is None else _one("output", output, "[T, HS, V]"),
     )
     o = o.squeeze(0) if output is None else output
-    if state is None:
+    if state is None or not output_final_state:
         return o
-    return o, state if output_state is None else output_state.copy_(state)
+    if output_state is None or output_state is states.get("state_pool"):
+        return o, state
+    if state_indices is None:
+        return o, output_state.copy_(state)
+    store_live(output_state, state, *row_slots(state_indices, None, len(state), output_state))
+    return o, output_state
+
+
+def _pools(
+    q: Tensor, cu_seqlens: Tensor, output_final_state: bool, initial_state: Tensor | None, output_state: Tensor | None,
+    state_indices: Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """States in the rows of pools, as our function takes them: one pool that is updated, or one that is only read."""
+    if output_state is None:
+        arguments.value_error("output_state", "a pool beside state_indices", None)
+    pool = output_state if initial_state is None else initial_state
+    if pool is not output_state:
+        arguments.tensor("initial_state", initial_state)
+        arguments.tensor("output_state", output_state)
+        arguments.device("output_state", output_state, q)
+        if output_state.shape != pool.shape:
+            expected = f"a pool {list(pool.shape)}, as initial_state"
+            arguments.value_error("output_state", expected, list(output_state.shape))
+    states: dict[str, Any] = {
+        "state_pool": pool, "state_indices": state_indices, "output_final_state": output_final_state,
+        "update_state_pool": output_final_state and pool is output_state,
+    }  # fmt: skip
+    if initial_state is None:
+        count = cu_seqlens.numel() - 1
+        states["has_initial_state"] = torch.zeros(count, dtype=torch.bool, device=q.device)
+    return states
 
 
 def _one(name: str, x: Tensor, letters: str) -> Tensor:

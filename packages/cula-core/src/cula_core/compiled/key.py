@@ -15,6 +15,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from .. import IMPORTED
@@ -233,7 +234,7 @@ def _file(name: str) -> Path | None:
     return None
 
 
-def _spec(package: str):
+def _spec(package: str) -> ModuleSpec | None:
     """Returns where a package is, which is not imported for it; None if there is none."""
     loaded = sys.modules.get(package)
     return loaded.__spec__ if loaded is not None else importlib.util.find_spec(package)
