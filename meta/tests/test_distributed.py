@@ -5,6 +5,7 @@ The world of three processes that serves all tests of the session runs functions
 
 from __future__ import annotations
 
+import functools
 import random
 from itertools import accumulate
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from sequences_over_ranks import CHANNELS, HEADS, WIDTH, Inputs, problem, random_batch, whole
 
-from cula.distributed import ContextParallel
+from cula.distributed import ContextParallel, operators
 from cula.kda import chunk_kda
 from cula.lightning import chunk_gated_delta_rule, chunk_lightning_attn, chunk_simple_gla
 
@@ -375,6 +376,67 @@ def refusals() -> None:
         call("gdn", local, zigzag)
 
 
+class Halves:
+    """What kernels give that begin a call before the states in front are known, by calls of the reference."""
+
+    def __init__(self, begun: list[Any], **given: Any) -> None:
+        begun.append(self)
+        self.slices = given.pop("slices")
+        self.starts, self.given = given.pop("initial_state"), given
+        assert given["cu_seqlens"].tolist() == [
+            *(x.start for x in self.slices),
+            given["q"].shape[1],
+        ]
+        self.maps = [self.map_of(n) for n, part in enumerate(self.slices) if part.goes_on]
+
+    def call(self, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunk_kda(**self.given | changes, output_final_state=True, cp_context=False)
+
+    def map_of(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        part, start = self.slices[n], self.starts[n : n + 1]
+        x = {
+            name: self.given[name][:, part.start : part.stop]
+            for name in ("q", "k", "v", "g", "beta")
+        }
+        alone = x | {"cu_seqlens": None}
+        if not part.comes_on:
+            return self.call(**alone, initial_state=start)[1][0], None
+        added = self.call(**alone, initial_state=torch.zeros_like(start))[1][0]
+        identity = torch.eye(WIDTH, dtype=start.dtype).expand(1, HEADS, -1, -1)
+        alone["v"] = torch.zeros_like(x["k"])
+        return added, self.call(**alone, initial_state=identity)[1][0]
+
+    def finish(self, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.call(initial_state=starts)
+
+
+def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) -> None:
+    """A call by kernels that can begin it is the same as one that is composed of whole calls."""
+    x, states, _, _ = problem(11, cu_seqlens[-1], len(cu_seqlens) - 1, "kda")
+    cp = ContextParallel(
+        dist.group.WORLD, cu_seqlens=torch.tensor(cu_seqlens), bounds=bounds, layout=layout
+    )
+    local = Inputs(*(cp.shard(t, 0) for t in x))
+    start = torch.stack([states[p.sequence] * (1 if p.begins else torch.nan) for p in cp.pieces])
+    begun: list[Halves] = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        expected = call("kda", local, cp, initial_state=start)
+        patch.setattr(operators, "_first_half", lambda *_: functools.partial(Halves, begun))
+        found = call("kda", local, cp, initial_state=start)
+    assert len(begun) == 1
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+    o, final = whole(x, states, cu_seqlens)
+    close(found[0][0], cp.shard(o, 0))
+    for i, piece in enumerate(cp.pieces):
+        if piece.ends:
+            close(found[1][i], final[piece.sequence])
+    # With gradients the call is composed.
+    wanting = Inputs(*(t.requires_grad_() for t in local))
+    call("kda", wanting, cp, initial_state=start)
+    assert len(begun) == 1
+
+
 def checkpointed() -> None:
     """Recomputed forwards, with their exchange, give the same gradients."""
     x, _, d_o, _ = problem(4, 12, 1, "kda")
@@ -453,6 +515,18 @@ def test_nothing_of_the_inputs_is_written(world):
 
 def test_arguments_that_do_not_fit_are_refused(world):
     world(refusals)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "bounds", "layout"),
+    [
+        ([0, 16], None, "contiguous"),
+        ([0, 3, 3, 14, 16], [0, 5, 9, 16], "contiguous"),
+        ([0, 20, 24], None, "zigzag"),
+    ],
+)
+def test_a_call_in_two_halves(world, cu_seqlens, bounds, layout):
+    world(in_two_halves, cu_seqlens, bounds, layout)
 
 
 def test_activation_checkpoints(world):

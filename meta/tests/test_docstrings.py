@@ -35,7 +35,7 @@ def test_functions_of_every_module_are_found() -> None:
     modules = {name.rpartition(".")[0] for name in FUNCTIONS}
     assert modules == {
         "cula",
-        *(f"cula.{m}" for m in "delta kda lightning lite reference varlen".split()),
+        *(f"cula.{m}" for m in "delta distributed kda lightning lite reference varlen".split()),
         *(f"cula.compat.{m}" for m in "flash_kda flashinfer kda lightning ops utils".split()),
     }
 

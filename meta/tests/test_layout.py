@@ -9,7 +9,14 @@ import torch
 from sequences_over_ranks import CHANNELS, HEADS, WIDTH, problem, random_batch, recurrence, whole
 
 from cula.distributed.exchange import Wire
-from cula.distributed.layout import Layout, dense, equal_bounds, packed, ranges_of
+from cula.distributed.layout import (
+    Layout,
+    balanced_bounds,
+    dense,
+    equal_bounds,
+    packed,
+    ranges_of,
+)
 
 BATCHES = 40
 
@@ -150,3 +157,19 @@ def test_forward_and_backward_of_all_ranks_in_a_loop(kind):
                     total[4][piece.sequence] += found[4]
         for got, want in zip(total, wanted, strict=True):
             assert torch.allclose(got, want, rtol=0, atol=1e-11), seed
+
+
+def test_balanced_bounds_rise_and_give_the_second_rank_more():
+    for tokens in (0, 1, 63, 64, 1000, 131072):
+        for ranks in range(1, 9):
+            for heads in (1, 16, 47, 48, 64, 256):
+                bounds = balanced_bounds(tokens, ranks, heads)
+                assert len(bounds) == ranks + 1 and bounds == sorted(bounds)
+                assert bounds[0] == 0 and bounds[-1] == tokens
+                assert all(b % 64 == 0 or b == tokens for b in bounds)
+                if tokens == 131072:
+                    longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+                    assert (longest > tokens // ranks + 64) == (ranks == 2 and heads >= 48)
+    for wrong in ((-1, 2, 4), (64, 0, 4), (64, 2, 0)):
+        with pytest.raises(ValueError, match="expected at least"):
+            balanced_bounds(*wrong)

@@ -229,10 +229,8 @@ def _serving(place: _Place, theirs: Any) -> Callable[..., Any] | None:
                 given = dict(zip(order, args, strict=len(args) > len(order)))
                 return place.ours(**given, **_renamed(named), impl=_impl)
             except (Refused, TypeError, ValueError, NotImplementedError) as error:
-                if (
-                    context_of(None) is not None
-                ):  # FLA would take this rank's slice for whole sequences
-                    raise
+                if context_of(None) is not None:
+                    raise  # FLA would take this rank's slice for whole sequences
                 # FLA says itself what is wrong with a call that is wrong.
                 log_once(logging.INFO, f"{place.name} is left to FLA: {error}")
         with bypassed():
