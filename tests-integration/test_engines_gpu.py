@@ -6,9 +6,11 @@ compare with loops over tokens. The tests on the CPU run all of this but the ker
 
 from __future__ import annotations
 
+import engine_calls_sglang
+import engine_calls_vllm
 import pytest
 import torch
-from engine_calls import SITES, Batch, Memory, Site
+from engine_batches import Batch, Memory, Site
 from torch import Tensor
 
 from cula._registry import KERNELS_ONLY
@@ -16,8 +18,9 @@ from cula_testing.kda.problems import one_thread
 
 BAR = 5e-3  # relative root mean square error
 CASES = [
-    pytest.param(site, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
-    for name, site in SITES.items()
+    pytest.param(site, dtype, id=f"{engine}-{name}-{str(dtype).removeprefix('torch.')}")
+    for engine, sites in (("vllm", engine_calls_vllm.SITES), ("sglang", engine_calls_sglang.SITES))
+    for name, site in sites.items()
     for dtype in site.pools
 ]
 
