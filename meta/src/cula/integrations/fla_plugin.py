@@ -8,6 +8,7 @@ kernel serves goes on to FLA's other backends and to FLA itself, with the reason
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os
@@ -134,7 +135,7 @@ def register(impl: str | None = None) -> None:
     for entry, methods in asked.items():
         registry = _registry_of(backends, entry)
         registry.register(_backend(backends.BaseBackend, methods))
-        _undo.append(lambda backends=registry._backends: backends.pop(_TYPE, None))
+        _undo.append(functools.partial(registry._backends.pop, _TYPE, None))
 
 
 def unregister() -> None:
@@ -252,4 +253,4 @@ def _replace(place: _Place, theirs: Any, run: Callable[..., Any]) -> None:
     )
     module = import_module(place.module)
     setattr(module, place.name, stand_in)
-    _undo.append(lambda: setattr(module, place.name, theirs))
+    _undo.append(functools.partial(setattr, module, place.name, theirs))
