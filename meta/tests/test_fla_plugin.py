@@ -450,6 +450,17 @@ def test_a_function_with_other_parameters_stays(name: str, monkeypatch, caplog) 
         assert SEEN == ([name] if other == name else [])
 
 
+@of_every_release
+def test_a_function_that_is_not_there_is_named(release: str, there: Fla, caplog) -> None:
+    name = "ChunkSimpleGLAFunction"
+    delattr(sys.modules["fla.ops.simple_gla.chunk"], name)
+    fla_plugin.register("reference")
+    assert f"FLA has no fla.ops.simple_gla.chunk.{name}" in caplog.text
+    for other in there.parameters.keys() - {name}:
+        there.call(other, arguments(other))
+    assert not SEEN
+
+
 def test_fla_as_an_implementation_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """impl="fla" measures FLA, whatever is registered behind it."""
     asked = []

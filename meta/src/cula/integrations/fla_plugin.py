@@ -44,7 +44,7 @@ class _Place(NamedTuple):
     registry: str | None = None
 
     def found(self) -> Any:
-        return getattr(import_module(self.module), self.name)
+        return getattr(import_module(self.module), self.name, None)
 
 
 _KDA = ("fla.ops.kda.chunk", "chunk_kda", calls.chunk_kda)
@@ -116,12 +116,12 @@ def register(impl: str | None = None) -> None:
     name, backends = _backends()
     if backends._DISPATCH_DISABLED:
         raise RuntimeError("FLA_DISABLE_BACKEND_DISPATCH=1 has switched FLA's backends off")
+    found = [(place, place.found()) for place in _PLACES[name]]
     _impl = KERNELS_ONLY if impl is None else impl
     if _undo:
         return
     asked: dict[str | Callable[..., Any], dict[str, Any]] = {}
-    for place in _PLACES[name]:
-        theirs = place.found()
+    for place, theirs in found:
         run = _serving(place, theirs)
         if run is None:
             continue
@@ -209,13 +209,16 @@ def _backend(base: type, methods: dict[str, Any]) -> Any:
 
 
 def _serving(place: _Place, theirs: Any) -> Callable[..., Any] | None:
-    """What stands in FLA's place; None, with a warning, where a parameter of FLA's is none of ours."""
+    """What stands in FLA's place; None, with a warning, where nothing is or a parameter is none of ours."""
+    where = f"{place.module}.{place.name}"
+    if theirs is None:
+        _logger.warning("FLA has no %s, as other releases have it", where)
+        return None
     call = getattr(theirs, "apply", theirs)
     parameters = inspect.signature(getattr(theirs, "forward", theirs)).parameters.values()
     order = [x.name for x in parameters if x.kind is not x.VAR_KEYWORD and x.name != "ctx"]
     order = ["state_v_first" if name == _FORMER else name for name in order]
     if not inspect.signature(place.ours).parameters.keys() >= set(order):
-        where = f"{place.module}.{place.name}"
         _logger.warning("%s has other parameters than in FLA 0.5 and 0.6, and stays", where)
         return None
 
