@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,18 +22,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quick_fla")]
 
 BOUND = 5e-3  # of a residual stream, to which two layers have added
 DELTA = {"head_dim": 128, "expand_v": 1}
-# Class of FLA, its arguments in the sizes of a published model, the kernels of prefill and of decode.
+KDA = {"hidden_size": 2304, "num_heads": 32} | DELTA
+# Module of fla.layers and class, its arguments in the sizes of a published model, the kernels of prefill and of decode.
 LAYERS: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "kda": ("KimiDeltaAttention", {"hidden_size": 2304, "num_heads": 32} | DELTA, "KdaPrepare", "DeltaDecode"),
+    "kda": ("kda.KimiDeltaAttention", KDA, "KdaPrepare", "DeltaDecode"),
     "kda of bounded gates": (
-        "KimiDeltaAttention", {"hidden_size": 2304, "num_heads": 32, "safe_gate": True, "lower_bound": -5.0} | DELTA,
-        "KdaPrepare", "DeltaDecode",
+        "kda.KimiDeltaAttention", KDA | {"safe_gate": True, "lower_bound": -5.0}, "KdaPrepare", "DeltaDecode",
     ),
     "gated delta rule": (
-        "GatedDeltaNet", {"hidden_size": 2048, "num_heads": 16, "num_v_heads": 32} | DELTA, "Recurrence", "DeltaDecode",
+        "gated_deltanet.GatedDeltaNet", {"hidden_size": 2048, "num_heads": 16, "num_v_heads": 32} | DELTA,
+        "Recurrence", "DeltaDecode",
     ),
     "simple gla": (
-        "SimpleGatedLinearAttention", {"hidden_size": 2048, "num_heads": 16}, "LightningPrefill", "LightningPrefill",
+        "simple_gla.SimpleGatedLinearAttention", {"hidden_size": 2048, "num_heads": 16},
+        "LightningPrefill", "LightningPrefill",
     ),
 }  # fmt: skip
 # The function whose backward of FLA a layer needs.
@@ -54,13 +57,11 @@ class Block(torch.nn.Module):
     """Two layers on a residual stream, each behind a norm."""
 
     def __init__(self, name: str) -> None:
-        from fla import layers
-
         super().__init__()
-        kind, sizes, *_ = LAYERS[name]
-        self.layers = torch.nn.ModuleList(
-            getattr(layers, kind)(**sizes, layer_idx=i) for i in range(2)
-        )
+        (place, sizes, *_) = LAYERS[name]
+        module, kind = place.split(".")
+        layer = getattr(import_module(f"fla.layers.{module}"), kind)
+        self.layers = torch.nn.ModuleList(layer(**sizes, layer_idx=i) for i in range(2))
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(sizes["hidden_size"]) for _ in range(2))
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:

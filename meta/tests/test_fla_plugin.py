@@ -389,11 +389,12 @@ def test_rows_of_different_length_on_a_pool(release: str, there: Fla, out: bool)
     x, pages = step(2, torch.float32)
     x |= {n: x[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
     before = pages.clone()
-    slots, lengths = [[0, 1, 2], [3, 4, 5], [6, 7, 7]], [3, 0, 2]
+    # The table has a row more than there are sequences, as where a batch is padded for a graph.
+    slots, lengths = [[0, 1, 2], [3, 4, 5], [6, 7, 7], [5, 5, 5]], [3, 0, 2]
     memory = torch.full_like(x["v"], 9.0) if out else None
     o, _ = there.call("fused_recurrent_kda_fwd", x | {
         "ssm_state_indices": torch.tensor(slots, dtype=torch.int32), "out": memory,
-        "num_accepted_tokens": torch.tensor([1, 1, 2], dtype=torch.int32), "cu_seqlens": torch.tensor([0, 3, 3, 5]),
+        "num_accepted_tokens": torch.tensor([1, 1, 2, 1], dtype=torch.int32), "cu_seqlens": torch.tensor([0, 3, 3, 5]),
     })  # fmt: skip
     assert (o.data_ptr() == memory.data_ptr()) if out else not o[0, 5].any()
     check_step(x, pages, before, o, [0, 3, 7], [[0, 1, 2], [3], [6, 7]], lengths)
@@ -447,6 +448,17 @@ def test_a_function_with_other_parameters_stays(name: str, monkeypatch, caplog) 
         given = arguments(other) | ({"unheard_of": None} if other == name else {})
         there.call(other, given)
         assert SEEN == ([name] if other == name else [])
+
+
+@of_every_release
+def test_a_function_that_is_not_there_is_named(release: str, there: Fla, caplog) -> None:
+    name = "ChunkSimpleGLAFunction"
+    delattr(sys.modules["fla.ops.simple_gla.chunk"], name)
+    fla_plugin.register("reference")
+    assert f"FLA has no fla.ops.simple_gla.chunk.{name}" in caplog.text
+    for other in there.parameters.keys() - {name}:
+        there.call(other, arguments(other))
+    assert not SEEN
 
 
 def test_fla_as_an_implementation_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

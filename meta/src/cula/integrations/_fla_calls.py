@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cula import _check
-from cula.integrations._engine_calls import refuse, slots_of_tokens
+from cula.integrations._engine_calls import decode_packed, refuse, slots_of_tokens
 
 _Served = tuple[Tensor, Tensor | None]
 
@@ -115,19 +115,26 @@ def fused_recurrent_kda_fwd(
         return _exact(
             fused_recurrent_kda(q, k, v, g, beta, cu_seqlens=cu_seqlens, out=out, **options)
         )
-    refuse(**{"no initial_state in place": initial_state is None})
-    slots, tokens = ssm_state_indices, q.shape[1]
-    if slots is not None:
-        longest = 1 if slots.dim() == 1 else slots.shape[1]
-        refuse(**{"more tokens than slots": cu_seqlens is None and tokens > longest})
-        tokens = tokens if cu_seqlens is None else longest
-        options |= slots_of_tokens(slots, num_accepted_tokens, tokens)
-    else:
-        refuse(num_accepted_tokens=num_accepted_tokens)
+    if initial_state is None:
+        raise ValueError("initial_state: expected a tensor with inplace_final_state, got None")
+    slots = ssm_state_indices
     if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(torch.int32)
         # Tokens of no row have the output zero.
         out = torch.zeros_like(v) if out is None else out
-        options |= {"cu_seqlens": cu_seqlens.to(torch.int32), "max_tokens": tokens}
+        if slots is not None:
+            options |= {"num_accepted": num_accepted_tokens, "out": out}
+            return decode_packed(
+                q, k, v, g, beta, initial_state, slots, cu_seqlens, **options
+            ), initial_state
+        options |= {"cu_seqlens": cu_seqlens, "max_tokens": q.shape[1]}
+    if slots is None:
+        refuse(num_accepted_tokens=num_accepted_tokens)
+    else:
+        refuse(
+            **{"more tokens than slots": q.shape[1] > (1 if slots.dim() == 1 else slots.shape[1])}
+        )
+        options |= slots_of_tokens(slots, num_accepted_tokens, q.shape[1])
     return delta_rule_decode(q, k, v, g, beta, initial_state, out=out, **options), initial_state
 
 

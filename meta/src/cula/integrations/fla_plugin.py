@@ -8,6 +8,7 @@ kernel serves goes on to FLA's other backends and to FLA itself, with the reason
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os
@@ -43,7 +44,7 @@ class _Place(NamedTuple):
     registry: str | None = None
 
     def found(self) -> Any:
-        return getattr(import_module(self.module), self.name)
+        return getattr(import_module(self.module), self.name, None)
 
 
 _KDA = ("fla.ops.kda.chunk", "chunk_kda", calls.chunk_kda)
@@ -115,12 +116,12 @@ def register(impl: str | None = None) -> None:
     name, backends = _backends()
     if backends._DISPATCH_DISABLED:
         raise RuntimeError("FLA_DISABLE_BACKEND_DISPATCH=1 has switched FLA's backends off")
+    found = [(place, place.found()) for place in _PLACES[name]]
     _impl = KERNELS_ONLY if impl is None else impl
     if _undo:
         return
     asked: dict[str | Callable[..., Any], dict[str, Any]] = {}
-    for place in _PLACES[name]:
-        theirs = place.found()
+    for place, theirs in found:
         run = _serving(place, theirs)
         if run is None:
             continue
@@ -134,7 +135,7 @@ def register(impl: str | None = None) -> None:
     for entry, methods in asked.items():
         registry = _registry_of(backends, entry)
         registry.register(_backend(backends.BaseBackend, methods))
-        _undo.append(lambda backends=registry._backends: backends.pop(_TYPE, None))
+        _undo.append(functools.partial(registry._backends.pop, _TYPE, None))
 
 
 def unregister() -> None:
@@ -208,13 +209,16 @@ def _backend(base: type, methods: dict[str, Any]) -> Any:
 
 
 def _serving(place: _Place, theirs: Any) -> Callable[..., Any] | None:
-    """What stands in FLA's place; None, with a warning, where a parameter of FLA's is none of ours."""
+    """What stands in FLA's place; None, with a warning, where nothing is or a parameter is none of ours."""
+    where = f"{place.module}.{place.name}"
+    if theirs is None:
+        _logger.warning("FLA has no %s, as other releases have it", where)
+        return None
     call = getattr(theirs, "apply", theirs)
     parameters = inspect.signature(getattr(theirs, "forward", theirs)).parameters.values()
     order = [x.name for x in parameters if x.kind is not x.VAR_KEYWORD and x.name != "ctx"]
     order = ["state_v_first" if name == _FORMER else name for name in order]
     if not inspect.signature(place.ours).parameters.keys() >= set(order):
-        where = f"{place.module}.{place.name}"
         _logger.warning("%s has other parameters than in FLA 0.5 and 0.6, and stays", where)
         return None
 
@@ -255,4 +259,4 @@ def _replace(place: _Place, theirs: Any, run: Callable[..., Any]) -> None:
     )
     module = import_module(place.module)
     setattr(module, place.name, stand_in)
-    _undo.append(lambda: setattr(module, place.name, theirs))
+    _undo.append(functools.partial(setattr, module, place.name, theirs))
