@@ -16,7 +16,7 @@ import pytest
 import torch
 from fla_stand_in import CU, HV, K, T, V, inputs, put_modules
 
-from cula import _registry, kda, lightning, reference
+from cula import _ranks, _registry, kda, lightning, reference
 from cula.integrations import fla, fla_plugin
 
 SEEN: list[str] = []
@@ -262,6 +262,20 @@ def test_what_no_kernel_serves_is_left_to_fla(lookup, name: str, caplog) -> None
 def test_what_cula_does_not_have_is_left_to_fla(lookup, name: str, asked: dict[str, Any]) -> None:
     fla_plugin.register("reference")
     assert called(lookup, name, arguments(name) | asked) == f"FLA's {name}"
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_nothing_is_left_to_fla_in_a_context_of_ranks(lookup, name: str) -> None:
+    """FLA would take a slice for whole sequences."""
+    fla_plugin.register()
+    _ranks.enter(object())
+    try:
+        with pytest.raises((TypeError, ValueError, NotImplementedError, _registry.Refused)):
+            called(lookup, name, arguments(name))
+    finally:
+        _ranks.leave()
+    assert not SEEN
+    assert called(lookup, name, arguments(name)) == f"FLA's {name}"
 
 
 def test_earlier_names_of_a_layout_and_other_chunks(lookup) -> None:

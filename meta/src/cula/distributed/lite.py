@@ -180,7 +180,7 @@ class SeqParallelLiteAttention(_Parts):
                 out, lse = found[0].to(torch.promote_types(query.dtype, torch.float32)), found[1]
             else:
                 out, lse = _merge((out, found[0]), (lse, found[1]))
-            if coming is not None:
+            if step + 1 < ranks:
                 held = coming if learns else collectives.wait_tensor(coming)
         assert out is not None and lse is not None
         return out.to(query.dtype), lse
