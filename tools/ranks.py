@@ -40,9 +40,8 @@ class World:
         return self._run
 
     def __exit__(self, *_: object) -> None:
-        for (
-            process
-        ) in self._processes:  # they wait for a case; to end by themselves takes them seconds
+        # They wait for a case. To end by themselves would take them seconds.
+        for process in self._processes:
             process.kill()
             process.join()
         self._processes = []
@@ -101,9 +100,8 @@ def _serve(
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-        dist.set_debug_level(
-            dist.DebugLevel.DETAIL
-        )  # messages of other sizes are told, not waited for
+        # Messages of other sizes are told, not waited for.
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=seconds // 2),
