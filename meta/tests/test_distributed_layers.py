@@ -97,6 +97,10 @@ def halos() -> None:
     assert own.grad.flatten().tolist() == [[1, 1, 2], [2], [1] * 5][rank]
     assert torch.equal(own.detach(), before)
     assert cp.halo(own, 0)[1].shape == (len(want), 0, 1)
+    weight = torch.ones(1, 5, requires_grad=True)
+    with torch.inference_mode():  # what it keeps must serve training
+        cp.causal_conv1d(own, weight)
+    cp.causal_conv1d(own, weight).sum().backward()
 
 
 def refused_convolutions() -> None:
@@ -119,6 +123,8 @@ def refused_convolutions() -> None:
             context.causal_conv1d(**{"x": x, "weight": weight, **given})
     with pytest.raises(ValueError, match="^x, size: expected .* 0 or more"):
         cp.halo(x, -1)
+    with pytest.raises(TypeError, match="^x: expected a floating dtype, got torch.int64"):
+        cp.halo(x.long(), 1)
 
 
 class Layer(torch.nn.Module):

@@ -17,7 +17,7 @@ from fla_registries import PARAMETERS, SEEN, Fla, single_rank
 from fla_stand_in import CU, HV, K, T, V, inputs
 from vllm_cases import assert_near, delta_rule
 
-from cula import _registry, kda, lightning, reference
+from cula import _ranks, _registry, kda, lightning, reference
 from cula.integrations import fla, fla_plugin
 
 RELEASES = tuple(PARAMETERS)
@@ -128,6 +128,21 @@ def test_what_no_kernel_serves_is_left_to_fla(there: Fla, name: str, caplog) -> 
 
 
 SLOTS = {"ssm_state_indices": torch.zeros(4, dtype=torch.int32)}
+
+
+@of_every_function
+def test_nothing_is_left_to_fla_in_a_context_of_ranks(there: Fla, name: str) -> None:
+    """FLA would take a slice for whole sequences."""
+    fla_plugin.register()
+    SEEN.clear()
+    _ranks.enter(object())
+    try:
+        with pytest.raises((TypeError, ValueError, NotImplementedError, _registry.Refused)):
+            there.call(name, arguments(name))
+    finally:
+        _ranks.leave()
+    assert not SEEN
+    assert there.call(name, arguments(name)) == f"FLA's {name}"
 
 
 @pytest.mark.parametrize(

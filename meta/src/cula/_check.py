@@ -270,7 +270,15 @@ def prefill_operands(q: Tensor, v: Tensor) -> tuple[int, int, int]:
 
 def in_autocast(device_type: str) -> bool:
     """Whether autocast is on for tensors of a type of device, of which some have none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # Compilers trace the second question, those of before torch 2.13 not the first one.
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

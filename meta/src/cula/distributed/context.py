@@ -200,6 +200,8 @@ class ContextParallel:
         size = index(size)
         if size < 0 or x.dim() < 2:
             arguments.value_error("x, size", "[B, T, ..] and 0 or more", f"{list(x.shape)}, {size}")
+        if not x.is_floating_point():
+            arguments.type_error("x", "a floating dtype", x.dtype)
         return self._halo(x, size)[:2]
 
     def causal_conv1d(

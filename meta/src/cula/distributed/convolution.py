@@ -78,11 +78,13 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept serves training too
 def _indices(rows: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.long, device=device)
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _padded(cuts: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows of `[front, x]` with each piece behind its own front, and where the outputs of x begin to be summed."""
     lengths = torch.tensor(cuts).diff()

@@ -157,9 +157,9 @@ class SeqParallelLiteAttention(_Parts):
             return moved(x, own, counts, self.group).unflatten(0, (ranks, own[0]))
 
         out = back(out.movedim(1, 0)).permute(2, 1, 0, 3, 4).flatten(2, 3)
-        return out, None if lse is None else back(lse.permute(2, 0, 1)).permute(2, 0, 3, 1).flatten(
-            1, 2
-        )
+        if lse is not None:
+            lse = back(lse.permute(2, 0, 1)).permute(2, 0, 3, 1).flatten(1, 2)
+        return out, lse
 
     def _around(
         self, query: Tensor, key: Tensor, value: Tensor, counts: list[int], scale: float | None
@@ -180,7 +180,7 @@ class SeqParallelLiteAttention(_Parts):
                 out, lse = found[0].to(torch.promote_types(query.dtype, torch.float32)), found[1]
             else:
                 out, lse = _merge((out, found[0]), (lse, found[1]))
-            if coming is not None:
+            if step + 1 < ranks:
                 held = coming if learns else collectives.wait_tensor(coming)
         assert out is not None and lse is not None
         return out.to(query.dtype), lse
