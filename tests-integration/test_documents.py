@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 
 import cula
 import noxfile
-from cula import _registry
+from cula import _registry, compat, delta, kda, lightning
 from cula.integrations import fla
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -358,3 +359,32 @@ def test_readme_names_the_two_commands() -> None:
     commands = blocks((ROOT / "README.md").read_text(), "bash")[0]
     assert re.search(r"^bash \.ci/run demo\b", commands, re.MULTILINE)
     assert re.search(r"^bash \.ci/run(?: +#|$)", commands, re.MULTILINE)
+
+
+def test_migration_names_every_default_that_differs():
+    theirs = {
+        compat.kda.chunk_kda: kda.chunk_kda,
+        compat.kda.kda_prefill_hopper: kda.kda_prefill_hopper,
+        compat.kda.kda_decode: delta.delta_rule_decode,
+        compat.kda.fused_sigmoid_gating_delta_rule_update: delta.delta_rule_decode,
+        compat.lightning.lightning_attn_fwd: lightning.lightning_attn_fwd,
+        compat.lightning.lightning_attn_fwd_varlen: lightning.lightning_attn_fwd_varlen,
+        compat.lightning.linear_attention_decode: lightning.linear_attention_decode,
+        compat.flashinfer.chunk_gated_delta_rule: lightning.chunk_gated_delta_rule,
+        compat.flash_kda.fwd: kda.chunk_kda,
+    }
+    page = (ROOT / "docs" / "migration.md").read_text()
+    missing, empty = [], inspect.Parameter.empty
+    for function, ours in theirs.items():
+        rows = page.partition("\n## Names that are the same")[2].partition("\n## ")[0].split("\n| ")
+        start = [i for i, row in enumerate(rows) if f"`{function.__name__}`" in row.split("|")[0]]
+        known = inspect.signature(ours).parameters
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name not in known or empty in (parameter.default, known[name].default):
+                continue
+            if parameter.default != known[name].default:
+                told = f"`{name}={parameter.default!r}`"
+                missing += (
+                    [told] if not any(told in "".join(rows[i : i + 4]) for i in start) else []
+                )
+    assert not missing

@@ -137,6 +137,9 @@ def test_sequences_of_other_lengths_for_queries_and_keys():
         q, k, v, *starts, 129, 200, 0.3, True, return_softmax_lse=True
     )
     assert out.shape == (169, 4, 32) and lse.shape == (4, 169)
+    used = {"seqused_q": torch.tensor(lengths_q), "seqused_k": torch.tensor(lengths_k).int()}
+    same = flash_attn_varlen_func(q, k, v, *starts, 129, 200, 0.3, True, **used)
+    assert torch.equal(same, out)
     pieces = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
     expected = [softmax_attention(*(x[None] for x in piece), 0.3, True)[0][0] for piece in pieces]
     torch.testing.assert_close(out, torch.cat(expected), **TOLERANCE)
@@ -389,6 +392,19 @@ def test_wrong_types(form):
         form.function(*given, 0.1, 0.3)
 
 
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_tokens_that_do_not_count(name):
+    given, out = varlen(), torch.full((201, 4, 32), 7.0, dtype=torch.float64)
+    with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got list"):
+        flash_attn_varlen_func(*given, out=out, **{name: LENGTHS})
+    for used in (torch.tensor([n // 2 for n in LENGTHS]), torch.tensor(LENGTHS)[:1]):
+        with pytest.raises(ValueError, match=f"^{name}: expected None or the lengths of .*, got "):
+            flash_attn_varlen_func(*given, out=out, **{name: used})
+    with pytest.raises(ValueError, match=f"^{name}: .* got tensors on meta and cpu$"):
+        flash_attn_varlen_func(*given, out=out, **{name: torch.tensor(LENGTHS, device="meta")})
+    assert (out == 7).all()
+
+
 def test_the_signatures():
     leading = {
         "flash_attn_func": ["q", "k", "v"],
@@ -408,5 +424,6 @@ def test_the_signatures():
         keywords.append(
             {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
         )
-    # Both that spell them out have the same.
-    assert keywords[0] == keywords[3] and keywords[1] == keywords[2] == keywords[4] == {}
+    # Both that spell them out have the same, but for what packed sequences alone have.
+    packed = {"seqused_q": None, "seqused_k": None}
+    assert packed | keywords[0] == keywords[3] and keywords[1] == keywords[2] == keywords[4] == {}

@@ -112,6 +112,8 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     read_mask: Tensor | None = None,
     threshold: float | None = None,
     threshold_mode: str = "max",
@@ -136,6 +138,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[N + 1]` on the device of q: sequence n begins at entry n and ends
             before entry n + 1. Sequences may be empty.
         max_seqlen_q, max_seqlen_k: the longest lengths, ints.
+        seqused_q, seqused_k: None, or `[N]` ints on the CPU that say that every token counts, beside cu_seqlens on the
+            CPU. Sequences of which fewer count are not served: pack those that do.
         out: `[Tq, Hq, D]`, written and returned.
         causal: aligned within each sequence.
         The others: as of `flash_attn_func`. Masks are `[N, Hq, Mt, W]`, with Mt and W of the longest lengths.
@@ -162,6 +166,8 @@ def flash_attn_varlen_func(
         _check_dims("out", out, "[Tq, Hq, D]")
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         arguments.tensor(name, offsets)
+    _check_used("seqused_q", seqused_q, cu_seqlens_q)
+    _check_used("seqused_k", seqused_k, cu_seqlens_k)
     found = _attend(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
@@ -299,6 +305,18 @@ def _attend(
         assert mask is not None
         found.append(mask)
     return tuple(found) if len(found) > 1 else attended
+
+
+def _check_used(name: str, used: Tensor | None, offsets: Tensor) -> None:
+    """Whether every token of the sequences between the offsets counts, as far as that can be read."""
+    if used is None:
+        return
+    arguments.tensor(name, used)
+    told = "None or the lengths of cu_seqlens, both on the CPU: every token of a sequence counts"
+    if not (arguments.is_readable(used) and arguments.is_readable(offsets)):
+        arguments.value_error(name, told, f"tensors on {used.device} and {offsets.device}")
+    if used.tolist() != offsets.diff().tolist():
+        arguments.value_error(name, told, used.tolist())
 
 
 def _check_dims(name: str, tensor: Tensor, shape: str) -> None:
