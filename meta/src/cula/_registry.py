@@ -103,8 +103,9 @@ _loaded = _Loaded()
 _slots: dict[tuple[Any, ...], str] = {}
 # Of calls that want kernels alone, whose callers go on to something else.
 _refusals: dict[tuple[Any, ...], str] = {}
-# Callables of kernel packages, which check their arguments themselves, and what they are of.
-self_checking: dict[Callable[..., Any], Implementation] = {}
+# Callables of kernel packages, which check their arguments themselves.
+self_checking: set[Callable[..., Any]] = set()
+_packages: dict[Callable[..., Any], Implementation] = {}  # of these
 
 
 def resolve(function: str, impl: str, device: torch.device, *facts: Any) -> Callable[..., Any]:
@@ -125,7 +126,7 @@ def resolve(function: str, impl: str, device: torch.device, *facts: Any) -> Call
 
 def beside(target: Callable[..., Any], name: str) -> Callable[..., Any] | None:
     """Another function of the kernel package that `resolve` has chosen; None if it has none of that name."""
-    found = self_checking.get(target)
+    found = _packages.get(target)
     try:
         return None if found is None else _implementations.load(found, name)
     except AttributeError:
@@ -241,6 +242,7 @@ def refresh() -> None:
     _slots.clear()
     _refusals.clear()
     self_checking.clear()
+    _packages.clear()
     log_once.cache_clear()
 
 
@@ -269,7 +271,8 @@ def _choose(
                 log_once(logging.INFO, f"{served}{because}")
             target = _implementations.load(found, function)
             if found.kernel:
-                self_checking[target] = found
+                self_checking.add(target)
+                _packages[target] = found
             return row.name, target
         rows.append(row)
     raise Refused(_refusal(op, function, wanted, arch, rows, problem))

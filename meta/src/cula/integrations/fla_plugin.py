@@ -210,6 +210,9 @@ def _backend(base: type, methods: dict[str, Any]) -> Any:
 
 def _serving(place: _Place, theirs: Any) -> Callable[..., Any] | None:
     """What stands in FLA's place; None, with a warning, where nothing is or a parameter is none of ours."""
+    from cula._ranks import context_of
+    from cula._registry import Refused, log_once
+
     where = f"{place.module}.{place.name}"
     if theirs is None:
         _logger.warning("FLA has no %s, as other releases have it", where)
@@ -224,9 +227,6 @@ def _serving(place: _Place, theirs: Any) -> Callable[..., Any] | None:
 
     def run(*args: Any, **named: Any) -> Any:
         """What cula computes, or FLA where cula does not serve the call."""
-        from cula._ranks import context_of
-        from cula._registry import Refused, log_once
-
         if not _here.off:
             try:
                 # Too many arguments are FLA's to refuse.
