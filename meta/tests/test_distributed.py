@@ -270,6 +270,7 @@ def a_rank_with_another_layout() -> None:
     x, _, _, _ = problem(2, 9, 2, "kda")
     o, _ = call("kda", Inputs(*(cp.shard(t, 0) for t in x)), cp)
     assert o.isnan().all()
+    assert cp.halo(cp.shard(x.q, 0)[None], 1)[1].isnan().all()
     named = "rank 1$" if rank != 1 else "rank 0, rank 2$"
     with pytest.raises(
         ValueError, match=f"^cp_context: expected one layout on all ranks.* on {named}"
