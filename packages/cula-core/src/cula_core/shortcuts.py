@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 try:  # part of torch.compile, and not of torch's promises
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # pragma: no cover
-    TensorGuards = None
+    TensorGuards = None  # type: ignore[assignment, misc]
 try:  # takes half the time of what torch promises
-    from torch._C._dynamo.guards import _empty_strided_cuda
+    from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 except ImportError:  # pragma: no cover
 
     def _empty_strided_cuda(
@@ -311,7 +311,7 @@ class _Steps(TorchFunctionMode):
             if name not in self._head.split(", ") and i < len(self._lines) - 1:
                 self._lines[i] += f"; del {name}"
         body = "".join(f"    {line}\n" for line in self._lines)
-        space = dict(self._space)
+        space: dict[str, Any] = dict(self._space)
         exec(f"def short({self._head}):\n{body}", space)
         return space["short"]
 
