@@ -135,7 +135,7 @@ def replay(
 
 def _call(step: Step, track: Trajectory, scale: float | None, causal: bool) -> Callable[[], Any]:
     """The call as it ran, without a state that it would change."""
-    options = {"threshold": track.thresholds[-1], "direction": track.direction}
+    options: dict[str, Any] = {"threshold": track.thresholds[-1], "direction": track.direction}
     return lambda: lite_attention(*step, track.mask, scale=scale, causal=causal, **options)
 
 
