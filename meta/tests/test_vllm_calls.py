@@ -264,10 +264,11 @@ def test_prefill_of_kda(lower_bound: Any, into: str | None) -> None:
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_a_bound_makes_the_gate_of_kda_safe(monkeypatch, lower_bound: float | None) -> None:
-    monkeypatch.setattr(kda, "chunk_kda", lambda *_, **named: named)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(kda, "chunk_kda", lambda *_, **named: (asked.update(named), None))
     g, beta, A_log, bias = kda_gates(3)
     x = split(packed(3, HV, HV), HV, HV)
-    asked = calls.chunk_kda_with_fused_gate(*x, g, beta, A_log, bias, lower_bound=lower_bound)
+    calls.chunk_kda_with_fused_gate(*x, g, beta, A_log, bias, lower_bound=lower_bound)
     assert asked["safe_gate"] == (lower_bound is not None) and asked["impl"] == "auto"
 
 

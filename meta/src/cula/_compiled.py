@@ -62,9 +62,9 @@ def compile(options: argparse.Namespace) -> int:
     failed = 0
     # Processes, because the DSL compiles one kernel at a time.
     with ProcessPoolExecutor(min(options.jobs, max(len(units), 1)), get_context("spawn")) as pool:
-        for unit, error in zip(units, pool.map(_make, units), strict=True):
-            failed += error is not None
-            print(f"{unit.module} {unit.config} {unit.arch}: {error or 'compiled'}", flush=True)
+        for unit, failure in zip(units, pool.map(_make, units), strict=True):
+            failed += failure is not None
+            print(f"{unit.module} {unit.config} {unit.arch}: {failure or 'compiled'}", flush=True)
     if failed:
         return _fail(f"{failed} of {len(units)} kernels could not be compiled", 1)
     if options.out is None:

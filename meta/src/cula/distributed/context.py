@@ -167,7 +167,7 @@ class ContextParallel:
         padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
         got = all_gather(padded, self.group)
         whole = rows.new_empty(sum(counts), *rows.shape[1:])
-        bounds = self.bounds
+        bounds: Sequence[int] | None = self.bounds
         if bounds is None and self.zigzag:
             bounds = equal_bounds(sum(counts), self.ranks, True)
         elif bounds is None:

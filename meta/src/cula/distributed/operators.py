@@ -76,7 +76,7 @@ def across_ranks(
             arguments.value_error(
                 name, f"[B, T] = {list(q.shape[:2])} first, as in q", list(x.shape)
             )
-    plan = plan_of(cp_context, *q.shape[:2], options.pop("cu_seqlens"))
+    plan = plan_of(cp_context, q.shape[0], q.shape[1], options.pop("cu_seqlens"))
     options.pop("cu_seqlens_cpu")
     packed = {
         name: x.flatten(0, 1)[None] if name in tokens and isinstance(x, Tensor) else x

@@ -100,9 +100,10 @@ def fused_gdn_decode_post_conv_mtp(
     from cula.delta import GatedNorm
 
     out = torch.empty_like(output_gate) if out is None else out
+    q, k, v = (x.unsqueeze(0) for x in split_qkv(mixed_qkv, *_sizes(state)))
     decode_packed(
-        *(x.unsqueeze(0) for x in (*split_qkv(mixed_qkv, *_sizes(state)), a, b)), state, state_indices, cu_seqlens,
-        num_accepted_tokens, A_log=A_log, dt_bias=dt_bias, scale=scale, null_slot=_NULL_BLOCK, out=out.unsqueeze(0),
+        q, k, v, a.unsqueeze(0), b.unsqueeze(0), state, state_indices, cu_seqlens, num_accepted_tokens,
+        A_log=A_log, dt_bias=dt_bias, scale=scale, null_slot=_NULL_BLOCK, out=out.unsqueeze(0),
         norm=GatedNorm(output_gate.unsqueeze(0), norm_weight, norm_eps, output_gate_activation), impl=impl,
     )  # fmt: skip
     return out
@@ -135,7 +136,7 @@ def chunk_kda_with_fused_gate(
         use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=lower_bound is not None,
         lower_bound=lower_bound, state_v_first=True, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=g_bias, out=out,
         impl=impl,
-    )  # fmt: skip
+    )[:2]  # fmt: skip
 
 
 def _flashkda_prefill(
@@ -207,9 +208,9 @@ def linear_attention_prefill_and_mix(
     )
     rows = getattr(attn_metadata, "state_indices_tensor_p", None)
     rows = state_indices_tensor[decodes:] if rows is None else rows
+    new_q, new_k, new_v = (_rounded(x[first:], kv_cache).unsqueeze(0) for x in (q, k, v))
     o, _ = lightning_attn_fwd_varlen(
-        *(_rounded(x[first:], kv_cache).unsqueeze(0) for x in (q, k, v)), slope_rate.flatten(), bounds, 1.0, kv_cache,
-        rows[: bounds.shape[0] - 1], impl=impl,
+        new_q, new_k, new_v, slope_rate.flatten(), bounds, 1.0, kv_cache, rows[: bounds.shape[0] - 1], impl=impl
     )  # fmt: skip
     prefilled = o[0].flatten(1).to(q.dtype)
     if first == 0:
@@ -226,11 +227,13 @@ def linear_attention_decode(
     """Decode of one token a row; rows `[B, H * D]`. Scaling and dtypes as in `linear_attention_prefill_and_mix`."""
     from cula.lightning import linear_attention_decode as decode
 
+    dtype = q.dtype
+    q, k, v = (_rounded(x[q_start:q_end], kv_cache).unsqueeze(1) for x in (q, k, v))
     o = decode(
-        *(_rounded(x[q_start:q_end], kv_cache).unsqueeze(1) for x in (q, k, v)), kv_cache, slope_rate.flatten(),
-        state_indices=state_indices_tensor[slot_start:slot_end], scale=1.0, impl=impl,
+        q, k, v, kv_cache, slope_rate.flatten(), state_indices=state_indices_tensor[slot_start:slot_end], scale=1.0,
+        impl=impl,
     )  # fmt: skip
-    return o.flatten(1).to(q.dtype)
+    return o.flatten(1).to(dtype)
 
 
 def _rounded(x: Tensor, cache: Tensor) -> Tensor:

@@ -140,7 +140,8 @@ def _patch(module: ModuleType) -> None:
     from cula.integrations import _vllm_calls
 
     for name in _FUNCTIONS[module.__name__]:
-        theirs, ours = getattr(module, name, None), getattr(_vllm_calls, name)
+        theirs: Any = getattr(module, name, None)
+        ours = getattr(_vllm_calls, name)
         if _fits(module, name, theirs, ours):
             _replaced[module.__name__, name] = theirs
             setattr(module, name, _served(name, ours, theirs))
@@ -150,7 +151,7 @@ def _patch(module: ModuleType) -> None:
 
 def _derive(module: ModuleType, ours: Callable[..., Any]) -> None:
     """Registers a class in the place of vLLM's operator of prefill."""
-    theirs = getattr(module, _OPERATOR, None)
+    theirs: Any = getattr(module, _OPERATOR, None)
     for method in ("forward_cuda", "forward_native"):
         if not _fits(module, f"{_OPERATOR}.{method}", getattr(theirs, method, None), ours, 1):
             return
@@ -158,7 +159,7 @@ def _derive(module: ModuleType, ours: Callable[..., Any]) -> None:
         _logger.warning("another plug-in of vLLM has taken the place of %s, which stays", _OPERATOR)
         return
 
-    class CulaChunkGatedDeltaRule(theirs):  # type: ignore[misc, valid-type]
+    class CulaChunkGatedDeltaRule(theirs):
         def forward(self, *args: Any, **named: Any) -> Any:
             return _call(_OPERATOR, ours, super().forward, args, named)
 

@@ -503,7 +503,7 @@ def chunk_kda(
         dt_bias=dt_bias,
     )
     # fmt: off
-    states = {
+    states: dict[str, Any] = {
         "initial_state": initial_state, "output_final_state": output_final_state, "state_v_first": state_v_first,
         "cu_seqlens": cu_seqlens, "state_pool": state_pool, "state_indices": initial_state_indices,
         "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,
@@ -592,7 +592,7 @@ def chunk_gated_delta_rule(
         softplus=(softplus_beta, softplus_threshold),
     )
     # fmt: off
-    states = {
+    states: dict[str, Any] = {
         "initial_state": initial_state, "output_final_state": output_final_state, "state_v_first": state_v_first,
         "cu_seqlens": cu_seqlens, "state_pool": state_pool, "state_indices": state_indices,
         "output_state_indices": output_state_indices, "update_state_pool": update_state_pool, "null_slot": null_slot,

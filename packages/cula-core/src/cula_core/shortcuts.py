@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 try:  # part of torch.compile, and not of torch's promises
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # pragma: no cover
-    TensorGuards = None
+    TensorGuards = None  # type: ignore[assignment, misc]
 try:  # takes half the time of what torch promises
-    from torch._C._dynamo.guards import _empty_strided_cuda
+    from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 except ImportError:  # pragma: no cover
 
     def _empty_strided_cuda(
@@ -34,6 +34,8 @@ except ImportError:  # pragma: no cover
         return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 LIMIT = 512  # lists of a function; the oldest make room
 # What the functions of a list may ask of tensors, because calls with the same answers have the same list.
 _FACTS = frozenset(
@@ -92,7 +94,7 @@ class Launcher:
             steps.launched(self._launch, arguments)
 
 
-def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
+def shortcut(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function that does nothing on a GPU but by torch functions and by `Launcher`s.
 
     Arguments are tensors, tuples, and values that can be hashed. A call goes the long way, by the function itself,
@@ -105,7 +107,7 @@ def shortcut(function: Callable[..., Any]) -> Callable[..., Any]:
     lock = threading.Lock()
 
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             return function(*arguments, **named)
         latest = known.latest
@@ -311,7 +313,7 @@ class _Steps(TorchFunctionMode):
             if name not in self._head.split(", ") and i < len(self._lines) - 1:
                 self._lines[i] += f"; del {name}"
         body = "".join(f"    {line}\n" for line in self._lines)
-        space = dict(self._space)
+        space: dict[str, Any] = dict(self._space)
         exec(f"def short({self._head}):\n{body}", space)
         return space["short"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,13 +31,15 @@ def unit(config: Config, arch: str) -> Unit:
 
 
 @once
-def compile(config: Config, arch: str):
+def compile(config: Config, arch: str) -> Callable[..., None]:
     """Returns a callable for one config and architecture, reused for every size and stride."""
     return kernel(unit(config, arch))
 
 
 @once
-def kernel_for(problem: Problem, device: torch.device, few: int = MANY_STATES):
+def kernel_for(
+    problem: Problem, device: torch.device, few: int = MANY_STATES
+) -> Callable[..., None]:
     """Returns the compiled kernel of a problem; compiles on first use (about a second). few: as `crowding` says.
 
     Raises ValueError for a problem that no kernel serves, RuntimeError for a GPU that is too old.
@@ -222,7 +225,10 @@ def fused_of(
 
 
 @functools.cache
-def _gate(dtype, channels, use_gate, bounded, rate, bias, strength, beta_sigmoid, doubled) -> Gate:
+def _gate(
+    dtype: torch.dtype | None, channels: bool, use_gate: bool, bounded: bool, rate: bool, bias: torch.dtype | None,
+    strength: torch.dtype | None, beta_sigmoid: bool, doubled: bool,
+) -> Gate:  # fmt: skip
     what = strength_kind(strength is not None, beta_sigmoid)
     return Gate(
         gate_kind(dtype is not None, use_gate, bounded),
@@ -238,8 +244,9 @@ def _gate(dtype, channels, use_gate, bounded, rate, bias, strength, beta_sigmoid
 
 @functools.cache
 def _problem(
-    dtype, state_dtype, dim_k, dim_v, tokens, state_v_first, gate, l2norm, slots, ends, redirected, every_token,
-    packed, replay, counted, fused,
+    dtype: torch.dtype, state_dtype: torch.dtype, dim_k: int, dim_v: int, tokens: int, state_v_first: bool, gate: Gate,
+    l2norm: bool, slots: int, ends: bool, redirected: bool, every_token: bool, packed: bool, replay: bool,
+    counted: bool, fused: Fused,
 ) -> Problem:  # fmt: skip
     return Problem(
         dtype_name(dtype), dtype_name(state_dtype), dim_k, dim_v, tokens, state_v_first, gate, l2norm, slots=slots,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def unit(config: Config, arch: str) -> Unit:
 
 
 @once
-def compile(config: Config, arch: str):
+def compile(config: Config, arch: str) -> Callable[..., None]:
     """Returns a callable for one config and architecture, reused for every size and stride."""
     return kernel(unit(config, arch))
 
@@ -39,7 +41,7 @@ def kernel_for(
     stochastic: bool,
     padded: bool,
     device: torch.device,
-):
+) -> Callable[..., None]:
     """Returns the compiled kernel for the static facts of a call; compiles on first use (about a second).
 
     Raises ValueError for facts that no kernel serves, RuntimeError for a GPU that is too old.
@@ -49,10 +51,10 @@ def kernel_for(
         raise RuntimeError(
             f"cula-lightning-decode needs compute capability 8.0 or newer; {device} has {major}.{minor}"
         )
-    names = [dtype_name(d) for d in (dtype, state_dtype)]
     problem = Problem(
-        *names, head_dim_k, head_dim_v, tokens, state_v_first, indexed, mode, stochastic, padded
-    )
+        dtype_name(dtype), dtype_name(state_dtype), head_dim_k, head_dim_v, tokens, state_v_first, indexed, mode,
+        stochastic, padded,
+    )  # fmt: skip
     if problem.illegal():
         raise ValueError(problem.illegal())
     arch = f"sm_{major}{minor}" + "a" * (major >= 9)

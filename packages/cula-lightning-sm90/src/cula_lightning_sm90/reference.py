@@ -174,7 +174,9 @@ def chunked_prefill(
             outputs[rows, piece], state = _chunk(
                 q_c, k_c, v_c, log_decay[rows, piece], state, scale
             )
-            for n, own in zip(members, state) if kept is not None else ():
+            if kept is None:
+                continue
+            for n, own in zip(members, state):
                 if (place := kept.row(n, piece.stop - start)) >= 0:
                     kept.buffer[place] = own.mT if state_v_first else own
         finals[members] = state

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cpu
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 from cula_core import arguments, shortcuts, tensors
 from cula_core.shortcuts import Launcher

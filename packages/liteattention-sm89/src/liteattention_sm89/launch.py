@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -147,14 +147,14 @@ def forward(
     scale_log2 = scale * LOG2_E
     arch = arch or _arch(q.device)
     plan = plan_forward(problem, arch, q.shape[0], _packed(cu_seqlens_q), max_seqlen_q)
-    scales = (None,) * 3
+    scales: Sequence[Tensor | None] = (None,) * 3
     margin = threshold / scale_log2  # in the units of products q k^T
     if int8:
         margin = threshold  # there are none, because every tile has its own scale
-        most = max_seqlen_q, max_seqlen_k
+        assert max_seqlen_k is not None
         q, k, *scales = _quantized(
-            q, k, cu_seqlens_q, cu_seqlens_k, *most, scale, problem, arch, means_for, quantize_for
-        )
+            q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, problem, arch, means_for, quantize_for
+        )  # fmt: skip
     kernel_for(plan.config, arch)(
         q, k, v, out, lse, read, must_do, write, cu_seqlens_q, cu_seqlens_k, direction if on_device else None,
         *scales, scale_log2, margin, 1 if on_device else direction, plan.query_tiles, plan.sequences,
@@ -185,7 +185,7 @@ def _quantized(
         (q, cu_seqlens_q, max_seqlen_q, False),
         (k, cu_seqlens_k, max_seqlen_k, True),
     ):
-        plan = plan_quantize(of_keys, *x.shape[:2], _packed(starts), longest)
+        plan = plan_quantize(of_keys, x.shape[0], x.shape[1], _packed(starts), longest)
         found.append(x.new_empty(*x.shape[:3], int8_width(x.shape[3]) // 2))
         shape = x.shape[0], x.shape[2], plan.groups
         scales.append(torch.empty(shape, dtype=torch.float32, device=x.device))
@@ -242,7 +242,7 @@ def backward(
     )  # fmt: skip
     arch = arch or _arch(q.device)
     plan = plan_backward(
-        problem, arch, *q.shape[:2], _packed(cu_seqlens_q), max_seqlen_q, max_seqlen_k, deterministic
+        problem, arch, q.shape[0], q.shape[1], _packed(cu_seqlens_q), max_seqlen_q, max_seqlen_k, deterministic,
     )  # fmt: skip
     main, ends, sequences = plan.main, plan.ends, plan.sequences
     shape = (q.shape[0], q.shape[2], plan.slots)

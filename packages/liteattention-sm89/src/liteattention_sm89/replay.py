@@ -135,8 +135,8 @@ def replay(
 
 def _call(step: Step, track: Trajectory, scale: float | None, causal: bool) -> Callable[[], Any]:
     """The call as it ran, without a state that it would change."""
-    options = {"threshold": track.thresholds[-1], "direction": track.direction}
-    return lambda: lite_attention(*step, track.mask, scale=scale, causal=causal, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"threshold": track.thresholds[-1], "direction": track.direction}
+    return lambda: lite_attention(*step, track.mask, scale=scale, causal=causal, **options)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from .artifacts import Unit
 from .key import bundles, closure_name, closure_names, described, digest_of, revived
@@ -55,7 +56,7 @@ def write(folder: Path, units: Iterable[Unit], with_runtime: bool = False) -> in
 
     folder = Path(folder)
     manifest = folder / MANIFEST
-    facts = _read(manifest) if manifest.exists() else {"format": FORMAT}
+    facts: dict[str, Any] = _read(manifest) if manifest.exists() else {"format": FORMAT}
     held = facts.setdefault("kernels", {})
     if with_runtime:
         facts["runtimes"] = {}

@@ -31,6 +31,7 @@ def load(path: Path, entry: str) -> Callable[..., None]:
     runtime()
     library = ctypes.CDLL(str(path))
     address = ctypes.cast(library[f"__tvm_ffi_{entry}"], ctypes.c_void_p).value
+    assert address is not None
     return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
 
 

@@ -17,25 +17,25 @@ from .config import CHUNK, chunk_slots
 class ChunkRows(NamedTuple):
     """The rows that the chunks of a call have.
 
-    starts: `[N + 1]` int64, the first row of every sequence, then the number of rows with a chunk. count: of rows.
+    starts: `[N + 1]` int64, the first row of every sequence, then the number of rows with a chunk. total: of rows.
     exact: whether every row has a chunk; if only the device knows the lengths of sequences there are up to N more.
     """
 
     starts: Tensor
-    count: int
+    total: int
     exact: bool
 
     @property
     def behind(self) -> Tensor:
-        """The row of the state after the first chunk of every sequence. There must be one row more than `count`."""
+        """The row of the state after the first chunk of every sequence. There must be one row more than `total`."""
         return self.starts[:-1] + 1
 
     def begin(self, rows: Tensor, initial: Tensor | None, has_initial_state: Tensor | None) -> None:
         """Puts the states that sequences begin with before their first chunks, and zero where no chunk is.
 
-        rows: `[count + 1, HV, ..]`, written. initial: `[N, HV, ..]`, or None for zero.
+        rows: `[total + 1, HV, ..]`, written. initial: `[N, HV, ..]`, or None for zero.
         """
-        nowhere = self.count
+        nowhere = self.total
         first, end = self.starts[:-1], self.starts[1:]
         if not self.exact:
             spare = self.starts[-1] + torch.arange(len(first), device=rows.device)

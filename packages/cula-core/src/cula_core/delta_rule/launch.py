@@ -81,7 +81,7 @@ class Launch:
 
     def run(self) -> None:
         """Launches every kernel of the call, piece by piece."""
-        slots = chunk_slots(*self.call.v.shape[:2], self.call.packed_sequences)
+        slots = chunk_slots(self.call.v.shape[0], self.call.v.shape[1], self.call.packed_sequences)
         for piece in range(self.spread.pieces):
             first = piece * self.spread.piece_slots
             held = min(self.spread.piece_slots, slots - first)

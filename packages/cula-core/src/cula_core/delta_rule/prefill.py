@@ -237,7 +237,7 @@ class Prefill:
         before = None
         if return_intermediate_states:
             before = chunk_rows(q, cu_seqlens, cu_seqlens_cpu)
-            saved = new_states(before.count + 1, q, v, v_first, initial)
+            saved = new_states(before.total + 1, q, v, v_first, initial)
             checkpoint_rows, checkpoint_every_n_tokens = before.behind, CHUNK
         if state_pool is not None and update_state_pool:
             pool, initial = initial, None
@@ -270,9 +270,10 @@ class Prefill:
             self._operator(*call)
         states = final.transpose(2, 3) if turned and final is not None else final
         if before is not None:
+            assert saved is not None
             before.begin(saved, initial, has_initial_state)
-            each = before.count // max(1, q.shape[0])
-            begun = saved[: before.count].unflatten(0, (q.shape[0], each))
+            each = before.total // max(1, q.shape[0])
+            begun = saved[: before.total].unflatten(0, (q.shape[0], each))
             return out, states, begun.transpose(3, 4) if turned else begun
         put_back(saved, state_checkpoints, turned)
         return out, states if pool is None else state_pool, *call.intra
@@ -456,7 +457,7 @@ def prepared(call: Call) -> Call:
     if bias is not None:
         bias = aligned(bias.float().contiguous())
         bias = bias if bias.dim() == 1 else bias.view(-1)
-    indices = {
+    indices: dict[str, Any] = {
         name: None if x is None else x.to(torch.int32)
         for name in (
             "state_indices",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def run(
     q, k, initial, pool = call.q, call.k, call.initial, call.state_pool
     batch, tokens, heads = *q.shape[:2], call.out.shape[2]
     offsets = call.cu_seqlens
-    operands = {
+    operands: dict[str, Any] = {
         "dtype": dtype_name(q.dtype),
         "operand": dtype_name(call.operand_dtype or torch.float16),
         "l2norm": call.l2norm,

@@ -53,10 +53,12 @@ def _run_on_cpu(call: Call) -> None:
     )  # fmt: skip
     call.out.copy_(found.out)
     if call.state_pool is not None:
+        assert found.pool is not None
         call.state_pool.copy_(found.pool)
     if call.final_state is not None:
         call.final_state.copy_(found.states)
     if call.checkpoints is not None:
+        assert found.checkpoints is not None
         call.checkpoints.copy_(found.checkpoints)
 
 
