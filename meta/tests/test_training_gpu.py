@@ -80,13 +80,15 @@ class Layer(nn.Module):
         self, attend: Callable[..., Any], device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.attend, self.sizes = attend, [H * D, H * D, HV * D, HV * D, HV]
+        self.attend, self.sizes = attend, [H * D, H * D, HV * D, HV * D]
         self.inside = nn.Linear(WIDTH, sum(self.sizes), device=device, dtype=dtype)
+        # Inductor pads rows of other widths, and torch 2.11 then expects the first length's strides of views at others.
+        self.strength = nn.Linear(WIDTH, HV, device=device, dtype=dtype)
         self.outside = nn.Linear(HV * D, WIDTH, device=device, dtype=dtype)
         self.A_log = nn.Parameter(torch.linspace(-1, 1, HV, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        *tokens, beta = self.inside(x).split(self.sizes, -1)
+        tokens, beta = self.inside(x).split(self.sizes, -1), self.strength(x)
         # Autocast makes the results of a norm float32.
         q, k, v, g = (layer_norm(t.unflatten(-1, (-1, D)), (D,)) for t in tokens)
         return x + self.outside(self.attend(q, k, v, g, beta, self.A_log)[0].flatten(2))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cula import _check, _ranks
-from cula._registry import resolve, self_checking
+from cula._registry import resolve, to_be_checked
 from cula_core.delta_decode.recurrent import check_fused_recurrent_gated_delta_rule
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
 
@@ -233,7 +233,7 @@ def chunk_gated_delta_rule(
         "operand_dtype": operand_dtype, "out": out, "segment_tokens": segment_tokens,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         check_chunk_gated_delta_rule(q, k, v, g, beta, **options, requires_grad=requires_grad)
     return run(q, k, v, g, beta, **options)
 
@@ -354,6 +354,6 @@ def fused_recurrent_gated_delta_rule(
         "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "out": out,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         check_fused_recurrent_gated_delta_rule(q, k, v, **options, requires_grad=requires_grad)
     return run(q, k, v, **options)

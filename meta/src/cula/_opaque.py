@@ -72,14 +72,6 @@ def load(function: str) -> Callable[..., Any]:
     return _with_operator(function, exact, plain) if function in FUNCTIONS else exact
 
 
-def dense(x: Any) -> Any:
-    """A tensor as a graph that is being compiled keeps it for its backward; anything else as it is.
-
-    Before torch 2.13 a graph of any length expects the strides of a view to be those at the length that it saw first.
-    """
-    return x.contiguous() if isinstance(x, Tensor) and torch.compiler.is_compiling() else x
-
-
 @contextmanager
 def autograd_anywhere() -> Iterator[None]:
     """Records for autograd inside an operator too, which a compiled graph calls where autograd does not look."""
@@ -112,7 +104,7 @@ def _with_operator(
             if given["read_mask"] is not None:  # the caller may reuse it before the backward
                 given["read_mask"] = given["read_mask"].clone()
         operator = getattr(torch.ops.cula, defined(function)).default
-        found = operator(*(dense(given[name]) for name in types))
+        found = operator(*(given[name] for name in types))
         return (*found, *(None,) * (results - len(found)))
 
     return run

@@ -124,6 +124,15 @@ def resolve(function: str, impl: str, device: torch.device, *facts: Any) -> Call
     return getattr(_loaded, _slot((function, impl, device, *facts)))
 
 
+def to_be_checked(target: Callable[..., Any]) -> bool:
+    """Whether a call is to be checked before what `resolve` has chosen gets it: kernel packages check by themselves.
+
+    In a graph that is being compiled every call is, which takes no time later: before torch 2.13 compilers cannot look
+    up methods, which the functions of some packages are.
+    """
+    return torch.compiler.is_compiling() or target not in self_checking
+
+
 def beside(target: Callable[..., Any], name: str) -> Callable[..., Any] | None:
     """Another function of the kernel package that `resolve` has chosen; None if it has none of that name."""
     found = _packages.get(target)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cula import _check
-from cula._registry import resolve, self_checking
+from cula._registry import resolve, to_be_checked
 from cula_core import arguments
 from cula_core.delta_decode import contract
 from cula_core.delta_decode.rings import fill_convolution_ring, new_convolution_ring
@@ -177,7 +177,7 @@ def delta_rule_decode(
         "null_slot": null_slot, "convolution": convolution, "norm": norm, "out": out,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         contract.check_decode(q, k, v, g, beta, state, **options)
     return run(q, k, v, g, beta, state, **options)
 
@@ -257,7 +257,7 @@ def delta_rule_commit(
         "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "max_tokens": max_tokens, "null_slot": null_slot,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         contract.check_commit(k, v, g, beta, state, num_accepted, **options)
     run(k, v, g, beta, state, num_accepted, **options)
 
@@ -318,7 +318,7 @@ def delta_rule_flush(
         "state_v_first": state_v_first,
         "null_slot": null_slot,
     }
-    if run not in self_checking:
+    if to_be_checked(run):
         contract.check_flush(state, replay, num_accepted, **options)
     run(state, replay, num_accepted, **options)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cula import _check, _ranks
-from cula._registry import KERNELS_ONLY, arch_of, resolve, self_checking
+from cula._registry import KERNELS_ONLY, arch_of, resolve, to_be_checked
 from cula_core.delta_decode.recurrent import check_fused_recurrent_kda
 from cula_core.delta_rule.contract import check_split_choice
 
@@ -253,7 +253,7 @@ def chunk_kda(
         "checkpoint_offsets": checkpoint_offsets,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         _check.chunk_kda(q, k, v, g, beta, **options, requires_grad=requires_grad)
     return run(q, k, v, g, beta, **options)
 
@@ -375,7 +375,7 @@ def fused_recurrent_kda(
         "cu_seqlens": cu_seqlens, "out": out,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         check_fused_recurrent_kda(q, k, v, g, beta, **options, requires_grad=requires_grad)
     return run(q, k, v, g, beta, **options)
 

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from cula import _check, _ranks
 from cula._gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from cula._registry import resolve, self_checking
+from cula._registry import resolve, to_be_checked
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -149,7 +149,7 @@ def lightning_attn_fwd(
         "segment_tokens": segment_tokens,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         _check.lightning_attn_fwd(q, k, v, decay, **options, requires_grad=requires_grad)
     return run(q, k, v, decay, **options)
 
@@ -269,7 +269,7 @@ def lightning_attn_fwd_varlen(
         "segment_tokens": segment_tokens,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         _check.lightning_attn_fwd_varlen(
             q, k, v, decay, cu_seqlens, **options, requires_grad=requires_grad
         )
@@ -481,7 +481,7 @@ def chunk_simple_gla(
         "segment_tokens": segment_tokens,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         _check.chunk_simple_gla(q, k, v, **options, requires_grad=requires_grad)
     return run(q, k, v, **options)
 
@@ -560,7 +560,7 @@ def linear_attention_decode(
         "rounding_seed": rounding_seed, "null_slot": null_slot,
     }
     # fmt: on
-    if run not in self_checking:
+    if to_be_checked(run):
         _check.linear_attention_decode(q, k, v, state, decay, **options)
     return run(q, k, v, state, decay, **options)
 
@@ -614,7 +614,7 @@ def linear_attention_commit(
         state_v_first,
         rounding_seed is not None,
     )
-    if run not in self_checking:
+    if to_be_checked(run):
         _check.linear_attention_commit(
             k,
             v,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cula import _check, _check_lite
 from cula._installed import how_to_install
-from cula._registry import implementations, resolve, self_checking
+from cula._registry import implementations, resolve, to_be_checked
 
 __all__ = ["lite_attention"]
 
@@ -159,6 +159,6 @@ def lite_attention(
         block_n,
         must_do is not None,
     )
-    if run not in self_checking:
+    if to_be_checked(run):
         _check_lite.lite_attention(q, k, v, read_mask, **options, requires_grad=requires_grad)
     return run(q, k, v, read_mask, **options)

@@ -579,6 +579,22 @@ def test_a_packed_sequence_is_the_sequence_alone(run, segment):
         first += length
 
 
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("segment", [UNCUT, 2])
+def test_tokens_behind_the_last_sequence_are_nobodys(run, segment):
+    """Engines pad the rows of a batch, and its cu_seqlens end before: nothing is written there."""
+    case = Case((200, 0, 130), True, (1, 1, 2), state="given", machines=3, segment=segment)
+    call = make_call(case)
+    wide = {
+        name: torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, 150), value=0.5)
+        for name, x in vars(call).items()
+        if name in ("q", "k", "v", "g", "beta")
+    }
+    exact, found = run(call), run(replace(call, **wide))
+    assert same(found.out[:, :330], exact.out) and same(found.states, exact.states)
+    assert found.out[:, 330:].isnan().all()
+
+
 # What goes unnoticed, and why:
 # - The emulator runs a kernel after the one before it. So nothing waits for flags, and what orders memory between both
 #   has no effect: fences of all the GPU, the barrier of the warp that has seen flags, the barrier and the wait for

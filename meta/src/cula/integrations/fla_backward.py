@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cula import reference
-from cula._opaque import dense
 from cula._opaque import autograd_anywhere
 from cula.integrations.fla import as_fla_reads, load, one_decay, supports, with_exact_states
 
@@ -80,7 +79,7 @@ def _simple_gla(
     tensors: tuple[Any, ...] = (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu)
     if v.numel() == 0:  # FLA's backward plans for no less than a token
         return reference.chunk_simple_gla(**dict(zip(_GLA_TENSORS, tensors)), **settings)
-    return _SimpleGLA.apply(forward, settings, *map(dense, tensors))
+    return _SimpleGLA.apply(forward, settings, *tensors)
 
 
 class _SimpleGLA(torch.autograd.Function):
@@ -158,7 +157,7 @@ def _kda(
     tensors = (q, k, v, g, beta, *(options.pop(name) for name in _KDA_TENSORS[5:]))
     if v.numel() == 0:  # FLA's backward plans for no less than a token
         return reference.chunk_kda(**dict(zip(_KDA_TENSORS, tensors)), **options)
-    return _KDA.apply(forward, options, *map(dense, tensors))
+    return _KDA.apply(forward, options, *tensors)
 
 
 class _KDA(torch.autograd.Function):

@@ -78,9 +78,10 @@ class Order:
         return first_slot_of(cu_seqlens, sequence) + ENDS * sequence
 
     def total(self, cu_seqlens, slots, heads):
-        """Returns the steps of the row of a call that has so many slots."""
+        """Returns the steps of the row of a call that has so many slots; tokens behind the last packed sequence have
+        none."""
         if cutlass.const_expr(self.packed):
-            slots = slots + ENDS * (cute.size(cu_seqlens) - 1)
+            slots = self.first_of(cu_seqlens, cute.size(cu_seqlens) - 1)
         return slots * heads
 
     def located(self, sequence, head, chunk, chunks, length, segment):
