@@ -14,7 +14,7 @@ from engine_batches import Batch, Memory, Site
 from torch import Tensor
 
 from cula._registry import KERNELS_ONLY
-from cula_testing.kda.problems import one_thread
+from cula_testing.tensors import one_thread
 
 BAR = 5e-3  # relative root mean square error
 CASES = [

@@ -13,7 +13,7 @@ from cula_core.reference.gated_delta_rule import gated_delta_rule
 from cula_testing import refusals
 from cula_testing.gated.cases import CHOICES, HEADS, LENGTHS, Case, arguments, cases
 from cula_testing.gated.contract import WRONG, WRONG_WITH_GRADIENTS, good_arguments
-from cula_testing.kda.problems import one_thread
+from cula_testing.tensors import one_thread
 
 DIM = 16
 

@@ -12,8 +12,8 @@ import cula_cp_sm90
 from cula.kda import chunk_kda
 from cula_testing import refusals
 from cula_testing.kda.contract import WRONG, good_arguments
-from cula_testing.kda.problems import one_thread
 from cula_testing.kda.states import CASES, written
+from cula_testing.tensors import one_thread
 
 # What of the table of wrong arguments is about states; meta's tests have a table of the others.
 OF_STATES = {

@@ -18,7 +18,7 @@ from cula import delta, kda, lightning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quick_fla")]
 
-WIDTH, H, HV, D = 64, 2, 4, 128
+WIDTH, H, HV, D = 64, 2, 8, 128
 LENGTHS = (70, 130, 300, 200)
 BOUND = 2e-2  # two results of 16-bit products in orders that the compiler chooses
 
@@ -82,7 +82,8 @@ class Layer(nn.Module):
         super().__init__()
         self.attend, self.sizes = attend, [H * D, H * D, HV * D, HV * D]
         self.inside = nn.Linear(WIDTH, sum(self.sizes), device=device, dtype=dtype)
-        # Inductor pads rows of other widths, and torch 2.11 then expects the first length's strides of views at others.
+        # Inductor pads rows that are no multiple of 16 bytes, and torch 2.11 then expects the first length's strides of
+        # views at others: so HV is 8, in a tensor of its own.
         self.strength = nn.Linear(WIDTH, HV, device=device, dtype=dtype)
         self.outside = nn.Linear(HV * D, WIDTH, device=device, dtype=dtype)
         self.A_log = nn.Parameter(torch.linspace(-1, 1, HV, device=device))

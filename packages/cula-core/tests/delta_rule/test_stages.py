@@ -28,8 +28,9 @@ from cula_testing.kda.blocks import (
     unpacked,
     wide_places,
 )
-from cula_testing.kda.problems import make_problem, one_thread
+from cula_testing.kda.problems import make_problem
 from cula_testing.kda.running import compiler, prepare_config
+from cula_testing.tensors import one_thread
 
 ROUNDED_ERROR = 3e-3  # relative RMSE, to bfloat16
 

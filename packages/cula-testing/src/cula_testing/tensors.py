@@ -86,3 +86,14 @@ def unsynchronised() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Gives torch one thread, because several wait for each other at every one of many small steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

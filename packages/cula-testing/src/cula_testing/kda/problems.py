@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ from cula_core.reference import kda as reference
 
 from ..comparing import assert_within, same
 from ..packing import Slots
+from ..tensors import one_thread
 from .inputs import BOUNDED_KINDS, LOWER_BOUNDS, inputs
 
 # Relative RMSE of outputs and states by what the tensor cores are given.
@@ -166,17 +165,6 @@ def assert_right(problem: Problem, actual: Outcome, bound: float | None = None) 
         assert_within(*pair, bound)
         if problem.final:
             assert_within(*(x.states[live, head] for x in (actual, expected)), bound)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Gives torch one thread, because several wait for each other at every one of many small steps."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def assert_same(first: Outcome, second: Outcome) -> None:

@@ -9,8 +9,9 @@ from cula_core.delta_rule.config import CHUNK
 from cula_core.dtypes import dtype_name
 
 from ..comparing import relative_rmse
+from ..tensors import one_thread
 from .blocks import blocks_of, factors, packed
-from .problems import make_problem, one_thread
+from .problems import make_problem
 from .running import compiler
 from .subject import Subject
 

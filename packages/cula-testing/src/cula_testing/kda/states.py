@@ -19,9 +19,8 @@ from cula_core.delta_rule.target import Target
 from cula_emulator.memory import poisoned_memory
 
 from ..comparing import assert_within, same
-from ..tensors import column, int32
+from ..tensors import column, int32, one_thread
 from .inputs import flags, inputs
-from .problems import one_thread
 from .running import compiler, forced
 from .subject import Subject
 
