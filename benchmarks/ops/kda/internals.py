@@ -103,7 +103,7 @@ def launching_only(kernels: Collection[str]) -> AbstractContextManager[Any]:
     """Inside this context calls launch the named kernels and leave the others out."""
     from cula_core.delta_rule import launch
 
-    kernels_of = launch._kernels_of
+    kernels_of = launch.kernels_of
 
     def chosen(target: Any, device: torch.device) -> Callable[[Any], Callable[..., None]]:
         compiled = kernels_of(target, device)
@@ -111,7 +111,7 @@ def launching_only(kernels: Collection[str]) -> AbstractContextManager[Any]:
             compiled(config) if kernel_of(config) in kernels else lambda *arguments: None
         )
 
-    return mock.patch.object(launch, "_kernels_of", chosen)
+    return mock.patch.object(launch, "kernels_of", chosen)
 
 
 def cut_into(parts: int) -> AbstractContextManager[Any]:

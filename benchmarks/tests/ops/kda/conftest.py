@@ -34,7 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     def kernels_of(target: Any, device: torch.device) -> Callable[[Any], Callable[..., None]]:
         return lambda config: lambda *given: calls.append((kernel_of(config), given))
 
-    monkeypatch.setattr(launch, "_kernels_of", kernels_of)
+    monkeypatch.setattr(launch, "kernels_of", kernels_of)
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(prefill, "is_plain_cuda_call", lambda q: True)
     monkeypatch.setattr(prefill, "_capability", lambda device: (9, 0))
