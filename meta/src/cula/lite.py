@@ -79,7 +79,8 @@ def lite_attention(
         q: `[B, Sq, Hq, D]`, last dimension contiguous. Kernels serve bfloat16 and float16 with D a multiple of 8 up to
             256; the reference also float32, float64 and any D.
         k: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv; query head h reads key head `h // (Hq // Hkv)`.
-        v: `[B, Sk, Hkv, DV]`, in kernels DV = D.
+        v: `[B, Sk, Hkv, DV]`. Kernels have the limits of D for it, and where they differ read copies with zeros behind
+            the heads that are narrower.
         read_mask: the tiles to visit, in one of two forms. bool `[B, Hq, Mt, Nt]` with Mt = ceil(Sq / block_m) and
             Nt = ceil(Sk / block_n), or int32 words `[B, Hq, Mt, W]` with W = ceil(Nt / 32): bit n % 32 of word n // 32
             lists tile n. Kernels read words; bool is converted before and after. None: all tiles.

@@ -199,6 +199,42 @@ def test_masks_may_be_bool(launched, packed, machine):
             assert_same(found, (out, lse, expected))
 
 
+@pytest.mark.parametrize("width", [32, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_of_another_width(launched, packed, width):
+    """A kernel gets heads of one width, and the caller those that were asked for."""
+    q, k, v = tensors(1 if packed else 2)
+    v = torch.randn(*v.shape[:3], width).to(v.dtype)
+    more = options(packed)
+    out = misplaced(torch.full((*q.shape[:3], width), math.nan, dtype=q.dtype))
+    with AsCuda():
+        actual = lite_attention(q, k, v, **more)
+        into = lite_attention(q, k, v, **more | {"out": out})
+    wide = max(width, 64)
+    assert len(launched) == 2
+    assert all(launched[0][n].shape[3] == wide for n in ("q", "k", "v", "out"))
+    assert into[0] is out and actual[0].is_contiguous() and actual[0].shape == out.shape
+    assert_same(actual, into)
+    for one, other in zip(actual, expected_of((q, k, v), more), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_with_values_of_another_width():
+    """A gradient mask takes a CPU's call where a GPU's goes."""
+    q, k, v = (x.requires_grad_() for x in tensors(dtype=torch.float64))
+    v = torch.randn(*v.shape[:3], 24, dtype=v.dtype).requires_grad_()
+    weights = torch.randn(*q.shape[:3], 24, dtype=q.dtype)
+    every = masks.full(2, 4, 2, 5)
+    found, wanted = (
+        torch.autograd.grad(
+            (lite_attention(q, k, v, threshold=None, **more)[0] * weights).sum(), (q, k, v)
+        )
+        for more in ({"grad_mask": every}, {})
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def test_a_direction_on_the_device_is_not_read(launched):
     x, step = tensors(), torch.tensor([-1], dtype=torch.int32)
     with AsCuda():
@@ -383,7 +419,8 @@ runpy.run_module("liteattention_sm89.replay", run_name="__main__")
     ({"dtype": torch.float32}, "must be bfloat16 or float16, not float32"),
     ({"head_dim_k": 60}, "a multiple of 8 up to 256, not 60"),
     ({"head_dim_k": 264}, "a multiple of 8 up to 256, not 264"),
-    ({"head_dim_k": 64, "head_dim_v": 128}, "the head dimension of k, 64, not 128"),
+    ({"head_dim_k": 64, "head_dim_v": 128}, None),
+    ({"head_dim_k": 64, "head_dim_v": 60}, "that of v must be a multiple of 8 up to 256, not 60"),
     ({"block_m": 64}, "block_m must be 128, not 64"),
     ({"block_n": 32}, "block_n must be 64 or 128, not 32"),
 ])  # fmt: skip

@@ -29,10 +29,9 @@ def supports(
     name = dtype_name(dtype)
     if dtype is not None and name not in DTYPES:
         return f"q, k and v must be {' or '.join(DTYPES)}, not {name}"
-    if head_dim_k is not None and (head_dim_k % 8 or head_dim_k > HEAD_DIMS[-1]):
-        return f"the head dimension must be a multiple of 8 up to {HEAD_DIMS[-1]}, not {head_dim_k}"
-    if None not in (head_dim_k, head_dim_v) and head_dim_k != head_dim_v:
-        return f"v must have the head dimension of k, {head_dim_k}, not {head_dim_v}"
+    for name, dim in (("the head dimension", head_dim_k), ("that of v", head_dim_v)):
+        if dim is not None and (dim % 8 or dim > HEAD_DIMS[-1]):
+            return f"{name} must be a multiple of 8 up to {HEAD_DIMS[-1]}, not {dim}"
     if block_m not in (None, BLOCK_M):
         return f"block_m must be {BLOCK_M}, not {block_m}"
     if block_n is not None and block_n not in BLOCK_N:

@@ -107,17 +107,19 @@ def _check_activations(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> N
         arguments.value_error(
             "k", f"[B, Sk, Hkv, D] with B, D = {batch}, {dim} as in q", list(k.shape)
         )
-    wanted = k.shape if kind == "cuda" else (*k.shape[:3], v.shape[-1] if v.dim() else 0)
-    if v.dim() != 4 or tuple(v.shape) != tuple(wanted):
-        arguments.value_error("v", f"the shape of k, {list(k.shape)}", list(v.shape))
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        arguments.value_error(
+            "v", f"[B, Sk, Hkv, DV] with B, Sk, Hkv = {list(k.shape[:3])} as in k", list(v.shape)
+        )
     if heads == 0 or k.shape[2] == 0 or heads % k.shape[2]:
         arguments.value_error(
             "q", f"a number of heads that is a multiple of Hkv = {k.shape[2]}", heads
         )
-    if dim < 1 or (kind == "cuda" and (dim % 8 or dim > HEAD_DIMS[-1])):
-        arguments.value_error(
-            "q", f"a head dimension that is a multiple of 8, up to {HEAD_DIMS[-1]}", dim
-        )
+    for name, width in (("q", dim), ("v", v.shape[3])):
+        if width < 1 or (kind == "cuda" and (width % 8 or width > HEAD_DIMS[-1])):
+            arguments.value_error(
+                name, f"a head dimension that is a multiple of 8, up to {HEAD_DIMS[-1]}", width
+            )
     if out is not None:
         arguments.tensor("out", out)
         if out.shape != (*q.shape[:3], v.shape[3]):

@@ -363,13 +363,13 @@ class _Call(NamedTuple):
             return "there is an attention mask, not a boolean one [B, 1, 1, keys]"
         if self.is_causal and (mask is not None or query.shape[2] != keys):
             return "is_causal with a mask, or with fewer queries than keys"
-        kind, dim = query.device.type, query.shape[3]
+        kind, dims = query.device.type, (query.shape[3], value.shape[3])
         if kind not in DEVICES:
             return f"tensors are on {kind}"
         if kind == "cuda" and dtype_name(query.dtype) not in DTYPES:
             return f"the dtype is {dtype_name(query.dtype)}, not {' or '.join(DTYPES)}"
-        if kind == "cuda" and (dim % 8 or dim > HEAD_DIMS[-1] or value.shape[3] != dim):
-            return f"heads have {dim} and {value.shape[3]} elements, not a multiple of 8 up to {HEAD_DIMS[-1]}"
+        if kind == "cuda" and any(dim % 8 or dim > HEAD_DIMS[-1] for dim in dims):
+            return f"heads have {dims[0]} and {dims[1]} elements, not a multiple of 8 up to {HEAD_DIMS[-1]}"
         return None
 
     def run(self, attention: LiteAttention, **arguments: Any) -> Tensor:

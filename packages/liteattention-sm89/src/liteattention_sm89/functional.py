@@ -59,7 +59,8 @@ def flash_attn_func(
     Args:
         q: `[B, Sq, Hq, D]` bfloat16 or float16, D a multiple of 8 up to 256, last dimension contiguous; on the CPU any
             D, float32 and float64 too.
-        k, v: `[B, Sk, Hkv, D]` in the dtype of q, Hq a multiple of Hkv; query head h reads head h // (Hq // Hkv).
+        k: `[B, Sk, Hkv, D]` in the dtype of q, Hq a multiple of Hkv; query head h reads head h // (Hq // Hkv).
+        v: `[B, Sk, Hkv, DV]`; where DV is not D, the GPU reads copies with zeros behind the heads that are narrower.
         softmax_scale: factor of the scores, not 0; None: D ** -0.5.
         causal: key j is visible to query i if j <= i + Sk - Sq, as in flash-attn since 2.1.
         threshold: None: dense attention, without lists. Otherwise log2 units, as of `lite_attention`: tiles are dropped
@@ -69,12 +70,13 @@ def flash_attn_func(
         return_softmax_lse: return also the log-sum-exp, float32 `[B, Hq, Sq]`, natural log, -inf where a row sees
             nothing.
         return_mask: return also the list for the next call, int32 `[B, Hq, Mt, W]`; needs a threshold.
-        out: `[B, Sq, Hq, D]`, written and returned.
+        out: `[B, Sq, Hq, DV]`, written and returned.
         dropout_p, window_size, softcap, alibi_slopes, return_attn_probs: 0, (-1, -1), 0, None and False only.
         deterministic: gradients of q without atomics, see `lite_attention`.
 
     Returns:
-        out `[B, Sq, Hq, D]`, or a tuple of out and what was asked for: `(out, lse)`, `(out, mask)`, `(out, lse, mask)`.
+        out `[B, Sq, Hq, DV]`, or a tuple of out and what was asked for: `(out, lse)`, `(out, mask)`,
+        `(out, lse, mask)`.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or asks for what there is not; nothing was changed.
@@ -134,18 +136,18 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of N sequences without padding, one behind the other.
 
     Args:
-        q: `[Tq, Hq, D]`. k, v: `[Tk, Hkv, D]`. T is the sum of the lengths.
+        q: `[Tq, Hq, D]`. k: `[Tk, Hkv, D]`. v: `[Tk, Hkv, DV]`. T is the sum of the lengths.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[N + 1]` on the device of q: sequence n begins at entry n and ends
             before entry n + 1. Sequences may be empty.
         max_seqlen_q, max_seqlen_k: the longest lengths, ints.
         seqused_q, seqused_k: None, or `[N]` ints on the CPU that say that every token counts, beside cu_seqlens on the
             CPU. Sequences of which fewer count are not served: pack those that do.
-        out: `[Tq, Hq, D]`, written and returned.
+        out: `[Tq, Hq, DV]`, written and returned.
         causal: aligned within each sequence.
         The others: as of `flash_attn_func`. Masks are `[N, Hq, Mt, W]`, with Mt and W of the longest lengths.
 
     Returns:
-        out `[Tq, Hq, D]`, or a tuple as of `flash_attn_func`, with lse `[Hq, Tq]` and mask `[N, Hq, Mt, W]`.
+        out `[Tq, Hq, DV]`, or a tuple as of `flash_attn_func`, with lse `[Hq, Tq]` and mask `[N, Hq, Mt, W]`.
 
     Raises: as `flash_attn_func`.
 

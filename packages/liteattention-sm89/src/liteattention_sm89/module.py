@@ -132,7 +132,7 @@ class LiteAttention(nn.Module):
         """Attention over the listed tiles; the list for the next call is written.
 
         Args:
-            query: `[B, Sq, Hq, D]`. key, value: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv.
+            query: `[B, Sq, Hq, D]`. key: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv. value: `[B, Sk, Hkv, DV]`.
             scale: factor of the scores; None: D ** -0.5.
             return_softmax_lse: return also the log-sum-exp of the scores, float32 `[B, Hq, Sq]`, natural log, -inf and
                 an output of 0 where a row sees nothing. `merge` joins results over parts of the keys with it.
@@ -146,7 +146,7 @@ class LiteAttention(nn.Module):
                 longest lengths. Token ranges then count from the start of each sequence.
             state: the masks to use in place of the module's own.
 
-        Returns: `[B, Sq, Hq, D]` in the dtype of the query, or (that, log-sum-exp `[B, Hq, Sq]`, packed `[Hq, Tq]`).
+        Returns: `[B, Sq, Hq, DV]` in the dtype of the query, or (that, log-sum-exp `[B, Hq, Sq]`, packed `[Hq, Tq]`).
 
         Raises:
             TypeError, ValueError: an argument does not fit, the batch is larger than `max_batch_size`, a range is

@@ -88,7 +88,9 @@ def lite_attention(
         q: `[B, Sq, Hq, D]` bfloat16 or float16, D a multiple of 8 up to 256; on the CPU any D, float32 and float64 too.
             Any strides with a contiguous last dimension; address and other strides that are no multiples of 16 bytes
             cost a copy on the GPU.
-        k, v: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv; query head h reads head h // (Hq // Hkv).
+        k: `[B, Sk, Hkv, D]`, Hq a multiple of Hkv; query head h reads head h // (Hq // Hkv).
+        v: `[B, Sk, Hkv, DV]`, DV within the limits of D. Where they differ, the GPU reads copies with zeros behind the
+            heads that are narrower.
         read_mask: the tiles to visit, in one of two forms. int32 words `[B, Hq, Mt, W]`, Mt = ceil(Sq / block_m),
             W = ceil(Nt / 32), Nt = ceil(Sk / block_n): bit n % 32 of word n // 32 lists key tile n; see `masks`. Or
             bool `[B, Hq, Mt, Nt]`, which is packed first. None: all tiles.
@@ -113,12 +115,12 @@ def lite_attention(
             exact. Fewer are an approximation, see `mass`.
         deterministic: gradients of q without atomics, in two kernels. With atomics they may differ in the last bits
             from run to run. `torch.use_deterministic_algorithms` asks for it too.
-        out: `[B, Sq, Hq, D]`, written and returned; not where a gradient is wanted.
+        out: `[B, Sq, Hq, DV]`, written and returned; not where a gradient is wanted.
 
     Returns:
-        `(out, lse, write_mask)`: out in the dtype of q; lse float32 `[B, Hq, Sq]`, packed `[Hq, Tq]`, natural log;
-        write_mask, a subset of read_mask in its form, words if that is None, or None for dense attention. A row that
-        sees nothing has out 0 and lse -inf.
+        `(out, lse, write_mask)`: out `[B, Sq, Hq, DV]` in the dtype of q; lse float32 `[B, Hq, Sq]`, packed `[Hq, Tq]`,
+        natural log; write_mask, a subset of read_mask in its form, words if that is None, or None for dense attention.
+        A row that sees nothing has out 0 and lse -inf.
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was changed.
@@ -168,6 +170,20 @@ def lite_attention(
         )  # fmt: skip
         attended = result[0] if out is None else out.copy_(result[0])
         return attended, result[1], as_given(None if threshold is None else result[2])
+    width, target = v.shape[3], out
+    padded = width != q.shape[3]
+    if padded:
+        # Kernels have one width. Zeros behind a head change neither scores nor the outputs in front of them.
+        wider = max(width, q.shape[3])
+        q, k, v = (torch.nn.functional.pad(x, (0, wider - x.shape[3])) for x in (q, k, v))
+        out = None
+
+    def of_values(attended: Tensor) -> Tensor:
+        if not padded:
+            return attended
+        own = attended[..., :width]
+        return own.contiguous() if target is None else target.copy_(own)
+
     if threshold is not None:
         if read_mask is None:
             read_mask = masks.full(extent.sequences, q.shape[2], *tiles, device=q.device)
@@ -184,7 +200,7 @@ def lite_attention(
         )  # fmt: skip
         if threshold is None:
             write_mask = None
-        return attended, lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
+        return of_values(attended), lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
     if out is None:
         out = torch.empty_like(q, memory_format=DENSE)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
@@ -197,7 +213,7 @@ def lite_attention(
         )  # fmt: skip
     elif write_mask is not None:
         write_mask.zero_()
-    return out, lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
+    return of_values(out), lse if cu_seqlens_q is None else lse[0], as_given(write_mask)
 
 
 def _as_words(mask: Tensor | None, shape: tuple[int, ...], tiles: int) -> Tensor | None:
