@@ -94,8 +94,10 @@ def tests(session: nox.Session) -> None:
     budgets = {folder: seconds[warm] for folder, seconds in BUDGETS.items()}
     session.env["CULA_TEST_BUDGETS"] = json.dumps(budgets)
     folders = (*SHARED_TESTS, *map(_tests, TESTED))
+    # Slow kernels are compiled again for later runs where there was one before: a fresh clone may be thrown away.
+    rebuild = () if warm else ("--emulator-no-rebuild",)
     marked = "not gpu and not browser"
-    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers))
+    _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers, *rebuild))
 
 
 @nox.session
@@ -106,7 +108,8 @@ def oldest(session: nox.Session) -> None:
     pins.write_text(oldest_pins((ROOT / "constraints-ci.txt").read_text()))
     session.env["PIP_CONSTRAINT"] = str(pins)
     _install(session, *PACKAGES, "cula-emulator", "cula-testing", group="test")
-    _pytest(session, options=("-m", "not gpu", "--numprocesses=2", *OLDEST_SAMPLE))
+    options = ("-m", "not gpu", "--numprocesses=2", "--emulator-no-rebuild")
+    _pytest(session, options=(*options, *OLDEST_SAMPLE))
 
 
 def oldest_pins(pins: str) -> str:
