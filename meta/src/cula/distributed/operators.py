@@ -155,7 +155,7 @@ class _Walk:
         return self.begin(
             **dict(zip(self.names, tensors, strict=True)),
             slices=tuple(
-                Slice(*plan.cuts[i : i + 2], comes_on=i in takes, goes_on=i in sends)
+                Slice(plan.cuts[i], plan.cuts[i + 1], comes_on=i in takes, goes_on=i in sends)
                 for i in self.every
             ),
             cu_seqlens=_offsets(plan.cuts, initial.device),

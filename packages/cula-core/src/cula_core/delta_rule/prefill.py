@@ -322,7 +322,7 @@ class Prefill:
         self._require_target(q.device)
         call = Call(
             q, k, v, g, beta, A_log, dt_bias, initial_state, None, None, None, cu_seqlens, None,
-            torch.empty_like(v, memory_format=DENSE), None, *[None] * 6,
+            torch.empty_like(v, memory_format=DENSE), None, None, None, None, None, None, None,
             **_rules(
                 q, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                 safe_gate, lower_bound, operand_dtype,

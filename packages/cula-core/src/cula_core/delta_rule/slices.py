@@ -37,6 +37,7 @@ class Begun:
         launch = replace(self._launch, initial=starts, final=final, fresh=None)
         merged = None
         if launch.spread.split:
+            assert self._scanned is not None
             for n, part in enumerate(self._slices):
                 first, count = self._segments_of(n)
                 if part.comes_on and count > 1:
@@ -53,6 +54,7 @@ class Begun:
         for n, part in enumerate(self._slices):
             if not part.goes_on:
                 continue
+            assert self._scanned is not None
             first, count = self._segments_of(n)
             if part.comes_on:
                 whole = self._scanned[first]  # A^T above M^T
