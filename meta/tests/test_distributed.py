@@ -532,3 +532,9 @@ def test_a_call_in_two_halves(world, cu_seqlens, bounds, layout):
 
 def test_activation_checkpoints(world):
     world(checkpointed)
+
+
+def test_offsets_made_in_inference_serve_training_too():
+    with torch.inference_mode():
+        offsets = operators._offsets((0, 3, 8), torch.device("cpu"))
+    assert not offsets.is_inference() and offsets.tolist() == [0, 3, 8]

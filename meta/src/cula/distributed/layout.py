@@ -256,10 +256,9 @@ def balanced_bounds(tokens: int, ranks: int, value_heads: int) -> list[int]:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
     first = 1 / ranks
     if ranks == 2 and value_heads >= _WHOLE_HEADS:
+        # The second rank has prepared when the scan of the first one ends.
         prepare = _PREPARE_US * value_heads
-        first = prepare / (
-            2 * prepare + _SCAN_US
-        )  # the second rank has prepared when the scan of the first one ends
+        first = prepare / (2 * prepare + _SCAN_US)
     chunks = tokens / _CHUNK
     inner = (
         round(chunks * (first + (1 - first) * r / max(1, ranks - 1))) * _CHUNK

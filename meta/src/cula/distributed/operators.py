@@ -390,6 +390,7 @@ def _rows(x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept serves training too
 def _offsets(cuts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(cuts, dtype=torch.int32, device=device)
 
