@@ -129,10 +129,9 @@ def gradients(
     # The decay of token t acts on all that is written before t, or was in the state, and is read from t on, or leaves
     # with the state. Pairs of tokens are summed without a difference, in which strong decays would drown.
     within = torch.ones_like(products[0]).tril()
-    pairs = (to_column * k[:, None] * within.tril(-1)[..., None]).cumsum(
-        2
-    )  # over the tokens that write
-    read = (F.pad(pairs[:, :, :-1], (0, 0, 1, 0)) * within[..., None]).sum(1)
+    pairs = to_column * k[:, None] * within.tril(-1)[..., None]
+    written = F.pad(pairs.cumsum(2)[:, :, :-1], (0, 0, 1, 0))
+    read = (written * within[..., None]).sum(1)
     from_state = (chunk.qg * dqg + chunk.kh * dkh).flip(1).cumsum(1).flip(1)
     to_state = F.pad((chunk.kg * dkg).cumsum(1)[:, :-1], (0, 0, 1, 0))
     kept = chunk.decay * (state * d_state).sum(-1)
@@ -168,8 +167,8 @@ def chunk_kda_backward(
     arguments are those of the forward. A strength beta that is given is not negative; it may be zero.
     """
     work = dtype or work_dtype(q)
-    inputs = [None if x is None else x.to(work) for x in (q, k, v, g, beta, A_log, dt_bias)]
-    q, k, v, g, beta, A_log, dt_bias = inputs  # type: ignore[assignment]
+    q, k, v, g, beta = (x.to(work) for x in (q, k, v, g, beta))
+    A_log, dt_bias = (None if x is None else x.to(work) for x in (A_log, dt_bias))
     batch, tokens, heads, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
     decay, strength = g, beta
@@ -180,40 +179,50 @@ def chunk_kda_backward(
     qn, kn = (normalized(q), normalized(k)) if l2norm else (q, k)
     floored = strength.clamp(min=strength_floor(work))
     r = floored.sqrt()[..., None]
-    repeated = [x.repeat_interleave(heads_v // heads, 2) for x in (scale * qn, kn)]
+    q_all, k_all = (x.repeat_interleave(heads_v // heads, 2) for x in (scale * qn, kn))
 
     # Heads first, rows of the batch one after another.
-    flat = [
-        x.flatten(0, 1).transpose(0, 1)
-        for x in (repeated[0], r * repeated[1], decay, r * v, do.to(work))
-    ]
+    of_tokens = (q_all, r * k_all, decay, r * v, do.to(work))
+    given = [x.flatten(0, 1).transpose(0, 1) for x in of_tokens]
     bounds = [n * tokens for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    found = [torch.zeros_like(flat[i]) for i in (0, 1, 2, 3)]
-    yz = v.new_zeros(heads_v, batch * tokens)
+    found = [torch.zeros_like(x) for x in (*given[:4], given[3][..., 0])]
     dh0 = v.new_zeros(len(bounds) - 1, heads_v, dim_k, dim_v)
     for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
-        state, d_state = (_one_state(x, n, state_v_first, dh0) for x in (initial_state, dht))
-        rows = [slice(t, min(t + CHUNK, stop)) for t in range(start, stop, CHUNK)]
-        parts = [[x[:, p] for x in flat] for p in rows]
-        chunks = [prepare(*part[:3]) for part in parts]
-        states, zs, _ = walk(chunks, [part[3] for part in parts], state)
-        d_states, ys, dh0[n] = walk_back(chunks, [part[4] for part in parts], d_state)
-        for p, part, chunk, z, y, s, d in zip(rows, parts, chunks, zs, ys, states, d_states):
-            found[0][:, p], found[1][:, p], found[2][:, p], yz[:, p] = gradients(
-                chunk, part[4], z, y, s, d
-            )
-            found[3][:, p] = y
-    dq, dk, dg, dv = (x.transpose(0, 1).unflatten(0, (batch, tokens)) for x in found)
+        states = (_one_state(x, n, state_v_first, dh0) for x in (initial_state, dht))
+        *parts, dh0[n] = _sequence(*(x[:, start:stop] for x in given), *states)
+        for whole, part in zip(found, parts):
+            whole[:, start:stop] = part
+    dq, dk, dg, y, yz = (x.transpose(0, 1).unflatten(0, (batch, tokens)) for x in found)
     dq, dk = (x.unflatten(2, (heads, -1)).sum(3) for x in (scale * dq, r * dk))
     if l2norm:
         dq, dk = _norm_backward(q, qn, dq), _norm_backward(k, kn, dk)
-    dbeta = yz.T.unflatten(0, (batch, tokens)) / floored
+    dbeta = yz / floored
     if beta_sigmoid:
         dbeta = dbeta * strength * (1 - strength / (2 if neg_eigval else 1))
     dg, dA_log, ddt_bias = _gate_backward(g, decay, dg, A_log, dt_bias, gate, lower_bound)
-    if initial_state is None:
-        return Gradients(dq, dk, r * dv, dg, dbeta, dA_log, ddt_bias, None)
-    return Gradients(dq, dk, r * dv, dg, dbeta, dA_log, ddt_bias, dh0.mT if state_v_first else dh0)
+    d_initial = None
+    if initial_state is not None:
+        d_initial = dh0.mT if state_v_first else dh0
+    return Gradients(dq, dk, r * y, dg, dbeta, dA_log, ddt_bias, d_initial)
+
+
+def _sequence(
+    q: Tensor, k: Tensor, decay: Tensor, v: Tensor, do: Tensor, state: Tensor, d_state: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k, decay and v of one sequence, y . z of its tokens, and that of its initial state.
+
+    q is scaled, k and v are times r. state: the initial one, d_state: the gradient of the final one.
+    """
+    parts = list(zip(*(x.split(CHUNK, 1) for x in (q, k, decay, v, do)))) if q.shape[1] else []
+    chunks = [prepare(*part[:3]) for part in parts]
+    dos = [part[4] for part in parts]
+    states, zs, _ = walk(chunks, [part[3] for part in parts], state)
+    d_states, ys, d_initial = walk_back(chunks, dos, d_state)
+    found = [gradients(*of_chunk) for of_chunk in zip(chunks, dos, zs, ys, states, d_states)]
+    if not found:
+        return q, k, decay, v, v[..., 0], d_initial
+    dq, dk, dg, yz = (torch.cat(x, 1) for x in zip(*found))
+    return dq, dk, dg, torch.cat(ys, 1), yz, d_initial
 
 
 def _apart(sums: Tensor) -> Tensor:
