@@ -26,11 +26,6 @@ DOUBLE = torch.float64
 RULES = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "scale": 0.3}
 
 
-@pytest.fixture(autouse=True)
-def backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGET.__dict__, "backward", True)
-
-
 def problem(
     lengths: tuple[int, ...] | None = RAGGED, gate: str = "safe", **more: Any
 ) -> dict[str, Any]:
