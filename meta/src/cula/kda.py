@@ -72,7 +72,7 @@ def chunk_kda(
     dimension is contiguous; autocast casts them where q is float32. HV is a multiple of H; value head h reads query and
     key head `h // (HV // H)`. Sums are kept in fp32 (fp64 for float64).
 
-    Gradients: a kernel package has a backward of its own or not, as `cula.explain(..., requires_grad=True)` says. One of
+    Gradients: a kernel package has a backward of its own or not, as `cula.explain(.., requires_grad=True)` says. One of
     its own keeps the inputs alone, and takes a `beta` that is given as >= 0 (checked on the CPU). Behind a kernel
     without one runs that of flash-linear-attention, where it is installed and able (bfloat16 or float16); else
     `impl="auto"` takes the reference, and a kernel that was asked for refuses.
