@@ -248,21 +248,18 @@ class KdaPrepare:
             raw = self.tokens.load_gates(gate, shared, rows, channel, token, left, thread)
             self.load_bias(bias, head, shared, thread.tidx)
             cute.arch.cp_async_commit_group()
-            own = None
             if cutlass.const_expr(self.config.rooted):
-                own = factors[slot, head, None, None]
                 self.tokens.raise_peak(
                     mDo[batch, None, head, None], peaks[sequence, None], head, rows, channel, lanes
                 )
-            strengths = mBeta[batch, None, head]
-            self.tokens.strengths(strengths, shared.betas, own, token, left, thread.tidx)
+            self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             speed = F32(1.0)
             if cutlass.const_expr(self.config.rate):
                 speed = exp2(rate[head] * LOG2_E)
             speed = speed * -LOG2_E
             cute.arch.cp_async_wait_group(0)
             norm = cute.make_rmem_tensor((2, 2), F32)  # [token, q or k]
-            self.tokens.normalize(shared, norm, own, scale, inside, thread)
+            self.tokens.normalize(shared, norm, scale, inside, thread)
             diag = self.transform(shared, raw, norm, speed, lower_bound, inside, thread)
             mine = self.exchange(diag, shared.diag, thread.half, thread.tidx)
             block = blocks[slot, head, None]
@@ -271,6 +268,8 @@ class KdaPrepare:
                 aqk = cute.domain_offset((token, 0), mAqk[batch, None, head, None])
                 akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
             self.hand_on(shared, mine, block, aqk, akk, left, thread)
+            if cutlass.const_expr(self.config.rooted):
+                self.tokens.write_factors(shared, factors[slot, head, None, None], thread.tidx)
         else:
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:

@@ -119,11 +119,8 @@ class Tokens:
             cute.arch.atomic_max((peaks.iterator + head).llvm_ptr, peak)
 
     @cute.jit
-    def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, factors, token, left, tidx):
-        """Writes the strengths of the chunk's tokens, or their roots, to shared memory; zero past the end.
-
-        Roots are written to the factors [3, token] of the chunk as well.
-        """
+    def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
+        """Writes the strengths of the chunk's tokens, or their roots, to shared memory; zero past the end."""
         if tidx < CHUNK:
             strength = F32(0.0)
             if tidx < left:
@@ -134,15 +131,13 @@ class Tokens:
                     strength = strength * 2.0
             if cutlass.const_expr(self.config.rooted):
                 strength = cute.math.sqrt(cutlass.max(strength, F32(LEAST_STRENGTH)))
-                factors[0, tidx] = strength
             betas[tidx] = strength
 
     @cute.jit
-    def normalize(self, shared, norm: cute.Tensor, factors, scale, inside, thread):
+    def normalize(self, shared, norm: cute.Tensor, scale, inside, thread):
         """Sets the factors of q and k for the thread's tokens [token, q or k], those of k with roots of strengths.
 
-        Squares are the diagonal of the product of rows with rows. factors [3, token]: None, or where the norms' factors
-        are written as well.
+        Squares are the diagonal of the product of rows with rows.
         """
         row, half, lane = thread.row, thread.half, thread.lane
         norms = shared.norms
@@ -181,13 +176,22 @@ class Tokens:
                     norm[r, which] = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
         if cutlass.const_expr(self.config.rooted):
             for r in cutlass.range_constexpr(2):
-                if (half == 0) & (lane % 4 == 0):
-                    factors[1, row + r] = norm[r, 0]
-                    factors[2, row + r] = norm[r, 1]
                 norm[r, 1] = norm[r, 1] * shared.betas[row + r]
         for r in cutlass.range_constexpr(2):
             norm[r, 0] = norm[r, 0] * scale * inside[r]
             norm[r, 1] = norm[r, 1] * inside[r]
+
+    @cute.jit
+    def write_factors(self, shared, factors: cute.Tensor, tidx):
+        """Writes the chunk's roots of strengths, and the factors of the norms of q and k: [3, token]."""
+        if tidx < CHUNK:
+            factors[0, tidx] = shared.betas[tidx]
+            for which in cutlass.range_constexpr(2):
+                factor = F32(1.0)
+                if cutlass.const_expr(self.config.l2norm):
+                    total = shared.norms[0, tidx, which] + shared.norms[1, tidx, which]
+                    factor = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
+                factors[1 + which, tidx] = factor
 
     @cute.jit
     def decays(self, gate, g: cute.Tensor, first: cutlass.Constexpr):
