@@ -10,6 +10,23 @@ from ..arch import TARGET
 
 V_TILE = TARGET.v_tile
 FACTOR_BYTES = 4 * CHUNK  # roots of strengths
+# Of a chunk and value head: a kept state, and kept rows.
+STATE_BYTES, ROW_BYTES = 2 * HEAD_DIM * HEAD_DIM, 2 * CHUNK * HEAD_DIM
+# What a call may take between its kernels, as long as MIN_HEADS heads fit.
+SCRATCH_BYTES = 3 << 30
+MIN_HEADS = 16
+
+
+def scratch_bytes(slots: int, heads: int) -> int:
+    """Returns the bytes between the kernels of a backward pass: blocks, factors, states and rows of both walks."""
+    return slots * heads * (BLOCK_BYTES + 3 * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
+
+
+def heads_at_once(slots: int, heads: int, scratch: int) -> int:
+    """Returns how many heads are done together, so that groups are as few and as equal as the scratch allows."""
+    most = max(scratch // scratch_bytes(slots, 1), MIN_HEADS, 1)
+    groups = -(-heads // most)
+    return -(-heads // groups)
 
 
 @dataclass(frozen=True)
