@@ -1,5 +1,5 @@
-"""What is compiled for a config of the backward pass. The only host module of this folder that imports the DSL, and only
-a compile imports it."""
+"""What is compiled for a config of the backward pass. The only host module of this folder that imports the DSL, and
+only a compile imports it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ Kernels = Callable[[Config], Callable[..., None]]
 def unit(config: Config, arch: str) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
     shared = isinstance(config, PrepareConfig)
-    return Unit("cula_core.delta_rule.build" if shared else f"{__package__}.build", config, arch, ())
+    return Unit(
+        "cula_core.delta_rule.build" if shared else f"{__package__}.build", config, arch, ()
+    )
 
 
 @once
@@ -120,13 +122,19 @@ class _Scratch:
     def of_heads(self, heads: int) -> Iterator[Tensor]:
         """Yields the tensors for as many heads, which are the group's or fewer."""
         for x in (self.blocks, self.factors, self.states, self.z, self.d_states, self.minus_y):
-            yield x if x.shape[1] == heads else x.flatten(0, 1)[: x.shape[0] * heads].unflatten(0, (-1, heads))
+            yield (
+                x
+                if x.shape[1] == heads
+                else x.flatten(0, 1)[: x.shape[0] * heads].unflatten(0, (-1, heads))
+            )
 
 
 class _Launch:
     """The kernels of a group of heads, one after the other."""
 
-    def __init__(self, kernels: Kernels, multiprocessors: int, slots: int, scratch: _Scratch) -> None:
+    def __init__(
+        self, kernels: Kernels, multiprocessors: int, slots: int, scratch: _Scratch
+    ) -> None:
         self._kernels, self._multiprocessors = kernels, multiprocessors
         self._slots, self._scratch = slots, scratch
 
@@ -155,7 +163,12 @@ class _Launch:
         ctas = min(self._multiprocessors, sequences * heads * TARGET.v_tiles // tiles)
 
         def walk(
-            back: bool, v: Tensor, start: Tensor | None, end: Tensor | None, kept: Tensor, rows: Tensor
+            back: bool,
+            v: Tensor,
+            start: Tensor | None,
+            end: Tensor | None,
+            kept: Tensor,
+            rows: Tensor,
         ) -> None:
             config = WalkConfig(
                 dtypes[0], back, call.operand, tiles, call.packed, start is not None, end is not None,

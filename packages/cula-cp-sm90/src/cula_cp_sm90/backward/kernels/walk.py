@@ -212,7 +212,9 @@ class KdaWalk:
         while number < count:
             column = number % columns
             head, tile = column // per_head, column % per_head * tiles
-            segment = self.loader.segment(segments, number // columns, segment_tokens, I32(1), tokens)
+            segment = self.loader.segment(
+                segments, number // columns, segment_tokens, I32(1), tokens
+            )
             post(
                 items, item_at, item_words,
                 lambda: Item(
@@ -281,7 +283,10 @@ class KdaWalk:
             aqk = self.turned(mma_mn, part_mn, base, STAGED_AQK)
             inverse, mma_z = self.turned(mma_mn, part_mn, base, T_PRIME), mma_mn
         else:
-            inverse, mma_z = self.second(mma_k, part_k, base, T_PRIME, (CHUNK, CHUNK), "panels"), mma_k
+            inverse, mma_z = (
+                self.second(mma_k, part_k, base, T_PRIME, (CHUNK, CHUNK), "panels"),
+                mma_k,
+            )
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_k
         ).get_slice(tidx)
@@ -352,10 +357,15 @@ class KdaWalk:
                 # Under these products the state goes out, and z or -y of the chunk before.
                 self.keep_state(store_state, s_kept, state_target, group, tidx)
                 if tidx < 32:
-                    self.send(view(state_base, 0, WIDE), states[item.slot + where, head, column, None])
+                    self.send(
+                        view(state_base, 0, WIDE), states[item.slot + where, head, column, None]
+                    )
                     if c > 0:
                         slot = item.slot + (where + 1 if cutlass.const_expr(back) else where - 1)
-                        self.send(view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE), rows[slot, head, column, None])
+                        self.send(
+                            view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE),
+                            rows[slot, head, column, None],
+                        )
                     cute.arch.cp_async_bulk_commit_group()
                 warpgroup.wait_group(1 if cutlass.const_expr(back) else 0)
                 if cutlass.const_expr(not back):
@@ -369,7 +379,11 @@ class KdaWalk:
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_s, s, x_a, last[None, None, None, stage], False)
-                cute.copy(store_rows, store_rows.retile(x_kept), row_target[None, None, None, turn % SLOTS])
+                cute.copy(
+                    store_rows,
+                    store_rows.retile(x_kept),
+                    row_target[None, None, None, turn % SLOTS],
+                )
                 warpgroup.wait_group(0)
                 # By every thread, for what it has read itself; the pipeline's own release is one lane's for its warp.
                 cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
@@ -380,7 +394,10 @@ class KdaWalk:
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
                 if tidx < 32:
                     slot = item.slot + (I32(0) if cutlass.const_expr(back) else chunks - 1)
-                    self.send(view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE), rows[slot, head, column, None])
+                    self.send(
+                        view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE),
+                        rows[slot, head, column, None],
+                    )
                     cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(self.config.end):
                 self.write_state(s, end, item, column, shrunk, part_s)
@@ -404,12 +421,16 @@ class KdaWalk:
         )
 
     @cute.jit
-    def scale_values(self, v: cute.Tensor, x: cute.Tensor, do_a: cute.Tensor, roots, stage, grown, left, lane):
+    def scale_values(
+        self, v: cute.Tensor, x: cute.Tensor, do_a: cute.Tensor, roots, stage, grown, left, lane
+    ):
         """Sets x to -r v, as an accumulator; or the first operand do_a to do, scaled, with zeros past the end."""
         shape = cute.make_layout((2, 2, CHUNK // 8))
         values = cute.make_tensor(v.iterator, shape)
         if cutlass.const_expr(self.config.packed):
-            if left < CHUNK:  # tokens of the next sequence may hold anything, and 0 * inf is no zero
+            if (
+                left < CHUNK
+            ):  # tokens of the next sequence may hold anything, and 0 * inf is no zero
                 for n in cutlass.range_constexpr(CHUNK // 8):
                     for a in cutlass.range_constexpr(2):
                         for b in cutlass.range_constexpr(2):
