@@ -190,26 +190,29 @@ def run(emulated, problem: Problem, exact, ctas: int = 1, poison: float | None =
     return out
 
 
-BOUNDS = {"q": 2.2e-3, "k": 2.2e-3, "g": 2.3e-3, "beta": 2.3e-3, "rate": 2e-3, "bias": 2e-3}
+# Dtypes of results round by up to 1.7e-3.
+BOUNDS = {"q": 2e-3, "k": 2e-3, "g": 2.1e-3, "beta": 2.2e-3, "rate": 3e-3, "bias": 3e-3}
 
 
 def check(problem: Problem, exact, out: dict[str, Tensor]) -> None:
-    """Every chunk and head is right, and every token is written."""
-    used = {slot for slot, *_ in problem.chunks()}
-    errors = {}
-    for slot, _, row, token, size in problem.chunks():
-        rows = slice(token, token + size)
-        for head in range(problem.heads[1]):
-            for name, bound in BOUNDS.items():
-                if out[name] is not None:
-                    found = out[name][slot, head] if name in ("rate", "bias") else out[name][row, rows, head]
-                    errors[slot, head, name] = (relative_rmse(found, exact[slot, head][name]), bound)
-    print({key: f"{value[0]:.1e}" for key, value in errors.items()})
-    wrong = {key: value for key, value in errors.items() if not value[0] <= value[1]}
-    assert not wrong, wrong
+    """Every head is right, and what belongs to no token is zero or not written."""
+    chunks, heads = problem.chunks(), range(problem.heads[1])
+
+    def error(name: str, of: range | list[int]) -> float:
+        found = []
+        for slot, _, row, token, size in chunks:
+            for head in of:
+                rows = (slot, head) if name in ("rate", "bias") else (row, slice(token, token + size), head)
+                found.append((out[name][rows].double().flatten(), exact[slot, head][name].flatten()))
+        return relative_rmse(*(torch.cat(side) for side in zip(*found)))
+
+    for name, bound in BOUNDS.items():
+        if out[name] is not None:
+            for of in [heads] if name == "rate" else [[head] for head in heads]:
+                assert error(name, of) <= bound, (name, of, error(name, of))
     for name in ("rate", "bias"):
         if out[name] is not None:
-            for slot in set(range(problem.slots)) - used:
+            for slot in set(range(problem.slots)) - {slot for slot, *_ in chunks}:
                 assert not out[name][slot].any()
 
 
@@ -222,3 +225,17 @@ def test_log_decays(emulated, decays):
     problem = make(LOG, (64,), decays=decays)
     exact = expected(problem)
     check(problem, exact, run(emulated, problem, exact))
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_gates_and_norms(emulated, ctas):
+    problem = make(SAFE, (100, 100), heads=(1, 2), size=1e-5)
+    exact = expected(problem)
+    check(problem, exact, run(emulated, problem, exact, ctas))
+
+
+def test_packed(emulated):
+    config = GradientsConfig("float16", "float32", "float32", neg_eigval=True, index_dtype="int32")
+    problem = make(config, (70, 0, 1, 65), decays="mixed")
+    exact = expected(problem)
+    check(problem, exact, run(emulated, problem, exact, 2))
