@@ -55,9 +55,9 @@ def walk_arguments(config: WalkConfig) -> tuple:
 def gradients_arguments(config: GradientsConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g, do [B, T, HV, 128], rate [HV] and bias [HV * 128] or None, factors [slots, HV, 3,
     64] fp32, peaks [N, HV] int32, states, d_states [slots, HV, 2, 64 * 128], z, minus_y [slots, HV, 2, 64 * 64],
-    cu_seqlens [N + 1] or None; written: dq, dk, dg [B, T, HV, 128], dbeta [B, T, HV], sums over the tokens of a chunk
-    for the gradients of rate [slots, HV] and of bias [slots, HV, 128] fp32 or None; scale, lower_bound, first slot,
-    number of slots, number of CTAs."""
+    cu_seqlens [N + 1] or None; written: dq, dk, dv, dg [B, T, HV, 128], dbeta [B, T, HV], sums over the tokens of a
+    chunk for the gradients of rate [slots, HV] and of bias [slots, HV, 128] fp32 or None; scale, lower_bound, first
+    slot, number of slots, number of CTAs."""
     batch, tokens, heads, heads_v, slots = (cute.sym_int() for _ in range(5))
 
     def rows(dtype: str, heads: object):
@@ -84,8 +84,7 @@ def gradients_arguments(config: GradientsConfig) -> tuple:
         z,
         minus_y,
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
-        rows(config.dtype, heads_v),
-        rows(config.dtype, heads_v),
+        *(rows(config.dtype, heads_v) for _ in range(3)),
         rows(config.gate_dtype, heads_v),
         make_fake_tensor(DTYPES[config.beta_dtype], (batch, tokens, heads_v), stride=strides),
         fake.matrix(F32, heads_v) if config.rate else None,

@@ -155,6 +155,7 @@ class KdaGradients:
         cu_seqlens: cute.Tensor,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
+        mDv: cute.Tensor,
         mDg: cute.Tensor,
         mDbeta: cute.Tensor,
         rate_parts: cute.Tensor,
@@ -176,8 +177,8 @@ class KdaGradients:
         tokens = tuple(self.tma(x, self.dtype, 64) for x in (mQ, mK, mDo))
         gates = self.tma(mG, self.gate_dtype, self.gate_columns)
         self.kernel(
-            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, mQ.shape[2],
-            mDq, mDk, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
+            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row,
+            mQ.shape[2], mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -208,6 +209,7 @@ class KdaGradients:
         heads: cutlass.Int32,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
+        mDv: cute.Tensor,
         mDg: cute.Tensor,
         mDbeta: cute.Tensor,
         rate_parts: cute.Tensor,
@@ -239,10 +241,12 @@ class KdaGradients:
                     )
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                        own = tuple(x[slot, head, None, None] for x in (states, d_states, z, minus_y))
+                        own = tuple(
+                            x[slot, head, None, None] for x in (states, d_states, z, minus_y)
+                        )
                         self.load(
-                            tokens, gates, own, factors[slot, head, None, None], head // (heads_v // heads), head, batch,
-                            token, shared, phase,
+                            tokens, gates, own, factors[slot, head, None, None], head // (heads_v // heads), head,
+                            batch, token, shared, phase,
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
@@ -256,9 +260,9 @@ class KdaGradients:
                 )
                 if left > 0:
                     batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                    raw, dq, dk, dg = (
+                    raw, dq, dk, dv, dg = (
                         cute.domain_offset((token, 0), x[batch, None, head, None])
-                        for x in (mG, mDq, mDk, mDg)
+                        for x in (mG, mDq, mDk, mDv, mDg)
                     )
                     d_beta = cute.domain_offset((token,), mDbeta[batch, None, head])
                     of_head = [None, None]
@@ -268,7 +272,8 @@ class KdaGradients:
                         of_head[1] = bias[head, None]
                     grown, shrunk = scale_of(peaks[sequence, head])
                     self.compute(
-                        shared, raw, *of_head, dq, dk, dg, d_beta, grown, shrunk, scale, lower_bound, left, phase, thread
+                        shared, raw, *of_head, dq, dk, dv, dg, d_beta, grown, shrunk, scale, lower_bound, left, phase,
+                        thread,
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.rate or self.config.bias):
                         self.sync()
@@ -319,7 +324,9 @@ class KdaGradients:
         for i in cutlass.range_constexpr(HEAD_DIM // self.gate_columns):
             load_tile(tma_g, mG, token, head, batch, i, sG[None, None, i], full)
         full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
-        self.load_tokens(tma_do, mDo, head, batch, token, cute.recast_ptr(shared.do, dtype=self.dtype), full)
+        self.load_tokens(
+            tma_do, mDo, head, batch, token, cute.recast_ptr(shared.do, dtype=self.dtype), full
+        )
         self.load_image(minus_y, shared.y, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
@@ -374,8 +381,8 @@ class KdaGradients:
 
     @cute.jit
     def compute(
-        self, shared, raw: cute.Tensor, rate, bias, dq: cute.Tensor, dk: cute.Tensor, dg: cute.Tensor,
-        d_beta: cute.Tensor, grown, shrunk, scale, lower_bound, left, phase, thread,
+        self, shared, raw: cute.Tensor, rate, bias, dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor,
+        dg: cute.Tensor, d_beta: cute.Tensor, grown, shrunk, scale, lower_bound, left, phase, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
         tidx, lane, w = thread.tidx, thread.lane, thread.w
@@ -397,6 +404,7 @@ class KdaGradients:
             cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
         self.wait(shared, Input.Z, phase)
         factor = self.pairs(shared, d_beta, shrunk, left, thread)
+        self.store_values(shared, dv, shrunk, left, tidx)
         sums, d_k = cute.make_rmem_tensor(OWN, F32), cute.make_rmem_tensor(OWN, F32)
         d_q = cute.make_rmem_tensor(OWN, F32)
         self.wait(shared, Input.STATES, phase)
@@ -457,7 +465,10 @@ class KdaGradients:
             x = cute.make_rmem_tensor(OWN_SUB, F32)
             if cutlass.const_expr(self.gate_dtype is F32):
                 for b, half, m in SUB_INDICES:
-                    row, channel = SUB * sub + 8 * m + thread.token + b, 16 * w + lane // 4 + 8 * half
+                    row, channel = (
+                        SUB * sub + 8 * m + thread.token + b,
+                        16 * w + lane // 4 + 8 * half,
+                    )
                     unit = (channel % 32 // 4) ^ (row % 8)
                     at = channel // 32 * (CHUNK * 32) + row * 32 + unit * 4 + channel % 4
                     x[b, half, m] = view(shared.g, at, 1)[0]
@@ -505,7 +516,14 @@ class KdaGradients:
     # ---- products ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, a_major: cutlass.Constexpr, a: cute.Pointer, a_step: cutlass.Constexpr, b: cute.Pointer, tidx):
+    def multiply(
+        self,
+        a_major: cutlass.Constexpr,
+        a: cute.Pointer,
+        a_step: cutlass.Constexpr,
+        b: cute.Pointer,
+        tidx,
+    ):
         """Returns A B^T over both tiles of V, all from shared memory, as own elements. a_step: between tiles of A."""
         op = warpgroup.MmaF16BF16Op(
             self.operand, F32, (64, 64, 16), warpgroup.OperandSource.SMEM,
@@ -563,7 +581,12 @@ class KdaGradients:
                 if n // 2 == sub:
                     for b in cutlass.range_constexpr(2):
                         two[b] = to_tf32(two[b])
-                    at = (group * SUBS + sub) * INSIDE + i % SUB * INSIDE_STRIDE + n % 2 * 8 + thread.token
+                    at = (
+                        (group * SUBS + sub) * INSIDE
+                        + i % SUB * INSIDE_STRIDE
+                        + n % 2 * 8
+                        + thread.token
+                    )
                     cute.autovec_copy(two, view(shared.inside, at, 2))
         self.sync()
         return factor
@@ -578,6 +601,22 @@ class KdaGradients:
         else:
             result = -minus_yz * most / strength
         d_beta[i] = result.to(d_beta.element_type)
+
+    @cute.jit
+    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
+        """Writes dv = r y."""
+        y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
+        rounded = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
+            unit = tidx + THREADS * i
+            row = unit // 8 % CHUNK
+            if row < left:
+                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
+                factor = -shrunk * view(shared.factors, row, 1)[0]
+                wide.store(y.load().to(F32) * factor)
+                rounded.store(wide.load().to(self.dtype))
+                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
+                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
 
     def sums_of(self, shared, sub, thread):
         """Returns the running sums of decays of a sub-block."""
@@ -604,7 +643,10 @@ class KdaGradients:
     @cute.jit
     def operand_of(self, x: cute.Tensor, exponents: cute.Tensor):
         """Returns x 2^exponent as an operand."""
-        wide, rounded = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(OWN_SUB, self.operand)
+        wide, rounded = (
+            cute.make_rmem_tensor(OWN_SUB, F32),
+            cute.make_rmem_tensor(OWN_SUB, self.operand),
+        )
         for b, half, m in SUB_INDICES:
             wide[b, half, m] = x[b, half, m] * exp2(exponents[b, half, m])
         rounded.store(wide.load().to(self.operand))
@@ -626,7 +668,9 @@ class KdaGradients:
         group, lane = thread.w // 4, thread.lane
         panel = shared.s + cute.assume(group * SQUARE, divby=SQUARE)
         to_state = self.multiply("mn", panel, WIDE, (shared.do, shared.y)[which], thread.tidx)
-        acc = zeros((*OWN_SUB, SUBS))  # of the sub-blocks; the nearer an earlier one, the later it joins
+        acc = zeros(
+            (*OWN_SUB, SUBS)
+        )  # of the sub-blocks; the nearer an earlier one, the later it joins
         for j in cutlass.range_constexpr(SUBS - 1):
             k = self.tokens_of(shared, 1, j, thread)
             left = self.operand_of(k, self.until_end(self.sums_of(shared, j, thread), ends, j))
@@ -662,8 +706,8 @@ class KdaGradients:
 
     @cute.jit
     def columns_of(self, shared, out: cute.Tensor, sums: cute.Tensor, ends, e_end, factor, thread):
-        """Adds the gradient of k~ as a column to `out`, subtracts its products from the sums for decays, and returns the
-        products of tokens with the gradient of the state."""
+        """Adds the gradient of k~ as a column to `out`, subtracts its products from the sums for decays, and returns
+        the products of tokens with the gradient of the state."""
         group, lane = thread.w // 4, thread.lane
         panel = shared.d + cute.assume(group * SQUARE, divby=SQUARE)
         handed = self.multiply("mn", panel, WIDE, shared.z, thread.tidx)
