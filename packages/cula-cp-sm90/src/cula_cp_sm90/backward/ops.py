@@ -4,11 +4,10 @@ tensor comes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cula_core.delta_rule.prefill import as_kernels_read, rules
 from cula_core.operators import register_fake
@@ -52,7 +51,6 @@ class _Trained(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
         kept, options = ctx.saved_tensors, ctx.options
         q, v = kept[0], kept[2]
@@ -63,7 +61,9 @@ class _Trained(torch.autograd.Function):
             **rules(q, *(options[name] for name in _RULES)),
             state_v_first=options["state_v_first"],
         )
-        run = _run_on_gpu if is_plain_cuda_call(q) else torch.ops.cula_cp_sm90.backward.default
+        # Where gradients of gradients may follow, the operator is there to refuse them.
+        direct = is_plain_cuda_call(q) and not torch.is_grad_enabled()
+        run = _run_on_gpu if direct else torch.ops.cula_cp_sm90.backward.default
         found = run(*call)
         grads = (None if x is None else d for x, d in zip(kept, found))
         return None, None, *grads, None, None
@@ -139,7 +139,12 @@ def _results(call: BackwardCall, found: Gradients) -> tuple[Tensor, ...]:
     return *tokens, *rest
 
 
+def _no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError("cula: the derivative of a gradient is not implemented")
+
+
 torch.library.define("cula_cp_sm90::backward", SCHEMA)
 torch.library.impl("cula_cp_sm90::backward", "CPU", _run_on_cpu)
 torch.library.impl("cula_cp_sm90::backward", "CUDA", _run_on_gpu)
 register_fake("cula_cp_sm90::backward", lambda *values: tuple(_new_results(BackwardCall(*values))))
+torch.library.register_autograd("cula_cp_sm90::backward", _no_second_derivative)
