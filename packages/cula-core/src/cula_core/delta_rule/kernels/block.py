@@ -43,15 +43,21 @@ def first_slot_of(cu_seqlens: cute.Tensor, sequence):
     return I32(cu_seqlens[sequence]) // CHUNK + sequence
 
 
-@cute.jit
 def find_chunk(cu_seqlens, per_row, slot, tokens):
     """Returns (batch, first token, tokens from there to the end of the sequence) of a chunk slot.
 
     A slot with no token (<= 0) is unused. A dense batch has no cu_seqlens, but `per_row` chunks in every row.
     """
+    sequence, token, left = find_chunk_of_sequence(cu_seqlens, per_row, slot, tokens)
+    return sequence if cu_seqlens is None else I32(0), token, left
+
+
+@cute.jit
+def find_chunk_of_sequence(cu_seqlens, per_row, slot, tokens):
+    """Returns the same as `find_chunk`, but in place of the batch the number of the sequence."""
     if cutlass.const_expr(cu_seqlens is None):
-        batch, chunk = divmod(slot, per_row)
-        return batch, chunk * CHUNK, tokens - chunk * CHUNK
+        sequence, chunk = divmod(slot, per_row)
+        return sequence, chunk * CHUNK, tokens - chunk * CHUNK
     else:
         # The last sequence whose chunks begin at or before the slot, found by all lanes of a warp together.
         lane = cute.arch.lane_idx()
@@ -66,4 +72,4 @@ def find_chunk(cu_seqlens, per_row, slot, tokens):
             high = cutlass.min(high, low + step)
         start, end = I32(cu_seqlens[low]), I32(cu_seqlens[low + 1])
         past = (slot - first_slot_of(cu_seqlens, low)) * CHUNK
-        return I32(0), start + past, end - start - past
+        return low, start + past, end - start - past

@@ -1,0 +1,756 @@
+"""The gradients of a chunk on Hopper, from the states and gradients of states that the walks of the backward pass left.
+
+With keys k~ that have the roots r of strengths, queries q~ that have the scale, G the running sum of log2 decays in the
+chunk, S the state before it, D the gradient of the state behind it:
+
+    dA  = tril(do z^T)      dM  = -strict_tril(y z^T)      dbeta = diag(y z^T) / r^2
+    dq~ = 2^G do S^T + sum_(j <= i) dA_ij 2^(G_i - G_j) k~_j
+    dk~ = -2^G y S^T + sum_(j < i) dM_ij 2^(G_i - G_j) k~_j
+          + 2^(G_L - G) z D^T + sum_(i >= j) 2^(G_i - G_j) (dA_ij q~_i + dM_ij k~_i)
+
+The gradient of a token's log decay sums the products of all pairs that its decay lies between, as sums over tokens of
+what rows i (of q~, k~) and columns j (of k~) of dA and dM add. The true value may be smaller than either sum by any
+factor, so both are made of the same products: the fp32 sums of the products, times their operand as it was rounded, and
+never the product of a token with itself.
+
+Sub-blocks of 16 tokens as in `prepare`: g runs inside one, e is its last value. Products of different sub-blocks are in
+16 bits with factors of at most 1, those inside one in tf32. Gradients are scaled by a power of two (`scaling`), and dA,
+dM of a chunk by another one, by their own largest.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cula_core.constants import LOG2_E
+from cula_core.cute.functions import exp2
+from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
+from cula_core.cute.output import GROUP
+from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.wgmma import issue
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
+from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
+
+from ..config import GradientsConfig
+from .gradients_registers import (
+    DA_STRIDE,
+    INSIDE,
+    INSIDE_STRIDE,
+    OWN,
+    OWN_SUB,
+    SUBS,
+    TILES,
+    add,
+    add_inside,
+    fetch,
+    load_sub,
+    products_of_states,
+    scale,
+    sum_tokens,
+    to_tf32,
+    zeros,
+)
+from .gradients_rows import WARPS, Rows, stage
+from .scaling import scale_of
+
+THREADS = 2 * GROUP  # that compute
+BARRIER = 1
+SUB_INDICES = [(b, half, m) for m in range(2) for half in range(2) for b in range(2)]
+# Where matrices begin in shared memory, in elements of 16 bits; decays have room for 32 bits.
+DO, Y, Z, S, D, Q, K, G, END = (i * WIDE for i in (0, 1, 2, 3, 5, 7, 8, 9, 11))
+
+
+class Input(IntEnum):
+    """What is loaded together, and given back together."""
+
+    GATES = 0
+    OUTPUTS = 1  # do, y
+    Z = 2
+    TOKENS = 3  # q, k, factors
+    STATES = 4
+    D_STATES = 5
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA.
+
+    full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
+    by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last s, d and g by results. factors
+    [3, token]: r, 1 / norm of q and k. scales [2, token]: factors of q~ and k~. dA, inside: see
+    `gradients_registers`. own [token]: the diagonal of dA. largest [warp]. sums: for rate and bias.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    do: cute.Pointer
+    y: cute.Pointer
+    z: cute.Pointer
+    s: cute.Pointer
+    d: cute.Pointer
+    q: cute.Pointer
+    k: cute.Pointer
+    g: cute.Pointer
+    planes: cute.Pointer
+    factors: cute.Pointer
+    scales: cute.Tensor
+    dA: cute.Pointer
+    inside: cute.Pointer
+    own: cute.Tensor
+    largest: cute.Tensor
+    sums: cute.Pointer
+
+
+class Thread(NamedTuple):
+    """tidx: of those that compute. w: its warp, of group w / 4. token: the first of its tokens of a tile of 8."""
+
+    tidx: cutlass.Int32
+    lane: cutlass.Int32
+    w: cutlass.Int32
+    token: cutlass.Int32
+
+
+class KdaGradients:
+    """Persistent CTAs over pairs of a chunk and a value head, first chunks first.
+
+    | warps | work |
+    |---|---|
+    | 0-7 | 16 channels each |
+    | 8 | loads the inputs of the next chunk as memory is given back |
+
+    | shared memory | bytes |
+    |---|---|
+    | do, y, z, q, k | 81,920 |
+    | S, D | 65,536 |
+    | decays, their running sums | 32,768 |
+    | dA and dM in 16 bits; their diagonal blocks | 27,648 |
+    | factors of tokens, sums over tokens | 6,144 |
+    """
+
+    def __init__(self, config: GradientsConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        self.gate_dtype = DTYPES[config.gate_dtype]
+        self.gate_columns = 1024 // self.gate_dtype.width  # 128 bytes
+        self.rows = Rows(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mDo: cute.Tensor,
+        rate: cute.Tensor,
+        bias: cute.Tensor,
+        factors: cute.Tensor,
+        peaks: cute.Tensor,
+        states: cute.Tensor,
+        d_states: cute.Tensor,
+        z: cute.Tensor,
+        minus_y: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        mDq: cute.Tensor,
+        mDk: cute.Tensor,
+        mDv: cute.Tensor,
+        mDg: cute.Tensor,
+        mDbeta: cute.Tensor,
+        rate_parts: cute.Tensor,
+        bias_parts: cute.Tensor,
+        scale: cutlass.Float32,
+        lower_bound: cutlass.Float32,
+        first_slot: cutlass.Int32,
+        slots: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernel with the arguments of `build.gradients_arguments`."""
+        if cutlass.const_expr(bias is not None):
+            layout = cute.make_layout((mG.shape[2], HEAD_DIM), stride=(HEAD_DIM, 1))
+            bias = cute.make_tensor(bias.iterator, layout)
+        per_row = None
+        if cutlass.const_expr(cu_seqlens is None):
+            per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
+        tokens = tuple(self.tma(x, self.dtype, 64) for x in (mQ, mK, mDo))
+        gates = self.tma(mG, self.gate_dtype, self.gate_columns)
+        self.kernel(
+            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row,
+            mQ.shape[2], mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
+        ).launch(
+            grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
+
+    def tma(self, x, dtype, columns):
+        """Returns how tiles of 64 tokens and so many channels are loaded, and the whole tensor seen so."""
+        tile = (CHUNK, columns)
+        load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled(tile, "k", dtype)
+        atom, whole = cpasync.make_tiled_tma_atom(load, by_token(x), layout, tile)
+        return atom, whole
+
+    @cute.kernel
+    def kernel(
+        self,
+        tokens: tuple,
+        gates: tuple,
+        mG: cute.Tensor,
+        rate: cute.Tensor,
+        bias: cute.Tensor,
+        factors: cute.Tensor,
+        peaks: cute.Tensor,
+        states: cute.Tensor,
+        d_states: cute.Tensor,
+        z: cute.Tensor,
+        minus_y: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        per_row: cute.FastDivmodDivisorV2,
+        heads: cutlass.Int32,
+        mDq: cute.Tensor,
+        mDk: cute.Tensor,
+        mDv: cute.Tensor,
+        mDg: cute.Tensor,
+        mDbeta: cute.Tensor,
+        rate_parts: cute.Tensor,
+        bias_parts: cute.Tensor,
+        scale: cutlass.Float32,
+        lower_bound: cutlass.Float32,
+        first_slot: cutlass.Int32,
+        slots: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        shared = self.allocate()
+        if tidx < len(Input):
+            cute.arch.mbarrier_init(shared.full + tidx, 1)
+            cute.arch.mbarrier_init(shared.empty + tidx, THREADS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        heads_v, length = mG.shape[2], mG.shape[1]
+        phase = I32(0)
+        if warp_idx >= WARPS:
+            cute.arch.setmaxregister_decrease(24)
+            if warp_idx == WARPS:
+                for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
+                    slot, head = number // heads_v, number % heads_v
+                    sequence, token, left = find_chunk_of_sequence(
+                        cu_seqlens, per_row, first_slot + slot, length
+                    )
+                    if left > 0:
+                        batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                        own = tuple(
+                            x[slot, head, None, None] for x in (states, d_states, z, minus_y)
+                        )
+                        self.load(
+                            tokens, gates, own, factors[slot, head, None, None], head // (heads_v // heads), head,
+                            batch, token, shared, phase,
+                        )  # fmt: skip
+                        phase = phase ^ 1
+        else:
+            cute.arch.setmaxregister_increase(240)
+            lane = tidx % 32
+            thread = Thread(tidx, lane, warp_idx, lane % 4 * 2)
+            for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
+                slot, head = number // heads_v, number % heads_v
+                sequence, token, left = find_chunk_of_sequence(
+                    cu_seqlens, per_row, first_slot + slot, length
+                )
+                if left > 0:
+                    batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                    raw, dq, dk, dv, dg = (
+                        cute.domain_offset((token, 0), x[batch, None, head, None])
+                        for x in (mG, mDq, mDk, mDv, mDg)
+                    )
+                    d_beta = cute.domain_offset((token,), mDbeta[batch, None, head])
+                    of_head = [None, None]
+                    if cutlass.const_expr(self.config.rate):
+                        of_head[0] = rate[head]
+                    if cutlass.const_expr(self.config.bias):
+                        of_head[1] = bias[head, None]
+                    grown, shrunk = scale_of(peaks[sequence, head])
+                    self.compute(
+                        shared, raw, *of_head, dq, dk, dv, dg, d_beta, grown, shrunk, scale, lower_bound, left, phase,
+                        thread,
+                    )  # fmt: skip
+                    if cutlass.const_expr(self.config.rate or self.config.bias):
+                        self.sync()
+                        self.rows.store_sums(shared.sums, rate_parts, bias_parts, slot, head, tidx)
+                    phase = phase ^ 1
+                else:
+                    self.rows.store_sums(None, rate_parts, bias_parts, slot, head, tidx)
+
+    def allocate(self):
+        """Returns the shared memory of the CTA."""
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, 2 * len(Input), byte_alignment=16)
+        base = smem.allocate_array(self.operand, END, byte_alignment=1024)
+        of_tokens = cute.make_layout((CHUNK, 2))
+        return Shared(
+            full=barriers,
+            empty=barriers + len(Input),
+            do=base + DO,
+            y=base + Y,
+            z=base + Z,
+            s=base + S,
+            d=base + D,
+            q=cute.recast_ptr(base + Q, dtype=self.dtype),
+            k=cute.recast_ptr(base + K, dtype=self.dtype),
+            g=cute.recast_ptr(base + G, dtype=self.gate_dtype),
+            planes=cute.recast_ptr(base + G, dtype=F32),
+            factors=smem.allocate_array(F32, 3 * CHUNK, byte_alignment=128),
+            scales=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
+            dA=smem.allocate_array(self.operand, 2 * CHUNK * DA_STRIDE, byte_alignment=128),
+            inside=smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128),
+            own=smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16),
+            largest=smem.allocate_tensor(I32, cute.make_layout(WARPS), byte_alignment=16),
+            sums=smem.allocate_array(F32, WARPS * HEAD_DIM + WARPS, byte_alignment=16),
+        )
+
+    # ---- loads ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, tokens, gates, images, factors, head_k, head, batch, token, shared, phase):
+        """Loads the inputs of a chunk, as the ones before are given back; by a warp."""
+        (tma_q, mQ), (tma_k, mK), (tma_do, mDo) = tokens
+        states, d_states, z, minus_y = images
+        tma_g, mG = gates
+        gate_bytes = WIDE * self.gate_dtype.width // 8
+        full = self.fill(shared, Input.GATES, gate_bytes, phase)
+        tile = (CHUNK, self.gate_columns)
+        sG = repeated(shared.g, tile, "k", self.gate_dtype, HEAD_DIM // self.gate_columns)
+        for i in cutlass.range_constexpr(HEAD_DIM // self.gate_columns):
+            load_tile(tma_g, mG, token, head, batch, i, sG[None, None, i], full)
+        full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
+        self.load_tokens(
+            tma_do, mDo, head, batch, token, cute.recast_ptr(shared.do, dtype=self.dtype), full
+        )
+        self.load_image(minus_y, shared.y, full)
+        full = self.fill(shared, Input.Z, 2 * WIDE, phase)
+        self.load_image(z, shared.z, full)
+        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 3 * CHUNK, phase)
+        self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
+        self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
+        self.load_image(factors, shared.factors, full)
+        full = self.fill(shared, Input.STATES, 4 * WIDE, phase)
+        self.load_image(states, shared.s, full)
+        full = self.fill(shared, Input.D_STATES, 4 * WIDE, phase)
+        self.load_image(d_states, shared.d, full)
+
+    @cute.jit
+    def fill(self, shared, which: cutlass.Constexpr, size: cutlass.Constexpr, phase):
+        """Waits until an input is given back, announces so many bytes and returns the barrier that hears of them."""
+        cute.arch.mbarrier_wait(shared.empty + which, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + which, size)
+        return shared.full + which
+
+    @cute.jit
+    def load_tokens(self, tma, whole: cute.Tensor, head, batch, token, target: cute.Pointer, full):
+        """Loads both panels of 64 channels of the chunk's tokens."""
+        panels = repeated(target, (CHUNK, 64), "k", self.dtype, 2)
+        for i in cutlass.range_constexpr(2):
+            load_tile(tma, whole, token, head, batch, i, panels[None, None, i], full)
+
+    @cute.jit
+    def load_image(self, source: cute.Tensor, target: cute.Pointer, full):
+        """Loads what lies in memory as it does in shared memory."""
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
+        size = cute.size(source)
+        with cute.arch.elect_one():
+            cute.copy(
+                bulk, view(source.iterator.align(128), 0, size), view(target.align(128), 0, size), mbar_ptr=full
+            )  # fmt: skip
+
+    # ---- the chunk --------------------------------------------------------------------------------------------------
+
+    def sync(self):
+        """Waits for all threads that compute."""
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+
+    def wait(self, shared, which, phase):
+        """Waits for an input."""
+        cute.arch.mbarrier_wait(shared.full + which, phase)
+
+    def give_back(self, shared, which):
+        """Says that the thread needs an input no more, and has written what it wrote there."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(shared.empty + which)
+
+    @cute.jit
+    def compute(
+        self, shared, raw: cute.Tensor, rate, bias, dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor,
+        dg: cute.Tensor, d_beta: cute.Tensor, grown, shrunk, scale, lower_bound, left, phase, thread,
+    ):  # fmt: skip
+        """Computes the gradients of a chunk."""
+        tidx, lane, w = thread.tidx, thread.lane, thread.w
+        self.wait(shared, Input.GATES, phase)
+        g = self.decays(shared, rate, bias, lower_bound, left, thread)
+        sum_tokens(g, lane, inside=True)
+        ends, e_end = cute.make_rmem_tensor((2, SUBS), F32), cute.make_rmem_tensor((2, SUBS), F32)
+        for i in cutlass.range_constexpr(SUBS):
+            for half in cutlass.range_constexpr(2):
+                ends[half, i] = cute.arch.shuffle_sync(g[1, half, 2 * i + 1], lane | 3)
+                e_end[half, i] = exp2(ends[half, i])
+        self.wait(shared, Input.OUTPUTS, phase)
+        self.scale_outputs(shared, grown, left, tidx)
+        self.wait(shared, Input.TOKENS, phase)
+        self.prepare_tokens(shared, scale, left, tidx)
+        self.sync()
+        for n in cutlass.range_constexpr(TILES):
+            own = cute.make_tensor(g.iterator + 4 * n, cute.make_layout(4))
+            cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
+        self.wait(shared, Input.Z, phase)
+        factor = self.pairs(shared, d_beta, shrunk, left, thread)
+        self.store_values(shared, dv, shrunk, left, tidx)
+        sums, d_k = cute.make_rmem_tensor(OWN, F32), cute.make_rmem_tensor(OWN, F32)
+        d_q = cute.make_rmem_tensor(OWN, F32)
+        self.wait(shared, Input.STATES, phase)
+        self.rows_of(0, shared, d_q, sums, ends, e_end, factor, thread)
+        self.rows_of(1, shared, d_k, sums, ends, e_end, factor, thread)
+        self.give_back(shared, Input.OUTPUTS)
+        self.wait(shared, Input.D_STATES, phase)
+        kept = products_of_states(shared.s, shared.d, w, lane)
+        self.sync()
+        matrix = cute.recast_ptr(shared.s, dtype=F32)
+        stage(d_q, matrix, w, lane)
+        self.sync()
+        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+        self.rows.store_inputs(
+            matrix, shared.q, scale * shrunk, None, norms[None, 1], dq, left, w, lane
+        )
+        self.give_back(shared, Input.STATES)
+        handed = self.columns_of(shared, d_k, sums, ends, e_end, factor, thread)
+        self.give_back(shared, Input.Z)
+        sum_tokens(sums, lane, back=True)
+        sum_tokens(handed, lane, exclusive=True)
+        for half in cutlass.range_constexpr(2):
+            decay = e_end[half, 0] * e_end[half, 1] * e_end[half, 2] * e_end[half, 3]
+            for n in cutlass.range_constexpr(TILES):
+                for b in cutlass.range_constexpr(2):
+                    total = sums[b, half, n] + handed[b, half, n] + decay * kept[half]
+                    sums[b, half, n] = total * shrunk
+        self.sync()
+        matrix = cute.recast_ptr(shared.d, dtype=F32)
+        stage(d_k, matrix, w, lane)
+        stage(sums, shared.planes, w, lane)
+        self.sync()
+        self.rows.store_inputs(
+            matrix, shared.k, shrunk, norms[None, 0], norms[None, 2], dk, left, w, lane
+        )
+        self.give_back(shared, Input.D_STATES)
+        self.give_back(shared, Input.TOKENS)
+        self.rows.store_gates(
+            shared.planes, raw, rate, bias, lower_bound, dg, left, shared.sums, w, lane
+        )
+        self.give_back(shared, Input.GATES)
+
+    @cute.jit
+    def decays(self, shared, rate, bias, lower_bound, left, thread):
+        """Returns own elements of the log2 decays; zero past the end."""
+        gated, lane, w = self.config.gate != "log", thread.lane, thread.w
+        speed = F32(1.0)
+        if cutlass.const_expr(self.config.rate):
+            speed = exp2(rate * LOG2_E)
+        speed = speed * -LOG2_E
+        shift = cute.make_rmem_tensor(2, F32)
+        shift.fill(0.0)
+        for half in cutlass.range_constexpr(2):
+            if cutlass.const_expr(self.config.bias):
+                shift[half] = bias[16 * w + lane // 4 + 8 * half] * speed
+        g = cute.make_rmem_tensor(OWN, F32)
+        for sub in cutlass.range_constexpr(SUBS):
+            x = cute.make_rmem_tensor(OWN_SUB, F32)
+            if cutlass.const_expr(self.gate_dtype is F32):
+                for b, half, m in SUB_INDICES:
+                    row, channel = (
+                        SUB * sub + 8 * m + thread.token + b,
+                        16 * w + lane // 4 + 8 * half,
+                    )
+                    unit = (channel % 32 // 4) ^ (row % 8)
+                    at = channel // 32 * (CHUNK * 32) + row * 32 + unit * 4 + channel % 4
+                    x[b, half, m] = view(shared.g, at, 1)[0]
+            else:
+                x.store(load_sub(shared.g, sub, w, lane).load().to(F32))
+            for b, half, m in SUB_INDICES:
+                row = SUB * sub + 8 * m + thread.token + b
+                if cutlass.const_expr(gated):
+                    y = x[b, half, m] * speed + shift[half]
+                    step = (lower_bound * LOG2_E) * cute.arch.rcp_approx(1.0 + exp2(y))
+                else:
+                    step = x[b, half, m] * LOG2_E
+                g[b, half, 2 * sub + m] = step if row < left else F32(0.0)
+        return g
+
+    @cute.jit
+    def scale_outputs(self, shared, grown, left, tidx):
+        """Replaces do by scaled operands, zero past the end."""
+        source = cute.recast_ptr(shared.do, dtype=self.dtype)
+        x, y = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.operand)
+        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
+            unit = tidx + THREADS * i
+            y.fill(0.0)
+            if unit // 8 % CHUNK < left:
+                cute.autovec_copy(view(source, 8 * unit, 8), x)
+                y.store((x.load().to(F32) * grown).to(self.operand))
+            cute.autovec_copy(y, view(shared.do, 8 * unit, 8))
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def prepare_tokens(self, shared, scale, left, tidx):
+        """Writes the factors of q~ and k~ of every token, and zeros for q and k past the end."""
+        if tidx < CHUNK:
+            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+            shared.scales[tidx, 0] = norms[tidx, 1] * scale
+            shared.scales[tidx, 1] = norms[tidx, 2] * norms[tidx, 0]
+        if left < CHUNK:
+            zero = cute.make_rmem_tensor(8, self.dtype)
+            zero.fill(0.0)
+            for i in cutlass.range(tidx, WIDE // 8, THREADS, unroll=1):
+                if i // 8 % CHUNK >= left:
+                    cute.autovec_copy(zero, view(shared.q, 8 * i, 8))
+                    cute.autovec_copy(zero, view(shared.k, 8 * i, 8))
+
+    # ---- products ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply(
+        self,
+        a_major: cutlass.Constexpr,
+        a: cute.Pointer,
+        a_step: cutlass.Constexpr,
+        b: cute.Pointer,
+        tidx,
+    ):
+        """Returns A B^T over both tiles of V, all from shared memory, as own elements. a_step: between tiles of A."""
+        op = warpgroup.MmaF16BF16Op(
+            self.operand, F32, (64, 64, 16), warpgroup.OperandSource.SMEM,
+            OperandMajorMode.MN if a_major == "mn" else OperandMajorMode.K, OperandMajorMode.K,
+        )  # fmt: skip
+        mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+        part = mma.get_slice(tidx % GROUP)
+        acc = cute.make_rmem_tensor(((2, 2, TILES), 1, 1), F32)
+        left = repeated(a, (64, 64), a_major, self.operand, 2, a_step)
+        right = repeated(b, (64, 64), "k", self.operand, 2)
+        warpgroup.fence()
+        for tile in cutlass.range_constexpr(2):
+            x = mma.make_fragment_A(part.partition_A(left[None, None, tile]))
+            y = mma.make_fragment_B(part.partition_B(right[None, None, tile]))
+            issue(mma, acc, x, y, tile == 0)
+        warpgroup.wait_group(0)
+        return cute.make_tensor(acc.iterator, cute.make_layout(OWN))
+
+    @cute.jit
+    def pairs(self, shared, d_beta: cute.Tensor, shrunk, left, thread):
+        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals: the first to shared memory, the
+        second as dbeta. Returns the power of two by which operands are too small."""
+        lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
+        first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
+        x = self.multiply("k", first, SQUARE, shared.z, thread.tidx)
+        bits = cute.recast_tensor(x, I32)
+        largest = I32(0)
+        for half in cutlass.range_constexpr(2):
+            i = SUB * sub + lane // 4 + 8 * half
+            for n in cutlass.range_constexpr(TILES):
+                for b in cutlass.range_constexpr(2):
+                    j = 8 * n + thread.token + b
+                    if i == j:
+                        if group == 0:
+                            shared.own[i] = x[b, half, n]
+                        elif i < left:
+                            self.store_strength(shared, d_beta, i, x[b, half, n] * shrunk)
+                    x[b, half, n] = x[b, half, n] if j < i else F32(0.0)
+                    largest = cutlass.max(largest, bits[b, half, n] & 0x7FFFFFFF)
+        largest = cute.arch.warp_redux_sync(largest, "max")
+        if lane == 0:
+            shared.largest[thread.w] = largest
+        self.sync()
+        for w in cutlass.range_constexpr(WARPS):
+            largest = cutlass.max(largest, shared.largest[w])
+        grown, factor = scale_of(largest)
+        two, rounded = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, self.operand)
+        for half in cutlass.range_constexpr(2):
+            i = SUB * sub + lane // 4 + 8 * half
+            for n in cutlass.range_constexpr(TILES):
+                two.store(x[None, half, n].load() * grown)
+                rounded.store(two.load().to(self.operand))
+                at = (group * CHUNK + i) * DA_STRIDE + 8 * n + thread.token
+                cute.autovec_copy(rounded, view(shared.dA, at, 2))
+                if n // 2 == sub:
+                    for b in cutlass.range_constexpr(2):
+                        two[b] = to_tf32(two[b])
+                    at = (
+                        (group * SUBS + sub) * INSIDE
+                        + i % SUB * INSIDE_STRIDE
+                        + n % 2 * 8
+                        + thread.token
+                    )
+                    cute.autovec_copy(two, view(shared.inside, at, 2))
+        self.sync()
+        return factor
+
+    @cute.jit
+    def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
+        """Writes dbeta of a token, of -y . z."""
+        root = view(shared.factors, i, 1)[0]
+        strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
+        if cutlass.const_expr(self.config.beta_sigmoid):
+            result = -minus_yz * (1.0 - strength * (1.0 / most))
+        else:
+            result = -minus_yz * most / strength
+        d_beta[i] = result.to(d_beta.element_type)
+
+    @cute.jit
+    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
+        """Writes dv = r y."""
+        y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
+        rounded = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
+            unit = tidx + THREADS * i
+            row = unit // 8 % CHUNK
+            if row < left:
+                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
+                factor = -shrunk * view(shared.factors, row, 1)[0]
+                wide.store(y.load().to(F32) * factor)
+                rounded.store(wide.load().to(self.dtype))
+                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
+                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
+
+    def sums_of(self, shared, sub, thread):
+        """Returns the running sums of decays of a sub-block."""
+        g = cute.make_rmem_tensor(OWN_SUB, F32)
+        for m in range(2):
+            own = view(shared.planes, 4 * (THREADS * (2 * sub + m) + thread.tidx), 4)
+            cute.autovec_copy(own, cute.make_tensor(g.iterator + 4 * m, cute.make_layout(4)))
+        return g
+
+    @cute.jit
+    def tokens_of(self, shared, which: cutlass.Constexpr, sub: cutlass.Constexpr, thread):
+        """Returns own elements of q~ or k~ of a sub-block."""
+        raw = load_sub((shared.q, shared.k)[which], sub, thread.w, thread.lane)
+        x, factors = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(2, F32)
+        x.store(raw.load().to(F32))
+        for m in cutlass.range_constexpr(2):
+            at = CHUNK * which + SUB * sub + 8 * m + thread.token
+            cute.autovec_copy(view(shared.scales.iterator, at, 2), factors)
+            for half in cutlass.range_constexpr(2):
+                for b in cutlass.range_constexpr(2):
+                    x[b, half, m] = x[b, half, m] * factors[b]
+        return x
+
+    @cute.jit
+    def operand_of(self, x: cute.Tensor, exponents: cute.Tensor):
+        """Returns x 2^exponent as an operand."""
+        wide, rounded = (
+            cute.make_rmem_tensor(OWN_SUB, F32),
+            cute.make_rmem_tensor(OWN_SUB, self.operand),
+        )
+        for b, half, m in SUB_INDICES:
+            wide[b, half, m] = x[b, half, m] * exp2(exponents[b, half, m])
+        rounded.store(wide.load().to(self.operand))
+        return rounded
+
+    @cute.jit
+    def until_end(self, g: cute.Tensor, ends: cute.Tensor, sub: cutlass.Constexpr):
+        """Returns the sums of decays from each token to the end of the sub-block."""
+        x = cute.make_rmem_tensor(OWN_SUB, F32)
+        for b, half, m in SUB_INDICES:
+            x[b, half, m] = ends[half, sub] - g[b, half, m]
+        return x
+
+    @cute.jit
+    def rows_of(
+        self, which: cutlass.Constexpr, shared, out: cute.Tensor, sums: cute.Tensor, ends, e_end, factor, thread
+    ):  # fmt: skip
+        """Sets `out` to the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays."""
+        group, lane = thread.w // 4, thread.lane
+        panel = shared.s + cute.assume(group * SQUARE, divby=SQUARE)
+        to_state = self.multiply("mn", panel, WIDE, (shared.do, shared.y)[which], thread.tidx)
+        acc = zeros(
+            (*OWN_SUB, SUBS)
+        )  # of the sub-blocks; the nearer an earlier one, the later it joins
+        for j in cutlass.range_constexpr(SUBS - 1):
+            k = self.tokens_of(shared, 1, j, thread)
+            left = self.operand_of(k, self.until_end(self.sums_of(shared, j, thread), ends, j))
+            for i in cutlass.range_constexpr(j + 1, SUBS):
+                own = acc[None, None, None, i]
+                if cutlass.const_expr(j > 0):
+                    scale(own, e_end[None, j])
+                add(own, left, fetch(shared.dA, which, i, j, False, lane))
+        before = cute.make_rmem_tensor(2, F32)
+        before.fill(1.0)
+        for i in cutlass.range_constexpr(SUBS):
+            inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+            g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
+            mine = k if cutlass.const_expr(which == 1) else self.tokens_of(shared, 0, i, thread)
+            for at in SUB_INDICES:
+                x[at] = to_tf32(k[at] * exp2(-g[at]))
+            add_inside(inside, x, shared.inside, which, i, False, lane)
+            for b, half, m in SUB_INDICES:
+                n = 2 * i + m
+                apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
+                growth = exp2(g[b, half, m])
+                exact = mine[b, half, m] * growth
+                read = before[half] * to_state[b, half, n]
+                pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near + exact * read
+                total = growth * (apart + near + read)
+                if cutlass.const_expr(which == 0):
+                    sums[b, half, n] = pair
+                    out[b, half, n] = total + shared.own[8 * n + thread.token + b] * k[b, half, m]
+                else:
+                    sums[b, half, n] = sums[b, half, n] + pair
+                    out[b, half, n] = total
+            scale_pair(before, e_end[None, i])
+
+    @cute.jit
+    def columns_of(self, shared, out: cute.Tensor, sums: cute.Tensor, ends, e_end, factor, thread):
+        """Adds the gradient of k~ as a column to `out`, subtracts its products from the sums for decays, and returns
+        the products of tokens with the gradient of the state."""
+        group, lane = thread.w // 4, thread.lane
+        panel = shared.d + cute.assume(group * SQUARE, divby=SQUARE)
+        handed = self.multiply("mn", panel, WIDE, shared.z, thread.tidx)
+        acc = zeros((*OWN_SUB, SUBS))
+        for back in cutlass.range_constexpr(SUBS - 1):
+            i = SUBS - 1 - back
+            g = self.sums_of(shared, i, thread)
+            for which in cutlass.range_constexpr(2):
+                right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
+                for j in cutlass.range_constexpr(i):
+                    own = acc[None, None, None, j]
+                    if cutlass.const_expr(back > 0 and which == 0):
+                        scale(own, e_end[None, i])
+                    add(own, right, fetch(shared.dA, which, i, j, True, lane))
+        behind = cute.make_rmem_tensor(2, F32)
+        behind.fill(1.0)
+        for back in cutlass.range_constexpr(SUBS):
+            i = SUBS - 1 - back
+            inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+            g = self.sums_of(shared, i, thread)
+            q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
+            for which in cutlass.range_constexpr(2):
+                for at in SUB_INDICES:
+                    x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
+                add_inside(inside, x, shared.inside, which, i, True, lane)
+            for b, half, m in SUB_INDICES:
+                n = 2 * i + m
+                apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
+                until, shrinking = exp2(ends[half, i] - g[b, half, m]), exp2(-g[b, half, m])
+                given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
+                column = exact.to(self.operand).to(F32) * apart
+                column = column + to_tf32(k[b, half, m] * shrinking) * near
+                sums[b, half, n] = sums[b, half, n] - column
+                total = until * (apart + given) + shrinking * near
+                total = total + shared.own[8 * n + thread.token + b] * q[b, half, m]
+                out[b, half, n] = out[b, half, n] + total
+                handed[b, half, n] = exact * given
+            scale_pair(behind, e_end[None, i])
+        return handed
+
+
+@cute.jit
+def scale_pair(x: cute.Tensor, factors: cute.Tensor):
+    """Multiplies a number of each of the two channels by a factor."""
+    for half in cutlass.range_constexpr(2):
+        x[half] = x[half] * factors[half]

@@ -1,0 +1,139 @@
+"""Results of a chunk by rows of tokens: the backward of norms and gates, and the sums for rate and bias.
+
+Matrices [64 tokens, 128 channels] of fp32 lie in shared memory in units of 4 channels; unit u of row r is at
+u ^ (r % 8). Warp w takes rows w, w + 8, ..., and a lane 4 channels of each.
+"""
+
+import cutlass
+import cutlass.cute as cute
+
+from cula_core.constants import LOG2_E
+from cula_core.cute.functions import exp2
+from cula_core.cute.memory import view
+from cula_core.cute.types import F32
+from cula_core.cute.warp import all_sums
+from cula_core.cute.widen import read, write
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM
+from cula_core.delta_rule.kernels.block import SQUARE
+
+from .gradients_registers import OWN, SUBS
+
+UNIT = 4
+WARPS = 2 * SUBS
+ROUNDS = CHUNK // WARPS
+
+
+def place_of(row, unit):
+    """Returns where a unit of a row begins."""
+    return row * HEAD_DIM + (unit ^ (row % 8)) * UNIT
+
+
+@cute.jit
+def stage(x: cute.Tensor, matrix: cute.Pointer, w, lane):
+    """Writes own elements [b, half, n] to a matrix of fp32."""
+    for b, half, n in OWN_INDICES:
+        row, channel = 8 * n + lane % 4 * 2 + b, 16 * w + lane // 4 + 8 * half
+        view(matrix, place_of(row, channel // UNIT) + channel % UNIT, 1)[0] = x[b, half, n]
+
+
+OWN_INDICES = [(b, half, n) for n in range(OWN[2]) for half in range(2) for b in range(2)]
+
+
+class Rows:
+    """Reads staged matrices and writes the caller's rows. target: [tokens, channels] of a head from the chunk's first
+    token on. left: tokens from there on. What it writes of tokens past the end are no rows."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @cute.jit
+    def store_inputs(
+        self, matrix: cute.Pointer, raw: cute.Pointer, factor, factors, norms, target: cute.Tensor, left, w, lane
+    ):  # fmt: skip
+        """Writes dq or dk of a staged gradient of normalized ones. raw: q or k as TMA wrote it. factor: of the
+        gradient; factors [64]: None, or more of its rows. norms [64]: 1 / norm of rows."""
+        x = cute.make_rmem_tensor((UNIT, ROUNDS), F32)
+        own = cute.make_rmem_tensor((UNIT, ROUNDS), F32)
+        dots = []
+        for j in cutlass.range_constexpr(ROUNDS):
+            row = w + WARPS * j
+            cute.autovec_copy(view(matrix, place_of(row, lane), UNIT), x[None, j])
+            own_factor = factor
+            if cutlass.const_expr(factors is not None):
+                own_factor = factor * factors[row]
+            x[None, j].store(x[None, j].load() * own_factor)
+            if cutlass.const_expr(self.config.l2norm):
+                unit = (lane % 16 // 2) ^ (row % 8)
+                at = lane // 16 * SQUARE + row * 64 + unit * 8 + lane % 2 * UNIT
+                read(view(raw, at, UNIT), own[None, j])
+                own[None, j].store(own[None, j].load() * norms[row])
+                dot = F32(0.0)
+                for i in cutlass.range_constexpr(UNIT):
+                    dot = dot + x[i, j] * own[i, j]
+                dots.append(dot)
+        if cutlass.const_expr(self.config.l2norm):
+            dots = all_sums(dots, 32)
+        for j in cutlass.range_constexpr(ROUNDS):
+            row = w + WARPS * j
+            if cutlass.const_expr(self.config.l2norm):
+                x[None, j].store((x[None, j].load() - own[None, j].load() * dots[j]) * norms[row])
+            if row < left:
+                write(x[None, j], view(target[row, None].iterator, UNIT * lane, UNIT))
+
+    @cute.jit
+    def store_gates(
+        self, matrix: cute.Pointer, raw: cute.Tensor, rate, bias, lower_bound, target: cute.Tensor, left, sums, w, lane
+    ):  # fmt: skip
+        """Writes dg of the staged gradient of log decays, and the sums over the warp's rows: of bias [channel, warp],
+        of rate behind them. raw: the caller's gates. rate: A_log of the head. bias: dt_bias of the head."""
+        gated = self.config.gate != "log"
+        speed = F32(1.0)
+        if cutlass.const_expr(self.config.rate):
+            speed = exp2(rate * LOG2_E)
+        shift = cute.make_rmem_tensor(UNIT, F32)
+        shift.fill(0.0)
+        if cutlass.const_expr(self.config.bias):
+            cute.autovec_copy(view(bias.iterator, UNIT * lane, UNIT), shift)
+        of_bias, of_rate = cute.make_rmem_tensor(UNIT, F32), F32(0.0)
+        of_bias.fill(0.0)
+        for j in cutlass.range_constexpr(ROUNDS):
+            row = w + WARPS * j
+            if row < left:
+                x = cute.make_rmem_tensor(UNIT, F32)
+                cute.autovec_copy(view(matrix, place_of(row, lane), UNIT), x)
+                if cutlass.const_expr(gated):
+                    g = cute.make_rmem_tensor(UNIT, F32)
+                    read(view(raw[row, None].iterator, UNIT * lane, UNIT), g)
+                    for i in cutlass.range_constexpr(UNIT):
+                        shifted = g[i] + shift[i]
+                        # At most 2^126, whose product with the sigmoid is a number.
+                        grown = exp2(cutlass.min(shifted * speed * -LOG2_E, F32(126.0)))
+                        s = cute.arch.rcp_approx(1.0 + grown)
+                        x[i] = x[i] * (lower_bound * speed) * (s * (s * grown))
+                        of_bias[i] = of_bias[i] + x[i]
+                        of_rate = of_rate + x[i] * shifted
+                write(x, view(target[row, None].iterator, UNIT * lane, UNIT))
+        if cutlass.const_expr(self.config.bias):
+            cute.autovec_copy(of_bias, view(sums, w * HEAD_DIM + UNIT * lane, UNIT))
+        if cutlass.const_expr(self.config.rate):
+            total = all_sums([of_rate], 32)[0]
+            if lane == 0:
+                view(sums, WARPS * HEAD_DIM + w, 1)[0] = total
+
+    @cute.jit
+    def store_sums(self, sums, of_rate: cute.Tensor, of_bias: cute.Tensor, slot, head, tidx):
+        """Writes the sums over all rows. sums: None for a slot without a chunk, whose sums are zero."""
+        if tidx < HEAD_DIM:
+            if cutlass.const_expr(self.config.bias):
+                total = F32(0.0)
+                if cutlass.const_expr(sums is not None):
+                    for w in cutlass.range_constexpr(WARPS):
+                        total = total + view(sums, w * HEAD_DIM + tidx, 1)[0]
+                of_bias[slot, head, tidx] = total
+            if cutlass.const_expr(self.config.rate):
+                if tidx == 0:
+                    total = F32(0.0)
+                    if cutlass.const_expr(sums is not None):
+                        for w in cutlass.range_constexpr(WARPS):
+                            total = total + view(sums, WARPS * HEAD_DIM + w, 1)[0]
+                    of_rate[slot, head] = total
