@@ -22,11 +22,14 @@ def scratch_bytes(slots: int, heads: int) -> int:
     return slots * heads * (BLOCK_BYTES + 3 * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
 
 
-def heads_at_once(slots: int, heads: int, scratch: int) -> int:
-    """Returns how many heads are done together, so that groups are as few and as equal as the scratch allows."""
-    most = max(scratch // scratch_bytes(slots, 1), MIN_HEADS, 1)
-    groups = -(-heads // most)
-    return -(-heads // groups)
+def heads_at_once(slots: int, heads: int, scratch: int, multiple: int = 1) -> int:
+    """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
+
+    multiple: value heads that share a query head, and stay together.
+    """
+    units = heads // multiple
+    most = max(max(scratch // scratch_bytes(slots, 1), MIN_HEADS) // multiple, 1)
+    return -(-units // -(-units // most)) * multiple
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,10 @@ class WalkConfig:
 class GradientsConfig:
     """Static facts of the kernel that computes the gradients of a chunk.
 
-    dtype: of q, k, do and of dq, dk. gate_dtype, beta_dtype: of g, dg and of dbeta. operand: of states and of what
+    dtype: of q, k, do and of dq, dk, dv. gate_dtype, beta_dtype: of g, dg and of dbeta. operand: of states and of what
     products take. gate: g holds log decays in [-5, 0) ("log"), or what they are computed from ("safe"). rate, bias:
-    there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a dense batch. The others are the flags of the
-    public function.
+    there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a dense batch. grouped: dq, dk are fp32, since
+    those of value heads that share a query head are summed. The others are the flags of the public function.
     """
 
     dtype: str
@@ -92,3 +95,4 @@ class GradientsConfig:
     rate: bool = True
     bias: bool = True
     index_dtype: str | None = None
+    grouped: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,25 +69,30 @@ def run(
 ) -> None:
     """Writes the gradients of a call, on torch's current stream.
 
-    The call has tensors as the kernels read them, as many query heads as value heads, and log decays in [-5, 0); found:
-    memory of the results. scratch: bytes between the kernels that are not exceeded as long as a few heads fit; heads
-    are independent, and are done in groups. Tests without a GPU pass the number of multiprocessors and `kernels`.
+    The call has tensors as the kernels read them; found: memory of the results. scratch: bytes between the kernels that
+    are not exceeded as long as a few heads fit; heads are independent, and are done in groups. Tests without a GPU pass
+    the number of multiprocessors and `kernels`.
     """
     batch, tokens, heads = call.v.shape[:3]
     slots = chunk_slots(batch, tokens, call.packed_sequences)
-    group = heads_at_once(slots, heads, scratch)
+    shared = heads // call.q.shape[2]
+    together = heads_at_once(slots, heads, scratch, shared)
     launch = _Launch(
         kernels or kernels_of(call.q.device),
         multiprocessors or tensors.multiprocessors(call.q.device),
-        slots,
-        _Scratch(call, slots, group),
+        _Scratch(call, slots, together),
     )
-    for start in range(0, heads, group):
-        launch.run(*_of_heads(call, found, slice(start, min(start + group, heads))))
+    for start in range(0, heads, together):
+        launch.run(*_of_heads(call, found, slice(start, min(start + together, heads)), shared))
 
 
-def _of_heads(call: BackwardCall, found: Gradients, heads: slice) -> tuple[BackwardCall, Gradients]:
-    """Returns the part of a call and of its results that belongs to some heads."""
+def _of_heads(
+    call: BackwardCall, found: Gradients, heads: slice, shared: int
+) -> tuple[BackwardCall, Gradients]:
+    """Returns the part of a call and of its results that belongs to some value heads.
+
+    shared: value heads that share a query head.
+    """
     if heads == slice(0, call.v.shape[2]):
         return call, found
 
@@ -96,7 +101,10 @@ def _of_heads(call: BackwardCall, found: Gradients, heads: slice) -> tuple[Backw
             return None
         if name in ("A_log", "dt_bias"):
             return x.view(call.v.shape[2], -1)[heads].flatten()
-        return x[:, heads] if name in ("initial_state", "dht") else x[:, :, heads]
+        if name in ("initial_state", "dht"):
+            return x[:, heads]
+        own = slice(heads.start // shared, heads.stop // shared) if name in ("q", "k") else heads
+        return x[:, :, own]
 
     names = ("q", "k", "v", "g", "beta", "do", "A_log", "dt_bias", "initial_state", "dht")
     own = call._replace(**{name: part(name, getattr(call, name)) for name in names})
@@ -104,98 +112,127 @@ def _of_heads(call: BackwardCall, found: Gradients, heads: slice) -> tuple[Backw
 
 
 class _Scratch:
-    """Memory between the kernels, for a group of heads: blocks and factors of chunks, kept states and rows of both
-    walks."""
+    """Memory between the kernels, for some value heads: blocks and factors of chunks, what both walks keep."""
 
     def __init__(self, call: BackwardCall, slots: int, heads: int) -> None:
+        self.slots = slots
         operand = getattr(torch, call.operand)
 
-        def empty(size: int, *inner: int, dtype: torch.dtype = operand) -> Tensor:
-            return call.q.new_empty((slots, heads, *inner, size), dtype=dtype)
+        def empty(*inner: int, dtype: torch.dtype = operand) -> Tensor:
+            return call.q.new_empty((slots, heads, *inner), dtype=dtype)
 
-        tiles = TARGET.v_tiles
-        self.blocks = empty(BLOCK_BYTES // 2)
-        self.factors = empty(CHUNK, 3, dtype=torch.float32)
-        self.states, self.d_states = (empty(STATE_BYTES // 2 // tiles, tiles) for _ in range(2))
-        self.z, self.minus_y = (empty(ROW_BYTES // 2 // tiles, tiles) for _ in range(2))
+        def kept(size: int) -> Tensor:
+            return empty(TARGET.v_tiles, size // 2 // TARGET.v_tiles)
 
-    def of_heads(self, heads: int) -> Iterator[Tensor]:
-        """Yields the tensors for as many heads, which are the group's or fewer."""
-        for x in (self.blocks, self.factors, self.states, self.z, self.d_states, self.minus_y):
-            yield (
-                x
-                if x.shape[1] == heads
-                else x.flatten(0, 1)[: x.shape[0] * heads].unflatten(0, (-1, heads))
-            )
+        self._tensors = (
+            empty(BLOCK_BYTES // 2), empty(3, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
+            kept(STATE_BYTES), kept(ROW_BYTES),
+        )  # fmt: skip
+
+    def of_heads(self, heads: int) -> list[Tensor]:
+        """Returns blocks, factors, states, z, gradients of states and -y for so many heads, all of them or fewer."""
+        return [
+            x.flatten(0, 1)[: self.slots * heads].unflatten(0, (self.slots, heads))
+            for x in self._tensors
+        ]
 
 
 class _Launch:
-    """The kernels of a group of heads, one after the other."""
+    """The kernels of some heads, one after the other."""
 
-    def __init__(
-        self, kernels: Kernels, multiprocessors: int, slots: int, scratch: _Scratch
-    ) -> None:
+    def __init__(self, kernels: Kernels, multiprocessors: int, scratch: _Scratch) -> None:
         self._kernels, self._multiprocessors = kernels, multiprocessors
-        self._slots, self._scratch = slots, scratch
+        self._scratch = scratch
 
     def run(self, call: BackwardCall, found: Gradients) -> None:
-        batch, tokens, heads = call.v.shape[:3]
+        heads, slots = call.v.shape[2], self._scratch.slots
         blocks, factors, states, z, d_states, minus_y = self._scratch.of_heads(heads)
-        sequences, longest = call.sequences, max(tokens, CHUNK)
-        segments = None
+        peaks, segments = _peaks(call), None
         if call.packed:
-            segments = call.q.new_empty((1 + sequences, COLUMNS), dtype=torch.int32)
-        peaks = _peaks(call)
-        index_dtype = None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype)
-        gates: dict[str, Any] = {
-            "operand": call.operand, "gate": call.gate, "l2norm": call.l2norm, "beta_sigmoid": call.beta_sigmoid,
-            "neg_eigval": call.neg_eigval, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
-            "index_dtype": index_dtype,
-        }  # fmt: skip
-        dtypes = [dtype_name(x.dtype) for x in (call.q, call.g, call.beta)]
-        prepare = PrepareConfig(*dtypes, bounded=call.bounded, rooted=True, **gates)
-        self._kernels(prepare)(
+            segments = call.q.new_empty((1 + call.sequences, COLUMNS), dtype=torch.int32)
+        facts = _facts(call)
+        longest = max(call.v.shape[1], CHUNK)
+        self._kernels(PrepareConfig(**facts, bounded=call.bounded, rooted=True))(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, blocks, None, None,
-            call.do, factors, peaks, call.scale, call.lower_bound, longest, longest, 0, self._slots,
+            call.do, factors, peaks, call.scale, call.lower_bound, longest, longest, 0, slots,
         )  # fmt: skip
-        alone = TARGET.v_tiles * sequences * heads <= self._multiprocessors
-        tiles = 1 if alone else TARGET.v_tiles
-        ctas = min(self._multiprocessors, sequences * heads * TARGET.v_tiles // tiles)
-
-        def walk(
-            back: bool,
-            v: Tensor,
-            start: Tensor | None,
-            end: Tensor | None,
-            kept: Tensor,
-            rows: Tensor,
-        ) -> None:
-            config = WalkConfig(
-                dtypes[0], back, call.operand, tiles, call.packed, start is not None, end is not None,
-                call.state_v_first,
-            )  # fmt: skip
-            self._kernels(config)(
-                blocks, v, None if back else factors, peaks if back else None, start, end, kept, rows, segments,
-                longest, ctas,
-            )  # fmt: skip
-
-        walk(False, call.v, call.initial_state, None, states, z)
-        walk(True, call.do, call.dht, found.dh0, d_states, minus_y)
+        self._walks(
+            call,
+            (blocks, call.v, factors, None, call.initial_state, None, states, z, segments, longest),
+            (
+                blocks,
+                call.do,
+                None,
+                peaks,
+                call.dht,
+                found.dh0,
+                d_states,
+                minus_y,
+                segments,
+                longest,
+            ),
+        )
+        grouped = call.q.shape[2] != heads
+        dq, dk = found.dq, found.dk
+        if grouped:
+            dq, dk = (call.v.new_empty(call.v.shape, dtype=torch.float32) for _ in range(2))
         rates = biases = None
         if call.A_log is not None:
-            rates = call.q.new_empty((self._slots, heads), dtype=torch.float32)
+            rates = call.q.new_empty((slots, heads), dtype=torch.float32)
         if call.dt_bias is not None:
-            biases = call.q.new_empty((self._slots, heads, HEAD_DIM), dtype=torch.float32)
-        self._kernels(GradientsConfig(*dtypes, **gates))(
+            biases = call.q.new_empty((slots, heads, HEAD_DIM), dtype=torch.float32)
+        self._kernels(GradientsConfig(**facts, grouped=grouped))(
             call.q, call.k, call.g, call.do, call.A_log, call.dt_bias, factors, peaks, states, d_states, z, minus_y,
-            call.cu_seqlens, found.dq, found.dk, found.dv, found.dg, found.dbeta, rates, biases, call.scale,
-            call.lower_bound, 0, self._slots, min(self._multiprocessors, self._slots * heads),
+            call.cu_seqlens, dq, dk, found.dv, found.dg, found.dbeta, rates, biases, call.scale, call.lower_bound, 0,
+            slots, min(self._multiprocessors, slots * heads),
         )  # fmt: skip
-        # In the order of the chunks, whatever the kernel's order was.
+        # Sums in an order that does not depend on when a kernel wrote its parts.
+        if grouped:
+            for parts, whole in ((dq, found.dq), (dk, found.dk)):
+                whole.copy_(parts.unflatten(2, (call.q.shape[2], -1)).sum(3))
         if rates is not None:
             torch.sum(rates, 0, out=found.dA_log)
         if biases is not None:
             torch.sum(biases, 0, out=found.ddt_bias.view(heads, HEAD_DIM))
+
+    def _walks(self, call: BackwardCall, forward: tuple, back: tuple) -> None:
+        """Launches both walks with their arguments. Neither reads what the other writes: chains of a few heads, which
+        leave most of the card to others, run side by side."""
+        chains = TARGET.v_tiles * call.sequences * call.v.shape[2]
+        tiles = 1 if chains <= self._multiprocessors else TARGET.v_tiles
+        ctas = min(self._multiprocessors, chains // tiles)
+
+        def walk(arguments: tuple, is_back: bool) -> None:
+            config = WalkConfig(
+                dtype_name(call.v.dtype), is_back, call.operand, tiles, call.packed, start=arguments[4] is not None,
+                end=arguments[5] is not None, state_v_first=call.state_v_first,
+            )  # fmt: skip
+            self._kernels(config)(*arguments, ctas)
+
+        if call.v.is_cuda and 2 * ctas <= self._multiprocessors:
+            current, side = (
+                torch.cuda.current_stream(call.v.device),
+                torch.cuda.Stream(call.v.device),
+            )
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                walk(forward, False)
+            walk(back, True)
+            current.wait_stream(side)
+        else:
+            walk(forward, False)
+            walk(back, True)
+
+
+def _facts(call: BackwardCall) -> dict[str, Any]:
+    """Returns the static facts that the chunk-parallel kernels share."""
+    return {
+        "dtype": dtype_name(call.q.dtype), "gate_dtype": dtype_name(call.g.dtype),
+        "beta_dtype": dtype_name(call.beta.dtype), "operand": call.operand, "gate": call.gate, "l2norm": call.l2norm,
+        "beta_sigmoid": call.beta_sigmoid, "neg_eigval": call.neg_eigval, "rate": call.A_log is not None,
+        "bias": call.dt_bias is not None,
+        "index_dtype": None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype),
+    }  # fmt: skip
 
 
 def _peaks(call: BackwardCall) -> Tensor:
