@@ -58,7 +58,7 @@ def load_sub(matrix: cute.Pointer, sub, w, lane):
 
 
 @cute.jit
-def fetch(dA: cute.Pointer, which: cutlass.Constexpr, i, j, columns: cutlass.Constexpr, lane):
+def fetch(dA: cute.Pointer, which, i, j, columns: cutlass.Constexpr, lane):
     """Returns dA of sub-blocks i, j as a second operand: [2 of k, half of k, tile]. columns: k runs over i and the
     result over j, else the other way round."""
     b = cute.make_rmem_tensor(OWN_SUB, dA.dtype)
