@@ -49,6 +49,7 @@ from .gradients_registers import (
     fetch,
     load_sub,
     products_of_states,
+    renewed,
     scale,
     sum_tokens,
     to_tf32,
@@ -113,6 +114,20 @@ class Thread(NamedTuple):
     lane: cutlass.Int32
     w: cutlass.Int32
     token: cutlass.Int32
+
+
+class Place(NamedTuple):
+    """Where a chunk is. left: tokens from its first one to the end of the sequence."""
+
+    batch: cutlass.Int32
+    token: cutlass.Int32
+    head: cutlass.Int32
+    left: cutlass.Int32
+
+    def rows(self, x: cute.Tensor):
+        """Returns what a tensor [B, T, HV, ...] has of the head, from the first token on."""
+        own = x[(self.batch, None, self.head, *(None,) * (cute.rank(x) - 3))]
+        return cute.domain_offset((self.token, *(0,) * (cute.rank(own) - 1)), own)
 
 
 class KdaGradients:
@@ -232,7 +247,7 @@ class KdaGradients:
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(40)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                     slot, head = number // heads_v, number % heads_v
@@ -248,9 +263,7 @@ class KdaGradients:
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(240)
-            lane = tidx % 32
-            thread = Thread(tidx, lane, warp_idx, lane % 4 * 2)
+            cute.arch.setmaxregister_increase(232)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                 slot, head = number // heads_v, number % heads_v
                 sequence, token, left = find_chunk_of_sequence(
@@ -258,19 +271,13 @@ class KdaGradients:
                 )
                 if left > 0:
                     batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                    raw, dq, dk, dg = (
-                        cute.domain_offset((token, 0), x[batch, None, head, None])
-                        for x in (mG, mDq, mDk, mDg)
-                    )
-                    d_beta = cute.domain_offset((token,), mDbeta[batch, None, head])
-                    of_head = [None, None]
-                    if cutlass.const_expr(self.config.rate):
-                        of_head[0] = rate[head]
-                    if cutlass.const_expr(self.config.bias):
-                        of_head[1] = bias[head, None]
+                    own = renewed(tidx)
+                    lane, w = own % 32, cute.arch.make_warp_uniform(own // 32)
+                    thread = Thread(own, lane, w, lane % 4 * 2)
+                    place = Place(batch, token, head, left)
                     grown, shrunk = scale_of(peaks[sequence, head])
                     self.compute(
-                        shared, raw, *of_head, dq, dk, dg, d_beta, grown, shrunk, scale, lower_bound, left, phase, thread
+                        shared, place, mG, rate, bias, mDq, mDk, mDg, mDbeta, grown, shrunk, scale, lower_bound, phase, thread
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.rate or self.config.bias):
                         self.sync()
@@ -377,12 +384,13 @@ class KdaGradients:
 
     @cute.jit
     def compute(
-        self, shared, raw: cute.Tensor, rate, bias, dq: cute.Tensor, dk: cute.Tensor, dg: cute.Tensor,
-        d_beta: cute.Tensor, grown, shrunk, scale, lower_bound, left, phase, thread,
+        self, shared, place, mG: cute.Tensor, rate, bias, mDq: cute.Tensor, mDk: cute.Tensor, mDg: cute.Tensor,
+        mDbeta: cute.Tensor, grown, shrunk, scale, lower_bound, phase, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
-        tidx, lane, w = thread.tidx, thread.lane, thread.w
+        tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
         self.wait(shared, Input.GATES, phase)
+        rate, bias = self.gate_of(rate, bias, place.head)
         g = self.decays(shared, rate, bias, lower_bound, left, thread)
         sum_tokens(g, lane, inside=True)
         if lane % 4 == 3:
@@ -399,7 +407,7 @@ class KdaGradients:
             own = cute.make_tensor(g.iterator + 4 * n, cute.make_layout(4))
             cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
         self.wait(shared, Input.Z, phase)
-        factor = self.pairs(shared, d_beta, shrunk, left, thread)
+        factor = self.pairs(shared, place.rows(mDbeta), shrunk, left, thread)
         sums = zeros(OWN)
         places = first_places(w, lane)
         panel = cute.assume(w // 4 * SQUARE, divby=SQUARE)
@@ -411,19 +419,19 @@ class KdaGradients:
         self.sync()
         # A loop, not only for the size of the code: what it sums up cannot be left to be computed behind it.
         for which in cutlass.range(2, unroll=1):
-            self.add_rows(shared, which, to_state, sums, factor, places, thread)
+            self.add_rows(shared, which, to_state, sums, factor, places, left, thread)
             to_state.store(of_keys.load())
         self.sync()
         norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
         matrix = cute.recast_ptr(shared.do, dtype=F32)
         self.rows.store_inputs(
-            matrix, shared.q, scale * shrunk, None, norms[None, 1], dq, left, w, lane
+            matrix, shared.q, scale * shrunk, None, norms[None, 1], place.rows(mDq), left, w, lane
         )
         self.give_back(shared, Input.OUTPUTS)
         handed = self.multiply("mn", shared.d + panel, WIDE, shared.z, tidx)
         self.give_back(shared, Input.Z)
         self.give_back(shared, Input.D_STATES)
-        decay = self.add_columns(shared, handed, sums, factor, places, thread)
+        decay = self.add_columns(shared, handed, sums, factor, places, left, thread)
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
         self.sync()
@@ -435,14 +443,18 @@ class KdaGradients:
         self.sync()
         matrix = cute.recast_ptr(shared.s, dtype=F32)
         self.rows.store_inputs(
-            matrix, shared.k, shrunk, norms[None, 0], norms[None, 2], dk, left, w, lane
+            matrix, shared.k, shrunk, norms[None, 0], norms[None, 2], place.rows(mDk), left, w, lane
         )
         self.give_back(shared, Input.STATES)
         self.give_back(shared, Input.TOKENS)
         self.rows.store_gates(
-            shared.planes, raw, rate, bias, lower_bound, dg, left, shared.sums, w, lane
+            shared.planes, place.rows(mG), rate, bias, lower_bound, place.rows(mDg), left, shared.sums, w, lane
         )
         self.give_back(shared, Input.GATES)
+
+    def gate_of(self, rate, bias, head):
+        """Returns A_log and dt_bias of a head, None where there is none."""
+        return rate[head] if self.config.rate else None, bias[head, None] if self.config.bias else None
 
     @cute.jit
     def decays(self, shared, rate, bias, lower_bound, left, thread):
@@ -636,98 +648,122 @@ class KdaGradients:
         return x
 
     @cute.jit
-    def add_rows(self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, thread):
+    def add_rows(self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, left, thread):
         """Writes the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays.
 
         to_state: gradients of products with the state. The results are left where do and y were, or where S was.
+        left: of which the compiler does not know that it is positive: so it works at one sub-block at a time,
+        and does not run out of registers.
         """
-        lane = thread.lane
-        matrix = cute.recast_ptr(shared.do, dtype=F32)
-        matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
         acc = zeros((*OWN_SUB, SUBS))  # of the sub-blocks; the nearer an earlier one, the later it joins
-        for j in cutlass.range_constexpr(SUBS - 1):
-            cute.arch.sync_warp()
-            k = self.tokens_of(shared, 1, j, thread)
-            until_end = self.until_end(shared, self.sums_of(shared, j, thread), j, thread)
-            left = self.operand_of(k, until_end)
-            decay = self.ends_of(shared, j, 1, thread)
-            for i in cutlass.range_constexpr(j + 1, SUBS):
-                own = acc[None, None, None, i]
-                if cutlass.const_expr(j > 0):
-                    scale(own, decay)
-                add(own, left, fetch(shared.dA, which, i, j, False, lane))
         before = cute.make_rmem_tensor(2, F32)
         before.fill(1.0)
+        for j in cutlass.range_constexpr(SUBS - 1):
+            if renewed(left) > 0:
+                self.multiply_rows(shared, which, j, acc, thread)
         for i in cutlass.range_constexpr(SUBS):
-            cute.arch.sync_warp()
-            inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-            g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
-            mine = self.tokens_of(shared, which, i, thread)
-            for at in SUB_INDICES:
-                x[at] = to_tf32(k[at] * exp2(-g[at]))
-            add_inside(inside, x, shared.inside, which, i, False, lane)
-            for b, half, m in SUB_INDICES:
-                n = 2 * i + m
-                apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-                growth = exp2(g[b, half, m])
-                exact = mine[b, half, m] * growth
-                read = before[half] * to_state[b, half, n]
-                pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near + exact * read
-                sums[b, half, n] = sums[b, half, n] + pair
-                own = shared.own[8 * n + thread.token + b]
-                own = own * k[b, half, m] if which == 0 else F32(0.0)
-                place_in(matrix, places, b, half, n)[0] = growth * (apart + near + read) + own
-            scale_pair(before, self.ends_of(shared, i, 1, thread))
+            if renewed(left) > 0:
+                self.finish_rows(shared, which, i, acc, before, to_state, sums, factor, places, thread)
 
     @cute.jit
-    def add_columns(self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, thread):
+    def multiply_rows(self, shared, which, j: cutlass.Constexpr, acc: cute.Tensor, thread):
+        """Adds the products of dA with the keys of a sub-block to the sums of those behind it."""
+        k, g = self.tokens_of(shared, 1, j, thread), self.sums_of(shared, j, thread)
+        left = self.operand_of(k, self.until_end(shared, g, j, thread))
+        decay = self.ends_of(shared, j, 1, thread)
+        for i in cutlass.range_constexpr(j + 1, SUBS):
+            own = acc[None, None, None, i]
+            if cutlass.const_expr(j > 0):
+                scale(own, decay)
+            add(own, left, fetch(shared.dA, which, i, j, False, thread.lane))
+
+    @cute.jit
+    def finish_rows(
+        self, shared, which, i: cutlass.Constexpr, acc: cute.Tensor, before: cute.Tensor, to_state: cute.Tensor,
+        sums: cute.Tensor, factor, places, thread,
+    ):  # fmt: skip
+        """Adds the products inside a sub-block and with the state. before: decays in front of it; then behind it."""
+        matrix = cute.recast_ptr(shared.do, dtype=F32)
+        matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
+        inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+        g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
+        mine = self.tokens_of(shared, which, i, thread)
+        for at in SUB_INDICES:
+            x[at] = to_tf32(k[at] * exp2(-g[at]))
+        add_inside(inside, x, shared.inside, which, i, False, thread.lane)
+        for b, half, m in SUB_INDICES:
+            n = 2 * i + m
+            apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
+            growth = exp2(g[b, half, m])
+            exact = mine[b, half, m] * growth
+            read = before[half] * to_state[b, half, n]
+            pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near + exact * read
+            sums[b, half, n] = sums[b, half, n] + pair
+            own = shared.own[8 * n + thread.token + b]
+            own = own * k[b, half, m] if which == 0 else F32(0.0)
+            place_in(matrix, places, b, half, n)[0] = growth * (apart + near + read) + own
+        scale_pair(before, self.ends_of(shared, i, 1, thread))
+
+    @cute.jit
+    def add_columns(self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread):
         """Adds the gradient of k~ as a column to that as a row, and subtracts its products from the sums for decays.
 
-        handed: gradients of products with D; they are replaced by the products of the token with it. Returns the decays
-        of the chunk.
+        handed: gradients of products with D; they are replaced by the products of the token with it. left: as in
+        `add_rows`. Returns the decays of the chunk.
         """
-        lane = thread.lane
-        matrix = cute.recast_ptr(shared.s, dtype=F32)
         acc = zeros((*OWN_SUB, SUBS))
-        for back in cutlass.range_constexpr(SUBS - 1):
-            i = SUBS - 1 - back
-            cute.arch.sync_warp()
-            g, decay = self.sums_of(shared, i, thread), self.ends_of(shared, i, 1, thread)
-            for which in cutlass.range_constexpr(2):
-                right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
-                for j in cutlass.range_constexpr(i):
-                    own = acc[None, None, None, j]
-                    if cutlass.const_expr(back > 0 and which == 0):
-                        scale(own, decay)
-                    add(own, right, fetch(shared.dA, which, i, j, True, lane))
         behind = cute.make_rmem_tensor(2, F32)
         behind.fill(1.0)
+        for back in cutlass.range_constexpr(SUBS - 1):
+            if renewed(left) > 0:
+                self.multiply_columns(shared, SUBS - 1 - back, acc, thread)
         for back in cutlass.range_constexpr(SUBS):
-            i = SUBS - 1 - back
-            cute.arch.sync_warp()
-            inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-            g = self.sums_of(shared, i, thread)
-            until_end = self.until_end(shared, g, i, thread)
-            q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
-            for which in cutlass.range_constexpr(2):
-                for at in SUB_INDICES:
-                    x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
-                add_inside(inside, x, shared.inside, which, i, True, lane)
-            for b, half, m in SUB_INDICES:
-                n = 2 * i + m
-                apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-                until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
-                given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-                column = exact.to(self.operand).to(F32) * apart
-                column = column + to_tf32(k[b, half, m] * shrinking) * near
-                sums[b, half, n] = sums[b, half, n] - column
-                total = until * (apart + given) + shrinking * near
-                total = total + shared.own[8 * n + thread.token + b] * q[b, half, m]
-                place = place_in(matrix, places, b, half, n)
-                place[0] = place[0] + total
-                handed[b, half, n] = exact * given
-            scale_pair(behind, self.ends_of(shared, i, 1, thread))
+            if renewed(left) > 0:
+                i = SUBS - 1 - back
+                self.finish_columns(shared, i, acc, behind, handed, sums, factor, places, thread)
         return behind
+
+    @cute.jit
+    def multiply_columns(self, shared, i: cutlass.Constexpr, acc: cute.Tensor, thread):
+        """Adds the products of dA with the queries and keys of a sub-block to the sums of those in front of it."""
+        g, decay = self.sums_of(shared, i, thread), self.ends_of(shared, i, 1, thread)
+        for which in cutlass.range_constexpr(2):
+            right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
+            for j in cutlass.range_constexpr(i):
+                own = acc[None, None, None, j]
+                if cutlass.const_expr(i < SUBS - 1 and which == 0):
+                    scale(own, decay)
+                add(own, right, fetch(shared.dA, which, i, j, True, thread.lane))
+
+    @cute.jit
+    def finish_columns(
+        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor, sums: cute.Tensor,
+        factor, places, thread,
+    ):  # fmt: skip
+        """Adds the products inside a sub-block and with D. behind: decays behind it; then in front of it."""
+        matrix = cute.recast_ptr(shared.s, dtype=F32)
+        inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+        g = self.sums_of(shared, i, thread)
+        until_end = self.until_end(shared, g, i, thread)
+        q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
+        for which in cutlass.range_constexpr(2):
+            for at in SUB_INDICES:
+                x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
+            add_inside(inside, x, shared.inside, which, i, True, thread.lane)
+        for b, half, m in SUB_INDICES:
+            n = 2 * i + m
+            apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
+            until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
+            given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
+            column = exact.to(self.operand).to(F32) * apart
+            column = column + to_tf32(k[b, half, m] * shrinking) * near
+            sums[b, half, n] = sums[b, half, n] - column
+            total = until * (apart + given) + shrinking * near
+            total = total + shared.own[8 * n + thread.token + b] * q[b, half, m]
+            place = place_in(matrix, places, b, half, n)
+            place[0] = place[0] + total
+            handed[b, half, n] = exact * given
+        scale_pair(behind, self.ends_of(shared, i, 1, thread))
 
 
 @cute.jit

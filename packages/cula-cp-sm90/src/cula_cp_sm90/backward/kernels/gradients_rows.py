@@ -57,22 +57,24 @@ class Rows:
     ):  # fmt: skip
         """Writes dq or dk of a staged gradient of normalized ones. raw: q or k as TMA wrote it. factor: of the
         gradient; factors [64]: None, or more of its rows. norms [64]: 1 / norm of rows."""
+        # Rows of a warp are 8 apart, so that their units are swapped alike.
+        place = place_of(w, lane)
+        at = lane // 16 * SQUARE + w * 64 + ((lane % 16 // 2) ^ w) * 8 + lane % 2 * UNIT
         for batch in cutlass.range_constexpr(ROUNDS // BATCH):
             cute.arch.sync_warp()  # or the compiler loads all batches at once, and runs out of registers
             x = cute.make_rmem_tensor((UNIT, BATCH), F32)
             own = cute.make_rmem_tensor((UNIT, BATCH), F32)
             dots = []
             for j in cutlass.range_constexpr(BATCH):
-                row = w + WARPS * (BATCH * batch + j)
-                cute.autovec_copy(view(matrix, place_of(row, lane), UNIT), x[None, j])
+                ahead = WARPS * (BATCH * batch + j)
+                row = w + ahead
+                cute.autovec_copy(view(matrix, place + ahead * HEAD_DIM, UNIT), x[None, j])
                 own_factor = factor
                 if cutlass.const_expr(factors is not None):
                     own_factor = factor * factors[row]
                 x[None, j].store(x[None, j].load() * own_factor)
                 if cutlass.const_expr(self.config.l2norm):
-                    unit = (lane % 16 // 2) ^ (row % 8)
-                    at = lane // 16 * SQUARE + row * 64 + unit * 8 + lane % 2 * UNIT
-                    read(view(raw, at, UNIT), own[None, j])
+                    read(view(raw, at + ahead * 64, UNIT), own[None, j])
                     own[None, j].store(own[None, j].load() * norms[row])
                     dot = F32(0.0)
                     for i in cutlass.range_constexpr(UNIT):
@@ -102,13 +104,14 @@ class Rows:
         shift.fill(0.0)
         if cutlass.const_expr(self.config.bias):
             cute.autovec_copy(view(bias.iterator, UNIT * lane, UNIT), shift)
+        place = place_of(w, lane)
         of_bias, of_rate = cute.make_rmem_tensor(UNIT, F32), F32(0.0)
         of_bias.fill(0.0)
         for j in cutlass.range_constexpr(ROUNDS):
             row = w + WARPS * j
             if row < left:
                 x = cute.make_rmem_tensor(UNIT, F32)
-                cute.autovec_copy(view(matrix, place_of(row, lane), UNIT), x)
+                cute.autovec_copy(view(matrix, place + WARPS * j * HEAD_DIM, UNIT), x)
                 if cutlass.const_expr(gated):
                     g = cute.make_rmem_tensor(UNIT, F32)
                     read(view(raw[row, None].iterator, UNIT * lane, UNIT), g)
