@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,14 +168,17 @@ def test_no_token_at_all():
 
 
 def test_nothing_is_kept_but_the_inputs():
+    """Not even a workspace, which the forward alone has."""
     x, kept = problem(), []
-    hooks = torch.autograd.graph.saved_tensors_hooks(
+    workspace = torch.empty(2 * 59904, dtype=torch.uint8)
+    gone = weakref.ref(workspace)
+    with torch.autograd.graph.saved_tensors_hooks(
         lambda y: kept.append(y.data_ptr()) or y, lambda y: y
-    )
-    with hooks:
-        leaves, results = attend(x)
+    ):
+        leaves, results = attend(x, workspace=workspace)
+    del workspace
     given = {y.data_ptr() for y in (x | leaves).values() if isinstance(y, Tensor)}
-    assert kept and set(kept) <= given
+    assert kept and set(kept) <= given and gone() is None
     weighed(*results).backward()
 
 
@@ -281,8 +286,8 @@ def test_decays_of_any_size_are_refused_on_a_gpu():
     inside = {"use_gate_in_kernel": True}
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(1, 9, 1, 128, dtype=torch.bfloat16, device="cuda")
-        given = dict.fromkeys(LEAVES) | {"q": q, "cu_seqlens": None, "cu_seqlens_cpu": None}
-        given |= {"safe_gate": False, "use_gate_in_kernel": False, "lower_bound": None}
+        given = dict.fromkeys(inspect.signature(cula_cp_sm90.chunk_kda).parameters) | {"q": q}
+        given |= {"safe_gate": False, "use_gate_in_kernel": False}
         for wrong in ({}, inside, inside | {"lower_bound": -5.1}):
             with pytest.raises(ValueError, match="^safe_gate: expected True beside gradients, or "):
                 ops.trained(lambda **_: (q, None), given | wrong)

@@ -58,26 +58,27 @@ class _Trained(torch.autograd.Function):
     ) -> Any:
         o, final = chunk_kda(**dict(zip(_KEPT, kept)), **options)
         ctx.save_for_backward(*kept)
-        ctx.options = options
+        ctx.rules = [options[name] for name in _RULES]
+        ctx.state_v_first = options["state_v_first"]
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        kept, options = ctx.saved_tensors, ctx.options
-        q, v = kept[0], kept[2]
-        call = BackwardCall(
-            *kept,
-            torch.zeros_like(v) if do is None else do,
-            dht,
-            **rules(q, *(options[name] for name in _RULES)),
-            state_v_first=options["state_v_first"],
-        )
+        # Read once: under a checkpoint of activations a second time fails.
+        kept = dict(zip(_KEPT, ctx.saved_tensors))
+        q, v = kept["q"], kept["v"]
+        values: dict[str, Any] = kept | {
+            "do": torch.zeros_like(v) if do is None else do,
+            "dht": dht,
+            "state_v_first": ctx.state_v_first,
+        }
+        call = BackwardCall(**values, **rules(q, *ctx.rules))
         # Where gradients of gradients may follow, the operator is there to refuse them.
         direct = is_plain_cuda_call(q) and not torch.is_grad_enabled()
         run = _run_on_gpu if direct else torch.ops.cula_cp_sm90.backward.default
         found = run(*call)
-        grads = (None if x is None else d for x, d in zip(kept, found))
+        grads = (None if x is None else d for x, d in zip(kept.values(), found))
         return None, None, *grads, None, None
 
 
@@ -95,8 +96,8 @@ def _run_on_cpu(*values: Any) -> tuple[Tensor, ...]:
 def _run_on_gpu(*values: Any) -> tuple[Tensor, ...]:
     call = BackwardCall(*values)
     if call.v.numel() == 0:  # states pass through
-        *found, dh0 = (x.zero_() for x in _new_results(call))
-        return *found, dh0 if call.dht is None or not dh0.numel() else dh0.copy_(call.dht)
+        *rest, dh0 = (x.zero_() for x in _new_results(call))
+        return *rest, dh0 if call.dht is None or not dh0.numel() else dh0.copy_(call.dht)
     ready = prepared(call)
     found = Gradients(
         *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in ready[:5]),
@@ -145,7 +146,9 @@ def _results(call: BackwardCall, found: Gradients) -> tuple[Tensor, ...]:
     exact = work_dtype(call.q)
     tokens = (d.to(x.dtype).contiguous() for x, d in zip(call[:5], found[:5]))
     rest = (
-        call.q.new_empty(0, dtype=exact) if d is None else d.to(exact).view(x.shape).contiguous()
+        call.q.new_empty(0, dtype=exact)
+        if x is None or d is None
+        else d.to(exact).view(x.shape).contiguous()
         for x, d in zip(call[5:8], found[5:])
     )
     return *tokens, *rest
