@@ -458,6 +458,7 @@ def chunk_simple_gla(
         requires_grad,
         _check.dtype_of("initial_state", initial_state),
         _check.dtype_of("g", g),
+        _check.requires_grad(g),
         g_gamma is not None,
         cu_seqlens is not None,
         group,

@@ -56,8 +56,14 @@ class Gates(Layout):
                 length = 0
             slope = self.slope(head_decay, item.head, decay_factor)
             stride = self.together * CHUNK
-            own = cute.domain_offset((item.token + 2 * lane,), g[item.batch, None, item.head])
-            left = length - 2 * lane  # tokens from this lane's first on
+            first, left = (
+                item.token + 2 * lane,
+                length - 2 * lane,
+            )  # tokens from this lane's first on
+            if cutlass.const_expr(self.reverse):  # its first of the last chunk, and what is before
+                left = length - CHUNK + 2 * lane
+                first = item.token + left
+            own = cute.domain_offset((first,), g[item.batch, None, item.head])
             self.read(far, own, 0, left)
             for start in cutlass.range(0, length, stride, unroll=1):
                 near.store(far.load())
@@ -68,7 +74,7 @@ class Gates(Layout):
                     if first < length:
                         for i in cutlass.range_constexpr(2):
                             step = floored(near[i, j].to(F32) * LOG2_E + slope)
-                            steps[i] = step if first + i < left else F32(0.0)
+                            steps[i] = step if self.is_there(first, i, left) else F32(0.0)
                         self.publish(gates, at, sums, steps, lane)
                         at.advance()
             item = receive(Item, items, item_at, item_words)
@@ -79,9 +85,16 @@ class Gates(Layout):
         """Loads gates of this lane's tokens of the chunks from `first` on; what lies past the end is undefined."""
         for j in cutlass.range_constexpr(self.together):
             for i in cutlass.range_constexpr(2):
-                at = first + j * CHUNK + i
-                if at < left:
-                    found[i, j] = own[at]
+                if self.is_there(first + j * CHUNK, i, left):
+                    found[i, j] = own[self.place(first + j * CHUNK, i)]
+
+    def place(self, first, i):
+        """Returns where token i of a lane is, in the chunk that begins `first` tokens after the first chunk."""
+        return i - first if self.reverse else first + i
+
+    def is_there(self, first, i, left):
+        """Returns whether that is a token of the item."""
+        return self.place(first, i) + left >= 0 if self.reverse else self.place(first, i) < left
 
     @cute.jit
     def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
@@ -167,7 +180,8 @@ class PairedGates(Gates):
             chunks = cute.ceil_div(item.length, CHUNK)
             if item.row < 0:
                 chunks = 0
-            rows = cute.domain_offset((item.token, 0), g[None, None, item.batch])
+            before = self.offset_of(chunks - 1, item.length) if self.reverse else 0
+            rows = cute.domain_offset((item.token + before, 0), g[None, None, item.batch])
             tiles = cute.local_tile(rows, (CHUNK, self.heads), (None, item.head // self.heads))
             target, source = cpasync.tma_partition(
                 tma_g,
@@ -181,7 +195,7 @@ class PairedGates(Gates):
                     pair.producer_acquire(put_at)
                     cute.copy(
                         tma_g,
-                        source[None, c],
+                        source[None, chunks - 1 - c if self.reverse else c],
                         target[None, put_at.index],
                         tma_bar_ptr=pair.producer_get_barrier(put_at),
                         mcast_mask=cutlass.Int16(3),
@@ -193,7 +207,8 @@ class PairedGates(Gates):
                     for i in cutlass.range_constexpr(2):
                         step = shared[2 * lane + i, item.head % self.heads, take_at.index].to(F32)
                         step = floored(step * LOG2_E + slope)
-                        steps[i] = step if done * CHUNK + 2 * lane + i < item.length else F32(0.0)
+                        past = self.is_past(2 * lane + i, item.length - done * CHUNK)
+                        steps[i] = F32(0.0) if past else step
                     cute.arch.sync_warp()
                     pair.consumer_release(take_at)
                     take_at.advance()

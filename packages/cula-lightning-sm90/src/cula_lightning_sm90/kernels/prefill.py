@@ -7,6 +7,9 @@ log2 decays inside the chunk and L the chunk's length:
     o^T  = scale 2^G_i (S^T q^T) + v^T P^T                     one warpgroup per 64 columns of v
     S^T  = 2^G_L S^T + (2^(G_L - G_j) v_j)^T k
 
+Against time (`Problem.reverse`) the sums that weigh o and v change places, P is taken where j >= i, and chunks follow
+each other from the last token of a sequence on: rows of the last chunk in front of its first token are nothing.
+
 The state is transposed, S^T [64 V x K] in fp32, and every product takes it, or v, as the A operand from registers: it
 never touches shared memory. All exponents are differences <= 0 formed before the exponential.
 """
@@ -306,7 +309,7 @@ class LightningPrefill(Layout):
         lane = cute.arch.lane_idx()
         sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k") if self.forward else None
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
-        group = heads_v // mK.shape[2]
+        group, group_v = heads_v // mK.shape[2], heads_v // mV.shape[2]
         per_head = self.v_tiles // self.tiles
         columns = heads_v * per_head
         if cutlass.const_expr(self.problem.packed):
@@ -324,7 +327,7 @@ class LightningPrefill(Layout):
                 segments, number, columns, per_head, segment_tokens, piece_tokens, tokens
             )
             head, tile = column // per_head, column % per_head
-            head_k = head // group
+            head_k, head_v = head // group, head // group_v
             row = sequence
             if cutlass.const_expr(self.problem.indexed):
                 row = indices[sequence]
@@ -339,7 +342,9 @@ class LightningPrefill(Layout):
                     since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
                     place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
                     unneeded = cutlass.min(cutlass.max(since - place, 0), length)
-                    token, length = token + unneeded, length - unneeded
+                    length = length - unneeded
+                    if cutlass.const_expr(not self.reverse):
+                        token = token + unneeded
                 if cutlass.const_expr(self.problem.in_place):
                     wanted = wanted & ((length > 0) | (part == 0))
                 else:
@@ -360,7 +365,7 @@ class LightningPrefill(Layout):
                 for c in cutlass.range(chunks, unroll=1):
                     ring.producer_acquire(at)
                     full = ring.producer_get_barrier(at)
-                    first = token + c * CHUNK
+                    first = token + self.offset_of(c, length)
                     for tma, whole, ring_of in ((tma_q, mQ, sQ),) * self.forward + (
                         (tma_k, mK, sK),
                     ):
@@ -374,7 +379,7 @@ class LightningPrefill(Layout):
                             tma_v,
                             mV,
                             first,
-                            head,
+                            head_v,
                             in_batch,
                             tile * self.tiles + i,
                             sV[None, None, at.index],
@@ -413,6 +418,8 @@ class LightningPrefill(Layout):
                 sequence, part = segment // listed, segment % listed
                 token = part * segment_tokens
                 length = cutlass.min(segment_tokens, tokens - token)
+                if cutlass.const_expr(self.reverse):
+                    token = tokens - token - length
                 return (
                     column,
                     token,
@@ -432,6 +439,8 @@ class LightningPrefill(Layout):
                 place = part % pieces * piece_tokens
                 token = part // pieces * segment_tokens + place
                 length = cutlass.min(piece_tokens, segment_tokens - place)
+                if cutlass.const_expr(self.reverse):
+                    token = tokens - token - length
                 slot = sequence * parts * pieces + part
                 column = head * per_head + tile
                 return column, token, sequence, length, sequence, slot, part, listed + 1

@@ -24,7 +24,7 @@ class Tiles(Layout):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
+        self.outputs = OutputTiles(self.dtype, BARRIER_TILE, reverse=self.reverse)
         problem = config.problem
         self.kept = Checkpoints(problem.checkpoints, problem.placed, problem.packed, CHUNK)
 
@@ -108,7 +108,8 @@ class Tiles(Layout):
                 s, part_s, initial, states, decays, head_decay, decay_factor, segment_tokens, piece_tokens, slot, part,
                 parts, head, column, row, item.begins, tidx,
             )  # fmt: skip
-            rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
+            before = self.offset_of(chunks - 1, length) if self.reverse else I32(0)
+            rows = cute.domain_offset((token + before, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             if cutlass.const_expr(self.problem.checkpoints is not None):
                 begun = part * segment_tokens
@@ -127,7 +128,8 @@ class Tiles(Layout):
                 if cutlass.const_expr(self.problem.exact_state):
                     issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
                 if c > 0:
-                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
+                    place = chunks - c if self.reverse else c - 1  # of the chunk before, in gO
+                    self.outputs.send(tma_o, gO, sO, place, turn - 1, tile, tidx)
                 by_token = cute.make_rmem_tensor((2, CHUNK // 8), F32)
                 cute.autovec_copy(o_weights[None, None, weights_at.index], by_token)
                 warpgroup.wait_group(2 if self.problem.exact_state else 1)
@@ -264,7 +266,7 @@ class Tiles(Layout):
                 for n in cutlass.range_constexpr(CHUNK // 8):
                     for a in cutlass.range_constexpr(2):
                         for b in cutlass.range_constexpr(2):
-                            beyond = 8 * n + lane % 4 * 2 + a >= left
+                            beyond = self.is_past(8 * n + lane % 4 * 2 + a, left)
                             v[a, b, n] = self.dtype(0.0) if beyond else v[a, b, n]
 
     @cute.jit
