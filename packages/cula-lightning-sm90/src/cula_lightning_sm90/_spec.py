@@ -40,7 +40,7 @@ def supports(
         return missing
     if requires_grad and gated:
         return "no backward"
-    if gate_requires_grad or decay_requires_grad:
+    if requires_grad and (gate_requires_grad or decay_requires_grad):
         return "no gradient of decays"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"

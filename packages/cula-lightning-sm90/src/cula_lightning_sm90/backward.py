@@ -207,7 +207,7 @@ def read_pool(
 
 
 def _unit(do: Tensor, dht: Tensor | None) -> Tensor:
-    """Returns a power of two [1, 1, 1, 1] in fp32 that brings the largest of two tensors to 1 .. 2; 1 for 0, inf, NaN."""
+    """Returns a power of two [1, 1, 1, 1] in fp32 that brings the largest element to 1 .. 2; 1 for 0, inf and NaN."""
     largest = do.new_zeros(1, 1, 1, 1, dtype=torch.float32)
     for x in (do, dht):
         if x is not None and x.numel():

@@ -19,9 +19,7 @@ from .kernels.prefill import LightningPrefill
 def kernel(config: Config | TableConfig, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
     if isinstance(config, TableConfig):
-        return SegmentTable(CHUNK, config.reverse), *fake.segment_table_arguments(
-            INDICES[config.index_dtype]
-        )
+        return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
     return LightningPrefill(config), *fake_arguments(config)
 
 

@@ -152,7 +152,6 @@ def candidates(problem: Problem) -> list[Config]:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """The kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens; reverse: as of problems."""
+    """The kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
 
     index_dtype: str
-    reverse: bool = False

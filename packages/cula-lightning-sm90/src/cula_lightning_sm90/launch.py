@@ -84,7 +84,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     segments = states = decays = None
     if cu_seqlens is not None:
         segments = q.new_empty((1 + spread.segments, COLUMNS), dtype=torch.int32)
-        table = kernels(TableConfig(dtype_name(cu_seqlens.dtype), call.reverse))
+        table = kernels(TableConfig(dtype_name(cu_seqlens.dtype)))
         table(cu_seqlens, segments, segment_tokens, min(tokens, segment_tokens))
     if spread.split:
         tiles, units = dim_v // V_TILE, dim_k * V_TILE // (4 * 128)

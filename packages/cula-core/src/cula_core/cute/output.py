@@ -17,11 +17,11 @@ class OutputTiles:
 
     barrier: number of the first warpgroup's named barrier; the others have the next ones. group: number of the
     warpgroup, tidx: of the thread in it. turn: chunks that the warpgroup has stored before. policy: of the L2, None or
-    `EVICT_FIRST`. reverse: chunks are counted from the end of an item, so that the partial one has its first tokens.
+    `EVICT_FIRST`.
     """
 
-    def __init__(self, dtype, barrier: int, policy=None, reverse: bool = False):
-        self.dtype, self.barrier, self.policy, self.reverse = dtype, barrier, policy, reverse
+    def __init__(self, dtype, barrier: int, policy=None):
+        self.dtype, self.barrier, self.policy = dtype, barrier, policy
 
     @cute.jit
     def store(self, copy, o: cute.Tensor, target: cute.Tensor):
@@ -49,24 +49,19 @@ class OutputTiles:
     def finish(
         self, tma, gO, sO, out, batch, token, length, head, column, chunks, turn, group, tidx
     ):
-        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
+        """Sends chunk `chunks` - 1; the partial one of an item by ordinary stores: its neighbours are others' tokens."""
         left = length - (chunks - 1) * TOKENS
-        # Of the chunk among those of gO, its first token, and its rows that are tokens.
-        place, first, begin, end = chunks - 1, token + (chunks - 1) * TOKENS, 0, left
-        if cutlass.const_expr(self.reverse):
-            place, first, begin, end = 0, token - (TOKENS - left), TOKENS - left, TOKENS
-        if left == TOKENS:
-            self.send(tma, gO, sO, place, turn, group, tidx)
+        if left >= TOKENS:
+            self.send(tma, gO, sO, chunks - 1, turn, group, tidx)
         else:
             if tidx < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=self.barrier + group, number_of_threads=GROUP)
-            units, target = self.rows(out, batch, first, head, column, tidx)
+            units, target = self.rows(out, batch, token + (chunks - 1) * TOKENS, head, column, tidx)
             source = units.partition_S(sO[None, None, turn % SLOTS])
             held = cute.make_rmem_tensor(source[None, 0, 0].shape, self.dtype)
             for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-                row = tidx // 8 + 16 * i
-                if (row >= begin) & (row < end):
+                if tidx // 8 + 16 * i < left:
                     cute.autovec_copy(source[None, i, 0], held)
                     cute.autovec_copy(held, target[None, i, 0])
 

@@ -24,12 +24,11 @@ class SegmentTable:
 
     Row 0 of the table holds the number of segments and the counters, the others describe a segment each. Segments of
     like length fall into one of 256 buckets; their order within one is arbitrary, which changes no result. A segment's
-    slot is its number in the order of the sequences. chunk: tokens of a chunk, by which lengths are compared. reverse:
-    sequences are cut from their ends, so that part 0 has their last tokens.
+    slot is its number in the order of the sequences. chunk: tokens of a chunk, by which lengths are compared.
     """
 
-    def __init__(self, chunk: int, reverse: bool = False):
-        self.chunk, self.reverse = chunk, reverse
+    def __init__(self, chunk: int):
+        self.chunk = chunk
 
     @cute.jit
     def __call__(
@@ -105,8 +104,6 @@ class SegmentTable:
                 first = part * segment_tokens
                 size = cutlass.min(segment_tokens, length - first)
                 row = segments[1 + self.fetch_add(buckets, self.bucket(size, longest)), None]
-                if cutlass.const_expr(self.reverse):
-                    first = length - first - size
                 row[0], row[1], row[2] = start + first, size, n
                 row[3], row[4], row[5] = slot + before + part, part, parts
             slot = slot + total

@@ -28,23 +28,17 @@ def sums_of_decays(steps: cute.Tensor, found: cute.Tensor, lane):
 
 
 @cute.jit
-def clear_past(
-    keys: cute.Tensor, left, barrier: cutlass.Int32, tidx, reverse: cutlass.Constexpr = False
-):
+def clear_past(keys: cute.Tensor, left, barrier: cutlass.Int32, tidx):
     """Writes zeros over what lies past the end of a packed sequence: tokens of the next one, of any value.
 
-    By a warpgroup, whose products may read the keys behind it. barrier: the number of its named barrier. reverse: the
-    last `left` rows are tokens of the sequence, not the first.
+    By a warpgroup, whose products may read the keys behind it. barrier: the number of its named barrier.
     """
     units = row_units(keys.element_type, tidx)
     target = units.partition_D(keys)
     zeros = cute.make_rmem_tensor(target[None, 0, 0].shape, keys.element_type)
     zeros.fill(0.0)
     for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-        row = tidx // 8 + 16 * i
-        if cutlass.const_expr(reverse):
-            row = keys.shape[0] - 1 - row
-        if row >= left:
+        if tidx // 8 + 16 * i >= left:
             for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
                 cute.copy(units, zeros, target[None, i, j])
     cute.arch.fence_view_async_shared()

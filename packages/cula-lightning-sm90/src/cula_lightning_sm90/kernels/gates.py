@@ -55,46 +55,44 @@ class Gates(Layout):
             if item.row < 0:
                 length = 0
             slope = self.slope(head_decay, item.head, decay_factor)
+            last = (cute.ceil_div(length, CHUNK) - 1) * CHUNK  # where the last chunk begins
             stride = self.together * CHUNK
-            first, left = (
-                item.token + 2 * lane,
-                length - 2 * lane,
-            )  # tokens from this lane's first on
-            if cutlass.const_expr(self.reverse):  # its first of the last chunk, and what is before
-                left = length - CHUNK + 2 * lane
-                first = item.token + left
-            own = cute.domain_offset((first,), g[item.batch, None, item.head])
-            self.read(far, own, 0, left)
+            own = cute.domain_offset((item.token + 2 * lane,), g[item.batch, None, item.head])
+            left = length - 2 * lane  # tokens from this lane's first on
+            self.read(far, own, 0, last, left)
             for start in cutlass.range(0, length, stride, unroll=1):
                 near.store(far.load())
                 for j in cutlass.range_constexpr(self.together):
                     if cutlass.const_expr(j == 1):  # after the first, for which everybody waits
-                        self.read(far, own, start + stride, left)
-                    first = start + j * CHUNK
-                    if first < length:
+                        self.read(far, own, start + stride, last, left)
+                    if start + j * CHUNK < length:
+                        first = self.first_of(start, j, last)
                         for i in cutlass.range_constexpr(2):
                             step = floored(near[i, j].to(F32) * LOG2_E + slope)
-                            steps[i] = step if self.is_there(first, i, left) else F32(0.0)
+                            steps[i] = step if first + i < left else F32(0.0)
                         self.publish(gates, at, sums, steps, lane)
                         at.advance()
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
     @cute.jit
-    def read(self, found: cute.Tensor, own: cute.Tensor, first, left):
-        """Loads gates of this lane's tokens of the chunks from `first` on; what lies past the end is undefined."""
+    def read(self, found: cute.Tensor, own: cute.Tensor, start, last, left):
+        """Loads gates of this lane's tokens of the chunks that come behind `start` tokens of others.
+
+        What lies past either end is undefined.
+        """
         for j in cutlass.range_constexpr(self.together):
             for i in cutlass.range_constexpr(2):
-                if self.is_there(first + j * CHUNK, i, left):
-                    found[i, j] = own[self.place(first + j * CHUNK, i)]
+                at = self.first_of(start, j, last) + i
+                there = at < left
+                if cutlass.const_expr(self.reverse):
+                    there = there & (at >= 0)
+                if there:
+                    found[i, j] = own[at]
 
-    def place(self, first, i):
-        """Returns where token i of a lane is, in the chunk that begins `first` tokens after the first chunk."""
-        return i - first if self.reverse else first + i
-
-    def is_there(self, first, i, left):
-        """Returns whether that is a token of the item."""
-        return self.place(first, i) + left >= 0 if self.reverse else self.place(first, i) < left
+    def first_of(self, start, j, last):
+        """Returns where chunk j of those behind `start` tokens begins; last: where the last one of the item does."""
+        return last - (start + j * CHUNK) if self.reverse else start + j * CHUNK
 
     @cute.jit
     def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
@@ -180,8 +178,7 @@ class PairedGates(Gates):
             chunks = cute.ceil_div(item.length, CHUNK)
             if item.row < 0:
                 chunks = 0
-            before = self.offset_of(chunks - 1, item.length) if self.reverse else 0
-            rows = cute.domain_offset((item.token + before, 0), g[None, None, item.batch])
+            rows = cute.domain_offset((item.token, 0), g[None, None, item.batch])
             tiles = cute.local_tile(rows, (CHUNK, self.heads), (None, item.head // self.heads))
             target, source = cpasync.tma_partition(
                 tma_g,
@@ -195,7 +192,7 @@ class PairedGates(Gates):
                     pair.producer_acquire(put_at)
                     cute.copy(
                         tma_g,
-                        source[None, chunks - 1 - c if self.reverse else c],
+                        source[None, self.place(c, chunks)],
                         target[None, put_at.index],
                         tma_bar_ptr=pair.producer_get_barrier(put_at),
                         mcast_mask=cutlass.Int16(3),
@@ -207,8 +204,8 @@ class PairedGates(Gates):
                     for i in cutlass.range_constexpr(2):
                         step = shared[2 * lane + i, item.head % self.heads, take_at.index].to(F32)
                         step = floored(step * LOG2_E + slope)
-                        past = self.is_past(2 * lane + i, item.length - done * CHUNK)
-                        steps[i] = F32(0.0) if past else step
+                        at_token = self.place(done, chunks) * CHUNK + 2 * lane + i
+                        steps[i] = step if at_token < item.length else F32(0.0)
                     cute.arch.sync_warp()
                     pair.consumer_release(take_at)
                     take_at.advance()

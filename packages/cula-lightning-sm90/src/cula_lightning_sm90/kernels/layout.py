@@ -102,13 +102,9 @@ class Layout:
         )
         return whole[None, lane % 4, None, None]
 
-    def offset_of(self, c, length):
-        """Returns where chunk c of an item begins, in tokens from its first: negative if a reversed item ends inside."""
-        return length - (c + 1) * CHUNK if self.reverse else c * CHUNK
-
-    def is_past(self, row, left):
-        """Returns whether a row of a chunk of `left` tokens is none of them."""
-        return row < CHUNK - left if self.reverse else row >= left
+    def place(self, c, chunks):
+        """Returns which of an item's chunks comes as number c."""
+        return chunks - 1 - c if self.reverse else c
 
     @cute.jit
     def slope(self, head_decay: cute.Tensor, head, decay_factor):

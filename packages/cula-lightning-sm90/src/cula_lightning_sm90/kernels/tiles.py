@@ -24,7 +24,7 @@ class Tiles(Layout):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.outputs = OutputTiles(self.dtype, BARRIER_TILE, reverse=self.reverse)
+        self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
         problem = config.problem
         self.kept = Checkpoints(problem.checkpoints, problem.placed, problem.packed, CHUNK)
 
@@ -108,14 +108,13 @@ class Tiles(Layout):
                 s, part_s, initial, states, decays, head_decay, decay_factor, segment_tokens, piece_tokens, slot, part,
                 parts, head, column, row, item.begins, tidx,
             )  # fmt: skip
-            before = self.offset_of(chunks - 1, length) if self.reverse else I32(0)
-            rows = cute.domain_offset((token + before, 0), mO[None, None, head, batch])
+            rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             if cutlass.const_expr(self.problem.checkpoints is not None):
                 begun = part * segment_tokens
                 due = self.kept.first(sequence, checkpoint_offsets, checkpoint_every, begun)
             for c in cutlass.range(chunks, unroll=1):
-                left = cutlass.min(length - c * CHUNK, CHUNK)
+                left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
                 self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
@@ -128,8 +127,14 @@ class Tiles(Layout):
                 if cutlass.const_expr(self.problem.exact_state):
                     issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
                 if c > 0:
-                    place = chunks - c if self.reverse else c - 1  # of the chunk before, in gO
-                    self.outputs.send(tma_o, gO, sO, place, turn - 1, tile, tidx)
+                    if cutlass.const_expr(
+                        self.reverse
+                    ):  # the first chunk that comes may be a partial one
+                        self.outputs.finish(
+                            tma_o, gO, sO, out, batch, token, length, head, column, chunks + 1 - c, turn - 1, tile, tidx
+                        )  # fmt: skip
+                    else:
+                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
                 by_token = cute.make_rmem_tensor((2, CHUNK // 8), F32)
                 cute.autovec_copy(o_weights[None, None, weights_at.index], by_token)
                 warpgroup.wait_group(2 if self.problem.exact_state else 1)
@@ -159,8 +164,9 @@ class Tiles(Layout):
                             self.put(s, part_s, checkpoints, at_row, head, column)
                         due = self.kept.following(due, checkpoint_every)
             if chunks > 0:
+                last = self.place(chunks - 1, chunks)
                 self.outputs.finish(
-                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx
+                    tma_o, gO, sO, out, batch, token, length, head, column, last + 1, turn - 1, tile, tidx
                 )  # fmt: skip
             if cutlass.const_expr(self.problem.final_state):
                 self.save(s, part_s, final, sequence, part, parts, head, column, row)
@@ -266,7 +272,7 @@ class Tiles(Layout):
                 for n in cutlass.range_constexpr(CHUNK // 8):
                     for a in cutlass.range_constexpr(2):
                         for b in cutlass.range_constexpr(2):
-                            beyond = self.is_past(8 * n + lane % 4 * 2 + a, left)
+                            beyond = 8 * n + lane % 4 * 2 + a >= left
                             v[a, b, n] = self.dtype(0.0) if beyond else v[a, b, n]
 
     @cute.jit

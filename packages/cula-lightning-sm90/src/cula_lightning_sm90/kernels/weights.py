@@ -98,34 +98,27 @@ class Weights(Layout):
                 self.decay_factors(factors, slope, row, first + column, scale)
             total = F32(0.0)
             for c in cutlass.range(chunks, unroll=1):
-                left = cutlass.min(length - c * CHUNK, CHUNK)
+                left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 if cutlass.const_expr(self.problem.packed and self.forward):
                     if left < CHUNK:
-                        clear_past(
-                            sK[None, None, at.index], left, BARRIER_WEIGHTS, tidx, self.reverse
-                        )
+                        clear_past(sK[None, None, at.index], left, BARRIER_WEIGHTS, tidx)
                 if cutlass.const_expr(self.forward):
                     warpgroup.fence()
                     tQ, tK = tPrQ[None, None, None, at.index], tPrK[None, None, None, at.index]
                     issue(product, acc, tK, tQ, True)
-                # log2 decays summed up to and with this thread's token, over the chunk, and behind the token; against
-                # time the first and the last of these change places.
+                # log2 decays summed up to and with this thread's token, over the chunk, and behind the token.
                 if cutlass.const_expr(self.gate):
                     gates.consumer_wait(gate_at)
                     here = sums_by_token[mine, gate_at.index]
                     last = sums_by_token[CHUNK - 1, gate_at.index]
                     to_end = sums_by_token[CHUNK + mine, gate_at.index]
-                    if cutlass.const_expr(self.reverse):
-                        here, to_end = to_end, here
-                elif cutlass.const_expr(self.reverse):
-                    here = F32(CHUNK - 1 - mine) * slope
-                    last = F32(left) * slope
-                    to_end = F32(cutlass.max(left - (CHUNK - 1 - mine), 0)) * slope
                 else:
                     here = F32(mine + 1) * slope
                     last = F32(left) * slope
                     to_end = F32(cutlass.max(left - 1 - mine, 0)) * slope
+                if cutlass.const_expr(self.reverse):
+                    here, to_end = to_end, here
                 own = F32(1.0)
                 if cutlass.const_expr(self.problem.l2norm):
                     own = self.inverse_norm(base + at.index * self.stage, tidx)
