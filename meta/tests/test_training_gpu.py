@@ -69,7 +69,7 @@ FORWARD: dict[Callable[..., Any], set[str]] = {
 # The gated delta rule trains in one graph by the reference.
 TRAINING: dict[Callable[..., Any], set[str]] = {
     attend_kda: FORWARD[attend_kda],
-    attend_lightning: {LIGHTNING, "cula.simple_gla_gradients.default"},
+    attend_lightning: {LIGHTNING, "cula_lightning_sm90.prefill_backward.default"},
     partial(attend_delta, impl="reference"): {"cula.chunk_gated_delta_rule.default"},
 }
 
