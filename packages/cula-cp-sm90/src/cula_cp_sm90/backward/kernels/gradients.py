@@ -190,11 +190,13 @@ class KdaGradients:
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
+        by_head = cute.fast_divmod_create_divisor_v2(mG.shape[2])
+        by_group = cute.fast_divmod_create_divisor_v2(mG.shape[2] // mQ.shape[2])
         tokens = tuple(self.tma(x, self.dtype, 64) for x in (mQ, mK, mDo))
         gates = self.tma(mG, self.gate_dtype, self.gate_columns)
         self.kernel(
-            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, mQ.shape[2],
-            mDq, mDk, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
+            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row,
+            by_head, by_group, mDq, mDk, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -222,7 +224,8 @@ class KdaGradients:
         minus_y: cute.Tensor,
         cu_seqlens: cute.Tensor,
         per_row: cute.FastDivmodDivisorV2,
-        heads: cutlass.Int32,
+        by_head: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
         mDg: cute.Tensor,
@@ -247,25 +250,26 @@ class KdaGradients:
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(88)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                    slot, head = number // heads_v, number % heads_v
+                    slot, head = divmod(number, by_head)
                     sequence, token, left = find_chunk_of_sequence(
                         cu_seqlens, per_row, first_slot + slot, length
                     )
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                        head_k, _ = divmod(head, by_group)
                         own = tuple(x[slot, head, None, None] for x in (states, d_states, z, minus_y))
                         self.load(
-                            tokens, gates, own, factors[slot, head, None, None], head // (heads_v // heads), head, batch,
+                            tokens, gates, own, factors[slot, head, None, None], head_k, head, batch,
                             token, shared, phase,
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(208)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                slot, head = number // heads_v, number % heads_v
+                slot, head = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(
                     cu_seqlens, per_row, first_slot + slot, length
                 )
