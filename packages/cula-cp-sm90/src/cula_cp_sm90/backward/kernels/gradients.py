@@ -250,7 +250,7 @@ class KdaGradients:
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(88)
+            cute.arch.setmaxregister_decrease(72)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                     slot, head = divmod(number, by_head)
@@ -267,7 +267,7 @@ class KdaGradients:
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(208)
+            cute.arch.setmaxregister_increase(216)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                 slot, head = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(
