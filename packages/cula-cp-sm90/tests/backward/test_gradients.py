@@ -73,7 +73,9 @@ def make(config: GradientsConfig, lengths: tuple[int, ...], **more) -> Problem:
         g = torch.where(g > 0, -12.0, 5.0)
     x["g"] = g.to(gate)
     beta = torch.randn(batch, tokens, hv)
-    x["beta"] = (beta if config.beta_sigmoid else beta.sigmoid()).to(getattr(torch, config.beta_dtype))
+    x["beta"] = (beta if config.beta_sigmoid else beta.sigmoid()).to(
+        getattr(torch, config.beta_dtype)
+    )
     x["rate"], x["bias"] = 0.3 * torch.randn(hv), torch.randn(hv, HEAD_DIM)
     for name in ("states", "d_states"):
         state = torch.randn(problem.slots, hv, HEAD_DIM, HEAD_DIM)  # [K, V]
@@ -103,7 +105,10 @@ def expected(problem: Problem) -> dict[tuple[int, int], dict[str, Tensor]]:
         rows = slice(token, token + size)
         for head in range(problem.heads[1]):
             own = [x[name][row, rows, head // group] for name in ("q", "k")]
-            own += [x[name][row, rows, head] for name in ("g", "beta")] + [x["rate"][head], x["bias"][head]]
+            own += [x[name][row, rows, head] for name in ("g", "beta")] + [
+                x["rate"][head],
+                x["bias"][head],
+            ]
             leaves = [leaf.double().requires_grad_() for leaf in own]
             q, k, g, r = inputs(problem, *leaves)
             v = r[:, None] * x["v"][row, rows, head].double()
@@ -117,7 +122,10 @@ def expected(problem: Problem) -> dict[tuple[int, int], dict[str, Tensor]]:
                 loss = loss + do[t] @ (state.T @ q[t])
                 zs.append(z.detach())
             (loss + (state * x["d_states"][slot, head].double()).sum()).backward()
-            grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in zip(NAMES, leaves)}
+            grads = {
+                name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                for name, leaf in zip(NAMES, leaves)
+            }
             found[slot, head] = grads | {"z": torch.stack(zs), "y": v.grad}
     return found
 
@@ -129,7 +137,9 @@ def image(x: Tensor) -> Tensor:
     return torch.stack([panel[rows, torch.arange(8) ^ rows % 8] for panel in panels]).flatten()
 
 
-def run(emulated, problem: Problem, exact, ctas: int = 1, poison: float | None = None) -> dict[str, Tensor]:
+def run(
+    emulated, problem: Problem, exact, ctas: int = 1, poison: float | None = None
+) -> dict[str, Tensor]:
     """Returns what the kernel writes. poison: value of tokens that are nobody's, behind those of the problem."""
     config, x = problem.config, dict(problem.given)
     hv, slots = problem.heads[1], problem.slots
@@ -202,8 +212,14 @@ def check(problem: Problem, exact, out: dict[str, Tensor]) -> None:
         found = []
         for slot, _, row, token, size in chunks:
             for head in of:
-                rows = (slot, head) if name in ("rate", "bias") else (row, slice(token, token + size), head)
-                found.append((out[name][rows].double().flatten(), exact[slot, head][name].flatten()))
+                rows = (
+                    (slot, head)
+                    if name in ("rate", "bias")
+                    else (row, slice(token, token + size), head)
+                )
+                found.append(
+                    (out[name][rows].double().flatten(), exact[slot, head][name].flatten())
+                )
         return relative_rmse(*(torch.cat(side) for side in zip(*found)))
 
     for name, bound in BOUNDS.items():
@@ -216,7 +232,9 @@ def check(problem: Problem, exact, out: dict[str, Tensor]) -> None:
                 assert not out[name][slot].any()
 
 
-LOG = GradientsConfig("bfloat16", "float32", "float32", gate="log", l2norm=False, rate=False, bias=False)
+LOG = GradientsConfig(
+    "bfloat16", "float32", "float32", gate="log", l2norm=False, rate=False, bias=False
+)
 SAFE = GradientsConfig("bfloat16", "bfloat16", "bfloat16", beta_sigmoid=True)
 
 

@@ -82,7 +82,8 @@ class Shared(NamedTuple):
     full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
     by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last do and y, s, g by results. factors
     [3, token]: r, 1 / norm of q and k. scales [2, token]: factors of q~ and k~. dA, inside: see
-    `gradients_registers`. own [token]: the diagonal of dA. ends
+    `gradients_registers`. own [token, 2]: the diagonals of dA and of
+    -y z^T. ends
     [channel, sub-block]: e, and 2^e. largest [warp]. sums: for rate and bias.
     """
 
@@ -260,7 +261,9 @@ class KdaGradients:
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
                         head_k, _ = divmod(head, by_group)
-                        own = tuple(x[slot, head, None, None] for x in (states, d_states, z, minus_y))
+                        own = tuple(
+                            x[slot, head, None, None] for x in (states, d_states, z, minus_y)
+                        )
                         self.load(
                             tokens, gates, own, factors[slot, head, None, None], head_k, head, batch,
                             token, shared, phase,
@@ -281,7 +284,8 @@ class KdaGradients:
                     place = Place(batch, token, head, left)
                     grown, shrunk = scale_of(peaks[sequence, head])
                     self.compute(
-                        shared, place, mG, rate, bias, mDq, mDk, mDg, mDbeta, grown, shrunk, scale, lower_bound, phase, thread
+                        shared, place, mG, rate, bias, mDq, mDk, mDg, mDbeta, grown, shrunk, scale, lower_bound, phase,
+                        thread,
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.rate or self.config.bias):
                         self.sync()
@@ -312,8 +316,10 @@ class KdaGradients:
             scales=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
             dA=smem.allocate_array(self.operand, 2 * CHUNK * DA_STRIDE, byte_alignment=128),
             inside=smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128),
-            own=smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16),
-            ends=smem.allocate_tensor(F32, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16),
+            own=smem.allocate_tensor(F32, cute.make_layout((CHUNK, 2)), byte_alignment=16),
+            ends=smem.allocate_tensor(
+                F32, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
+            ),
             largest=smem.allocate_tensor(I32, cute.make_layout(WARPS), byte_alignment=16),
             sums=smem.allocate_array(F32, WARPS * HEAD_DIM + WARPS, byte_alignment=16),
         )
@@ -333,7 +339,9 @@ class KdaGradients:
         for i in cutlass.range_constexpr(HEAD_DIM // self.gate_columns):
             load_tile(tma_g, mG, token, head, batch, i, sG[None, None, i], full)
         full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
-        self.load_tokens(tma_do, mDo, head, batch, token, cute.recast_ptr(shared.do, dtype=self.dtype), full)
+        self.load_tokens(
+            tma_do, mDo, head, batch, token, cute.recast_ptr(shared.do, dtype=self.dtype), full
+        )
         self.load_image(minus_y, shared.y, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
@@ -411,7 +419,8 @@ class KdaGradients:
             own = cute.make_tensor(g.iterator + 4 * n, cute.make_layout(4))
             cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
         self.wait(shared, Input.Z, phase)
-        factor = self.pairs(shared, place.rows(mDbeta), shrunk, left, thread)
+        factor = self.pairs(shared, thread)
+        self.store_strengths(shared, place.rows(mDbeta), shrunk, left, tidx)
         sums = zeros(OWN)
         places = first_places(w, lane)
         panel = cute.assume(w // 4 * SQUARE, divby=SQUARE)
@@ -452,13 +461,24 @@ class KdaGradients:
         self.give_back(shared, Input.STATES)
         self.give_back(shared, Input.TOKENS)
         self.rows.store_gates(
-            shared.planes, place.rows(mG), rate, bias, lower_bound, place.rows(mDg), left, shared.sums, w, lane
+            shared.planes,
+            place.rows(mG),
+            rate,
+            bias,
+            lower_bound,
+            place.rows(mDg),
+            left,
+            shared.sums,
+            w,
+            lane,
         )
         self.give_back(shared, Input.GATES)
 
     def gate_of(self, rate, bias, head):
         """Returns A_log and dt_bias of a head, None where there is none."""
-        return rate[head] if self.config.rate else None, bias[head, None] if self.config.bias else None
+        return rate[head] if self.config.rate else None, bias[
+            head, None
+        ] if self.config.bias else None
 
     @cute.jit
     def decays(self, shared, rate, bias, lower_bound, left, thread):
@@ -474,7 +494,9 @@ class KdaGradients:
             if cutlass.const_expr(self.config.bias):
                 shift[half] = bias[16 * w + lane // 4 + 8 * half] * speed
         g = cute.make_rmem_tensor(OWN, F32)
-        places = cute.make_rmem_tensor((2, 2), I32)  # of the first token and channel, and of those beside them
+        places = cute.make_rmem_tensor(
+            (2, 2), I32
+        )  # of the first token and channel, and of those beside them
         first = 4 * (w % 2) + lane // 16
         for half in cutlass.range_constexpr(2):
             for b in cutlass.range_constexpr(2):
@@ -530,7 +552,14 @@ class KdaGradients:
     # ---- products ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, a_major: cutlass.Constexpr, a: cute.Pointer, a_step: cutlass.Constexpr, b: cute.Pointer, tidx):
+    def multiply(
+        self,
+        a_major: cutlass.Constexpr,
+        a: cute.Pointer,
+        a_step: cutlass.Constexpr,
+        b: cute.Pointer,
+        tidx,
+    ):
         """Returns A B^T over both tiles of V, all from shared memory, as own elements. a_step: between tiles of A."""
         op = warpgroup.MmaF16BF16Op(
             self.operand, F32, (64, 64, 16), warpgroup.OperandSource.SMEM,
@@ -550,9 +579,11 @@ class KdaGradients:
         return cute.make_tensor(acc.iterator, cute.make_layout(OWN))
 
     @cute.jit
-    def pairs(self, shared, d_beta: cute.Tensor, shrunk, left, thread):
-        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals: the first to shared memory, the
-        second as dbeta. Returns the power of two by which operands are too small."""
+    def pairs(self, shared, thread):
+        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
+
+        Returns the power of two by which the operands are too small.
+        """
         lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
         first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
         x = self.multiply("k", first, SQUARE, shared.z, thread.tidx)
@@ -563,11 +594,9 @@ class KdaGradients:
             for n in cutlass.range_constexpr(TILES):
                 for b in cutlass.range_constexpr(2):
                     j = 8 * n + thread.token + b
-                    if i == j:
-                        if group == 0:
-                            shared.own[i] = x[b, half, n]
-                        elif i < left:
-                            self.store_strength(shared, d_beta, i, x[b, half, n] * shrunk)
+                    if cutlass.const_expr(n % 2 == half):
+                        if i == j:
+                            shared.own[i, group] = x[b, half, n]
                     x[b, half, n] = x[b, half, n] if j < i else F32(0.0)
                     largest = cutlass.max(largest, bits[b, half, n] & 0x7FFFFFFF)
         largest = cute.arch.warp_redux_sync(largest, "max")
@@ -588,21 +617,27 @@ class KdaGradients:
                 if n // 2 == sub:
                     for b in cutlass.range_constexpr(2):
                         two[b] = to_tf32(two[b])
-                    at = (group * SUBS + sub) * INSIDE + i % SUB * INSIDE_STRIDE + n % 2 * 8 + thread.token
+                    at = (
+                        (group * SUBS + sub) * INSIDE
+                        + i % SUB * INSIDE_STRIDE
+                        + n % 2 * 8
+                        + thread.token
+                    )
                     cute.autovec_copy(two, view(shared.inside, at, 2))
         self.sync()
         return factor
 
     @cute.jit
-    def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
-        """Writes dbeta of a token, of -y . z."""
-        root = view(shared.factors, i, 1)[0]
-        strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
-        if cutlass.const_expr(self.config.beta_sigmoid):
-            result = -minus_yz * (1.0 - strength * (1.0 / most))
-        else:
-            result = -minus_yz * most / strength
-        d_beta[i] = result.to(d_beta.element_type)
+    def store_strengths(self, shared, d_beta: cute.Tensor, shrunk, left, tidx):
+        """Writes dbeta of the tokens, from the diagonal of -y z^T."""
+        if tidx < cutlass.min(left, I32(CHUNK)):
+            root, minus_yz = view(shared.factors, tidx, 1)[0], shared.own[tidx, 1] * shrunk
+            strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
+            if cutlass.const_expr(self.config.beta_sigmoid):
+                result = -minus_yz * (1.0 - strength * (1.0 / most))
+            else:
+                result = -minus_yz * most / strength
+            d_beta[tidx] = result.to(d_beta.element_type)
 
     def sums_of(self, shared, sub, thread):
         """Returns the running sums of decays of a sub-block."""
@@ -615,7 +650,9 @@ class KdaGradients:
     @cute.jit
     def tokens_of(self, shared, which, sub: cutlass.Constexpr, thread):
         """Returns own elements of q~ (0) or k~ (1) of a sub-block."""
-        raw = load_sub(shared.q + cute.assume(which * (K - Q), divby=WIDE), sub, thread.w, thread.lane)
+        raw = load_sub(
+            shared.q + cute.assume(which * (K - Q), divby=WIDE), sub, thread.w, thread.lane
+        )
         x, factors = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(2, F32)
         x.store(raw.load().to(F32))
         for m in cutlass.range_constexpr(2):
@@ -629,7 +666,10 @@ class KdaGradients:
     @cute.jit
     def operand_of(self, x: cute.Tensor, exponents: cute.Tensor):
         """Returns x 2^exponent as an operand."""
-        wide, rounded = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(OWN_SUB, self.operand)
+        wide, rounded = (
+            cute.make_rmem_tensor(OWN_SUB, F32),
+            cute.make_rmem_tensor(OWN_SUB, self.operand),
+        )
         for b, half, m in SUB_INDICES:
             wide[b, half, m] = x[b, half, m] * exp2(exponents[b, half, m])
         rounded.store(wide.load().to(self.operand))
@@ -652,14 +692,18 @@ class KdaGradients:
         return x
 
     @cute.jit
-    def add_rows(self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, left, thread):
+    def add_rows(
+        self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
+    ):
         """Writes the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays.
 
         to_state: gradients of products with the state. The results are left where do and y were, or where S was.
         left: of which the compiler does not know that it is positive: so it works at one sub-block at a time,
         and does not run out of registers.
         """
-        acc = zeros((*OWN_SUB, SUBS))  # of the sub-blocks; the nearer an earlier one, the later it joins
+        acc = zeros(
+            (*OWN_SUB, SUBS)
+        )  # of the sub-blocks; the nearer an earlier one, the later it joins
         before = cute.make_rmem_tensor(2, F32)
         before.fill(1.0)
         for j in cutlass.range_constexpr(SUBS - 1):
@@ -667,7 +711,9 @@ class KdaGradients:
                 self.multiply_rows(shared, which, j, acc, thread)
         for i in cutlass.range_constexpr(SUBS):
             if renewed(left) > 0:
-                self.finish_rows(shared, which, i, acc, before, to_state, sums, factor, places, thread)
+                self.finish_rows(
+                    shared, which, i, acc, before, to_state, sums, factor, places, thread
+                )
 
     @cute.jit
     def multiply_rows(self, shared, which, j: cutlass.Constexpr, acc: cute.Tensor, thread):
@@ -695,21 +741,28 @@ class KdaGradients:
         for at in SUB_INDICES:
             x[at] = to_tf32(k[at] * exp2(-g[at]))
         add_inside(inside, x, shared.inside, which, i, False, thread.lane)
-        for b, half, m in SUB_INDICES:
+        for m in cutlass.range_constexpr(2):
             n = 2 * i + m
-            apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-            growth = exp2(g[b, half, m])
-            exact = mine[b, half, m] * growth
-            read = before[half] * to_state[b, half, n]
-            pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near + exact * read
-            sums[b, half, n] = sums[b, half, n] + pair
-            own = shared.own[8 * n + thread.token + b]
-            own = own * k[b, half, m] if which == 0 else F32(0.0)
-            place_in(matrix, places, b, half, n)[0] = growth * (apart + near + read) + own
+            own = cute.make_rmem_tensor(2, F32)
+            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
+            for b in cutlass.range_constexpr(2):
+                own[b] = own[b] if which == 0 else F32(0.0)
+                for half in cutlass.range_constexpr(2):
+                    apart, near = acc[b, half, m, i], inside[b, half, m]
+                    growth, read = exp2(g[b, half, m]), before[half] * to_state[b, half, n]
+                    exact = mine[b, half, m] * growth
+                    pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near
+                    sums[b, half, n] = sums[b, half, n] + pair * factor + exact * read
+                    # Growth first: inside a sub-block sums of fp32 are near their limit without it.
+                    total = (growth * (apart + near)) * factor + growth * read
+                    total = total + own[b] * k[b, half, m]
+                    place_in(matrix, places, b, half, n)[0] = total
         scale_pair(before, self.ends_of(shared, i, 1, thread))
 
     @cute.jit
-    def add_columns(self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread):
+    def add_columns(
+        self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
+    ):
         """Adds the gradient of k~ as a column to that as a row, and subtracts its products from the sums for decays.
 
         handed: gradients of products with D; they are replaced by the products of the token with it. left: as in
@@ -741,8 +794,8 @@ class KdaGradients:
 
     @cute.jit
     def finish_columns(
-        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor, sums: cute.Tensor,
-        factor, places, thread,
+        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor,
+        sums: cute.Tensor, factor, places, thread,
     ):  # fmt: skip
         """Adds the products inside a sub-block and with D. behind: decays behind it; then in front of it."""
         matrix = cute.recast_ptr(shared.s, dtype=F32)
@@ -754,19 +807,24 @@ class KdaGradients:
             for at in SUB_INDICES:
                 x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
             add_inside(inside, x, shared.inside, which, i, True, thread.lane)
-        for b, half, m in SUB_INDICES:
+        for m in cutlass.range_constexpr(2):
             n = 2 * i + m
-            apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-            until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
-            given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-            column = exact.to(self.operand).to(F32) * apart
-            column = column + to_tf32(k[b, half, m] * shrinking) * near
-            sums[b, half, n] = sums[b, half, n] - column
-            total = until * (apart + given) + shrinking * near
-            total = total + shared.own[8 * n + thread.token + b] * q[b, half, m]
-            place = place_in(matrix, places, b, half, n)
-            place[0] = place[0] + total
-            handed[b, half, n] = exact * given
+            own = cute.make_rmem_tensor(2, F32)
+            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
+            for b in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    apart, near = acc[b, half, m, i], inside[b, half, m]
+                    until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
+                    given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
+                    pair = (
+                        exact.to(self.operand).to(F32) * apart
+                        + to_tf32(k[b, half, m] * shrinking) * near
+                    )
+                    sums[b, half, n] = sums[b, half, n] - pair * factor
+                    total = until * (apart * factor + given) + (shrinking * near) * factor
+                    place = place_in(matrix, places, b, half, n)
+                    place[0] = place[0] + (total + own[b] * q[b, half, m])
+                    handed[b, half, n] = exact * given
         scale_pair(behind, self.ends_of(shared, i, 1, thread))
 
 

@@ -15,7 +15,6 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cula_core.cute.functions import exp2
 from cula_core.cute.memory import view
 from cula_core.cute.types import F32, I32
 from cula_core.delta_rule.config import CHUNK, SUB
@@ -192,7 +191,9 @@ def products_of_states(s: cute.Pointer, d: cute.Pointer, w, lane):
             cute.gemm(mma, c, left, right, c)
     kept = cute.make_rmem_tensor(2, F32)
     r = lane // 4
-    for half in cutlass.range_constexpr(2):  # element r of the diagonal is register r % 2 of lane 4 r + r / 2
+    for half in cutlass.range_constexpr(
+        2
+    ):  # element r of the diagonal is register r % 2 of lane 4 r + r / 2
         even = cute.arch.shuffle_sync(sums[2 * half, half], 4 * r + r // 2)
         odd = cute.arch.shuffle_sync(sums[2 * half + 1, half], 4 * r + r // 2)
         kept[half] = odd if r % 2 == 1 else even

@@ -1,7 +1,7 @@
 """Results of a chunk by rows of tokens: the backward of norms and gates, and the sums for rate and bias.
 
-Matrices [64 tokens, 128 channels] of fp32 lie in shared memory in units of 4 channels; unit u of row r is at u ^ (r % 8).
-Warp w takes rows w, w + 8, ..., and a lane 4 channels of each.
+Matrices [64 tokens, 128 channels] of fp32 lie in shared memory in units of 4 channels; unit u of row r is at
+u ^ (r % 8). Warp w takes rows w, w + 8, ..., and a lane 4 channels of each.
 """
 
 import cutlass
