@@ -81,9 +81,9 @@ class Shared(NamedTuple):
 
     full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
     by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last do and y, s, g by results. factors
-    [3, token]: r, 1 / norm of q and k. scales [2, token]: factors of q~ and k~. dA, inside: see
-    `gradients_registers`. own [token]: the diagonal of dA. ends
-    [channel, sub-block]: e, and 2^e. largest [warp]. sums: for rate and bias.
+    [4, token]: as `prepare` writes them. scales [2, token]: factors of q~ and k~. dA, inside: see
+    `gradients_registers`. own [token, 2]: the diagonals of dA and of -y z^T. ends [channel, sub-block]: e, and 2^e.
+    largest [warp]. sums: for rate and bias.
     """
 
     full: cute.Pointer
@@ -191,11 +191,14 @@ class KdaGradients:
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
+        by_head = cute.fast_divmod_create_divisor_v2(mG.shape[2])
+        by_group = cute.fast_divmod_create_divisor_v2(mG.shape[2] // mQ.shape[2])
         tokens = tuple(self.tma(x, self.dtype, 64) for x in (mQ, mK, mDo))
         gates = self.tma(mG, self.gate_dtype, self.gate_columns)
         self.kernel(
-            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, mQ.shape[2],
-            mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
+            tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row,
+            by_head, by_group, mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound,
+            first_slot, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -223,7 +226,8 @@ class KdaGradients:
         minus_y: cute.Tensor,
         cu_seqlens: cute.Tensor,
         per_row: cute.FastDivmodDivisorV2,
-        heads: cutlass.Int32,
+        by_head: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
         mDv: cute.Tensor,
@@ -249,27 +253,28 @@ class KdaGradients:
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(72)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                    slot, head = number // heads_v, number % heads_v
+                    slot, head = divmod(number, by_head)
                     sequence, token, left = find_chunk_of_sequence(
                         cu_seqlens, per_row, first_slot + slot, length
                     )
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                        head_k, _ = divmod(head, by_group)
                         own = tuple(
                             x[slot, head, None, None] for x in (states, d_states, z, minus_y)
                         )
                         self.load(
-                            tokens, gates, own, factors[slot, head, None, None], head // (heads_v // heads), head, batch,
+                            tokens, gates, own, factors[slot, head, None, None], head_k, head, batch,
                             token, shared, phase,
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(216)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                slot, head = number // heads_v, number % heads_v
+                slot, head = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(
                     cu_seqlens, per_row, first_slot + slot, length
                 )
@@ -309,11 +314,11 @@ class KdaGradients:
             k=cute.recast_ptr(base + K, dtype=self.dtype),
             g=cute.recast_ptr(base + G, dtype=self.gate_dtype),
             planes=cute.recast_ptr(base + G, dtype=F32),
-            factors=smem.allocate_array(F32, 3 * CHUNK, byte_alignment=128),
+            factors=smem.allocate_array(F32, 4 * CHUNK, byte_alignment=128),
             scales=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
             dA=smem.allocate_array(self.operand, 2 * CHUNK * DA_STRIDE, byte_alignment=128),
             inside=smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128),
-            own=smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16),
+            own=smem.allocate_tensor(F32, cute.make_layout((CHUNK, 2)), byte_alignment=16),
             ends=smem.allocate_tensor(
                 F32, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
             ),
@@ -342,7 +347,7 @@ class KdaGradients:
         self.load_image(minus_y, shared.y, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
-        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 3 * CHUNK, phase)
+        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 4 * CHUNK, phase)
         self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
         self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
         self.load_image(factors, shared.factors, full)
@@ -416,7 +421,8 @@ class KdaGradients:
             own = cute.make_tensor(g.iterator + 4 * n, cute.make_layout(4))
             cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
         self.wait(shared, Input.Z, phase)
-        factor = self.pairs(shared, place.rows(mDbeta), shrunk, left, thread)
+        factor = self.pairs(shared, thread)
+        self.store_strengths(shared, place.rows(mDbeta), shrunk, left, tidx)
         self.store_values(shared, place.rows(mDv), shrunk, left, tidx)
         sums = zeros(OWN)
         places = first_places(w, lane)
@@ -432,7 +438,7 @@ class KdaGradients:
             self.add_rows(shared, which, to_state, sums, factor, places, left, thread)
             to_state.store(of_keys.load())
         self.sync()
-        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
         matrix = cute.recast_ptr(shared.do, dtype=F32)
         self.rows.store_inputs(
             matrix, shared.q, scale * shrunk, None, norms[None, 1], place.rows(mDq), left, w, lane
@@ -453,7 +459,7 @@ class KdaGradients:
         self.sync()
         matrix = cute.recast_ptr(shared.s, dtype=F32)
         self.rows.store_inputs(
-            matrix, shared.k, shrunk, norms[None, 0], norms[None, 2], place.rows(mDk), left, w, lane
+            matrix, shared.k, shrunk, norms[None, 3], norms[None, 2], place.rows(mDk), left, w, lane
         )
         self.give_back(shared, Input.STATES)
         self.give_back(shared, Input.TOKENS)
@@ -535,7 +541,7 @@ class KdaGradients:
     def prepare_tokens(self, shared, scale, left, tidx):
         """Writes the factors of q~ and k~ of every token, and zeros for q and k past the end."""
         if tidx < CHUNK:
-            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
             shared.scales[tidx, 0] = norms[tidx, 1] * scale
             shared.scales[tidx, 1] = norms[tidx, 2] * norms[tidx, 0]
         if left < CHUNK:
@@ -576,9 +582,11 @@ class KdaGradients:
         return cute.make_tensor(acc.iterator, cute.make_layout(OWN))
 
     @cute.jit
-    def pairs(self, shared, d_beta: cute.Tensor, shrunk, left, thread):
-        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals: the first to shared memory, the
-        second as dbeta. Returns the power of two by which operands are too small."""
+    def pairs(self, shared, thread):
+        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
+
+        Returns the power of two by which the operands are too small.
+        """
         lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
         first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
         x = self.multiply("k", first, SQUARE, shared.z, thread.tidx)
@@ -589,11 +597,9 @@ class KdaGradients:
             for n in cutlass.range_constexpr(TILES):
                 for b in cutlass.range_constexpr(2):
                     j = 8 * n + thread.token + b
-                    if i == j:
-                        if group == 0:
-                            shared.own[i] = x[b, half, n]
-                        elif i < left:
-                            self.store_strength(shared, d_beta, i, x[b, half, n] * shrunk)
+                    if cutlass.const_expr(n % 2 == half):
+                        if i == j:
+                            shared.own[i, group] = x[b, half, n]
                     x[b, half, n] = x[b, half, n] if j < i else F32(0.0)
                     largest = cutlass.max(largest, bits[b, half, n] & 0x7FFFFFFF)
         largest = cute.arch.warp_redux_sync(largest, "max")
@@ -625,15 +631,22 @@ class KdaGradients:
         return factor
 
     @cute.jit
-    def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
-        """Writes dbeta of a token, of -y . z."""
-        root = view(shared.factors, i, 1)[0]
-        strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
-        if cutlass.const_expr(self.config.beta_sigmoid):
-            result = -minus_yz * (1.0 - strength * (1.0 / most))
-        else:
-            result = -minus_yz * most / strength
-        d_beta[i] = result.to(d_beta.element_type)
+    def store_strengths(self, shared, d_beta: cute.Tensor, shrunk, left, tidx):
+        """Writes dbeta of the tokens, from the diagonal of -y z^T."""
+        if tidx < cutlass.min(left, I32(CHUNK)):
+            root, given = (
+                view(shared.factors, tidx, 1)[0],
+                view(shared.factors, 3 * CHUNK + tidx, 1)[0],
+            )
+            most, result = (
+                2.0 if self.config.neg_eigval else 1.0,
+                -shared.own[tidx, 1] * shrunk / root,
+            )
+            if cutlass.const_expr(self.config.beta_sigmoid):
+                result = result * given * (1.0 - root * given * (1.0 / most))
+            else:
+                result = result * most / root
+            d_beta[tidx] = result.to(d_beta.element_type)
 
     @cute.jit
     def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
@@ -645,7 +658,7 @@ class KdaGradients:
             row = unit // 8 % CHUNK
             if row < left:
                 cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
-                factor = -shrunk * view(shared.factors, row, 1)[0]
+                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
                 wide.store(y.load().to(F32) * factor)
                 rounded.store(wide.load().to(self.dtype))
                 channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
@@ -753,17 +766,22 @@ class KdaGradients:
         for at in SUB_INDICES:
             x[at] = to_tf32(k[at] * exp2(-g[at]))
         add_inside(inside, x, shared.inside, which, i, False, thread.lane)
-        for b, half, m in SUB_INDICES:
+        for m in cutlass.range_constexpr(2):
             n = 2 * i + m
-            apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-            growth = exp2(g[b, half, m])
-            exact = mine[b, half, m] * growth
-            read = before[half] * to_state[b, half, n]
-            pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near + exact * read
-            sums[b, half, n] = sums[b, half, n] + pair
-            own = shared.own[8 * n + thread.token + b]
-            own = own * k[b, half, m] if which == 0 else F32(0.0)
-            place_in(matrix, places, b, half, n)[0] = growth * (apart + near + read) + own
+            own = cute.make_rmem_tensor(2, F32)
+            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
+            for b in cutlass.range_constexpr(2):
+                own[b] = own[b] if which == 0 else F32(0.0)
+                for half in cutlass.range_constexpr(2):
+                    apart, near = acc[b, half, m, i], inside[b, half, m]
+                    growth, read = exp2(g[b, half, m]), before[half] * to_state[b, half, n]
+                    exact = mine[b, half, m] * growth
+                    pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near
+                    sums[b, half, n] = sums[b, half, n] + pair * factor + exact * read
+                    # Growth first: inside a sub-block sums of fp32 are near their limit without it.
+                    total = (growth * (apart + near)) * factor + growth * read
+                    total = total + own[b] * k[b, half, m]
+                    place_in(matrix, places, b, half, n)[0] = total
         scale_pair(before, self.ends_of(shared, i, 1, thread))
 
     @cute.jit
@@ -801,8 +819,8 @@ class KdaGradients:
 
     @cute.jit
     def finish_columns(
-        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor, sums: cute.Tensor,
-        factor, places, thread,
+        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor,
+        sums: cute.Tensor, factor, places, thread,
     ):  # fmt: skip
         """Adds the products inside a sub-block and with D. behind: decays behind it; then in front of it."""
         matrix = cute.recast_ptr(shared.s, dtype=F32)
@@ -814,19 +832,24 @@ class KdaGradients:
             for at in SUB_INDICES:
                 x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
             add_inside(inside, x, shared.inside, which, i, True, thread.lane)
-        for b, half, m in SUB_INDICES:
+        for m in cutlass.range_constexpr(2):
             n = 2 * i + m
-            apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-            until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
-            given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-            column = exact.to(self.operand).to(F32) * apart
-            column = column + to_tf32(k[b, half, m] * shrinking) * near
-            sums[b, half, n] = sums[b, half, n] - column
-            total = until * (apart + given) + shrinking * near
-            total = total + shared.own[8 * n + thread.token + b] * q[b, half, m]
-            place = place_in(matrix, places, b, half, n)
-            place[0] = place[0] + total
-            handed[b, half, n] = exact * given
+            own = cute.make_rmem_tensor(2, F32)
+            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
+            for b in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    apart, near = acc[b, half, m, i], inside[b, half, m]
+                    until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
+                    given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
+                    pair = (
+                        exact.to(self.operand).to(F32) * apart
+                        + to_tf32(k[b, half, m] * shrinking) * near
+                    )
+                    sums[b, half, n] = sums[b, half, n] - pair * factor
+                    total = until * (apart * factor + given) + (shrinking * near) * factor
+                    place = place_in(matrix, places, b, half, n)
+                    place[0] = place[0] + (total + own[b] * q[b, half, m])
+                    handed[b, half, n] = exact * given
         scale_pair(behind, self.ends_of(shared, i, 1, thread))
 
 
