@@ -10,8 +10,8 @@ class GradientsConfig:
     """Static facts of the kernel that computes the gradients of a chunk.
 
     dtype: of q, k, do and of dq, dk. gate_dtype, beta_dtype: of g, dg and of dbeta. operand: of states and of what
-    products take. gate: g holds log decays in [-5, 0) ("log"), or what they are computed from ("safe"). rate, bias:
-    there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a dense batch. The others are the flags of the
+    products take. gate: g holds log decays ("log"), or what they are computed from ("safe", "softplus"). bounded: log
+    decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a dense batch. The others are the flags of the
     public function.
     """
 
@@ -20,6 +20,7 @@ class GradientsConfig:
     beta_dtype: str
     operand: str = "float16"
     gate: str = "safe"
+    bounded: bool = True
     l2norm: bool = True
     beta_sigmoid: bool = False
     neg_eigval: bool = False
