@@ -97,8 +97,8 @@ def register(impl: str | None = None) -> None:
     `chunk_simple_gla`, `fused_chunk_simple_gla` and `fused_recurrent_simple_gla`, `chunk_lightning_attn` and
     `fused_recurrent_lightning_attn`, and what calls them: FLA's layers and models, and those of transformers that use
     FLA. Where gradients are wanted, both passes of `chunk_kda` and `chunk_simple_gla` are kernels if there is one for
-    the backward. Otherwise, as for a gate of `chunk_simple_gla` that needs a gradient, a kernel is the forward, and FLA
-    0.6 has its own backward. `CULA_FLA=0` in the environment switches off what FLA asks backends about.
+    the backward. Otherwise a kernel is the forward, and FLA 0.6 has its own backward. `CULA_FLA=0` in the environment
+    switches off what FLA asks backends about.
 
     Args:
         impl: an implementation as `cula.explain` names it; None: any kernel, and FLA itself where none serves.
