@@ -73,7 +73,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert relative_rmse(x, expected[name]) < 5e-3, name
 
 
-@pytest.mark.parametrize("gate", ["safe", "log"])
+@pytest.mark.parametrize("gate", ["safe", "softplus", "log"])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_both_ways_are_ours(gate: str, v_first: bool) -> None:
     case = small(gate=gate, state_v_first=v_first)
