@@ -249,7 +249,7 @@ def test_no_tokens():
         g = torch.zeros(1, 0, HV, requires_grad=True)
         state = torch.randn(sequences, HV, 4, 4, requires_grad=True)
         o, final = chunk_simple_gla(
-            q, k, v, initial_state=state, output_final_state=True, cu_seqlens=cu
+            q, k, v, g, initial_state=state, output_final_state=True, cu_seqlens=cu
         )
         (o.sum() + 2 * final.sum()).backward()
         assert (

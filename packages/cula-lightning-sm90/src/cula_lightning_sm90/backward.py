@@ -111,13 +111,13 @@ def gradients(
 ) -> list[Tensor]:
     """Returns the gradients of q, k, v and, if there is one, of initial_state, in their dtypes, contiguous.
 
-    of_decays: those of g and head_decay follow, if they are there.
-
-    do [B, T, HV, V], dht [N, HV, K, V] (or V, K): gradients of the results, None for zero. The others: as in `Call`.
+    With of_decays those of g and head_decay follow, if they are there. do [B, T, HV, V], dht [N, HV, K, V] (or V, K):
+    gradients of the results, None for zero. The others: as in `Call`.
     With float16 they are computed from do and dht times a power of two, which brings the largest of them near to 1.
     """
     heads, work = v.shape[2], work_dtype(q)
-    given, normal = (q, k), ((q, None), (k, None))
+    given = (q, k)
+    normal: tuple[tuple[Tensor, Tensor | None], ...] = ((q, None), (k, None))
     if l2norm:
         normal = tuple(_normalised(x) for x in given)
     (q, _), (k, _) = normal
@@ -133,7 +133,7 @@ def gradients(
         dht = None if dht is None else dht * unit
     if dht is not None:
         dht = dht / scale  # the kernel multiplies what it reads from a state by it
-    elif state_indices is not None:
+    elif state_indices is not None and initial_state is not None:
         dht = torch.zeros_like(initial_state, dtype=work, memory_format=DENSE)
     dh0 = None
     if initial_state is not None:
@@ -175,7 +175,7 @@ def gradients(
         dg = of_log_decays(dots_q, dots_k, decays, started, cu_seqlens)
         dg = dg if unit is None else dg / unit.squeeze(0)
         if g is not None:
-            found.append(dg.to(g.dtype))
+            found.append(dg.to(g.dtype).contiguous())
         if head_decay is not None:
             found.append(decay_sign * dg.sum((0, 1)).to(head_decay.dtype))
     return found

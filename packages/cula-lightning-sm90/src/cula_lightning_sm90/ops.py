@@ -448,7 +448,7 @@ def _prefill(
         indices = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=q.device)
     of_decays = wants_gradients(g, head_decay)
     trained = of_decays or wants_gradients(q, k, v, state)
-    if trained and state is not None and state_name == "state_pool":
+    if trained and state is not None and state_name == "state_pool" and cu_seqlens is not None:
         sequences = cu_seqlens.shape[0] - 1
         state, indices = backward.read_pool(state, indices, null_slot, has_initial_state, sequences)
         has_initial_state = None
@@ -457,12 +457,12 @@ def _prefill(
     if scale is None:
         scale = q.shape[3] ** -0.5
     if trained:
-        out, final = backward.Prefill.apply(
+        o, last = backward.Prefill.apply(
             _run, output_final_state, q, k, v, g, head_decay, initial, indices, cu_seqlens, float(scale),
             1 if decay_name == "g_gamma" else -1, v_first, l2norm, exact_state, num_splits, segment_tokens or 0,
             of_decays,
         )  # fmt: skip
-        return out, final.transpose(2, 3) if turned and final is not None else final
+        return o, last.transpose(2, 3) if turned and last is not None else last
     pool: Tensor | None = None
     final: Tensor | None = None
     if update and initial is not None:

@@ -177,7 +177,7 @@ def chunked_prefill(
                 q_c, k_c = normalized(q_c), normalized(k_c)
             given, own, state = _chunk(q_c, k_c, v_c, log_decay[rows, piece], state, scale, reverse)
             outputs[rows, piece] = given + own
-            if dots is not None:
+            if dots is not None and dot_with is not None:
                 x = (
                     dot_with[rows, piece]
                     .to(work)
