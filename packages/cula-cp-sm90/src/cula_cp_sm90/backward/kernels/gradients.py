@@ -184,9 +184,10 @@ class KdaGradients:
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         shared = self.allocate()
-        if tidx < len(Input):
-            cute.arch.mbarrier_init(shared.full + tidx, 1)
-            cute.arch.mbarrier_init(shared.empty + tidx, THREADS)
+        if tidx == 0:
+            for i in cutlass.range_constexpr(len(Input)):
+                cute.arch.mbarrier_init(shared.full + i, 1)
+                cute.arch.mbarrier_init(shared.empty + i, THREADS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         heads_v, length = mG.shape[2], mG.shape[1]
@@ -277,7 +278,7 @@ class KdaGradients:
         full = self.fill(shared, Input.GATES, gate_bytes, phase)
         tile = (CHUNK, self.gate_columns)
         sG = repeated(shared.g, tile, "k", self.gate_dtype, HEAD_DIM // self.gate_columns)
-        for i in cutlass.range_constexpr(HEAD_DIM // self.gate_columns):
+        for i in cutlass.range(HEAD_DIM // self.gate_columns, unroll=1):
             load_tile(tma_g, mG, token, head, batch, i, sG[None, None, i], full)
         full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
         self.load_tokens(
@@ -307,7 +308,7 @@ class KdaGradients:
     def load_tokens(self, tma, whole: cute.Tensor, head, batch, token, target: cute.Pointer, full):
         """Loads both panels of 64 channels of the chunk's tokens."""
         panels = repeated(target, (CHUNK, 64), "k", self.dtype, 2)
-        for i in cutlass.range_constexpr(2):
+        for i in cutlass.range(2, unroll=1):  # fewer addresses, which the warp has no registers for
             load_tile(tma, whole, token, head, batch, i, panels[None, None, i], full)
 
     @cute.jit
