@@ -193,7 +193,7 @@ class KdaGradients:
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(72)
+            cute.arch.setmaxregister_decrease(40)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                     slot, head = divmod(number, by_head)
@@ -212,7 +212,7 @@ class KdaGradients:
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(216)
+            cute.arch.setmaxregister_increase(232)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                 slot, head = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(
