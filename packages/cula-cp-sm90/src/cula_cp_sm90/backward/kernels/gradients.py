@@ -343,9 +343,8 @@ class KdaGradients:
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
         tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
-        self.wait(shared, Input.GATES, phase)
         rate, bias = self.gate_of(rate, bias, place.head)
-        g = self.decays(shared, rate, bias, lower_bound, left, thread)
+        g = self.decays(shared, rate, bias, lower_bound, left, phase, thread)
         sum_tokens(g, lane, inside=True)
         if lane % 4 == 3:
             for i in cutlass.range_constexpr(SUBS):
@@ -389,6 +388,7 @@ class KdaGradients:
         decay = self.products.add_columns(shared, handed, sums, factor, places, left, thread)
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
+        gates = self.rows.load_gates(place.rows(mG), left, w, lane)
         self.sync()
         for half in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(TILES):
@@ -404,7 +404,7 @@ class KdaGradients:
         self.give_back(shared, Input.TOKENS)
         self.rows.store_gates(
             shared.planes,
-            place.rows(mG),
+            gates,
             rate,
             bias,
             lower_bound,
@@ -423,8 +423,8 @@ class KdaGradients:
         ] if self.config.bias else None
 
     @cute.jit
-    def decays(self, shared, rate, bias, lower_bound, left, thread):
-        """Returns own elements of the log2 decays; zero past the end."""
+    def decays(self, shared, rate, bias, lower_bound, left, phase, thread):
+        """Waits for the gates and returns own elements of the log2 decays; zero past the end."""
         lane, w = thread.lane, thread.w
         speed = F32(1.0)
         if cutlass.const_expr(self.config.rate):
@@ -435,6 +435,7 @@ class KdaGradients:
         for half in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.config.bias):
                 shift[half] = bias[16 * w + lane // 4 + 8 * half]
+        self.wait(shared, Input.GATES, phase)
         g = cute.make_rmem_tensor(OWN, F32)
         places = cute.make_rmem_tensor(
             (2, 2), I32
