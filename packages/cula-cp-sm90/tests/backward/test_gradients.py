@@ -11,10 +11,12 @@ from torch import Tensor
 from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_cp_sm90.backward.config import GradientsConfig
+from cula_emulator import resources
 from cula_testing.comparing import relative_rmse
-from cula_testing.compiled import emulated_kernel
+from cula_testing.compiled import emulated_kernel, report
+from cula_testing.machine_code import assert_ctas_fit, label
 
-SCALE, LOWER, SLOT = 0.25, -5.0, 3  # SLOT: the first one of the call
+SCALE, LOWER = 0.25, -5.0
 NAMES = ("q", "k", "g", "beta", "rate", "bias")
 
 
@@ -146,7 +148,7 @@ def image(x: Tensor) -> Tensor:
 def run(
     emulated, problem: Problem, exact, ctas: int = 1, poison: float | None = None
 ) -> dict[str, Tensor]:
-    """Returns what the kernel writes. poison: value of tokens that are nobody's, behind those of the problem."""
+    """Returns what the kernel writes."""
     config, x = problem.config, dict(problem.given)
     hv, slots = problem.heads[1], problem.slots
     operand = getattr(torch, config.operand)
@@ -208,11 +210,11 @@ def run(
 
 
 # Dtypes of results round by up to 1.7e-3.
-BOUNDS = {"q": 2e-3, "k": 2e-3, "v": 2e-3, "g": 2.1e-3, "beta": 2.2e-3, "rate": 3e-3, "bias": 3e-3}
+BOUNDS = {"q": 2e-3, "k": 2e-3, "v": 2e-3, "g": 2.1e-3, "beta": 2.2e-3, "rate": 5e-3, "bias": 3e-3}
 
 
-def check(problem: Problem, exact, out: dict[str, Tensor]) -> None:
-    """Every head is right, and what belongs to no token is zero or not written."""
+def check(problem: Problem, exact, out: dict[str, Tensor], more: float = 1.0) -> None:
+    """Every head is right, and the sums of slots without a chunk are zero. more: of the errors allowed."""
     chunks, heads = problem.chunks(), range(problem.heads[1])
 
     def error(name: str, of: range | list[int]) -> float:
@@ -232,7 +234,7 @@ def check(problem: Problem, exact, out: dict[str, Tensor]) -> None:
     for name, bound in BOUNDS.items():
         if out[name] is not None:
             for of in [heads] if name == "rate" else [[head] for head in heads]:
-                assert error(name, of) <= bound, (name, of, error(name, of))
+                assert error(name, of) <= more * bound, (name, of, error(name, of))
     for name in ("rate", "bias"):
         if out[name] is not None:
             for slot in set(range(problem.slots)) - {slot for slot, *_ in chunks}:
@@ -243,8 +245,16 @@ LOG = GradientsConfig(
     "bfloat16", "float32", "float32", gate="log", l2norm=False, rate=False, bias=False
 )
 SAFE = GradientsConfig("bfloat16", "bfloat16", "bfloat16", beta_sigmoid=True)
+PACKED = GradientsConfig(
+    "float16", "float32", "float32", neg_eigval=True, rate=False, index_dtype="int32"
+)
+UNBOUNDED = GradientsConfig("bfloat16", "float32", "float32", gate="softplus", bounded=False)
+WIDE_RANGE = GradientsConfig(
+    "bfloat16", "float16", "float32", "bfloat16", beta_sigmoid=True, neg_eigval=True, index_dtype="int64"
+)  # fmt: skip
 
 
+@pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize("decays", ["moderate", "mixed"])
 def test_log_decays(emulated, decays):
     problem = make(LOG, (64,), decays=decays)
@@ -254,20 +264,54 @@ def test_log_decays(emulated, decays):
 
 @pytest.mark.parametrize("ctas", [1, 3])
 def test_gates_and_norms(emulated, ctas):
+    """Tokens past the end of a row, several chunks per CTA, and two value heads per key head."""
     problem = make(SAFE, (100, 100), heads=(1, 2), size=1e-5)
     exact = expected(problem)
     check(problem, exact, run(emulated, problem, exact, ctas))
 
 
+@pytest.mark.emulated(seeds=1)
 def test_packed(emulated):
-    config = GradientsConfig("float16", "float32", "float32", neg_eigval=True, index_dtype="int32")
-    problem = make(config, (70, 0, 1, 65), decays="mixed")
+    problem = make(PACKED, (70, 0, 1, 65), decays="mixed")
     exact = expected(problem)
     check(problem, exact, run(emulated, problem, exact, 2))
 
 
-def test_decays_without_a_bound(emulated):
-    config = GradientsConfig("bfloat16", "float32", "float32", gate="softplus", bounded=False)
-    problem = make(config, (64,), decays="mixed")
+@pytest.mark.emulated(seeds=1)
+def test_other_sequences_change_nothing(emulated):
+    problem = make(PACKED, (70, 0, 1, 65))
+    exact = expected(problem)
+    clean = run(emulated, problem, exact)
+    for name in ("q", "k", "g", "do"):
+        problem.given[name][:, 70:71] = float("nan")
+    poisoned = run(emulated, problem, exact)
+    for name in ("q", "k", "g", "beta"):
+        assert torch.equal(clean[name][:, :70], poisoned[name][:, :70])
+        assert torch.equal(clean[name][:, 71:], poisoned[name][:, 71:])
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("decays", ["moderate", "mixed"])
+def test_decays_without_a_bound(emulated, decays):
+    problem = make(UNBOUNDED, (80,), heads=(1, 2), decays=decays)
     exact = expected(problem)
     check(problem, exact, run(emulated, problem, exact))
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_operands_of_wide_range(emulated):
+    """Operands in bfloat16 have three bits less, and room for any size."""
+    problem = make(WIDE_RANGE, (64, 3), size=1e4)
+    exact = expected(problem)
+    check(problem, exact, run(emulated, problem, exact), 8)
+
+
+@pytest.mark.parametrize("config", [LOG, SAFE, PACKED, UNBOUNDED, WIDE_RANGE], ids=label)
+def test_machine_code(config):
+    """Nothing is spilled, products are not serialized, and each of them is there once."""
+    kernel = report(Unit("cula_cp_sm90.backward.build", config, "sm_90a")).kernel
+    resources.check(kernel, expect=("HGMMA", "UTMALDG", "UBLKCP", "LDSM", "USETMAXREG"))
+    assert not kernel.warnings
+    assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)
+    assert kernel.count("HGMMA") == 8 * 4  # do z^T or y z^T, S with do and y, D with z
+    assert_ctas_fit(kernel, 1)

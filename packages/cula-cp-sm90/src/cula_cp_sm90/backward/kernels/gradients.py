@@ -187,15 +187,16 @@ class KdaGradients:
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         shared = self.allocate()
-        if tidx < len(Input):
-            cute.arch.mbarrier_init(shared.full + tidx, 1)
-            cute.arch.mbarrier_init(shared.empty + tidx, THREADS)
+        if tidx == 0:
+            for i in cutlass.range_constexpr(len(Input)):
+                cute.arch.mbarrier_init(shared.full + i, 1)
+                cute.arch.mbarrier_init(shared.empty + i, THREADS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(72)
+            cute.arch.setmaxregister_decrease(40)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                     slot, head = divmod(number, by_head)
@@ -214,7 +215,7 @@ class KdaGradients:
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(216)
+            cute.arch.setmaxregister_increase(232)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                 slot, head = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(
@@ -280,7 +281,7 @@ class KdaGradients:
         full = self.fill(shared, Input.GATES, gate_bytes, phase)
         tile = (CHUNK, self.gate_columns)
         sG = repeated(shared.g, tile, "k", self.gate_dtype, HEAD_DIM // self.gate_columns)
-        for i in cutlass.range_constexpr(HEAD_DIM // self.gate_columns):
+        for i in cutlass.range(HEAD_DIM // self.gate_columns, unroll=1):
             load_tile(tma_g, mG, token, head, batch, i, sG[None, None, i], full)
         full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
         self.load_tokens(
@@ -310,7 +311,7 @@ class KdaGradients:
     def load_tokens(self, tma, whole: cute.Tensor, head, batch, token, target: cute.Pointer, full):
         """Loads both panels of 64 channels of the chunk's tokens."""
         panels = repeated(target, (CHUNK, 64), "k", self.dtype, 2)
-        for i in cutlass.range_constexpr(2):
+        for i in cutlass.range(2, unroll=1):  # fewer addresses, which the warp has no registers for
             load_tile(tma, whole, token, head, batch, i, panels[None, None, i], full)
 
     @cute.jit
@@ -345,9 +346,8 @@ class KdaGradients:
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
         tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
-        self.wait(shared, Input.GATES, phase)
         rate, bias = self.gate_of(rate, bias, place.head)
-        g = self.decays(shared, rate, bias, lower_bound, left, thread)
+        g = self.decays(shared, rate, bias, lower_bound, left, phase, thread)
         sum_tokens(g, lane, inside=True)
         if lane % 4 == 3:
             for i in cutlass.range_constexpr(SUBS):
@@ -392,6 +392,7 @@ class KdaGradients:
         decay = self.products.add_columns(shared, handed, sums, factor, places, left, thread)
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
+        gates = self.rows.load_gates(place.rows(mG), left, w, lane)
         self.sync()
         for half in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(TILES):
@@ -407,7 +408,7 @@ class KdaGradients:
         self.give_back(shared, Input.TOKENS)
         self.rows.store_gates(
             shared.planes,
-            place.rows(mG),
+            gates,
             rate,
             bias,
             lower_bound,
@@ -426,8 +427,8 @@ class KdaGradients:
         ] if self.config.bias else None
 
     @cute.jit
-    def decays(self, shared, rate, bias, lower_bound, left, thread):
-        """Returns own elements of the log2 decays; zero past the end."""
+    def decays(self, shared, rate, bias, lower_bound, left, phase, thread):
+        """Waits for the gates and returns own elements of the log2 decays; zero past the end."""
         lane, w = thread.lane, thread.w
         speed = F32(1.0)
         if cutlass.const_expr(self.config.rate):
@@ -438,6 +439,7 @@ class KdaGradients:
         for half in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.config.bias):
                 shift[half] = bias[16 * w + lane // 4 + 8 * half]
+        self.wait(shared, Input.GATES, phase)
         g = cute.make_rmem_tensor(OWN, F32)
         places = cute.make_rmem_tensor(
             (2, 2), I32

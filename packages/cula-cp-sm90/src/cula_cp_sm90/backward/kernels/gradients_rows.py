@@ -49,7 +49,7 @@ class Rows:
     token on. left: tokens from there on. What it writes of tokens past the end are no rows."""
 
     def __init__(self, config):
-        self.config = config
+        self.config, self.gated = config, config.gate != "log"
 
     @cute.jit
     def store_inputs(
@@ -91,12 +91,32 @@ class Rows:
                     write(x[None, j], view(target[row, None].iterator, UNIT * lane, UNIT))
 
     @cute.jit
+    def load_gates(self, gates: cute.Tensor, left, w, lane):
+        """Returns the thread's elements of the caller's gates; the last row replaces later ones. None for decays."""
+        if cutlass.const_expr(not self.gated):
+            return None
+        raw = cute.make_rmem_tensor((UNIT, ROUNDS), gates.element_type)
+        for j in cutlass.range_constexpr(ROUNDS):
+            row = cutlass.min(w + WARPS * j, left - 1)
+            cute.autovec_copy(view(gates[row, None].iterator, UNIT * lane, UNIT), raw[None, j])
+        return raw
+
+    @cute.jit
     def store_gates(
-        self, matrix: cute.Pointer, raw: cute.Tensor, rate, bias, lower_bound, target: cute.Tensor, left, sums, w, lane
-    ):  # fmt: skip
+        self,
+        matrix: cute.Pointer,
+        raw,
+        rate,
+        bias,
+        lower_bound,
+        target: cute.Tensor,
+        left,
+        sums,
+        w,
+        lane,
+    ):
         """Writes dg of the staged gradient of log decays, and the sums over the warp's rows: of bias [channel, warp],
-        of rate behind them. raw: the caller's gates. rate: A_log of the head. bias: dt_bias of the head."""
-        gated = self.config.gate != "log"
+        of rate behind them. raw: from `load_gates`. rate: A_log of the head. bias: dt_bias of the head."""
         speed = F32(1.0)
         if cutlass.const_expr(self.config.rate):
             speed = exp2(rate * LOG2_E)
@@ -105,12 +125,6 @@ class Rows:
         if cutlass.const_expr(self.config.bias):
             cute.autovec_copy(view(bias.iterator, UNIT * lane, UNIT), shift)
         place = place_of(w, lane)
-        # All at once: their latency counts once.
-        given = cute.make_rmem_tensor((UNIT, ROUNDS), raw.element_type)
-        if cutlass.const_expr(gated):
-            for j in cutlass.range_constexpr(ROUNDS):
-                row = cutlass.min(w + WARPS * j, left - 1)
-                cute.autovec_copy(view(raw[row, None].iterator, UNIT * lane, UNIT), given[None, j])
         of_bias, of_rate = cute.make_rmem_tensor(UNIT, F32), F32(0.0)
         of_bias.fill(0.0)
         for j in cutlass.range_constexpr(ROUNDS):
@@ -118,9 +132,9 @@ class Rows:
             if row < left:
                 x = cute.make_rmem_tensor(UNIT, F32)
                 cute.autovec_copy(view(matrix, place + WARPS * j * HEAD_DIM, UNIT), x)
-                if cutlass.const_expr(gated):
+                if cutlass.const_expr(self.gated):
                     for i in cutlass.range_constexpr(UNIT):
-                        shifted = given[i, j].to(F32) + shift[i]
+                        shifted = raw[i, j].to(F32) + shift[i]
                         if cutlass.const_expr(self.config.gate == "safe"):
                             # At most 2^126, whose product with the sigmoid is a number.
                             grown = exp2(cutlass.min(shifted * speed * -LOG2_E, F32(126.0)))
