@@ -337,6 +337,7 @@ class ScalarGradients:
         """Computes the gradients of a chunk."""
         dq, dk, dv = results
         if thread.tidx < 32:
+            cute.arch.sync_warp()  # its lanes may read those of the chunk before
             sum_decays(g, shared.sums, left, thread.lane)
         self.wait(shared, Input.TOKENS, phase)
         self.convert(shared.q, view(shared.factors, CHUNK, CHUNK), scale, left, thread.tidx)
@@ -387,7 +388,7 @@ class ScalarGradients:
         b_step: cutlass.Constexpr, tiles: cutlass.Constexpr, zero: cutlass.Constexpr, tidx,
     ):  # fmt: skip
         """Issues acc (+)= A B^T over `tiles` of 64, all from shared memory. b_step: between tiles of B."""
-        n = cute.size(acc) // 32
+        n = 2 * cute.size(acc)  # in 128 threads
         majors = {"k": OperandMajorMode.K, "mn": OperandMajorMode.MN}
         op = warpgroup.MmaF16BF16Op(
             self.operand, F32, (64, n, 16), warpgroup.OperandSource.SMEM, majors[a_major], majors[b_major]
@@ -677,7 +678,7 @@ class ScalarGradients:
                 two = cute.make_rmem_tensor(2, F32)
                 for half in cutlass.range_constexpr(2):
                     norm = view(shared.factors, CHUNK * which + thread.row + 8 * half, 1)[0]
-                    along = dots[half] * (inverse * inverse)
+                    along = dots[half] * inverse * inverse
                     for n in cutlass.range_constexpr(HEAD_DIM // 8):
                         self.row_of(matrix, n, half, thread, two)
                         for b in cutlass.range_constexpr(2):
