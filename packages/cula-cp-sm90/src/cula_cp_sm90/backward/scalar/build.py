@@ -13,7 +13,7 @@ from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.delta_rule.kernels.block import BLOCK, SQUARE, WIDE
 
 from ..build import V_TILES, _of_chunks
-from .config import ScalarConfig, ScalarGradientsConfig, ScalarPrepareConfig
+from .config import SUMS, ScalarConfig, ScalarGradientsConfig, ScalarPrepareConfig
 from .kernels.gradients import ScalarGradients
 from .kernels.prepare import ScalarPrepare
 
@@ -64,11 +64,11 @@ def prepare_arguments(config: ScalarPrepareConfig) -> tuple:
 def gradients_arguments(config: ScalarGradientsConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g [B, T, HV], do [B, T, HV, 128], factors [slots, HV, 3, 64] fp32, peaks [N, HV]
     int32, states, d_states [slots, HV, 2, 64 * 128], z, minus_y [slots, HV, 2, 64 * 64], cu_seqlens [N + 1] or None;
-    written: dq, dk, dv [B, T, HV, 128], dg, dbeta [B, T, HV]; scale, number of slots, number of CTAs."""
+    written: dq, dk [B, T, H, 128], dv [B, T, HV, 128], dg, dbeta [B, T, HV]; memory for sums over value heads [CTAs, 2,
+    16, 128, 4] fp32 or None, scale, number of slots, number of CTAs."""
     rows, numbers, heads, heads_v = _of_tokens(config)
     slots = cute.sym_int()
     kept = (WIDE, WIDE, SQUARE, SQUARE)
-    of_heads = "float32" if config.grouped else config.dtype
     return (
         *(rows(config.dtype, heads) for _ in range(2)),
         numbers(config.gate_dtype),
@@ -77,10 +77,11 @@ def gradients_arguments(config: ScalarGradientsConfig) -> tuple:
         fake.matrix(cutlass.Int32, heads_v),
         *(_of_chunks(config.operand, slots, heads_v, V_TILES, size) for size in kept),
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
-        *(rows(of_heads, heads_v) for _ in range(2)),
+        *(rows(config.dtype, heads) for _ in range(2)),
         rows(config.dtype, heads_v),
         numbers(config.gate_dtype),
         numbers(config.beta_dtype),
+        _of_chunks("float32", cute.sym_int(), *SUMS) if config.grouped else None,
         cutlass.Float32(1.0),
         *(cutlass.Int32(1) for _ in range(2)),
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+# Where a CTA sums up dq and dk over value heads, in fp32: [dq or dk, part, thread, 4 numbers].
+SUMS = (2, 16, 128, 4)
+
+
 @dataclass(frozen=True)
 class ScalarConfig:
     """What both kernels know of chunks in which all channels of a head decay alike.
@@ -36,8 +40,7 @@ class ScalarPrepareConfig(ScalarConfig):
 class ScalarGradientsConfig(ScalarConfig):
     """Static facts of the kernel that computes the gradients of a chunk.
 
-    grouped: several value heads share a head of q and k, so that dq and dk are those of normalized ones, of every value
-    head and in fp32.
+    grouped: several value heads share a head of q and k, over which dq and dk are summed.
     """
 
     grouped: bool = False

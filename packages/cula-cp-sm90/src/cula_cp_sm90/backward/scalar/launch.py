@@ -21,7 +21,7 @@ from ..config import SCRATCH_BYTES, WalkConfig, heads_at_once
 from ..launch import _peaks, _Scratch
 from ..launch import unit as unit_of_kda
 from .call import BackwardCall, Gradients
-from .config import ScalarConfig, ScalarGradientsConfig, ScalarPrepareConfig
+from .config import SUMS, ScalarConfig, ScalarGradientsConfig, ScalarPrepareConfig
 
 Config = ScalarConfig | WalkConfig
 Kernels = Callable[[Config], Callable[..., None]]
@@ -57,10 +57,9 @@ def run(
 ) -> None:
     """Writes the gradients of a call, on torch's current stream.
 
-    The call has tensors as the kernels read them. found: memory of the results; where value heads share heads of q and
-    k, dq and dk are those of normalized ones, of every value head and in fp32. scratch: bytes between the kernels that
-    are not exceeded as long as a few heads fit; heads are independent, and are done in groups. Tests without a GPU pass
-    the number of multiprocessors and `kernels`.
+    The call has tensors as the kernels read them. found: memory of the results. scratch: bytes between the kernels
+    that are not exceeded as long as a few heads fit; heads are independent, and are done in groups. Tests without a GPU
+    pass the number of multiprocessors and `kernels`.
     """
     batch, tokens, heads = call.v.shape[:3]
     shared = heads // call.q.shape[2]
@@ -79,7 +78,9 @@ def run(
             **{name: getattr(call, name)[:, :, own] for name in ("v", "g", "beta", "do")},
             **{name: _of_states(getattr(call, name), own) for name in ("initial_state", "dht")},
         )
-        results = Gradients(*(x[:, :, own] for x in found[:5]), _of_states(found.dh0, own))
+        results = Gradients(
+            found.dq[:, :, keys], found.dk[:, :, keys], *(x[:, :, own] for x in found[2:5]), _of_states(found.dh0, own)
+        )  # fmt: skip
         _run(part, results, slots, memory, multiprocessors, kernels)
 
 
@@ -122,8 +123,11 @@ def _run(
 
     walk(False, call.v, call.initial_state, None, states, z)
     walk(True, call.do, call.dht, found.dh0, d_states, minus_y)
-    grouped = call.q.shape[2] < heads
-    kernels(ScalarGradientsConfig(*dtypes, **options, grouped=grouped))(
-        call.q, call.k, call.g, call.do, factors, peaks, states, d_states, z, minus_y, call.cu_seqlens, *found[:5],
-        call.scale, slots, min(multiprocessors, slots * heads),
+    heads_k = call.q.shape[2]
+    ctas, sums = min(multiprocessors, slots * heads_k), None
+    if heads_k < heads:
+        sums = call.q.new_empty((ctas, *SUMS), dtype=torch.float32)
+    kernels(ScalarGradientsConfig(*dtypes, **options, grouped=sums is not None))(
+        call.q, call.k, call.g, call.do, factors, peaks, states, d_states, z, minus_y, call.cu_seqlens, *found[:5], sums,
+        call.scale, slots, ctas,
     )  # fmt: skip

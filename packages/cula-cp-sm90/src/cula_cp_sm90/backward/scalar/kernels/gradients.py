@@ -103,8 +103,21 @@ class Thread(NamedTuple):
     column: cutlass.Int32
 
 
+class SoFar(NamedTuple):
+    """Sums over value heads of what belongs to a head of q and k.
+
+    own: the thread's place for its accumulators, [part, 4 numbers]. begun: whether it holds those of the value heads before.
+    ends: whether this is the last one.
+    """
+
+    own: cute.Tensor
+    begun: cutlass.Boolean
+    ends: cutlass.Boolean
+
+
 class ScalarGradients:
-    """Persistent CTAs over pairs of a chunk and a value head, first chunks first.
+    """Persistent CTAs over pairs of a chunk and a head of q and k, first chunks first. The value heads of a pair follow
+    one another.
 
     | warps | work |
     |---|---|
@@ -144,6 +157,7 @@ class ScalarGradients:
         mDv: cute.Tensor,
         mDg: cute.Tensor,
         mDbeta: cute.Tensor,
+        sums: cute.Tensor,
         scale: cutlass.Float32,
         slots: cutlass.Int32,
         ctas: cutlass.Int32,
@@ -160,7 +174,7 @@ class ScalarGradients:
         )
         self.kernel(
             tokens, mG, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, mQ.shape[2], mDq, mDk, mDv,
-            mDg, mDbeta, scale, slots,
+            mDg, mDbeta, sums, scale, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -184,6 +198,7 @@ class ScalarGradients:
         mDv: cute.Tensor,
         mDg: cute.Tensor,
         mDbeta: cute.Tensor,
+        sums: cute.Tensor,
         scale: cutlass.Float32,
         slots: cutlass.Int32,
     ):
@@ -197,48 +212,55 @@ class ScalarGradients:
             cute.arch.mbarrier_init(shared.empty + tidx, THREADS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        heads_v, length = mG.shape[2], mG.shape[1]
+        group, length = mG.shape[2] // heads, mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
             cute.arch.setmaxregister_decrease(24)
             if warp_idx == WARPS:
-                for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                    slot, head = number // heads_v, number % heads_v
+                for number in cutlass.range(first, slots * heads, ctas, unroll=1):
+                    slot, head_k = number // heads, number % heads
                     sequence, token, left = find_chunk_of_sequence(
                         cu_seqlens, per_row, slot, length
                     )
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                        images = tuple(
-                            x[slot, head, None, None] for x in (states, d_states, z, minus_y, factors)
-                        )  # fmt: skip
-                        head_k = head // (heads_v // heads)
-                        self.load(tokens, images, head_k, head, batch, token, shared, phase)
-                        phase = phase ^ 1
+                        for member in cutlass.range(group, unroll=1):
+                            head = head_k * group + member
+                            images = tuple(
+                                x[slot, head, None, None] for x in (states, d_states, z, minus_y, factors)
+                            )  # fmt: skip
+                            self.load(tokens, images, head_k, head, batch, token, shared, phase)
+                            phase = phase ^ 1
         else:
             cute.arch.setmaxregister_increase(240)
             lane, w = tidx % 32, warp_idx % 4
-            thread = Thread(
-                tidx, lane, warp_idx // 4, w, SUB * w + lane // 4, lane % 4 * 2
-            )  # fmt: skip
-            for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                slot, head = number // heads_v, number % heads_v
+            thread = Thread(tidx, lane, warp_idx // 4, w, SUB * w + lane // 4, lane % 4 * 2)
+            for number in cutlass.range(first, slots * heads, ctas, unroll=1):
+                slot, head_k = number // heads, number % heads
                 sequence, token, left = find_chunk_of_sequence(cu_seqlens, per_row, slot, length)
                 if left > 0:
                     batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                    results = tuple(
-                        cute.domain_offset((token, 0), x[batch, None, head, None])
-                        for x in (mDq, mDk, mDv)
+                    dq, dk = (
+                        cute.domain_offset((token, 0), x[batch, None, head_k, None])
+                        for x in (mDq, mDk)
                     )
-                    g, dg, d_beta = (
-                        cute.domain_offset((token,), x[batch, None, head])
-                        for x in (mG, mDg, mDbeta)
-                    )
-                    grown, shrunk = scale_of(peaks[sequence, head])
-                    self.compute(
-                        shared, g, results, dg, d_beta, grown, shrunk, scale, left, phase, thread
-                    )
-                    phase = phase ^ 1
+                    for member in cutlass.range(group, unroll=1):
+                        head = head_k * group + member
+                        dv = cute.domain_offset((token, 0), mDv[batch, None, head, None])
+                        g, dg, d_beta = (
+                            cute.domain_offset((token,), x[batch, None, head])
+                            for x in (mG, mDg, mDbeta)
+                        )
+                        so_far = None
+                        if cutlass.const_expr(self.config.grouped):
+                            so_far = SoFar(
+                                sums[first, thread.group, None, tidx % GROUP, None], member > 0, member + 1 == group
+                            )  # fmt: skip
+                        grown, shrunk = scale_of(peaks[sequence, head])
+                        self.compute(
+                            shared, g, (dq, dk, dv), dg, d_beta, so_far, grown, shrunk, scale, left, phase, thread
+                        )  # fmt: skip
+                        phase = phase ^ 1
 
     def allocate(self):
         """Returns the shared memory of the CTA."""
@@ -331,8 +353,8 @@ class ScalarGradients:
 
     @cute.jit
     def compute(
-        self, shared, g: cute.Tensor, results: tuple, dg: cute.Tensor, d_beta: cute.Tensor, grown, shrunk, scale, left,
-        phase, thread,
+        self, shared, g: cute.Tensor, results: tuple, dg: cute.Tensor, d_beta: cute.Tensor, so_far, grown, shrunk,
+        scale, left, phase, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
         dq, dk, dv = results
@@ -353,9 +375,9 @@ class ScalarGradients:
         self.wait(shared, Input.STATES, phase)
         self.wait(shared, Input.D_STATES, phase)
         if thread.group == 0:
-            self.queries(shared, own, factor, scale, shrunk, dq, left, thread)
+            self.queries(shared, own, so_far, factor, scale, shrunk, dq, left, thread)
         else:
-            self.keys(shared, own, factor, shrunk, dk, left, thread)
+            self.keys(shared, own, so_far, factor, shrunk, dk, left, thread)
         self.sync()
         if thread.tidx < 32:
             self.store_decays(shared, dg, shrunk, left, thread.lane)
@@ -534,7 +556,9 @@ class ScalarGradients:
                 cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
 
     @cute.jit
-    def queries(self, shared, own: cute.Tensor, factor, scale, shrunk, dq: cute.Tensor, left, thread):
+    def queries(
+        self, shared, own: cute.Tensor, so_far, factor, scale, shrunk, dq: cute.Tensor, left, thread
+    ):  # fmt: skip
         """Computes dq, and the sum of S D; by the first group."""
         self.give_back(shared, Input.Z)
         acc, pairs = self.accumulator(HEAD_DIM), self.accumulator(HEAD_DIM)
@@ -550,13 +574,11 @@ class ScalarGradients:
         self.note(shared, Token.Q_BY_STATE, self.dots(acc, shared.q, thread), thread)
         self.add(acc, pairs, factor)
         inverse = F32(0.0) if scale == 0.0 else 1.0 / scale
-        outer = cute.make_rmem_tensor(2, F32)
-        outer.fill(0.0)
-        outer.store(outer.load() + scale * shrunk)
-        self.finish(acc, shared, 1, shared.q, outer, inverse, shared.do, dq, left, thread)
+        acc.store(acc.load() * (scale * shrunk))
+        self.finish(acc, so_far, shared, 1, shared.q, inverse, shared.do, dq, left, thread)
 
     @cute.jit
-    def keys(self, shared, own: cute.Tensor, factor, shrunk, dk: cute.Tensor, left, thread):
+    def keys(self, shared, own: cute.Tensor, so_far, factor, shrunk, dk: cute.Tensor, left, thread):
         """Computes dk; by the second group."""
         acc, other = self.accumulator(HEAD_DIM), self.accumulator(HEAD_DIM)
         warpgroup.fence()
@@ -585,7 +607,8 @@ class ScalarGradients:
         warpgroup.wait_group(0)
         self.add(acc, other, factor)
         roots.store(roots.load() * shrunk)
-        self.finish(acc, shared, 2, shared.k, roots, F32(1.0), shared.y, dk, left, thread)
+        self.weigh(acc, roots)
+        self.finish(acc, so_far, shared, 2, shared.k, F32(1.0), shared.y, dk, left, thread)
 
     @cute.jit
     def multiply_own(self, acc: cute.Tensor, own: cute.Tensor, k: cute.Pointer, tidx):
@@ -655,49 +678,59 @@ class ScalarGradients:
 
     @cute.jit
     def finish(
-        self, acc: cute.Tensor, shared, which: cutlass.Constexpr, matrix: cute.Pointer, outer: cute.Tensor, inverse,
+        self, acc: cute.Tensor, so_far, shared, which: cutlass.Constexpr, matrix: cute.Pointer, inverse,
         slot: cute.Pointer, target: cute.Tensor, left, thread,
     ):  # fmt: skip
-        """Writes dq or dk. which: the row of factors that holds 1 / norm. outer: factors of the thread's two rows.
-        matrix: operands, which times `inverse` are what was normalized. slot: memory for the rows."""
-        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, HEAD_DIM // 8)))
-        self.weigh(acc, outer)
-        if cutlass.const_expr(self.config.grouped):
-            for half in cutlass.range_constexpr(2):
-                row = thread.row + 8 * half
-                if row < left:
-                    for n in cutlass.range_constexpr(HEAD_DIM // 8):
-                        channel = 8 * n + thread.column
-                        cute.autovec_copy(
-                            x[None, half, n], view(target[row, None].iterator, channel, 2)
-                        )
+        """Adds the gradient of normalized q or k to those of the value heads before, and behind the last one writes dq
+        or dk. See `SoFar`, and `store_rows` for the other arguments."""
+        if cutlass.const_expr(so_far is None):
+            self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
         else:
-            if cutlass.const_expr(self.config.l2norm):
-                dots = self.dots(acc, matrix, thread)
-                dots = all_sums([dots[0], dots[1]], 4)
-                two = cute.make_rmem_tensor(2, F32)
-                for half in cutlass.range_constexpr(2):
-                    norm = view(shared.factors, CHUNK * which + thread.row + 8 * half, 1)[0]
-                    along = dots[half] * inverse * inverse
-                    for n in cutlass.range_constexpr(HEAD_DIM // 8):
-                        self.row_of(matrix, n, half, thread, two)
-                        for b in cutlass.range_constexpr(2):
-                            x[b, half, n] = (x[b, half, n] - along * two[b]) * norm
-            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-            rounded.store(acc.load().to(self.dtype))
-            barrier = FIRST_GROUP + which - 1
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-            self.stage(rounded, slot, HEAD_DIM, thread.tidx)
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-            staged = cute.recast_ptr(slot, dtype=self.dtype)
-            line = cute.make_rmem_tensor(8, self.dtype)
-            for i in cutlass.range_constexpr(WIDE // (8 * GROUP)):
-                number = thread.tidx % GROUP + GROUP * i
-                row, unit = number // 16, number % 16
-                if row < left:
-                    at = unit // 8 * SQUARE + row * 64 + (unit % 8 ^ row % 8) * 8
-                    cute.autovec_copy(view(staged, at, 8), line)
-                    cute.autovec_copy(line, view(target[row, None].iterator, 8 * unit, 8))
+            part = cute.make_rmem_tensor(4, F32)
+            for i in cutlass.range_constexpr(cute.size(acc) // 4):
+                here = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
+                if so_far.begun:
+                    cute.autovec_copy(so_far.own[i, None], part)
+                    here.store(here.load() + part.load())
+                if not so_far.ends:
+                    cute.autovec_copy(here, so_far.own[i, None])
+            if so_far.ends:
+                self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
+
+    @cute.jit
+    def store_rows(
+        self, acc: cute.Tensor, shared, which: cutlass.Constexpr, matrix: cute.Pointer, inverse, slot: cute.Pointer,
+        target: cute.Tensor, left, thread,
+    ):  # fmt: skip
+        """Writes dq or dk from the gradient of normalized ones; by a group. which: the row of factors that holds
+        1 / norm. matrix: operands, which times `inverse` are what was normalized. slot: memory for the rows."""
+        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, HEAD_DIM // 8)))
+        if cutlass.const_expr(self.config.l2norm):
+            dots = self.dots(acc, matrix, thread)
+            dots = all_sums([dots[0], dots[1]], 4)
+            two = cute.make_rmem_tensor(2, F32)
+            for half in cutlass.range_constexpr(2):
+                norm = view(shared.factors, CHUNK * which + thread.row + 8 * half, 1)[0]
+                along = dots[half] * inverse * inverse
+                for n in cutlass.range_constexpr(HEAD_DIM // 8):
+                    self.row_of(matrix, n, half, thread, two)
+                    for b in cutlass.range_constexpr(2):
+                        x[b, half, n] = (x[b, half, n] - along * two[b]) * norm
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store(acc.load().to(self.dtype))
+        barrier = FIRST_GROUP + which - 1
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+        self.stage(rounded, slot, HEAD_DIM, thread.tidx)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+        staged = cute.recast_ptr(slot, dtype=self.dtype)
+        line = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(WIDE // (8 * GROUP)):
+            number = thread.tidx % GROUP + GROUP * i
+            row, unit = number // 16, number % 16
+            if row < left:
+                at = unit // 8 * SQUARE + row * 64 + (unit % 8 ^ row % 8) * 8
+                cute.autovec_copy(view(staged, at, 8), line)
+                cute.autovec_copy(line, view(target[row, None].iterator, 8 * unit, 8))
 
     @cute.jit
     def store_decays(self, shared, dg: cute.Tensor, shrunk, left, lane):
