@@ -17,8 +17,10 @@ from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import one_thread
 
-# Of results in 16 bits, which round by up to 1.7e-3; of initial states.
-BOUNDS = {"dq": 2e-3, "dk": 2e-3, "dv": 2e-3, "dg": 2.1e-3, "dbeta": 2.2e-3, "dh0": 1e-3}
+# Of results in 16 bits, which round by 1.7e-3; of numbers of tokens, among which the largest may stand alone and round by
+# 3.9e-3, in 16 bits and in 32; and of initial states.
+BOUNDS = {"dq": 2e-3, "dk": 2e-3, "dv": 2e-3, "dh0": 1e-3}
+OF_NUMBERS = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,10 @@ def test_gradients(emulated, name):
     """Of every input, worst head."""
     call = called(PROBLEMS[name])
     found, exact = run(call, emulated), expected(call)
-    errors = {}
-    for which, bound in BOUNDS.items():
+    of_numbers = OF_NUMBERS[call.g.dtype]
+    for which, bound in {**BOUNDS, "dg": of_numbers, "dbeta": of_numbers}.items():
         if getattr(found, which) is not None:
-            of_heads = (getattr(side, which).unbind(1 if which == "dh0" else 2) for side in (found, exact))
-            errors[which] = max(relative_rmse(own, right) for own, right in zip(*of_heads))
-    assert all(errors[which] <= BOUNDS[which] for which in errors), errors
+            sides = (getattr(side, which).unbind(1 if which == "dh0" else 2) for side in (found, exact))
+            for head, (own, right) in enumerate(zip(*sides)):
+                error = relative_rmse(own, right)
+                assert error <= bound, f"{which} of head {head}: {error:.1e}"
