@@ -728,6 +728,24 @@ def test_the_gated_delta_rule_goes_to_the_package_that_can_serve_it(
         assert row.reason == reason and str(caught.value).endswith(str(reason))
 
 
+@pytest.mark.parametrize("function", PREFILL)
+def test_lightning_prefill_trains_by_its_own_kernels(
+    card: Callable[[int, int], Tensor], function: str
+) -> None:
+    device = card(9, 0).device
+    given = {"dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128, "requires_grad": True}
+    told = cula.explain(function, **given)
+    assert (told.chosen, told.rows[0].backward) == ("cula-lightning-sm90", None)
+    key = facts_in_order(function, given)
+    kernel = SPECS["cula-lightning-sm90"].load(function)
+    assert _registry.resolve(function, "auto", device, *key) is kernel
+    decay = "gate_requires_grad" if function == "chunk_simple_gla" else "decay_requires_grad"
+    (row,) = [
+        r for r in cula.explain(function, **given, **{decay: True}).rows if "lightning" in r.name
+    ]
+    assert not row.chosen and str(row.reason).startswith("no gradient of decays; fla: ")
+
+
 def test_the_gated_delta_rule_of_the_package_and_of_cula_agree_on_a_cpu() -> None:
     for mode in ("dense", "packed"):
         ours = good_arguments(mode)

@@ -83,7 +83,17 @@ HEAVY = [
         )
     )
 ]  # fmt: skip
-CONFIGS = [config_of(case) for case in COVERING] + HEAVY
+# Against time, with all that a gradient can want.
+REVERSED = [
+    config
+    for gate, packed in (("float32", False), (None, True))
+    for config in candidates(
+        Problem(
+            "bfloat16", 128, 128, gate, packed=packed, initial_state=True, exact_state=bool(gate), reverse=True
+        )
+    )
+]  # fmt: skip
+CONFIGS = [config_of(case) for case in COVERING] + HEAVY + REVERSED
 
 
 def label(config: Config) -> str:
@@ -99,6 +109,7 @@ def label(config: Config) -> str:
         "l2norm",
         "exact_state",
         "in_place",
+        "reverse",
     )
     flags = "".join("-" + name for name in names if getattr(p, name))
     if p.checkpoints:

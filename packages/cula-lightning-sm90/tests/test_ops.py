@@ -573,7 +573,10 @@ print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _
         ({"dtype": torch.bfloat16, "state_dtype": torch.float32}, None),
         ({"dtype": torch.float16, "state_dtype": None, "gate_dtype": torch.float64}, None),
         ({"head_dim_k": 64, "head_dim_v": 128, "requires_grad": False}, None),
-        ({"requires_grad": True}, "no backward"),
+        ({"requires_grad": True}, None),
+        ({"requires_grad": True, "gate_requires_grad": True}, "no gradient of decays"),
+        ({"requires_grad": True, "decay_requires_grad": True}, "no gradient of decays"),
+        ({"requires_grad": True, "function": "chunk_gated_delta_rule"}, "no backward"),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
         (
             {"state_dtype": torch.float64},

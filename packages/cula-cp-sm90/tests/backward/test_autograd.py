@@ -14,3 +14,4 @@ class TestOnCpu(kda.GradientsThroughAutograd):
 
 class TestOnGpu(kda.GradientsOnGpu):
     subject = SUBJECT
+    any_decay = False

@@ -26,9 +26,7 @@ BOUNDS = {
 PROBLEMS = {
     "shared keys": make_problem((65,), (2, 4), kind="moderate"),
     "mixed": make_problem((130, 130), (2, 2), kind="mixed"),
-    "packed": make_problem(
-        (70, 0, 1, 65), (2, 2), packed=True, strength="doubled", gate_dtype="bfloat16"
-    ),
+    "packed": make_problem((70, 0, 1, 65), (2, 2), packed=True, strength="doubled"),
 }
 
 

@@ -152,7 +152,7 @@ def run(
         most = x["do"][row, token : token + size].float().abs().amax((0, 2))
         peaks[sequence] = torch.maximum(peaks[sequence], most)
     grown = torch.where(peaks > 0, 2.0 ** (1 - peaks.log2().floor()), 1.0)
-    factors = torch.full((slots, hv, 3, CHUNK), float("nan"))
+    factors = torch.full((slots, hv, 4, CHUNK), float("nan"))
     images = {
         name: torch.full((slots, hv, 2, size), float("nan"), dtype=operand)
         for name, size in (("states", 8192), ("d_states", 8192), ("z", 4096), ("minus_y", 4096))
@@ -170,7 +170,7 @@ def run(
             beta = beta.sigmoid() if config.beta_sigmoid else beta
             root = (2 * beta if config.neg_eigval else beta).sqrt()
             factors[slot, head] = 1.0
-            factors[slot, head, :, :size] = torch.stack([root, *norms]).float()
+            factors[slot, head, :, :size] = torch.stack([root, *norms, root]).float()
             power = grown[sequence, head].double()
             padded = torch.zeros(2, 64, HEAD_DIM, dtype=torch.float64)
             padded[0, :size], padded[1, :size] = own["z"], -power * own["y"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import cula_cp_sm90
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
+from cula_cp_sm90 import _spec
 from cula_cp_sm90.arch import TARGET
 from cula_cp_sm90.backward import ops
 from cula_cp_sm90.backward.call import SCHEMA, BackwardCall
@@ -164,14 +168,17 @@ def test_no_token_at_all():
 
 
 def test_nothing_is_kept_but_the_inputs():
+    """Not even a workspace, which the forward alone has."""
     x, kept = problem(), []
-    hooks = torch.autograd.graph.saved_tensors_hooks(
+    workspace = torch.empty(2 * 59904, dtype=torch.uint8)
+    gone = weakref.ref(workspace)
+    with torch.autograd.graph.saved_tensors_hooks(
         lambda y: kept.append(y.data_ptr()) or y, lambda y: y
-    )
-    with hooks:
-        leaves, results = attend(x)
+    ):
+        leaves, results = attend(x, workspace=workspace)
+    del workspace
     given = {y.data_ptr() for y in (x | leaves).values() if isinstance(y, Tensor)}
-    assert kept and set(kept) <= given
+    assert kept and set(kept) <= given and gone() is None
     weighed(*results).backward()
 
 
@@ -272,6 +279,31 @@ def test_wrong_arguments_are_refused_as_without_gradients():
         attend(x | {"beta": None}, ("q",))
     with pytest.raises(NotImplementedError, match="^cp_context: "):
         attend(x, cp_context=object())
+
+
+def test_decays_of_any_size_are_refused_on_a_gpu():
+    """Kernels compute gradients of log decays in [-5, 0) alone."""
+    inside = {"use_gate_in_kernel": True}
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, 9, 1, 128, dtype=torch.bfloat16, device="cuda")
+        given = dict.fromkeys(inspect.signature(cula_cp_sm90.chunk_kda).parameters) | {"q": q}
+        given |= {"safe_gate": False, "use_gate_in_kernel": False}
+        for wrong in ({}, inside, inside | {"lower_bound": -5.1}):
+            with pytest.raises(ValueError, match="^safe_gate: expected True beside gradients, or "):
+                ops.trained(lambda **_: (q, None), given | wrong)
+        for right in ({"safe_gate": True}, inside | {"lower_bound": -5}):
+            assert ops.trained(lambda **_: (q, None), given | right)[0].shape == q.shape
+
+
+def test_the_spec_says_so():
+    told = _spec.supports(requires_grad=True, safe_gate=False)
+    assert told == "no backward without safe_gate"
+    assert _spec.supports(safe_gate=False) is None
+    assert (
+        _spec.supports(requires_grad=True)
+        is None
+        is _spec.supports(requires_grad=True, safe_gate=True)
+    )
 
 
 def test_a_target_without_a_backward_refuses(monkeypatch):

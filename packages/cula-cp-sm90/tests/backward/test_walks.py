@@ -81,7 +81,7 @@ def run(name: str, emulated) -> Memory:
 
     memory = Memory(
         empty(slots, heads, BLOCK),
-        empty(slots, heads, 3, CHUNK, dtype=torch.float32),
+        empty(slots, heads, 4, CHUNK, dtype=torch.float32),
         dht.abs().amax((-2, -1)).view(torch.int32).clone(),
         empty(slots, heads, 2, WIDE),
         empty(slots, heads, 2, SQUARE),
@@ -190,6 +190,7 @@ def test_chunks_and_walks(emulated, name):
                 own = problem.tokens(problem.given[name_of], n)[rows, head].double()
                 norm = (own.square().sum(-1) + 1e-6).rsqrt()
                 factors.append(norm if problem.l2norm else torch.ones_like(norm))
+            factors.append(factors[0])
             assert (
                 relative_rmse(memory.factors[slot, head, :, :size], torch.stack(factors))
                 <= FACTOR_ERROR

@@ -27,6 +27,8 @@ def supports(
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
     requires_grad: bool = False,
+    gate_requires_grad: bool = False,
+    decay_requires_grad: bool = False,
     function: str = "",
     operand_dtype: object = None,
     **_: object,
@@ -36,8 +38,10 @@ def supports(
     missing = missing_language(NAME)
     if missing:
         return missing
-    if requires_grad:
+    if requires_grad and gated:
         return "no backward"
+    if requires_grad and (gate_requires_grad or decay_requires_grad):
+        return "no gradient of decays"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:

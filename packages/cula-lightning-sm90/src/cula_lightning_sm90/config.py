@@ -24,7 +24,8 @@ class Problem:
     sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are skipped.
     in_place: the final state replaces the initial one. checkpoints: states on the way are kept after "every" so many
     tokens, or "once"; placed: in rows that the caller names. l2norm, exact_state: see the public functions. fresh:
-    sequences say whether they have an initial state. state_dtype: of all states.
+    sequences say whether they have an initial state. state_dtype: of all states. reverse: time runs backwards, as in a
+    gradient: a token's decay is that of the state behind it, and the state begins behind the last token.
     """
 
     dtype: str
@@ -44,6 +45,7 @@ class Problem:
     exact_state: bool = False
     fresh: bool = False
     state_dtype: str = "float32"
+    reverse: bool = False
 
     @property
     def forgets(self) -> bool:
@@ -66,6 +68,8 @@ class Problem:
             return "an in-place state is a final state"
         if self.placed and self.checkpoints is None:
             return "rows are named for states that are kept"
+        if self.reverse and (self.checkpoints or self.in_place or self.l2norm):
+            return "against time no states are kept or replaced, and nothing is normalised"
         return None
 
 

@@ -135,10 +135,12 @@ def chunked_prefill(
     checkpoint_every: int = 0,
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`recurrent_prefill` by chunks of 64 tokens, in fp64 if an argument is fp64 and in fp32 otherwise.
 
     Arguments and results are the same. A dense batch runs its sequences together, a packed one each for itself.
+    reverse: time runs backwards, without checkpoints; see `Call.reverse`.
     """
     batch, tokens, _, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
@@ -166,13 +168,13 @@ def chunked_prefill(
         rows = [sequences[n].row for n in members]
         _, start, stop, _ = sequences[members[0]]
         state = finals[members]
-        for first in range(start, stop, _CHUNK):
-            piece = slice(first, min(first + _CHUNK, stop))
+        pieces = [slice(i, min(i + _CHUNK, stop)) for i in range(start, stop, _CHUNK)]
+        for piece in reversed(pieces) if reverse else pieces:
             q_c, k_c, v_c = (x[rows, piece].to(work) for x in (q, k, v))
             if l2norm:
                 q_c, k_c = normalized(q_c), normalized(k_c)
             outputs[rows, piece], state = _chunk(
-                q_c, k_c, v_c, log_decay[rows, piece], state, scale
+                q_c, k_c, v_c, log_decay[rows, piece], state, scale, reverse
             )
             if kept is None:
                 continue
@@ -205,6 +207,7 @@ def prefill(
     null_slot: int | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
+    reverse: bool = False,
 ) -> None:
     """`chunked_prefill` into `out` and `final_state`: the contract of the kernel's launcher, on the CPU.
 
@@ -224,10 +227,12 @@ def prefill(
         initial_state = pool.new_zeros(sequences, *pool.shape[1:])
         initial_state[read] = pool[slots[read]]
         state_indices = torch.where(live, rows, -1)
+    v = v.repeat_interleave(out.shape[2] // v.shape[2], 2)
     outputs, finals = chunked_prefill(
         q, k, v, g, head_decay, initial_state, state_indices, checkpoints, cu_seqlens, scale=scale,
         decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
         checkpoint_every=checkpoint_every, checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
+        reverse=reverse,
     )  # fmt: skip
     out.copy_(outputs)
     if final_state is None:
@@ -239,9 +244,9 @@ def prefill(
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, L, HV, V] of L tokens and the state [B, HV, K, V] after them."""
+    """Outputs [B, L, HV, V] of L tokens and the state [B, HV, K, V] after them, or before them if time runs back."""
     length, group = q.shape[1], v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (q, k))
     v, log_decay = v.transpose(1, 2), log_decay.transpose(1, 2)
@@ -250,10 +255,13 @@ def _chunk(
     terms = torch.where(causal.tril(-1), log_decay[..., None], 0)
     between = terms.cumsum(2).masked_fill(~causal, -torch.inf)
     since_start = log_decay.cumsum(2).exp()[..., None]
+    until_end = between[:, :, -1].exp()[..., None]
+    total = since_start[:, :, -1:]
+    if reverse:
+        between, since_start, until_end = between.mT, until_end, since_start
     scores = (q @ k.transpose(2, 3)) * between.exp()
     outputs = scale * (since_start * (q @ state) + scores @ v)
-    until_end = between[:, :, -1].exp()[..., None]
-    state = since_start[:, :, -1:] * state + (until_end * k).transpose(2, 3) @ v
+    state = total * state + (until_end * k).transpose(2, 3) @ v
     return outputs.transpose(1, 2), state
 
 

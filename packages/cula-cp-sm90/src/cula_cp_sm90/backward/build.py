@@ -29,7 +29,7 @@ def kernel(config: WalkConfig | GradientsConfig, arch: str) -> tuple[object, ...
 
 
 def walk_arguments(config: WalkConfig) -> tuple:
-    """Returns blocks [slots, HV, BLOCK], v or do [B, T, HV, 128], forward factors [slots, HV, 3, 64], back peaks
+    """Returns blocks [slots, HV, BLOCK], v or do [B, T, HV, 128], forward factors [slots, HV, 4, 64], back peaks
     [N, HV], states [N, HV, K, V] or V, K in front of the walk and behind it, kept states [slots, HV, 2, 64 * 128] and
     rows [slots, HV, 2, 64 * 64], segment table, tokens of a segment, number of CTAs."""
     batch, tokens, heads_v, slots = (cute.sym_int() for _ in range(4))
@@ -40,7 +40,7 @@ def walk_arguments(config: WalkConfig) -> tuple:
     return (
         _of_chunks(config.operand, slots, heads_v, BLOCK),
         fake.rows(config.dtype, (batch, tokens, heads_v, HEAD_DIM)),
-        None if config.back else _of_chunks("float32", slots, heads_v, 3, CHUNK),
+        None if config.back else _of_chunks("float32", slots, heads_v, 4, CHUNK),
         fake.matrix(cutlass.Int32, heads_v) if config.back else None,
         states(config.start),
         states(config.end),
@@ -53,7 +53,7 @@ def walk_arguments(config: WalkConfig) -> tuple:
 
 
 def gradients_arguments(config: GradientsConfig) -> tuple:
-    """Returns q, k [B, T, H, 128], g, do [B, T, HV, 128], rate [HV] and bias [HV * 128] or None, factors [slots, HV, 3,
+    """Returns q, k [B, T, H, 128], g, do [B, T, HV, 128], rate [HV] and bias [HV * 128] or None, factors [slots, HV, 4,
     64] fp32, peaks [N, HV] int32, states, d_states [slots, HV, 2, 64 * 128], z, minus_y [slots, HV, 2, 64 * 64],
     cu_seqlens [N + 1] or None; written: dq, dk, dv, dg [B, T, HV, 128], dbeta [B, T, HV], sums over the tokens of a
     chunk for the gradients of rate [slots, HV] and of bias [slots, HV, 128] fp32 or None; scale, lower_bound, first
@@ -77,7 +77,7 @@ def gradients_arguments(config: GradientsConfig) -> tuple:
         make_fake_tensor(F32, (cute.sym_int(),), stride=(1,), assumed_align=16)
         if config.bias
         else None,
-        _of_chunks("float32", slots, heads_v, 3, CHUNK),
+        _of_chunks("float32", slots, heads_v, 4, CHUNK),
         fake.matrix(cutlass.Int32, heads_v),
         states,
         d_states,

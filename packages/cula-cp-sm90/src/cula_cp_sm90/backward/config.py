@@ -19,7 +19,7 @@ MIN_HEADS = 16
 
 def scratch_bytes(slots: int, heads: int) -> int:
     """Returns the bytes between the kernels of a backward pass: blocks, factors, states and rows of both walks."""
-    return slots * heads * (BLOCK_BYTES + 3 * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
+    return slots * heads * (BLOCK_BYTES + 4 * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
 
 
 def heads_at_once(slots: int, heads: int, scratch: int, multiple: int = 1) -> int:

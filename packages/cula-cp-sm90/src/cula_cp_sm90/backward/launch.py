@@ -125,7 +125,7 @@ class _Scratch:
             return empty(TARGET.v_tiles, size // 2 // TARGET.v_tiles)
 
         self._tensors = (
-            empty(BLOCK_BYTES // 2), empty(3, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
+            empty(BLOCK_BYTES // 2), empty(4, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
             kept(STATE_BYTES), kept(ROW_BYTES),
         )  # fmt: skip
 

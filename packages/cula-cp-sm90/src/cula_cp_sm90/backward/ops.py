@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from cula_core.arguments import value_error
+from cula_core.delta_rule.contract import SAFE_LOWER_BOUND
 from cula_core.delta_rule.prefill import as_kernels_read, rules
 from cula_core.operators import register_fake
 from cula_core.reference.common import work_dtype
@@ -29,7 +31,17 @@ _RULES = (
 
 
 def trained(chunk_kda: Callable[..., tuple], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Calls `chunk_kda` with arguments by name that are fit for training, so that autograd finds the way back."""
+    """Calls `chunk_kda` with arguments by name that are fit for training, so that autograd finds the way back.
+
+    Raises:
+        ValueError: the log decays of CUDA tensors are not bound to lie in [-5, 0).
+    """
+    q, bound = given["q"], given["lower_bound"]
+    inside = given["use_gate_in_kernel"] and isinstance(bound, int | float)
+    if isinstance(q, Tensor) and q.is_cuda and not given["safe_gate"]:
+        if not (inside and bound >= SAFE_LOWER_BOUND):
+            bounds = f"True beside gradients, or a gate inside with a lower_bound of at least {SAFE_LOWER_BOUND:g}"
+            value_error("safe_gate", bounds, given["safe_gate"])
     options = {name: x for name, x in given.items() if name not in _KEPT}
     result: tuple[Tensor, Tensor | None] = _Trained.apply(
         chunk_kda, options, *(given[name] for name in _KEPT)
@@ -46,26 +58,27 @@ class _Trained(torch.autograd.Function):
     ) -> Any:
         o, final = chunk_kda(**dict(zip(_KEPT, kept)), **options)
         ctx.save_for_backward(*kept)
-        ctx.options = options
+        ctx.rules = [options[name] for name in _RULES]
+        ctx.state_v_first = options["state_v_first"]
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        kept, options = ctx.saved_tensors, ctx.options
-        q, v = kept[0], kept[2]
-        call = BackwardCall(
-            *kept,
-            torch.zeros_like(v) if do is None else do,
-            dht,
-            **rules(q, *(options[name] for name in _RULES)),
-            state_v_first=options["state_v_first"],
-        )
+        # Read once: under a checkpoint of activations a second time fails.
+        kept = dict(zip(_KEPT, ctx.saved_tensors))
+        q, v = kept["q"], kept["v"]
+        values: dict[str, Any] = kept | {
+            "do": torch.zeros_like(v) if do is None else do,
+            "dht": dht,
+            "state_v_first": ctx.state_v_first,
+        }
+        call = BackwardCall(**values, **rules(q, *ctx.rules))
         # Where gradients of gradients may follow, the operator is there to refuse them.
         direct = is_plain_cuda_call(q) and not torch.is_grad_enabled()
         run = _run_on_gpu if direct else torch.ops.cula_cp_sm90.backward.default
         found = run(*call)
-        grads = (None if x is None else d for x, d in zip(kept, found))
+        grads = (None if x is None else d for x, d in zip(kept.values(), found))
         return None, None, *grads, None, None
 
 
@@ -83,8 +96,8 @@ def _run_on_cpu(*values: Any) -> tuple[Tensor, ...]:
 def _run_on_gpu(*values: Any) -> tuple[Tensor, ...]:
     call = BackwardCall(*values)
     if call.v.numel() == 0:  # states pass through
-        *found, dh0 = (x.zero_() for x in _new_results(call))
-        return *found, dh0 if call.dht is None or not dh0.numel() else dh0.copy_(call.dht)
+        *rest, dh0 = (x.zero_() for x in _new_results(call))
+        return *rest, dh0 if call.dht is None or not dh0.numel() else dh0.copy_(call.dht)
     ready = prepared(call)
     found = Gradients(
         *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in ready[:5]),
@@ -133,7 +146,9 @@ def _results(call: BackwardCall, found: Gradients) -> tuple[Tensor, ...]:
     exact = work_dtype(call.q)
     tokens = (d.to(x.dtype).contiguous() for x, d in zip(call[:5], found[:5]))
     rest = (
-        call.q.new_empty(0, dtype=exact) if d is None else d.to(exact).view(x.shape).contiguous()
+        call.q.new_empty(0, dtype=exact)
+        if x is None or d is None
+        else d.to(exact).view(x.shape).contiguous()
         for x, d in zip(call[5:8], found[5:])
     )
     return *tokens, *rest

@@ -80,6 +80,7 @@ class Layout:
         self.v_tiles = self.problem.head_dim_v // V_TILE
         self.gate = self.problem.gate_dtype is not None
         self.forward = not config.prescan
+        self.reverse = self.problem.reverse
         # Whether a prescan works on pieces of segments.
         self.pieces = self.problem.forgets and not self.problem.packed
         self.k_at = CHUNK * self.dim_k if self.forward else 0  # elements within a stage
@@ -100,6 +101,10 @@ class Layout:
             (tables + offset).align(16), cute.make_layout((2, 4, 8, SLOTS), stride=(1, 2, 8, TABLE))
         )
         return whole[None, lane % 4, None, None]
+
+    def place(self, c, chunks):
+        """Returns which of an item's chunks comes as number c."""
+        return chunks - 1 - c if self.reverse else c
 
     @cute.jit
     def slope(self, head_decay: cute.Tensor, head, decay_factor):

@@ -7,6 +7,9 @@ log2 decays inside the chunk and L the chunk's length:
     o^T  = scale 2^G_i (S^T q^T) + v^T P^T                     one warpgroup per 64 columns of v
     S^T  = 2^G_L S^T + (2^(G_L - G_j) v_j)^T k
 
+Against time (`Problem.reverse`) chunks and segments come in the opposite order, P is taken where j >= i with the decay
+between the two, and the weights of o and v change places: 2^(G_L - G_i) and 2^G_j.
+
 The state is transposed, S^T [64 V x K] in fp32, and every product takes it, or v, as the A operand from registers: it
 never touches shared memory. All exponents are differences <= 0 formed before the exponential.
 """
@@ -306,7 +309,7 @@ class LightningPrefill(Layout):
         lane = cute.arch.lane_idx()
         sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k") if self.forward else None
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
-        group = heads_v // mK.shape[2]
+        group, group_v = heads_v // mK.shape[2], heads_v // mV.shape[2]
         per_head = self.v_tiles // self.tiles
         columns = heads_v * per_head
         if cutlass.const_expr(self.problem.packed):
@@ -324,7 +327,7 @@ class LightningPrefill(Layout):
                 segments, number, columns, per_head, segment_tokens, piece_tokens, tokens
             )
             head, tile = column // per_head, column % per_head
-            head_k = head // group
+            head_k, head_v = head // group, head // group_v
             row = sequence
             if cutlass.const_expr(self.problem.indexed):
                 row = indices[sequence]
@@ -337,12 +340,20 @@ class LightningPrefill(Layout):
                 wanted = (part + 1 < parts_here) & (row >= 0)
                 if wanted:
                     since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
-                    place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
-                    unneeded = cutlass.min(cutlass.max(since - place, 0), length)
-                    token, length = token + unneeded, length - unneeded
+                    if cutlass.const_expr(self.reverse):
+                        # The first tokens of a segment count. A piece behind the last token is still summed up: zero.
+                        reach = segment_tokens - since
+                        if cutlass.const_expr(self.pieces):
+                            reach = reach - token % segment_tokens
+                        wanted = reach > 0
+                        length = cutlass.max(cutlass.min(length, reach), 0)
+                    else:
+                        place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
+                        unneeded = cutlass.min(cutlass.max(since - place, 0), length)
+                        token, length = token + unneeded, length - unneeded
                 if cutlass.const_expr(self.problem.in_place):
                     wanted = wanted & ((length > 0) | (part == 0))
-                else:
+                elif cutlass.const_expr(not self.reverse):
                     wanted = wanted & (length > 0)
             if wanted:
                 post(
@@ -360,7 +371,7 @@ class LightningPrefill(Layout):
                 for c in cutlass.range(chunks, unroll=1):
                     ring.producer_acquire(at)
                     full = ring.producer_get_barrier(at)
-                    first = token + c * CHUNK
+                    first = token + self.place(c, chunks) * CHUNK
                     for tma, whole, ring_of in ((tma_q, mQ, sQ),) * self.forward + (
                         (tma_k, mK, sK),
                     ):
@@ -374,7 +385,7 @@ class LightningPrefill(Layout):
                             tma_v,
                             mV,
                             first,
-                            head,
+                            head_v,
                             in_batch,
                             tile * self.tiles + i,
                             sV[None, None, at.index],
@@ -399,19 +410,23 @@ class LightningPrefill(Layout):
     ):
         """Returns (column, first token, batch, length, sequence, slot, part, parts) of an item.
 
+        Against time parts, and the slots of a sequence, are counted from its end.
         Parts are segments, or pieces of them in a prescan of pieces: there those of a head follow each other, so that
         the pieces of heads that do not forget go to many CTAs.
         """
         if cutlass.const_expr(self.problem.packed):
             row = segments[1 + number // columns, None]
-            return number % columns, row[0], I32(0), row[1], row[2], row[3], row[4], row[5]
+            slot, part, parts = row[3], row[4], row[5]
+            if cutlass.const_expr(self.reverse):
+                slot, part = slot + parts - 1 - 2 * part, parts - 1 - part
+            return number % columns, row[0], I32(0), row[1], row[2], slot, part, parts
         else:
             parts = cute.ceil_div(tokens, segment_tokens)
             if cutlass.const_expr(self.forward or not self.pieces):
                 listed = parts if self.forward else parts - 1
                 segment, column = number // columns, number % columns
                 sequence, part = segment // listed, segment % listed
-                token = part * segment_tokens
+                token = self.place(part, parts) * segment_tokens
                 length = cutlass.min(segment_tokens, tokens - token)
                 return (
                     column,
@@ -430,8 +445,11 @@ class LightningPrefill(Layout):
                 head = number // per_head // listed
                 sequence, head = head // (columns // per_head), head % (columns // per_head)
                 place = part % pieces * piece_tokens
-                token = part // pieces * segment_tokens + place
+                token = self.place(part // pieces, parts) * segment_tokens + place
                 length = cutlass.min(piece_tokens, segment_tokens - place)
+                if cutlass.const_expr(self.reverse):
+                    token = token - place + (segment_tokens - place - length)
+                    length = cutlass.min(length, tokens - token)
                 slot = sequence * parts * pieces + part
                 column = head * per_head + tile
                 return column, token, sequence, length, sequence, slot, part, listed + 1

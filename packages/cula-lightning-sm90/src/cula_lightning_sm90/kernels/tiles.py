@@ -114,7 +114,7 @@ class Tiles(Layout):
                 begun = part * segment_tokens
                 due = self.kept.first(sequence, checkpoint_offsets, checkpoint_every, begun)
             for c in cutlass.range(chunks, unroll=1):
-                left = cutlass.min(length - c * CHUNK, CHUNK)
+                left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
                 self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
@@ -127,7 +127,14 @@ class Tiles(Layout):
                 if cutlass.const_expr(self.problem.exact_state):
                     issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
                 if c > 0:
-                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
+                    if cutlass.const_expr(
+                        self.reverse
+                    ):  # the first chunk that comes may be a partial one
+                        self.outputs.finish(
+                            tma_o, gO, sO, out, batch, token, length, head, column, chunks + 1 - c, turn - 1, tile, tidx
+                        )  # fmt: skip
+                    else:
+                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
                 by_token = cute.make_rmem_tensor((2, CHUNK // 8), F32)
                 cute.autovec_copy(o_weights[None, None, weights_at.index], by_token)
                 warpgroup.wait_group(2 if self.problem.exact_state else 1)
@@ -157,8 +164,9 @@ class Tiles(Layout):
                             self.put(s, part_s, checkpoints, at_row, head, column)
                         due = self.kept.following(due, checkpoint_every)
             if chunks > 0:
+                last = self.place(chunks - 1, chunks)
                 self.outputs.finish(
-                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx
+                    tma_o, gO, sO, out, batch, token, length, head, column, last + 1, turn - 1, tile, tidx
                 )  # fmt: skip
             if cutlass.const_expr(self.problem.final_state):
                 self.save(s, part_s, final, sequence, part, parts, head, column, row)

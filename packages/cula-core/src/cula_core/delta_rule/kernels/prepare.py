@@ -269,7 +269,8 @@ class KdaPrepare:
                 akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
             self.hand_on(shared, mine, block, aqk, akk, left, thread)
             if cutlass.const_expr(self.config.rooted):
-                self.tokens.write_factors(shared, factors[slot, head, None, None], thread.tidx)
+                own, strengths = factors[slot, head, None, None], mBeta[batch, None, head]
+                self.tokens.write_factors(shared, own, strengths, token, left, thread.tidx)
         else:
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:

@@ -29,8 +29,9 @@ from .fragments import (
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
 FLOOR = -150.0
-# Roots of strengths are those of at least this, since gradients are divided by them.
-LEAST_STRENGTH = 2.0**-24
+# Roots of strengths are those of at least this: gradients are divided by them, and what has them as a factor is rounded
+# to fp16.
+LEAST_STRENGTH = 2.0**-18
 
 
 class Gate(NamedTuple):
@@ -99,7 +100,7 @@ class Tokens:
 
     @cute.jit
     def raise_peak(self, x: cute.Tensor, peaks: cute.Tensor, head, rows, channel, thread):
-        """Raises the head's peak to the largest magnitude of the rows: as bits of fp32, among which a NaN is largest."""
+        """Raises the head's peak to the largest magnitude of the rows: bits of fp32, among which a NaN is largest."""
         count = 128 // x.element_type.width
         words = cute.make_rmem_tensor((count // 2, ROUNDS), I32)
         for j in cutlass.range_constexpr(ROUNDS):
@@ -124,11 +125,7 @@ class Tokens:
         if tidx < CHUNK:
             strength = F32(0.0)
             if tidx < left:
-                strength = mBeta[token + tidx].to(F32)
-                if cutlass.const_expr(self.config.beta_sigmoid):
-                    strength = sigmoid(strength)
-                if cutlass.const_expr(self.config.neg_eigval):
-                    strength = strength * 2.0
+                strength = self.strength(mBeta[token + tidx])
             if cutlass.const_expr(self.config.rooted):
                 strength = cute.math.sqrt(cutlass.max(strength, F32(LEAST_STRENGTH)))
             betas[tidx] = strength
@@ -182,10 +179,25 @@ class Tokens:
             norm[r, 1] = norm[r, 1] * inside[r]
 
     @cute.jit
-    def write_factors(self, shared, factors: cute.Tensor, tidx):
-        """Writes the chunk's roots of strengths, and the factors of the norms of q and k: [3, token]."""
+    def strength(self, beta):
+        """Returns the strength that a token's beta stands for."""
+        strength = beta.to(F32)
+        if cutlass.const_expr(self.config.beta_sigmoid):
+            strength = sigmoid(strength)
+        if cutlass.const_expr(self.config.neg_eigval):
+            strength = strength * 2.0
+        return strength
+
+    @cute.jit
+    def write_factors(self, shared, factors: cute.Tensor, mBeta: cute.Tensor, token, left, tidx):
+        """Writes the chunk's factors [4, token]: roots r of strengths, 1 / norm of q and of k, and strengths divided by
+        r, which differ from r where strengths are less than the least."""
         if tidx < CHUNK:
-            factors[0, tidx] = shared.betas[tidx]
+            root, given = shared.betas[tidx], F32(0.0)
+            if tidx < left:
+                given = self.strength(mBeta[token + tidx]) * cute.arch.rcp_approx(root)
+            factors[0, tidx] = root
+            factors[3, tidx] = given
             for which in cutlass.range_constexpr(2):
                 factor = F32(1.0)
                 if cutlass.const_expr(self.config.l2norm):

@@ -49,12 +49,13 @@ from .gradients_registers import (
     fetch,
     load_sub,
     products_of_states,
+    renewed,
     scale,
     sum_tokens,
     to_tf32,
     zeros,
 )
-from .gradients_rows import WARPS, Rows, stage
+from .gradients_rows import WARPS, Rows, first_places, place_in
 from .scaling import scale_of
 
 THREADS = 2 * GROUP  # that compute
@@ -79,9 +80,10 @@ class Shared(NamedTuple):
     """Shared memory of a CTA.
 
     full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
-    by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last s, d and g by results. factors
-    [3, token]: r, 1 / norm of q and k. scales [2, token]: factors of q~ and k~. dA, inside: see
-    `gradients_registers`. own [token]: the diagonal of dA. largest [warp]. sums: for rate and bias.
+    by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last do and y, s, g by results. factors
+    [4, token]: as `prepare` writes them. scales [2, token]: factors of q~ and k~. dA, inside: see
+    `gradients_registers`. own [token, 2]: the diagonals of dA and of -y z^T. ends [channel, sub-block]: e, and 2^e.
+    largest [warp]. sums: for rate and bias.
     """
 
     full: cute.Pointer
@@ -100,6 +102,7 @@ class Shared(NamedTuple):
     dA: cute.Pointer
     inside: cute.Pointer
     own: cute.Tensor
+    ends: cute.Tensor
     largest: cute.Tensor
     sums: cute.Pointer
 
@@ -111,6 +114,20 @@ class Thread(NamedTuple):
     lane: cutlass.Int32
     w: cutlass.Int32
     token: cutlass.Int32
+
+
+class Place(NamedTuple):
+    """Where a chunk is. left: tokens from its first one to the end of the sequence."""
+
+    batch: cutlass.Int32
+    token: cutlass.Int32
+    head: cutlass.Int32
+    left: cutlass.Int32
+
+    def rows(self, x: cute.Tensor):
+        """Returns what a tensor [B, T, HV, ...] has of the head, from the first token on."""
+        own = x[(self.batch, None, self.head, *(None,) * (cute.rank(x) - 3))]
+        return cute.domain_offset((self.token, *(0,) * (cute.rank(own) - 1)), own)
 
 
 class KdaGradients:
@@ -174,11 +191,14 @@ class KdaGradients:
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
+        by_head = cute.fast_divmod_create_divisor_v2(mG.shape[2])
+        by_group = cute.fast_divmod_create_divisor_v2(mG.shape[2] // mQ.shape[2])
         tokens = tuple(self.tma(x, self.dtype, 64) for x in (mQ, mK, mDo))
         gates = self.tma(mG, self.gate_dtype, self.gate_columns)
         self.kernel(
             tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row,
-            mQ.shape[2], mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
+            by_head, by_group, mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound,
+            first_slot, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -206,7 +226,8 @@ class KdaGradients:
         minus_y: cute.Tensor,
         cu_seqlens: cute.Tensor,
         per_row: cute.FastDivmodDivisorV2,
-        heads: cutlass.Int32,
+        by_head: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
         mDv: cute.Tensor,
@@ -232,48 +253,41 @@ class KdaGradients:
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(72)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                    slot, head = number // heads_v, number % heads_v
+                    slot, head = divmod(number, by_head)
                     sequence, token, left = find_chunk_of_sequence(
                         cu_seqlens, per_row, first_slot + slot, length
                     )
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                        head_k, _ = divmod(head, by_group)
                         own = tuple(
                             x[slot, head, None, None] for x in (states, d_states, z, minus_y)
                         )
                         self.load(
-                            tokens, gates, own, factors[slot, head, None, None], head // (heads_v // heads), head,
-                            batch, token, shared, phase,
+                            tokens, gates, own, factors[slot, head, None, None], head_k, head, batch,
+                            token, shared, phase,
                         )  # fmt: skip
                         phase = phase ^ 1
         else:
-            cute.arch.setmaxregister_increase(240)
-            lane = tidx % 32
-            thread = Thread(tidx, lane, warp_idx, lane % 4 * 2)
+            cute.arch.setmaxregister_increase(216)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
-                slot, head = number // heads_v, number % heads_v
+                slot, head = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(
                     cu_seqlens, per_row, first_slot + slot, length
                 )
                 if left > 0:
                     batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                    raw, dq, dk, dv, dg = (
-                        cute.domain_offset((token, 0), x[batch, None, head, None])
-                        for x in (mG, mDq, mDk, mDv, mDg)
-                    )
-                    d_beta = cute.domain_offset((token,), mDbeta[batch, None, head])
-                    of_head = [None, None]
-                    if cutlass.const_expr(self.config.rate):
-                        of_head[0] = rate[head]
-                    if cutlass.const_expr(self.config.bias):
-                        of_head[1] = bias[head, None]
+                    own = renewed(tidx)
+                    lane, w = own % 32, cute.arch.make_warp_uniform(own // 32)
+                    thread = Thread(own, lane, w, lane % 4 * 2)
+                    place = Place(batch, token, head, left)
                     grown, shrunk = scale_of(peaks[sequence, head])
                     self.compute(
-                        shared, raw, *of_head, dq, dk, dv, dg, d_beta, grown, shrunk, scale, lower_bound, left, phase,
-                        thread,
+                        shared, place, mG, rate, bias, mDq, mDk, mDv, mDg, mDbeta, grown, shrunk, scale, lower_bound,
+                        phase, thread,
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.rate or self.config.bias):
                         self.sync()
@@ -300,11 +314,14 @@ class KdaGradients:
             k=cute.recast_ptr(base + K, dtype=self.dtype),
             g=cute.recast_ptr(base + G, dtype=self.gate_dtype),
             planes=cute.recast_ptr(base + G, dtype=F32),
-            factors=smem.allocate_array(F32, 3 * CHUNK, byte_alignment=128),
+            factors=smem.allocate_array(F32, 4 * CHUNK, byte_alignment=128),
             scales=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
             dA=smem.allocate_array(self.operand, 2 * CHUNK * DA_STRIDE, byte_alignment=128),
             inside=smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128),
-            own=smem.allocate_tensor(F32, cute.make_layout(CHUNK), byte_alignment=16),
+            own=smem.allocate_tensor(F32, cute.make_layout((CHUNK, 2)), byte_alignment=16),
+            ends=smem.allocate_tensor(
+                F32, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
+            ),
             largest=smem.allocate_tensor(I32, cute.make_layout(WARPS), byte_alignment=16),
             sums=smem.allocate_array(F32, WARPS * HEAD_DIM + WARPS, byte_alignment=16),
         )
@@ -330,7 +347,7 @@ class KdaGradients:
         self.load_image(minus_y, shared.y, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
-        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 3 * CHUNK, phase)
+        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 4 * CHUNK, phase)
         self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
         self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
         self.load_image(factors, shared.factors, full)
@@ -381,19 +398,20 @@ class KdaGradients:
 
     @cute.jit
     def compute(
-        self, shared, raw: cute.Tensor, rate, bias, dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor,
-        dg: cute.Tensor, d_beta: cute.Tensor, grown, shrunk, scale, lower_bound, left, phase, thread,
+        self, shared, place, mG: cute.Tensor, rate, bias, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor,
+        mDg: cute.Tensor, mDbeta: cute.Tensor, grown, shrunk, scale, lower_bound, phase, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
-        tidx, lane, w = thread.tidx, thread.lane, thread.w
+        tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
         self.wait(shared, Input.GATES, phase)
+        rate, bias = self.gate_of(rate, bias, place.head)
         g = self.decays(shared, rate, bias, lower_bound, left, thread)
         sum_tokens(g, lane, inside=True)
-        ends, e_end = cute.make_rmem_tensor((2, SUBS), F32), cute.make_rmem_tensor((2, SUBS), F32)
-        for i in cutlass.range_constexpr(SUBS):
-            for half in cutlass.range_constexpr(2):
-                ends[half, i] = cute.arch.shuffle_sync(g[1, half, 2 * i + 1], lane | 3)
-                e_end[half, i] = exp2(ends[half, i])
+        if lane % 4 == 3:
+            for i in cutlass.range_constexpr(SUBS):
+                for half in cutlass.range_constexpr(2):
+                    channel, end = 16 * w + lane // 4 + 8 * half, g[1, half, 2 * i + 1]
+                    shared.ends[channel, i, 0], shared.ends[channel, i, 1] = end, exp2(end)
         self.wait(shared, Input.OUTPUTS, phase)
         self.scale_outputs(shared, grown, left, tidx)
         self.wait(shared, Input.TOKENS, phase)
@@ -403,49 +421,67 @@ class KdaGradients:
             own = cute.make_tensor(g.iterator + 4 * n, cute.make_layout(4))
             cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
         self.wait(shared, Input.Z, phase)
-        factor = self.pairs(shared, d_beta, shrunk, left, thread)
-        self.store_values(shared, dv, shrunk, left, tidx)
-        sums, d_k = cute.make_rmem_tensor(OWN, F32), cute.make_rmem_tensor(OWN, F32)
-        d_q = cute.make_rmem_tensor(OWN, F32)
+        factor = self.pairs(shared, thread)
+        self.store_strengths(shared, place.rows(mDbeta), shrunk, left, tidx)
+        self.store_values(shared, place.rows(mDv), shrunk, left, tidx)
+        sums = zeros(OWN)
+        places = first_places(w, lane)
+        panel = cute.assume(w // 4 * SQUARE, divby=SQUARE)
         self.wait(shared, Input.STATES, phase)
-        self.rows_of(0, shared, d_q, sums, ends, e_end, factor, thread)
-        self.rows_of(1, shared, d_k, sums, ends, e_end, factor, thread)
-        self.give_back(shared, Input.OUTPUTS)
+        to_state = self.multiply("mn", shared.s + panel, WIDE, shared.do, tidx)
+        of_keys = self.multiply("mn", shared.s + panel, WIDE, shared.y, tidx)
         self.wait(shared, Input.D_STATES, phase)
         kept = products_of_states(shared.s, shared.d, w, lane)
         self.sync()
-        matrix = cute.recast_ptr(shared.s, dtype=F32)
-        stage(d_q, matrix, w, lane)
+        # A loop, not only for the size of the code: what it sums up cannot be left to be computed behind it.
+        for which in cutlass.range(2, unroll=1):
+            self.add_rows(shared, which, to_state, sums, factor, places, left, thread)
+            to_state.store(of_keys.load())
         self.sync()
-        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
+        matrix = cute.recast_ptr(shared.do, dtype=F32)
         self.rows.store_inputs(
-            matrix, shared.q, scale * shrunk, None, norms[None, 1], dq, left, w, lane
+            matrix, shared.q, scale * shrunk, None, norms[None, 1], place.rows(mDq), left, w, lane
         )
-        self.give_back(shared, Input.STATES)
-        handed = self.columns_of(shared, d_k, sums, ends, e_end, factor, thread)
+        self.give_back(shared, Input.OUTPUTS)
+        handed = self.multiply("mn", shared.d + panel, WIDE, shared.z, tidx)
         self.give_back(shared, Input.Z)
+        self.give_back(shared, Input.D_STATES)
+        decay = self.add_columns(shared, handed, sums, factor, places, left, thread)
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
+        self.sync()
         for half in cutlass.range_constexpr(2):
-            decay = e_end[half, 0] * e_end[half, 1] * e_end[half, 2] * e_end[half, 3]
             for n in cutlass.range_constexpr(TILES):
                 for b in cutlass.range_constexpr(2):
-                    total = sums[b, half, n] + handed[b, half, n] + decay * kept[half]
-                    sums[b, half, n] = total * shrunk
+                    total = sums[b, half, n] + handed[b, half, n] + decay[half] * kept[half]
+                    place_in(shared.planes, places, b, half, n)[0] = total * shrunk
         self.sync()
-        matrix = cute.recast_ptr(shared.d, dtype=F32)
-        stage(d_k, matrix, w, lane)
-        stage(sums, shared.planes, w, lane)
-        self.sync()
+        matrix = cute.recast_ptr(shared.s, dtype=F32)
         self.rows.store_inputs(
-            matrix, shared.k, shrunk, norms[None, 0], norms[None, 2], dk, left, w, lane
+            matrix, shared.k, shrunk, norms[None, 3], norms[None, 2], place.rows(mDk), left, w, lane
         )
-        self.give_back(shared, Input.D_STATES)
+        self.give_back(shared, Input.STATES)
         self.give_back(shared, Input.TOKENS)
         self.rows.store_gates(
-            shared.planes, raw, rate, bias, lower_bound, dg, left, shared.sums, w, lane
+            shared.planes,
+            place.rows(mG),
+            rate,
+            bias,
+            lower_bound,
+            place.rows(mDg),
+            left,
+            shared.sums,
+            w,
+            lane,
         )
         self.give_back(shared, Input.GATES)
+
+    def gate_of(self, rate, bias, head):
+        """Returns A_log and dt_bias of a head, None where there is none."""
+        return rate[head] if self.config.rate else None, bias[
+            head, None
+        ] if self.config.bias else None
 
     @cute.jit
     def decays(self, shared, rate, bias, lower_bound, left, thread):
@@ -461,17 +497,20 @@ class KdaGradients:
             if cutlass.const_expr(self.config.bias):
                 shift[half] = bias[16 * w + lane // 4 + 8 * half] * speed
         g = cute.make_rmem_tensor(OWN, F32)
+        places = cute.make_rmem_tensor(
+            (2, 2), I32
+        )  # of the first token and channel, and of those beside them
+        first = 4 * (w % 2) + lane // 16
+        for half in cutlass.range_constexpr(2):
+            for b in cutlass.range_constexpr(2):
+                row = thread.token + b
+                unit = first + 2 * half ^ row
+                places[b, half] = w // 2 * (CHUNK * 32) + row * 32 + unit * 4 + lane // 4 % 4
         for sub in cutlass.range_constexpr(SUBS):
             x = cute.make_rmem_tensor(OWN_SUB, F32)
             if cutlass.const_expr(self.gate_dtype is F32):
                 for b, half, m in SUB_INDICES:
-                    row, channel = (
-                        SUB * sub + 8 * m + thread.token + b,
-                        16 * w + lane // 4 + 8 * half,
-                    )
-                    unit = (channel % 32 // 4) ^ (row % 8)
-                    at = channel // 32 * (CHUNK * 32) + row * 32 + unit * 4 + channel % 4
-                    x[b, half, m] = view(shared.g, at, 1)[0]
+                    x[b, half, m] = view(shared.g, places[b, half] + (SUB * sub + 8 * m) * 32, 1)[0]
             else:
                 x.store(load_sub(shared.g, sub, w, lane).load().to(F32))
             for b, half, m in SUB_INDICES:
@@ -502,7 +541,7 @@ class KdaGradients:
     def prepare_tokens(self, shared, scale, left, tidx):
         """Writes the factors of q~ and k~ of every token, and zeros for q and k past the end."""
         if tidx < CHUNK:
-            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
             shared.scales[tidx, 0] = norms[tidx, 1] * scale
             shared.scales[tidx, 1] = norms[tidx, 2] * norms[tidx, 0]
         if left < CHUNK:
@@ -543,9 +582,11 @@ class KdaGradients:
         return cute.make_tensor(acc.iterator, cute.make_layout(OWN))
 
     @cute.jit
-    def pairs(self, shared, d_beta: cute.Tensor, shrunk, left, thread):
-        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals: the first to shared memory, the
-        second as dbeta. Returns the power of two by which operands are too small."""
+    def pairs(self, shared, thread):
+        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
+
+        Returns the power of two by which the operands are too small.
+        """
         lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
         first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
         x = self.multiply("k", first, SQUARE, shared.z, thread.tidx)
@@ -556,11 +597,9 @@ class KdaGradients:
             for n in cutlass.range_constexpr(TILES):
                 for b in cutlass.range_constexpr(2):
                     j = 8 * n + thread.token + b
-                    if i == j:
-                        if group == 0:
-                            shared.own[i] = x[b, half, n]
-                        elif i < left:
-                            self.store_strength(shared, d_beta, i, x[b, half, n] * shrunk)
+                    if cutlass.const_expr(n % 2 == half):
+                        if i == j:
+                            shared.own[i, group] = x[b, half, n]
                     x[b, half, n] = x[b, half, n] if j < i else F32(0.0)
                     largest = cutlass.max(largest, bits[b, half, n] & 0x7FFFFFFF)
         largest = cute.arch.warp_redux_sync(largest, "max")
@@ -592,15 +631,22 @@ class KdaGradients:
         return factor
 
     @cute.jit
-    def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
-        """Writes dbeta of a token, of -y . z."""
-        root = view(shared.factors, i, 1)[0]
-        strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
-        if cutlass.const_expr(self.config.beta_sigmoid):
-            result = -minus_yz * (1.0 - strength * (1.0 / most))
-        else:
-            result = -minus_yz * most / strength
-        d_beta[i] = result.to(d_beta.element_type)
+    def store_strengths(self, shared, d_beta: cute.Tensor, shrunk, left, tidx):
+        """Writes dbeta of the tokens, from the diagonal of -y z^T."""
+        if tidx < cutlass.min(left, I32(CHUNK)):
+            root, given = (
+                view(shared.factors, tidx, 1)[0],
+                view(shared.factors, 3 * CHUNK + tidx, 1)[0],
+            )
+            most, result = (
+                2.0 if self.config.neg_eigval else 1.0,
+                -shared.own[tidx, 1] * shrunk / root,
+            )
+            if cutlass.const_expr(self.config.beta_sigmoid):
+                result = result * given * (1.0 - root * given * (1.0 / most))
+            else:
+                result = result * most / root
+            d_beta[tidx] = result.to(d_beta.element_type)
 
     @cute.jit
     def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
@@ -612,7 +658,7 @@ class KdaGradients:
             row = unit // 8 % CHUNK
             if row < left:
                 cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
-                factor = -shrunk * view(shared.factors, row, 1)[0]
+                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
                 wide.store(y.load().to(F32) * factor)
                 rounded.store(wide.load().to(self.dtype))
                 channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
@@ -627,9 +673,11 @@ class KdaGradients:
         return g
 
     @cute.jit
-    def tokens_of(self, shared, which: cutlass.Constexpr, sub: cutlass.Constexpr, thread):
-        """Returns own elements of q~ or k~ of a sub-block."""
-        raw = load_sub((shared.q, shared.k)[which], sub, thread.w, thread.lane)
+    def tokens_of(self, shared, which, sub: cutlass.Constexpr, thread):
+        """Returns own elements of q~ (0) or k~ (1) of a sub-block."""
+        raw = load_sub(
+            shared.q + cute.assume(which * (K - Q), divby=WIDE), sub, thread.w, thread.lane
+        )
         x, factors = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(2, F32)
         x.store(raw.load().to(F32))
         for m in cutlass.range_constexpr(2):
@@ -653,100 +701,156 @@ class KdaGradients:
         return rounded
 
     @cute.jit
-    def until_end(self, g: cute.Tensor, ends: cute.Tensor, sub: cutlass.Constexpr):
-        """Returns the sums of decays from each token to the end of the sub-block."""
-        x = cute.make_rmem_tensor(OWN_SUB, F32)
-        for b, half, m in SUB_INDICES:
-            x[b, half, m] = ends[half, sub] - g[b, half, m]
+    def ends_of(self, shared, sub, which, thread):
+        """Returns e (0) or 2^e (1) of a sub-block, of both channels."""
+        x = cute.make_rmem_tensor(2, F32)
+        for half in cutlass.range_constexpr(2):
+            x[half] = shared.ends[16 * thread.w + thread.lane // 4 + 8 * half, sub, which]
         return x
 
     @cute.jit
-    def rows_of(
-        self, which: cutlass.Constexpr, shared, out: cute.Tensor, sums: cute.Tensor, ends, e_end, factor, thread
-    ):  # fmt: skip
-        """Sets `out` to the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays."""
-        group, lane = thread.w // 4, thread.lane
-        panel = shared.s + cute.assume(group * SQUARE, divby=SQUARE)
-        to_state = self.multiply("mn", panel, WIDE, (shared.do, shared.y)[which], thread.tidx)
+    def until_end(self, shared, g: cute.Tensor, sub, thread):
+        """Returns the sums of decays from each token to the end of the sub-block."""
+        x, ends = cute.make_rmem_tensor(OWN_SUB, F32), self.ends_of(shared, sub, 0, thread)
+        for b, half, m in SUB_INDICES:
+            x[b, half, m] = ends[half] - g[b, half, m]
+        return x
+
+    @cute.jit
+    def add_rows(
+        self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
+    ):
+        """Writes the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays.
+
+        to_state: gradients of products with the state. The results are left where do and y were, or where S was.
+        left: of which the compiler does not know that it is positive: so it works at one sub-block at a time,
+        and does not run out of registers.
+        """
         acc = zeros(
             (*OWN_SUB, SUBS)
         )  # of the sub-blocks; the nearer an earlier one, the later it joins
-        for j in cutlass.range_constexpr(SUBS - 1):
-            k = self.tokens_of(shared, 1, j, thread)
-            left = self.operand_of(k, self.until_end(self.sums_of(shared, j, thread), ends, j))
-            for i in cutlass.range_constexpr(j + 1, SUBS):
-                own = acc[None, None, None, i]
-                if cutlass.const_expr(j > 0):
-                    scale(own, e_end[None, j])
-                add(own, left, fetch(shared.dA, which, i, j, False, lane))
         before = cute.make_rmem_tensor(2, F32)
         before.fill(1.0)
+        for j in cutlass.range_constexpr(SUBS - 1):
+            if renewed(left) > 0:
+                self.multiply_rows(shared, which, j, acc, thread)
         for i in cutlass.range_constexpr(SUBS):
-            inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-            g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
-            mine = k if cutlass.const_expr(which == 1) else self.tokens_of(shared, 0, i, thread)
-            for at in SUB_INDICES:
-                x[at] = to_tf32(k[at] * exp2(-g[at]))
-            add_inside(inside, x, shared.inside, which, i, False, lane)
-            for b, half, m in SUB_INDICES:
-                n = 2 * i + m
-                apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-                growth = exp2(g[b, half, m])
-                exact = mine[b, half, m] * growth
-                read = before[half] * to_state[b, half, n]
-                pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near + exact * read
-                total = growth * (apart + near + read)
-                if cutlass.const_expr(which == 0):
-                    sums[b, half, n] = pair
-                    out[b, half, n] = total + shared.own[8 * n + thread.token + b] * k[b, half, m]
-                else:
-                    sums[b, half, n] = sums[b, half, n] + pair
-                    out[b, half, n] = total
-            scale_pair(before, e_end[None, i])
+            if renewed(left) > 0:
+                self.finish_rows(
+                    shared, which, i, acc, before, to_state, sums, factor, places, thread
+                )
 
     @cute.jit
-    def columns_of(self, shared, out: cute.Tensor, sums: cute.Tensor, ends, e_end, factor, thread):
-        """Adds the gradient of k~ as a column to `out`, subtracts its products from the sums for decays, and returns
-        the products of tokens with the gradient of the state."""
-        group, lane = thread.w // 4, thread.lane
-        panel = shared.d + cute.assume(group * SQUARE, divby=SQUARE)
-        handed = self.multiply("mn", panel, WIDE, shared.z, thread.tidx)
+    def multiply_rows(self, shared, which, j: cutlass.Constexpr, acc: cute.Tensor, thread):
+        """Adds the products of dA with the keys of a sub-block to the sums of those behind it."""
+        k, g = self.tokens_of(shared, 1, j, thread), self.sums_of(shared, j, thread)
+        left = self.operand_of(k, self.until_end(shared, g, j, thread))
+        decay = self.ends_of(shared, j, 1, thread)
+        for i in cutlass.range_constexpr(j + 1, SUBS):
+            own = acc[None, None, None, i]
+            if cutlass.const_expr(j > 0):
+                scale(own, decay)
+            add(own, left, fetch(shared.dA, which, i, j, False, thread.lane))
+
+    @cute.jit
+    def finish_rows(
+        self, shared, which, i: cutlass.Constexpr, acc: cute.Tensor, before: cute.Tensor, to_state: cute.Tensor,
+        sums: cute.Tensor, factor, places, thread,
+    ):  # fmt: skip
+        """Adds the products inside a sub-block and with the state. before: decays in front of it; then behind it."""
+        matrix = cute.recast_ptr(shared.do, dtype=F32)
+        matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
+        inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+        g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
+        mine = self.tokens_of(shared, which, i, thread)
+        for at in SUB_INDICES:
+            x[at] = to_tf32(k[at] * exp2(-g[at]))
+        add_inside(inside, x, shared.inside, which, i, False, thread.lane)
+        for m in cutlass.range_constexpr(2):
+            n = 2 * i + m
+            own = cute.make_rmem_tensor(2, F32)
+            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
+            for b in cutlass.range_constexpr(2):
+                own[b] = own[b] if which == 0 else F32(0.0)
+                for half in cutlass.range_constexpr(2):
+                    apart, near = acc[b, half, m, i], inside[b, half, m]
+                    growth, read = exp2(g[b, half, m]), before[half] * to_state[b, half, n]
+                    exact = mine[b, half, m] * growth
+                    pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near
+                    sums[b, half, n] = sums[b, half, n] + pair * factor + exact * read
+                    # Growth first: inside a sub-block sums of fp32 are near their limit without it.
+                    total = (growth * (apart + near)) * factor + growth * read
+                    total = total + own[b] * k[b, half, m]
+                    place_in(matrix, places, b, half, n)[0] = total
+        scale_pair(before, self.ends_of(shared, i, 1, thread))
+
+    @cute.jit
+    def add_columns(
+        self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
+    ):
+        """Adds the gradient of k~ as a column to that as a row, and subtracts its products from the sums for decays.
+
+        handed: gradients of products with D; they are replaced by the products of the token with it. left: as in
+        `add_rows`. Returns the decays of the chunk.
+        """
         acc = zeros((*OWN_SUB, SUBS))
-        for back in cutlass.range_constexpr(SUBS - 1):
-            i = SUBS - 1 - back
-            g = self.sums_of(shared, i, thread)
-            for which in cutlass.range_constexpr(2):
-                right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
-                for j in cutlass.range_constexpr(i):
-                    own = acc[None, None, None, j]
-                    if cutlass.const_expr(back > 0 and which == 0):
-                        scale(own, e_end[None, i])
-                    add(own, right, fetch(shared.dA, which, i, j, True, lane))
         behind = cute.make_rmem_tensor(2, F32)
         behind.fill(1.0)
+        for back in cutlass.range_constexpr(SUBS - 1):
+            if renewed(left) > 0:
+                self.multiply_columns(shared, SUBS - 1 - back, acc, thread)
         for back in cutlass.range_constexpr(SUBS):
-            i = SUBS - 1 - back
-            inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-            g = self.sums_of(shared, i, thread)
-            q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
-            for which in cutlass.range_constexpr(2):
-                for at in SUB_INDICES:
-                    x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
-                add_inside(inside, x, shared.inside, which, i, True, lane)
-            for b, half, m in SUB_INDICES:
-                n = 2 * i + m
-                apart, near = acc[b, half, m, i] * factor, inside[b, half, m] * factor
-                until, shrinking = exp2(ends[half, i] - g[b, half, m]), exp2(-g[b, half, m])
-                given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-                column = exact.to(self.operand).to(F32) * apart
-                column = column + to_tf32(k[b, half, m] * shrinking) * near
-                sums[b, half, n] = sums[b, half, n] - column
-                total = until * (apart + given) + shrinking * near
-                total = total + shared.own[8 * n + thread.token + b] * q[b, half, m]
-                out[b, half, n] = out[b, half, n] + total
-                handed[b, half, n] = exact * given
-            scale_pair(behind, e_end[None, i])
-        return handed
+            if renewed(left) > 0:
+                i = SUBS - 1 - back
+                self.finish_columns(shared, i, acc, behind, handed, sums, factor, places, thread)
+        return behind
+
+    @cute.jit
+    def multiply_columns(self, shared, i: cutlass.Constexpr, acc: cute.Tensor, thread):
+        """Adds the products of dA with the queries and keys of a sub-block to the sums of those in front of it."""
+        g, decay = self.sums_of(shared, i, thread), self.ends_of(shared, i, 1, thread)
+        for which in cutlass.range_constexpr(2):
+            right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
+            for j in cutlass.range_constexpr(i):
+                own = acc[None, None, None, j]
+                if cutlass.const_expr(i < SUBS - 1 and which == 0):
+                    scale(own, decay)
+                add(own, right, fetch(shared.dA, which, i, j, True, thread.lane))
+
+    @cute.jit
+    def finish_columns(
+        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor,
+        sums: cute.Tensor, factor, places, thread,
+    ):  # fmt: skip
+        """Adds the products inside a sub-block and with D. behind: decays behind it; then in front of it."""
+        matrix = cute.recast_ptr(shared.s, dtype=F32)
+        inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+        g = self.sums_of(shared, i, thread)
+        until_end = self.until_end(shared, g, i, thread)
+        q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
+        for which in cutlass.range_constexpr(2):
+            for at in SUB_INDICES:
+                x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
+            add_inside(inside, x, shared.inside, which, i, True, thread.lane)
+        for m in cutlass.range_constexpr(2):
+            n = 2 * i + m
+            own = cute.make_rmem_tensor(2, F32)
+            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
+            for b in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    apart, near = acc[b, half, m, i], inside[b, half, m]
+                    until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
+                    given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
+                    pair = (
+                        exact.to(self.operand).to(F32) * apart
+                        + to_tf32(k[b, half, m] * shrinking) * near
+                    )
+                    sums[b, half, n] = sums[b, half, n] - pair * factor
+                    total = until * (apart * factor + given) + (shrinking * near) * factor
+                    place = place_in(matrix, places, b, half, n)
+                    place[0] = place[0] + (total + own[b] * q[b, half, m])
+                    handed[b, half, n] = exact * given
+        scale_pair(behind, self.ends_of(shared, i, 1, thread))
 
 
 @cute.jit

@@ -10,17 +10,17 @@ import cutlass.cute as cute
 from cula_core.constants import LOG2_E
 from cula_core.cute.functions import exp2
 from cula_core.cute.memory import view
-from cula_core.cute.types import F32
+from cula_core.cute.types import F32, I32
 from cula_core.cute.warp import all_sums
 from cula_core.cute.widen import read, write
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.delta_rule.kernels.block import SQUARE
 
-from .gradients_registers import OWN, SUBS
+from .gradients_registers import SUBS
 
 UNIT = 4
 WARPS = 2 * SUBS
-ROUNDS = CHUNK // WARPS
+ROUNDS, BATCH = CHUNK // WARPS, 4
 
 
 def place_of(row, unit):
@@ -29,14 +29,19 @@ def place_of(row, unit):
 
 
 @cute.jit
-def stage(x: cute.Tensor, matrix: cute.Pointer, w, lane):
-    """Writes own elements [b, half, n] to a matrix of fp32."""
-    for b, half, n in OWN_INDICES:
-        row, channel = 8 * n + lane % 4 * 2 + b, 16 * w + lane // 4 + 8 * half
-        view(matrix, place_of(row, channel // UNIT) + channel % UNIT, 1)[0] = x[b, half, n]
+def first_places(w, lane):
+    """Returns where a thread's first own elements [b, half] are in a matrix; those of tile n are 8 n rows further."""
+    places = cute.make_rmem_tensor((2, 2), I32)
+    for half in cutlass.range_constexpr(2):
+        for b in cutlass.range_constexpr(2):
+            unit = 4 * w + lane // 16 + 2 * half
+            places[b, half] = place_of(lane % 4 * 2 + b, unit) + lane // 4 % UNIT
+    return places
 
 
-OWN_INDICES = [(b, half, n) for n in range(OWN[2]) for half in range(2) for b in range(2)]
+def place_in(matrix: cute.Pointer, places, b, half, n):
+    """Returns an own element of a matrix, as a tensor of one element."""
+    return view(matrix, places[b, half] + 8 * n * HEAD_DIM, 1)
 
 
 class Rows:
@@ -52,33 +57,38 @@ class Rows:
     ):  # fmt: skip
         """Writes dq or dk of a staged gradient of normalized ones. raw: q or k as TMA wrote it. factor: of the
         gradient; factors [64]: None, or more of its rows. norms [64]: 1 / norm of rows."""
-        x = cute.make_rmem_tensor((UNIT, ROUNDS), F32)
-        own = cute.make_rmem_tensor((UNIT, ROUNDS), F32)
-        dots = []
-        for j in cutlass.range_constexpr(ROUNDS):
-            row = w + WARPS * j
-            cute.autovec_copy(view(matrix, place_of(row, lane), UNIT), x[None, j])
-            own_factor = factor
-            if cutlass.const_expr(factors is not None):
-                own_factor = factor * factors[row]
-            x[None, j].store(x[None, j].load() * own_factor)
+        # Rows of a warp are 8 apart, so that their units are swapped alike.
+        place = place_of(w, lane)
+        at = lane // 16 * SQUARE + w * 64 + ((lane % 16 // 2) ^ w) * 8 + lane % 2 * UNIT
+        for batch in cutlass.range_constexpr(ROUNDS // BATCH):
+            cute.arch.sync_warp()  # or the compiler loads all batches at once, and runs out of registers
+            x = cute.make_rmem_tensor((UNIT, BATCH), F32)
+            own = cute.make_rmem_tensor((UNIT, BATCH), F32)
+            dots = []
+            for j in cutlass.range_constexpr(BATCH):
+                ahead = WARPS * (BATCH * batch + j)
+                row = w + ahead
+                cute.autovec_copy(view(matrix, place + ahead * HEAD_DIM, UNIT), x[None, j])
+                own_factor = factor
+                if cutlass.const_expr(factors is not None):
+                    own_factor = factor * factors[row]
+                x[None, j].store(x[None, j].load() * own_factor)
+                if cutlass.const_expr(self.config.l2norm):
+                    read(view(raw, at + ahead * 64, UNIT), own[None, j])
+                    own[None, j].store(own[None, j].load() * norms[row])
+                    dot = F32(0.0)
+                    for i in cutlass.range_constexpr(UNIT):
+                        dot = dot + x[i, j] * own[i, j]
+                    dots.append(dot)
             if cutlass.const_expr(self.config.l2norm):
-                unit = (lane % 16 // 2) ^ (row % 8)
-                at = lane // 16 * SQUARE + row * 64 + unit * 8 + lane % 2 * UNIT
-                read(view(raw, at, UNIT), own[None, j])
-                own[None, j].store(own[None, j].load() * norms[row])
-                dot = F32(0.0)
-                for i in cutlass.range_constexpr(UNIT):
-                    dot = dot + x[i, j] * own[i, j]
-                dots.append(dot)
-        if cutlass.const_expr(self.config.l2norm):
-            dots = all_sums(dots, 32)
-        for j in cutlass.range_constexpr(ROUNDS):
-            row = w + WARPS * j
-            if cutlass.const_expr(self.config.l2norm):
-                x[None, j].store((x[None, j].load() - own[None, j].load() * dots[j]) * norms[row])
-            if row < left:
-                write(x[None, j], view(target[row, None].iterator, UNIT * lane, UNIT))
+                dots = all_sums(dots, 32)
+            for j in cutlass.range_constexpr(BATCH):
+                row = w + WARPS * (BATCH * batch + j)
+                if cutlass.const_expr(self.config.l2norm):
+                    across = x[None, j].load() - own[None, j].load() * dots[j]
+                    x[None, j].store(across * norms[row])
+                if row < left:
+                    write(x[None, j], view(target[row, None].iterator, UNIT * lane, UNIT))
 
     @cute.jit
     def store_gates(
@@ -94,18 +104,23 @@ class Rows:
         shift.fill(0.0)
         if cutlass.const_expr(self.config.bias):
             cute.autovec_copy(view(bias.iterator, UNIT * lane, UNIT), shift)
+        place = place_of(w, lane)
+        # All at once: their latency counts once.
+        given = cute.make_rmem_tensor((UNIT, ROUNDS), raw.element_type)
+        if cutlass.const_expr(gated):
+            for j in cutlass.range_constexpr(ROUNDS):
+                row = cutlass.min(w + WARPS * j, left - 1)
+                cute.autovec_copy(view(raw[row, None].iterator, UNIT * lane, UNIT), given[None, j])
         of_bias, of_rate = cute.make_rmem_tensor(UNIT, F32), F32(0.0)
         of_bias.fill(0.0)
         for j in cutlass.range_constexpr(ROUNDS):
             row = w + WARPS * j
             if row < left:
                 x = cute.make_rmem_tensor(UNIT, F32)
-                cute.autovec_copy(view(matrix, place_of(row, lane), UNIT), x)
+                cute.autovec_copy(view(matrix, place + WARPS * j * HEAD_DIM, UNIT), x)
                 if cutlass.const_expr(gated):
-                    g = cute.make_rmem_tensor(UNIT, F32)
-                    read(view(raw[row, None].iterator, UNIT * lane, UNIT), g)
                     for i in cutlass.range_constexpr(UNIT):
-                        shifted = g[i] + shift[i]
+                        shifted = given[i, j].to(F32) + shift[i]
                         # At most 2^126, whose product with the sigmoid is a number.
                         grown = exp2(cutlass.min(shifted * speed * -LOG2_E, F32(126.0)))
                         s = cute.arch.rcp_approx(1.0 + grown)
@@ -132,8 +147,8 @@ class Rows:
                 of_bias[slot, head, tidx] = total
             if cutlass.const_expr(self.config.rate):
                 if tidx == 0:
-                    total = F32(0.0)
+                    whole = F32(0.0)
                     if cutlass.const_expr(sums is not None):
                         for w in cutlass.range_constexpr(WARPS):
-                            total = total + view(sums, WARPS * HEAD_DIM + w, 1)[0]
-                    of_rate[slot, head] = total
+                            whole = whole + view(sums, WARPS * HEAD_DIM + w, 1)[0]
+                    of_rate[slot, head] = whole
