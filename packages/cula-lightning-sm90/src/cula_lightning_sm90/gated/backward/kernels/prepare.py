@@ -57,7 +57,7 @@ class Shared(NamedTuple):
     sums: cute.Tensor
 
 
-class ScalarPrepare(KdaPrepare):
+class ChunkPrepare(KdaPrepare):
     """One CTA per chunk and value head. For packed sequences there is one more, which makes the table of segments.
 
     | warps | work |
@@ -161,7 +161,8 @@ class ScalarPrepare(KdaPrepare):
             cute.arch.sync_threads()
             block = blocks[slot, head, None]
             self.hand_on(shared, norm, block, left, thread)
-            self.tokens.write_factors(shared, factors[slot, head, None, None], thread.tidx)
+            own, strengths = factors[slot, head, None, None], mBeta[batch, None, head]
+            self.tokens.write_factors(shared, own, strengths, token, left, thread.tidx)
         else:
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cula_core.delta_rule.config import HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
-from cula_cp_sm90.backward.scalar import launch
-from cula_cp_sm90.backward.scalar.call import BackwardCall, Gradients
+from cula_lightning_sm90.gated.backward import launch
+from cula_lightning_sm90.gated.backward.call import BackwardCall, Gradients
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
 from cula_testing.tensors import one_thread
@@ -58,7 +58,9 @@ def called(problem: Problem) -> BackwardCall:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    batch, tokens = (1, sum(problem.lengths)) if problem.packed else (len(problem.lengths), problem.lengths[0])
+    batch, tokens = (
+        (1, sum(problem.lengths)) if problem.packed else (len(problem.lengths), problem.lengths[0])
+    )
     heads_k, heads = problem.heads
     size = 1.0 if problem.l2norm else HEAD_DIM**-0.5
     small = 1e-5 if problem.dtype == torch.bfloat16 else 0.1
@@ -101,11 +103,13 @@ def run(call: BackwardCall, emulated, **options) -> Gradients:
     """Runs the kernels as they run on a GPU."""
     found = Gradients(
         *(emulated.empty(x.shape, x.dtype) for x in call[:5]),
-        None if call.initial_state is None else emulated.empty(call.initial_state.shape, torch.float32),
+        None
+        if call.initial_state is None
+        else emulated.empty(call.initial_state.shape, torch.float32),
     )
 
     def kernels(config):
-        return partial(emulated_kernel(emulated, launch.unit(config, "sm_90a")))
+        return partial(emulated_kernel(emulated, launch.unit(config)))
 
     launch.run(call, found, multiprocessors=3, kernels=kernels, **options)
     return found
@@ -119,7 +123,9 @@ def test_gradients(emulated, name):
     of_numbers = OF_NUMBERS[call.g.dtype]
     for which, bound in {**BOUNDS, "dg": of_numbers, "dbeta": of_numbers}.items():
         if getattr(found, which) is not None:
-            sides = (getattr(side, which).unbind(1 if which == "dh0" else 2) for side in (found, exact))
+            sides = (
+                getattr(side, which).unbind(1 if which == "dh0" else 2) for side in (found, exact)
+            )
             for head, (own, right) in enumerate(zip(*sides)):
                 error = relative_rmse(own, right)
                 assert error <= bound, f"{which} of head {head}: {error:.1e}"

@@ -10,8 +10,8 @@ SUMS = (2, 16, 128, 4)
 
 
 @dataclass(frozen=True)
-class ScalarConfig:
-    """What both kernels know of chunks in which all channels of a head decay alike.
+class ChunkConfig:
+    """What both kernels know of chunks.
 
     dtype: of q, k, do. gate_dtype, beta_dtype: of log decays and of strengths. operand: of what products take.
     index_dtype: of cu_seqlens, None for a dense batch. The others are the flags of the public function.
@@ -28,7 +28,7 @@ class ScalarConfig:
 
 
 @dataclass(frozen=True)
-class ScalarPrepareConfig(ScalarConfig):
+class PrepareConfig(ChunkConfig):
     """Static facts of the kernel that writes the blocks of chunks."""
 
     # As parts of KDA's kernel ask for them: keys have roots of strengths, and nothing is written for the caller.
@@ -37,7 +37,7 @@ class ScalarPrepareConfig(ScalarConfig):
 
 
 @dataclass(frozen=True)
-class ScalarGradientsConfig(ScalarConfig):
+class GradientsConfig(ChunkConfig):
     """Static facts of the kernel that computes the gradients of a chunk.
 
     grouped: several value heads share a head of q and k, over which dq and dk are summed.

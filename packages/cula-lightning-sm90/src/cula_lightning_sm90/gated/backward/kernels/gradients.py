@@ -29,11 +29,12 @@ from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.warp import all_sums, reduce_scatter
 from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.delta_rule.backward.config import FACTORS
+from cula_core.delta_rule.backward.kernels.scaling import scale_of
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
 from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
 
-from ...kernels.scaling import scale_of
-from ..config import ScalarGradientsConfig
+from ..config import GradientsConfig
 from .decays import sum_decays, sums_before, sums_behind
 
 THREADS = 2 * GROUP  # that compute
@@ -68,7 +69,8 @@ class Shared(NamedTuple):
     """Shared memory of a CTA.
 
     full, empty: barriers of every `Input`. do, y, z, q, k, s, d: what is loaded; do, q, k are replaced by operands, and
-    at last do and y by results. pairs: dA and dM by rows, times Gamma. factors [3, token]: r, 1 / norm of q and k. sums
+    at last do and y by results. pairs: dA and dM by rows, times Gamma. factors [4, token]: as
+    `Tokens.write_factors` has them. sums
     [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's rows. numbers [Token, token]. largest,
     kept [warp]: bits of the largest of dA or dM; the sum of S D.
     """
@@ -115,7 +117,7 @@ class SoFar(NamedTuple):
     ends: cutlass.Boolean
 
 
-class ScalarGradients:
+class ChunkGradients:
     """Persistent CTAs over pairs of a chunk and a head of q and k, first chunks first. The value heads of a pair follow
     one another.
 
@@ -134,7 +136,7 @@ class ScalarGradients:
     | factors of tokens, sums over tokens | 4608 |
     """
 
-    def __init__(self, config: ScalarGradientsConfig):
+    def __init__(self, config: GradientsConfig):
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
 
@@ -280,7 +282,7 @@ class ScalarGradients:
             s=base + S,
             d=base + D,
             pairs=base + PAIRS,
-            factors=smem.allocate_array(F32, 3 * CHUNK, byte_alignment=128),
+            factors=smem.allocate_array(F32, FACTORS * CHUNK, byte_alignment=128),
             sums=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
             columns=smem.allocate_array(F32, WARPS * CHUNK, byte_alignment=16),
             numbers=smem.allocate_tensor(F32, numbers, byte_alignment=16),
@@ -301,7 +303,7 @@ class ScalarGradients:
         self.load_image(d_states, shared.d, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
-        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 3 * CHUNK, phase)
+        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * FACTORS * CHUNK, phase)
         self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
         self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
         self.load_image(factors, shared.factors, full)
@@ -524,19 +526,17 @@ class ScalarGradients:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma(self.operand, columns, OperandMajorMode.MN)
         ).get_slice(tidx % GROUP)  # fmt: skip
         matrix = repeated(cute.recast_ptr(target, dtype=dtype), (CHUNK, columns), "k", dtype, 1)
-        cute.copy(
-            store, store.retile(rounded), store.partition_D(matrix)[None, None, None, 0]
-        )
+        cute.copy(store, store.retile(rounded), store.partition_D(matrix)[None, None, None, 0])
 
     @cute.jit
     def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
         """Writes dbeta of a token, of -y . z."""
-        root = view(shared.factors, i, 1)[0]
-        strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
+        root, given = view(shared.factors, i, 1)[0], view(shared.factors, 3 * CHUNK + i, 1)[0]
+        most, result = 2.0 if self.config.neg_eigval else 1.0, -minus_yz / root
         if cutlass.const_expr(self.config.beta_sigmoid):
-            result = -minus_yz * (1.0 - strength * (1.0 / most))
+            result = result * given * (1.0 - root * given * (1.0 / most))
         else:
-            result = -minus_yz * most / strength
+            result = result * most / root
         d_beta[i] = result.to(d_beta.element_type)
 
     @cute.jit
@@ -549,7 +549,7 @@ class ScalarGradients:
             row = unit // 8 % CHUNK
             if row < left:
                 cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
-                factor = -shrunk * view(shared.factors, row, 1)[0]
+                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
                 wide.store(y.load().to(F32) * factor)
                 rounded.store(wide.load().to(self.dtype))
                 channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
@@ -606,7 +606,9 @@ class ScalarGradients:
         self.multiply(other, dM, "mn", shared.k, "mn", WIDE, 1, False, thread.tidx)
         warpgroup.wait_group(0)
         self.add(acc, other, factor)
-        roots.store(roots.load() * shrunk)
+        for half in cutlass.range_constexpr(2):
+            given = view(shared.factors, 3 * CHUNK + thread.row + 8 * half, 1)[0]
+            roots[half] = given * shrunk
         self.weigh(acc, roots)
         self.finish(acc, so_far, shared, 2, shared.k, F32(1.0), shared.y, dk, left, thread)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cula_core.compiled.artifacts import Unit
+from cula_core.delta_rule.backward.config import FACTORS
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.delta_rule.kernels.block import BLOCK
 from cula_core.reference import kda_backward as oracle
 from cula_core.reference.common import normalized
-from cula_cp_sm90.backward.scalar.config import ScalarPrepareConfig
+from cula_lightning_sm90.gated.backward.config import PrepareConfig
+from cula_lightning_sm90.gated.backward.launch import unit
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
 from cula_testing.kda.blocks import unpacked
@@ -18,11 +19,11 @@ from cula_testing.tensors import one_thread
 
 SCALE = 0.25
 CONFIGS = {
-    "dense": ScalarPrepareConfig("bfloat16", "float32", "bfloat16", beta_sigmoid=True),
-    "packed": ScalarPrepareConfig(
+    "dense": PrepareConfig("bfloat16", "float32", "bfloat16", beta_sigmoid=True),
+    "packed": PrepareConfig(
         "float16", "bfloat16", "float32", l2norm=False, neg_eigval=True, index_dtype="int64"
     ),
-    "bfloat16": ScalarPrepareConfig("bfloat16", "float32", "float32", operand="bfloat16"),
+    "bfloat16": PrepareConfig("bfloat16", "float32", "float32", operand="bfloat16"),
 }
 # Lengths of the sequences; heads of keys and of values.
 SHAPES = {
@@ -57,10 +58,9 @@ def test_chunks(emulated, name):
         cu_seqlens = torch.tensor(starts, dtype=getattr(torch, config.index_dtype))
         segments = torch.full((1 + len(lengths), 6), -1, dtype=torch.int32)
     blocks = emulated.empty((slots, heads, BLOCK), getattr(torch, config.operand))
-    factors = emulated.empty((slots, heads, 3, CHUNK), torch.float32)
+    factors = emulated.empty((slots, heads, FACTORS, CHUNK), torch.float32)
     peaks = torch.zeros(len(lengths), heads, dtype=torch.int32)
-    unit = Unit("cula_cp_sm90.backward.scalar.build", config, "sm_90a")
-    emulated_kernel(emulated, unit)(
+    emulated_kernel(emulated, unit(config))(
         q, k, g, beta, cu_seqlens, segments, blocks, do, factors, peaks, SCALE, max(tokens, CHUNK), slots
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_chunks(emulated, name):
                     right = oracle.prepare((SCALE * qn)[None], (r[:, None] * kn)[None], decay[None])
                 block = unpacked(blocks[first + c, head])
                 found = factors[first + c, head, :, :size]
-                assert relative_rmse(found, torch.stack([r, *norms])) < 1e-6
+                assert relative_rmse(found, torch.stack([r, *norms, r])) < 1e-6
                 pairs = {
                     "qg": right.qg, "kh": right.kh, "kg": right.kg, "aqk": right.Aqk, "t_prime": right.Q,
                     "decay": right.decay,
@@ -96,10 +96,16 @@ def test_chunks(emulated, name):
                 for what, exact in pairs.items():
                     part = block[what]
                     if what != "decay":
-                        part = part[:size, : exact.shape[-1]] if exact.shape[-1] == HEAD_DIM else part[:size, :size]
+                        part = (
+                            part[:size, : exact.shape[-1]]
+                            if exact.shape[-1] == HEAD_DIM
+                            else part[:size, :size]
+                        )
                     if exact.any():
                         error = relative_rmse(part, exact[0])
-                        assert error < ERRORS[config.operand], f"{what} of slot {first + c}: {error:.1e}"
+                        assert error < ERRORS[config.operand], (
+                            f"{what} of slot {first + c}: {error:.1e}"
+                        )
                     else:
                         assert not part.any()
                 for what in ("qg", "kh", "kg"):
