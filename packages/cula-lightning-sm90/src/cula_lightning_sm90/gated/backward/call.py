@@ -43,3 +43,10 @@ class Gradients(NamedTuple):
     dg: Tensor
     dbeta: Tensor
     dh0: Tensor | None
+
+
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor do, "
+    "Tensor? dht, float scale, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, str operand)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 # Where a CTA sums up dq and dk over value heads, in fp32: [dq or dk, part, thread, 4 numbers].
 SUMS = (2, 16, 128, 4)
 

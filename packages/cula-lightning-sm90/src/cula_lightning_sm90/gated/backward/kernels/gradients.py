@@ -1,16 +1,16 @@
 """The gradients of a chunk in which all channels of a head decay alike, from what the walks of the backward pass left.
 
 With normalized keys k^ and the roots r of strengths, k~ = r k^, queries q~ that have the scale, G the running sum of
-log2 decays in the chunk, Gamma_ij = 2^(G_i - G_j) for j <= i and else zero, S the state before the chunk, D the gradient
-of the state behind it:
+log2 decays in the chunk, Gamma_ij = 2^(G_i - G_j) for j <= i and else zero, S the state before the chunk, D the
+gradient of the state behind it:
 
     dA  = do z^T      dM  = -strict_tril(y z^T)      dbeta = diag(y z^T) / r^2
     dq~ = 2^G do S^T + (dA Gamma) k~
     dk~ = -2^G y S^T + 2^(G_L - G) z D^T + (dM Gamma) k~ + (dA Gamma)^T q~ + (dM Gamma)^T k~
 
 The gradient of the log decay of token t sums what is written before t, or was in S, and is read from t on, or leaves in
-D. With Aqk = (q~ k~^T) Gamma and M = (k~ k~^T) Gamma, pairs of tokens add W = dA Aqk + dM M, element by element below the
-diagonal: sums over i >= t of the rows i of W less its columns i, in which what does not count cancels.
+D. Pairs of tokens add W = dA Aqk + dM M, element by element below the diagonal, with Aqk = (q~ k~^T) Gamma and M =
+(k~ k~^T) Gamma: sums over i >= t of the rows i of W less its columns i, in which what does not count cancels.
 
 Gradients are scaled by a power of two (`scaling`), and dA, dM of a chunk by another one, by their own largest.
 """
@@ -108,8 +108,8 @@ class Thread(NamedTuple):
 class SoFar(NamedTuple):
     """Sums over value heads of what belongs to a head of q and k.
 
-    own: the thread's place for its accumulators, [part, 4 numbers]. begun: whether it holds those of the value heads before.
-    ends: whether this is the last one.
+    own: the thread's place for its accumulators, [part, 4 numbers]. begun: whether it holds those of the value heads
+    before. ends: whether this is the last one.
     """
 
     own: cute.Tensor
@@ -408,8 +408,8 @@ class ChunkGradients:
 
     @cute.jit
     def multiply(
-        self, acc: cute.Tensor, a: cute.Pointer, a_major: cutlass.Constexpr, b: cute.Pointer, b_major: cutlass.Constexpr,
-        b_step: cutlass.Constexpr, tiles: cutlass.Constexpr, zero: cutlass.Constexpr, tidx,
+        self, acc: cute.Tensor, a: cute.Pointer, a_major: cutlass.Constexpr, b: cute.Pointer,
+        b_major: cutlass.Constexpr, b_step: cutlass.Constexpr, tiles: cutlass.Constexpr, zero: cutlass.Constexpr, tidx,
     ):  # fmt: skip
         """Issues acc (+)= A B^T over `tiles` of 64, all from shared memory. b_step: between tiles of B."""
         n = 2 * cute.size(acc)  # in 128 threads
@@ -522,9 +522,9 @@ class ChunkGradients:
     def stage(self, rounded: cute.Tensor, target: cute.Pointer, columns: cutlass.Constexpr, tidx):
         """Writes accumulators, rounded to 16 bits, to a matrix of panels by rows."""
         dtype = rounded.element_type
-        store = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma(self.operand, columns, OperandMajorMode.MN)
-        ).get_slice(tidx % GROUP)  # fmt: skip
+        tiled = mma(self.operand, columns, OperandMajorMode.MN)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        store = cute.make_tiled_copy_C(atom, tiled).get_slice(tidx % GROUP)
         matrix = repeated(cute.recast_ptr(target, dtype=dtype), (CHUNK, columns), "k", dtype, 1)
         cute.copy(store, store.retile(rounded), store.partition_D(matrix)[None, None, None, 0])
 

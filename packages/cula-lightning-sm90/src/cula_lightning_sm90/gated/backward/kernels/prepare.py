@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 from cula_core.cute.functions import exp2
 from cula_core.cute.memory import view
 from cula_core.cute.schedule import SegmentTable
-from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.types import F32, I32
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, find_chunk_of_sequence
 from cula_core.delta_rule.kernels.fragments import (
