@@ -108,17 +108,6 @@ def test_without_a_backward_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen.names == []
 
 
-def test_decays_of_any_size_go_on() -> None:
-    case = small(gate="softplus")
-    told = cula.explain("chunk_kda", requires_grad=True, arch="sm90", safe_gate=False)
-    assert str(told.rows[0].reason).startswith("no backward without safe_gate; fla: ")
-    with Operators() as seen:
-        found = differentiated(kda.chunk_kda, case)
-    assert seen.names == []
-    expected = differentiated(kda.chunk_kda, case, impl="reference")
-    assert all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
 def test_a_pool_that_is_only_read_goes_on() -> None:
     case = small()
     given = {n: x for n, x in case.given.items() if n != "initial_state"}

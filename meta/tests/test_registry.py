@@ -27,7 +27,7 @@ from cula.integrations import fla
 CPU = torch.device("cpu")
 GLA = (
     *(torch.float32, 16, 16, False, None),
-    *(None, False, False, False, 1, False, False, False),
+    *(None, False, False, 1, False, False, False),
     *(False, False, False, False, None, None),
 )
 TRAINING = (*GLA[:3], True, *GLA[4:])

@@ -60,6 +60,7 @@ def attend_gla(q, k, v, g, beta, A_log):
 
 
 LIGHTNING = "cula_lightning_sm90.prefill.default"
+LIGHTNING_BACKWARD = "cula_lightning_sm90.prefill_backward.default"
 FORWARD: dict[Callable[..., Any], set[str]] = {
     attend_kda: {"cula_cp_sm90.prefill.default"},
     attend_delta: {"cula_lightning_sm90.gated_prefill.default"},
@@ -69,7 +70,8 @@ FORWARD: dict[Callable[..., Any], set[str]] = {
 # The gated delta rule trains in one graph by the reference.
 TRAINING: dict[Callable[..., Any], set[str]] = {
     attend_kda: FORWARD[attend_kda],
-    attend_lightning: {LIGHTNING, "cula_lightning_sm90.prefill_backward.default"},
+    attend_lightning: {LIGHTNING, LIGHTNING_BACKWARD},
+    attend_gla: {LIGHTNING, LIGHTNING_BACKWARD},
     partial(attend_delta, impl="reference"): {"cula.chunk_gated_delta_rule.default"},
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cula
 from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops import checks
 from benchmarks.ops import sequences as seq
@@ -21,7 +22,7 @@ from benchmarks.ops.tuning import TUNING_MS, tune_anew
 from cula.lightning import chunk_simple_gla
 
 LIMIT = 5e-3
-LEAVES = ("q", "k", "v")
+LEAVES = {"decay": ("q", "k", "v"), "gate": ("q", "k", "v", "gate")}
 IMPL = {"cula": "cula-lightning-sm90", "fla": "fla"}
 
 
@@ -32,8 +33,10 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
     inference mode.
     """
     with torch.inference_mode(False):
-        leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
-        do, g_gamma = x.v.clone(), -x.decay
+        leaves = [
+            getattr(x, name).clone().requires_grad_() for name in LEAVES[problem.params["mode"]]
+        ]
+        do, g_gamma = x.v.clone(), None if x.decay is None else -x.decay
         packing: dict[str, Tensor] = {}
         if x.offsets is not None:
             packing = {"cu_seqlens": x.offsets.int32, "cu_seqlens_cpu": x.offsets.host}
@@ -49,6 +52,21 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
 
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     return step(IMPL[provider], problem, x)
+
+
+def _supports(provider: Provider, problem: Setting) -> str | None:
+    """What the provider itself says, and then cula of its backward."""
+    if refused := provider.supports(problem):
+        return refused
+    gate = torch.float32 if problem.params["mode"] == "gate" else None
+    told = cula.explain(
+        "chunk_simple_gla",
+        dtype=torch.bfloat16,
+        gate_dtype=gate,
+        requires_grad=True,
+        impl=IMPL[provider.name],
+    )
+    return None if told.chosen else str(told)
 
 
 def tune(problem: Setting) -> None:
@@ -67,34 +85,38 @@ def tune(problem: Setting) -> None:
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """The relative RMSE of every gradient against the reference in fp64, for the worst of some heads."""
     x = lightning.make_inputs(problem, device, seed=checks.SEED)
-    found = dict(zip(LEAVES, provider.bind(problem, x)(), strict=True))
+    leaves = LEAVES[problem.params["mode"]]
+    found = dict(zip(leaves, provider.bind(problem, x)(), strict=True))
     checks.require_finite(problem, **found)
     heads = checks.checked_heads(problem.params["H"])
-    of_heads = {name: getattr(x, name)[:, :, heads].double() for name in LEAVES}
-    exact = dataclasses.replace(x, decay=x.decay[heads], **of_heads)
-    want = dict(zip(LEAVES, step("reference", problem, exact)(), strict=True))
-    errors = {name: checks.worst_head(found[name][:, :, heads], want[name], 2) for name in LEAVES}
-    checks.require_within(problem, errors, dict.fromkeys(LEAVES, LIMIT))
+    of_heads = {name: getattr(x, name)[:, :, heads].double() for name in leaves}
+    decay = None if x.decay is None else x.decay[heads]
+    exact = dataclasses.replace(x, decay=decay, **of_heads)
+    want = dict(zip(leaves, step("reference", problem, exact)(), strict=True))
+    errors = {name: checks.worst_head(found[name][:, :, heads], want[name], 2) for name in leaves}
+    checks.require_within(problem, errors, dict.fromkeys(leaves, LIMIT))
     return errors
 
 
 def moved(problem: Setting) -> int:
-    """Bytes of q, k, v and their gradients, and of o and its derivative, each once."""
-    tokens = seq.batch_of(problem) * problem.params["T"]
-    return 8 * 2 * tokens * problem.params["H"] * DIM
+    """Bytes of q, k, v, gates and their gradients, and of o and its derivative, each once."""
+    tokens = seq.batch_of(problem) * problem.params["T"] * problem.params["H"]
+    return 8 * 2 * tokens * DIM + 8 * tokens * (problem.params["mode"] == "gate")
 
 
 def settings(quick: bool) -> list[Setting]:
     if quick:
         return [setting(1024)]
     dense = [setting(t, heads=h) for t, h in ((4096, 64), (16384, 64), (8192, 16), (8192, 32))]
-    return [*dense, setting(8192, sequences=10, lengths="skewed")]
+    gated = [setting(t, mode="gate") for t in (4096, 16384)]
+    return [*dense, setting(8192, sequences=10, lengths="skewed"), *gated]
 
 
 def _trained(provider: Provider, **changes: Any) -> Provider:
     return dataclasses.replace(
-        provider, bind=functools.partial(_bind, provider.name), moved=moved, **changes
-    )
+        provider, bind=functools.partial(_bind, provider.name), moved=moved,
+        supports=functools.partial(_supports, provider), **changes,
+    )  # fmt: skip
 
 
 OP = dataclasses.replace(
@@ -105,9 +127,9 @@ OP = dataclasses.replace(
     providers=(_trained(CULA), _trained(FLA, prepare=tune)),
     check=check,
     notes=(
-        "A forward and a backward pass, without states: gradients of q, k and v. cula is our kernels for both, fla is "
-        "FLA's for both.",
-        "bytes: q, k, v, o and the gradients of all four once each, for every provider.",
+        "A forward and a backward pass, without states: gradients of q, k and v, and of gates per token. cula is our "
+        "kernels for both, fla is FLA's for both.",
+        "bytes: q, k, v, o, gates and the gradients of all of them once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",
         f"Checked: relative RMSE of gradients of the worst head against the reference in fp64, within {LIMIT:.0e}.",
     ),

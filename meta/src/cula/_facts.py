@@ -29,8 +29,7 @@ _DELTA_RULE_FACTS = (
     "state_v_first",
 )
 # grouped_queries: whether heads of q share one of k or v; softplus: whether its numbers are others than 1 and 20.
-# gate_requires_grad: whether g does, decay_requires_grad: the constant decay of a head; checkpoints: whether states on
-# the way are written.
+# decay_requires_grad: whether the constant decay of a head does; checkpoints: whether states on the way are written.
 _PREFILL_FACTS = (
     "decay_requires_grad",
     "use_qk_l2norm_in_kernel",
@@ -60,7 +59,6 @@ FACTS: dict[str, tuple[str, ...]] = {
     ),
     "chunk_simple_gla": (
         "gate_dtype",
-        "gate_requires_grad",
         "head_decay",
         "varlen",
         "group",

@@ -431,8 +431,8 @@ def kda_prefill_hopper(
 
     Raises:
         RuntimeError: the tensors are not on a Hopper GPU (sm90), no Hopper KDA kernel is installed, or the kernel does
-            not take this problem. Inputs that require gradients need flash-linear-attention beside a kernel without a
-            backward.
+            not take this problem. Inputs that require gradients need flash-linear-attention where the kernel has no
+            backward for the problem.
         TypeError, ValueError, NotImplementedError: as `chunk_kda`.
 
     Example:

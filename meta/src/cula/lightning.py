@@ -37,10 +37,9 @@ The four Lightning and simple GLA prefill functions also share these keyword arg
     segment_tokens               a kernel cuts every sequence after each so many tokens, a multiple of 64 and at least
                                  1024, so that a sequence has the same bits in every batch; None: as num_splits says
 
-Gradients of these four: kernels have a backward of their own, but for gradients of g; there the backward of
-flash-linear-attention follows a kernel's forward where it is installed and able. Otherwise `impl="auto"` takes the
-reference, which is differentiable in plain torch; it alone has a gradient for the constant decay of a head (`decay`, or
-`g_gamma` without `g`).
+Gradients of these four: a kernel's backward is its own, or that of flash-linear-attention where it has none and that is
+installed and able; otherwise `impl="auto"` takes the reference, which is differentiable in plain torch. FLA has no
+gradient for the constant decay of a head (`decay`, or `g_gamma` without `g`).
 """
 
 from __future__ import annotations
@@ -459,7 +458,6 @@ def chunk_simple_gla(
         requires_grad,
         _check.dtype_of("initial_state", initial_state),
         _check.dtype_of("g", g),
-        _check.requires_grad(g),
         g_gamma is not None,
         cu_seqlens is not None,
         group,

@@ -46,7 +46,10 @@ def recurrence(
 def gradients(
     tensors: dict[str, Tensor | None], do: Tensor | None, dht: Tensor | None, **fixed: Any
 ) -> list[Tensor]:
-    """Gradients of q, k, v and, if given, initial, in fp64; `fixed` are the other arguments of `recurrence`."""
+    """Gradients of q, k, v and, if given, initial and log_decay, in fp64, in the order of `tensors`.
+
+    fixed: the other arguments of `recurrence`.
+    """
     leaves = {
         name: None if x is None else x.detach().double().requires_grad_()
         for name, x in tensors.items()

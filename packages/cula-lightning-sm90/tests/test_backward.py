@@ -45,15 +45,17 @@ def spans(lengths: tuple[int, ...], packed: bool) -> list[tuple[int, int, int]]:
 
 
 def expected(
-    x: dict[str, Any], lengths: tuple[int, ...], packed: bool, **options: Any
-) -> list[Tensor]:
+    x: dict[str, Any], lengths: tuple[int, ...], packed: bool, decays: tuple[str, ...] = (), **options: Any
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, the initial state if there is one, and of the decays that are named."""
     log_decay = x["v"].new_zeros(x["v"].shape[:3], dtype=torch.float64)
     for name in ("g", "gamma"):
         if x[name] is not None:
             log_decay = log_decay + x[name].double()
-    fixed = {"log_decay": log_decay, "bounds": spans(lengths, packed), "scale": K**-0.5} | options
-    tensors = {name: x[name] for name in ("q", "k", "v", "initial")}
-    return gradients(tensors, x["do"], x["dht"], **fixed)
+    fixed = {"bounds": spans(lengths, packed), "scale": K**-0.5} | options
+    tensors = {name: x[name] for name in ("q", "k", "v", "initial")} | {"log_decay": log_decay}
+    *grads, dg = gradients(tensors, x["do"], x["dht"], **fixed)
+    return [*grads, *(dg if name == "g" else dg.sum((0, 1)) for name in decays)]
 
 
 def found(
@@ -105,6 +107,67 @@ def test_gradients(lengths, packed, decays, state, l2norm):
         assert_near(
             found(chunk_simple_gla, x, wanted, turned, state_v_first=turned, **options), want
         )
+
+
+def rates(kind: str, x: dict[str, Tensor]) -> Tensor:
+    """Log decays per token: of one size, or of sizes that hide each other."""
+    uniform = torch.rand(
+        x["g"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    if kind == "mixed":
+        return torch.where(uniform < 0.05, -20.0, torch.where(uniform > 0.97, -1e4, -1e-4))
+    low, high = {"gentle": (-0.1, 0.0), "strong": (-5.0, -2.0), "none": (0.0, 0.0)}[kind]
+    return low + (high - low) * uniform
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("decays", [("g",), ("gamma",), ("g", "gamma")], ids=str)
+@pytest.mark.parametrize("kind", ["gentle", "strong", "mixed", "none"])
+@pytest.mark.parametrize("lengths, packed", [((150, 150), False), ((70, 0, 1, 150), True)], ids=str)
+def test_gradients_of_decays(lengths, packed, kind, decays, state):
+    x: dict[str, Any] = make(lengths, packed)
+    x["g"] = rates(kind, x) if "g" in decays else None
+    x["gamma"] = x["gamma"] if "gamma" in decays else None
+    if not state:
+        x |= {"initial": None, "dht": None}
+    cu = int32(0, *torch.tensor(lengths).cumsum(0).tolist()) if packed else None
+
+    def run(gamma=None, **given):
+        return chunk_simple_gla(**given, g_gamma=gamma, cu_seqlens=cu, output_final_state=state)
+
+    want = expected(x, lengths, packed, decays)
+    got = found(run, x, ("q", "k", "v", *(("initial",) if state else ()), *decays))
+    assert_near(got[: -len(decays)], want[: -len(decays)])
+    # A chunk that forgets all but 1e-7 of what lies before it is taken to forget it all; g_gamma is float32.
+    assert_near(got[-len(decays) :], want[-len(decays) :], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gentle", "strong", "mixed", "none"])
+def test_gradients_of_decays_from_16_bits(dtype, kind):
+    """However small the ones beside others: token by token within a hundredth, or fp32's noise of the largest."""
+    x: dict[str, Any] = make((200, 200), False, dtype) | {
+        "gamma": None,
+        "initial": None,
+        "dht": None,
+    }
+    x["g"] = rates(kind, x).float()
+    want = expected(x, (200, 200), False, ("g",))
+    got = found(chunk_simple_gla, x, ("q", "k", "v", "g"))
+    assert got[3].dtype == torch.float32
+    assert_near(got, want, 5e-3)
+    small = want[3].abs() < 1e-3 * want[3].abs().max()
+    assert (
+        (got[3] - want[3])[small].abs().max() <= 1e-5 * want[3].abs().max() if small.any() else True
+    )
+
+
+def test_a_decay_alone_wants_a_gradient():
+    x: dict[str, Any] = make(DENSE, False) | {"g": None, "initial": None, "dht": None}
+    decay = (-x["gamma"]).requires_grad_()
+    o, _ = lightning_attn_fwd(x["q"], x["k"], x["v"], decay)
+    o.backward(x["do"])
+    assert_near([-decay.grad], expected(x, DENSE, False, ("gamma",))[3:], 1e-6)
 
 
 @pytest.mark.parametrize("used", ["do", "dht"])
@@ -183,12 +246,17 @@ def test_no_tokens():
     for cu in (None, int32(0), int32(0, 0, 0)):
         sequences = 1 if cu is None else len(cu) - 1
         q, k, v = (torch.zeros(1, 0, heads, 4, requires_grad=True) for heads in (H, H, HV))
+        g = torch.zeros(1, 0, HV, requires_grad=True)
         state = torch.randn(sequences, HV, 4, 4, requires_grad=True)
         o, final = chunk_simple_gla(
             q, k, v, initial_state=state, output_final_state=True, cu_seqlens=cu
         )
         (o.sum() + 2 * final.sum()).backward()
-        assert torch.equal(state.grad, torch.full_like(state, 2)) and q.grad.shape == q.shape
+        assert (
+            torch.equal(state.grad, torch.full_like(state, 2))
+            and q.grad.shape == q.shape
+            and g.grad.shape == g.shape
+        )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +335,21 @@ def test_the_operator_keeps_its_contract():
     x = make(PACKED, True, torch.float32)
     cu = int32(0, *torch.tensor(PACKED).cumsum(0).tolist())
     operator = torch.ops.cula_lightning_sm90.prefill_backward.default
-    rest = (x["g"].float(), x["gamma"], x["initial"], None, cu, 0.3, 1, False, True, False, None, 0)
+    rest = (
+        x["g"].float(),
+        x["gamma"],
+        x["initial"],
+        None,
+        cu,
+        0.3,
+        1,
+        False,
+        True,
+        False,
+        None,
+        0,
+        True,
+    )
     for given in ((x["do"], x["dht"]), (x["do"], None), (None, x["dht"])):
         arguments = (*given, x["q"], x["k"], x["v"], *rest)
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -286,8 +368,9 @@ def test_one_graph_for_every_length():
     run = torch.compile(chunk_simple_gla, fullgraph=True, backend=backend)
     for length in (30, 70, 90):
         x = make((length,) * 3, False, torch.float32)
-        options = {"g": x["g"], "output_final_state": True}
-        wanted = ("q", "k", "v", "initial")
+        options = {"output_final_state": True}
+        wanted = ("q", "k", "v", "initial", "g")
+        x["g"] = x["g"].float()
         assert all(
             map(
                 torch.equal,

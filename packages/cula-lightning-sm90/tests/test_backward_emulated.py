@@ -35,6 +35,7 @@ FACTORS = {
     "rates": ("gentle", "strong"),
     "v_first": (False, True),
     "exact_state": (False, True),
+    "of_decays": (False, True),
     # Few multiprocessors: one CTA has several items, and two tiles of V=128.
     "multiprocessors": (132, 2),
 }
@@ -44,7 +45,6 @@ CASES = covering_cases(
         (case["gate"] or not case["gate_rows"]) and (case["gate"] or case["rates"] == "gentle")
     ),
 )
-NAMES = ("dq", "dk", "dv", "dh0")
 
 
 def label(case: dict) -> str:
@@ -61,8 +61,8 @@ def run(emulated) -> Callable[..., Any]:
     def run(
         lengths: tuple[int, ...], packed: bool = False, states: tuple[bool, bool] = (True, True), *,
         gate_rows: bool = False, splits: int | None = None, v_first: bool = False, exact_state: bool = False,
-        multiprocessors: int = 132, padding: int | None = None, **inputs: Any,
-    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        multiprocessors: int = 132, padding: int | None = None, of_decays: bool = False, **inputs: Any,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         call = make_call(lengths, packed=packed, **inputs)
         generator = torch.Generator().manual_seed(1)
         do = torch.randn(call.v.shape, generator=generator).to(call.v.dtype)
@@ -91,7 +91,7 @@ def run(emulated) -> Callable[..., Any]:
             found = backward.gradients(
                 partial(launch.run, multiprocessors=multiprocessors, kernels=kernels),
                 do, stored(dht), call.q, call.k, call.v, given, call.decay, stored(initial), indices,
-                int32(*starts) if packed else None, call.scale, -1, v_first, False, exact_state, splits, 0,
+                int32(*starts) if packed else None, call.scale, -1, v_first, False, exact_state, splits, 0, of_decays,
             )  # fmt: skip
         log_decay = torch.zeros(call.v.shape[:3], dtype=torch.float64)
         if call.g is not None:
@@ -102,25 +102,32 @@ def run(emulated) -> Callable[..., Any]:
             (0, a, b) if packed else (n, 0, b - a)
             for n, (a, b) in enumerate(zip(starts, starts[1:]))
         ]
-        want = gradients(
-            {"q": call.q, "k": call.k, "v": call.v, "initial": initial}, do, dht,
-            log_decay=log_decay, bounds=spans, scale=call.scale, live=live,
+        *want, dg = gradients(
+            {"q": call.q, "k": call.k, "v": call.v, "initial": initial, "log_decay": log_decay}, do, dht,
+            bounds=spans, scale=call.scale, live=live,
         )  # fmt: skip
+        names = ["dq", "dk", "dv", *(["dh0"] if initial is not None else [])]
+        if of_decays and call.g is not None:
+            names, want = [*names, "dg"], [*want, dg]
+        if of_decays and call.decay is not None:
+            sums = dg.abs().sum((0, 1))  # of terms that may cancel
+            names, want = [*names, "ddecay"], [*want, -dg.sum((0, 1)) / sums]
+            found[-1] = found[-1] / sums
         if v_first and initial is not None:
             found[3] = found[3].mT
-        return found, want
+        return dict(zip(names, found, strict=True)), dict(zip(names, want, strict=True))
 
     return run
 
 
-def assert_right(found: list[Tensor], want: list[Tensor], limit: float = 6e-3) -> None:
+def assert_right(found: dict[str, Tensor], want: dict[str, Tensor], limit: float = 6e-3) -> None:
     """Every head of every gradient, within what rounding to 16 bits costs."""
-    assert len(found) == len(want)
-    for name, a, b in zip(NAMES, found, want):
-        heads = 1 if name == "dh0" else 2
+    for name, a in found.items():
+        heads = {"dh0": 1, "ddecay": 0}.get(name, 2)
         for head in range(a.shape[heads]):
-            x, y = a.select(heads, head), b.select(heads, head)
-            error = relative_rmse(x, y) if y.any() else float(x.abs().max())
+            x, y = a.select(heads, head), want[name].select(heads, head)
+            relative = y.any() and name != "ddecay"
+            error = relative_rmse(x, y) if relative else float((x - y).abs().max())
             assert error <= limit, (name, head, error)
 
 
@@ -158,7 +165,7 @@ def test_padding_has_no_gradient(run, splits, dht):
     shape = {"heads": (1, 2), "dims": (64, 64), "splits": splits, "multiprocessors": 3}
     found, want = run((70, 130, 0, 64), True, (True, dht), padding=1, **shape)
     assert_right(found, want)
-    for name, grad in zip(NAMES, found):
+    for name, grad in found.items():
         assert not (grad[1] if name == "dh0" else grad[0, 70:200]).any()
 
 
@@ -182,6 +189,7 @@ def test_neighbours_do_not_meet(run, monkeypatch):
 
     monkeypatch.setitem(globals(), "make_call", poisoned)
     wild, _ = run((65, 70, 130), True, (True, True), **shape)
-    for name, a, b in zip(NAMES, wild, calm):
+    for name, a in wild.items():
+        b = calm[name]
         for own in (0, 2) if name == "dh0" else ((0, slice(0, 65)), (0, slice(135, None))):
             assert same(a[own], b[own]), name

@@ -60,7 +60,9 @@ def found(
     return grads
 
 
-def expected(x: Inputs, do: Tensor, dht: Tensor | None, l2norm: bool = False) -> list[Tensor]:
+def expected(
+    x: Inputs, do: Tensor, dht: Tensor | None, l2norm: bool = False, of_decays: bool = False
+) -> list[Tensor]:  # fmt: skip
     """The same in fp64: the plain torch form, which test_backward.py holds against the recurrence."""
     doubles = [t.double() for t in (x.q, x.k, x.v)]
     initial = None if dht is None else x.initial.double()
@@ -68,6 +70,7 @@ def expected(x: Inputs, do: Tensor, dht: Tensor | None, l2norm: bool = False) ->
         ops._run_on_cpu, do.double(), None if dht is None else dht.double(), *doubles,
         None if x.gate is None else x.gate.double(), x.decay, initial, None,
         None if x.lengths is None else x.cu_seqlens(), x.q.shape[3] ** -0.5, -1, False, l2norm, False, None, 0,
+        of_decays,
     )  # fmt: skip
 
 
@@ -120,6 +123,54 @@ def test_large(hopper, gate, size):
             grads[3][:, values],
         ]
         assert_near(got, want, LIMIT[torch.bfloat16])
+
+
+@pytest.mark.parametrize("gate", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [(2, 300, 2, 4), (1, 8192, 8, 8), (RAGGED, 0, 1, 3), ([5000, 1, 0, 999], 0, 4, 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("states", [True, False])
+def test_gradients_of_decays(hopper, gate, size, states):
+    x = make(hopper, *size, gate=gate)
+    do, dht = incoming(x, states)
+    want = expected(x, do, dht, of_decays=True)
+    leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v, x.decay)]
+    own = None if gate is None else x.gate.clone().requires_grad_()
+    o, final = chunk_simple_gla(
+        *leaves[:3], own, -leaves[3], initial_state=x.initial if states else None, output_final_state=states,
+        cu_seqlens=None if x.lengths is None else x.cu_seqlens(),
+    )  # fmt: skip
+    results, given = ([o, final], [do, dht]) if states else ([o], [do])
+    *grads, of_decay = torch.autograd.grad(
+        results, [*leaves[:3], *([] if own is None else [own]), leaves[3]], given
+    )
+    if states:
+        want.pop(3)
+    assert_near(grads[:3], want[:3], LIMIT[torch.bfloat16])
+    if own is not None:
+        assert_near([grads[3]], want[3:4], LIMIT[torch.bfloat16])
+        terms = want[3].abs().sum((0, 1))
+        assert ((of_decay - want[4]).abs() <= LIMIT[torch.bfloat16] * terms).all()
+    else:
+        assert relative_rmse(of_decay, want[3]) <= 2e-2
+
+
+@pytest.mark.parametrize("kind", ["strong", "mixed"])
+def test_gates_that_forget(hopper, kind):
+    """Where terms are not small and what is left of them is."""
+    x = make(hopper, 1, 4096, 4, 4, gate=torch.float32, decay=False)
+    uniform = torch.rand(
+        x.gate.shape, device=hopper, generator=torch.Generator(hopper).manual_seed(3)
+    )
+    mixed = torch.where(uniform < 0.05, -20.0, torch.where(uniform > 0.97, -1e4, -1e-4))
+    x.gate = mixed if kind == "mixed" else -2 - 3 * uniform
+    do, _ = incoming(x, False)
+    leaf = x.gate.clone().requires_grad_()
+    o, _ = chunk_simple_gla(x.q, x.k, x.v, leaf)
+    (grad,) = torch.autograd.grad(o, leaf, do)
+    assert_near([grad], expected(x, do, None, of_decays=True)[3:], LIMIT[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype, largest", [(torch.bfloat16, 1e30), (torch.float16, 1e3)])
@@ -193,11 +244,11 @@ def test_graph_replay_sees_new_contents(hopper, splits):
     """A step is captured after one call, and replayed with other lengths and inputs, without a synchronisation."""
     packings = [[1000, 0, 0], [100, 1, 899], [0, 437, 563]]
     x = make(hopper, packings[0], 0, 2, 2)
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.decay)]
     cu, (do, _) = x.cu_seqlens(), incoming(x, False)
 
     def step() -> tuple[Tensor, ...]:
-        o, _ = chunk_simple_gla(*leaves, None, -x.decay, cu_seqlens=cu, num_splits=splits)
+        o, _ = chunk_simple_gla(*leaves[:3], None, -leaves[3], cu_seqlens=cu, num_splits=splits)
         return torch.autograd.grad(o, leaves, do)
 
     stream = torch.cuda.Stream()
@@ -217,6 +268,7 @@ def test_graph_replay_sees_new_contents(hopper, splits):
                 (*leaves, x.decay, cu), (fresh.q, fresh.k, fresh.v, fresh.decay, fresh.cu_seqlens())
             ):
                 leaf.copy_(t)
-        want = found(fresh, do, None, num_splits=splits)
+        want = step()
         graph.replay()
         assert all(map(same, results, want))
+        assert_near(want[:3], expected(fresh, do, None), LIMIT[torch.bfloat16])

@@ -31,8 +31,10 @@ def test_one_head_that_is_off_does_not_pass(case, name):
         "dA_log": ...,
         "ddt_bias": slice(-16, None),
     }
-    wrong[parts.get(name, (slice(None), slice(None), -1))] *= 1.004
-    with pytest.raises(AssertionError, match=f"of a head: {name} 4.00e-03"):
+    # What dA_log sums up cancels, and may be off by a part of its terms.
+    factor, error = (1.05, "5.00e-02") if name == "dA_log" else (1.004, "4.00e-03")
+    wrong[parts.get(name, (slice(None), slice(None), -1))] *= factor
+    with pytest.raises(AssertionError, match=f"of a head: {name} {error}"):
         check(case.expected._replace(**{name: wrong}), case)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from cula_core.delta_rule import spec
 from cula_core.spec import loader
@@ -11,12 +11,5 @@ from .arch import TARGET
 
 NAME, ARCHS = TARGET.distribution, TARGET.archs
 OP, PRIORITY = spec.OP, spec.PRIORITY
+supports = partial(spec.supports, TARGET)
 load = loader(TARGET.package)
-
-
-def supports(**problem: Any) -> str | None:
-    """Returns why a problem is refused, or None. Facts that are not given do not count against it."""
-    reason = spec.supports(TARGET, **problem)
-    if reason is None and problem.get("requires_grad") and problem.get("safe_gate") is False:
-        return "no backward without safe_gate"
-    return reason

@@ -14,4 +14,3 @@ class TestOnCpu(kda.GradientsThroughAutograd):
 
 class TestOnGpu(kda.GradientsOnGpu):
     subject = SUBJECT
-    any_decay = False

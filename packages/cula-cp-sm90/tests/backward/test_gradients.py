@@ -70,7 +70,7 @@ def make(config: GradientsConfig, lengths: tuple[int, ...], **more) -> Problem:
         mixed = torch.where(g > 0, -1e-4, -4.95 - 0.04 * torch.rand_like(g))
         g = {"mixed": mixed, "moderate": -0.2 * g.abs()}[problem.decays]
     elif problem.decays == "mixed":
-        g = torch.where(g > 0, -12.0, 5.0)
+        g = torch.where(g > 0, *((-12.0, 5.0) if config.bounded else (-6.0, 20.0)))
     x["g"] = g.to(gate)
     beta = torch.randn(batch, tokens, hv)
     x["beta"] = (beta if config.beta_sigmoid else beta.sigmoid()).to(
@@ -88,9 +88,13 @@ def inputs(problem: Problem, q, k, g, beta, rate, bias):
     config = problem.config
     if config.l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    if config.gate == "safe":
-        g = g + bias if config.bias else g
-        g = LOWER * ((rate.exp() if config.rate else 1.0) * g).sigmoid()
+    if config.gate != "log":
+        g, speed = g + bias if config.bias else g, rate.exp() if config.rate else 1.0
+        g = (
+            LOWER * (speed * g).sigmoid()
+            if config.gate == "safe"
+            else -speed * torch.nn.functional.softplus(g)
+        )
     if config.beta_sigmoid:
         beta = beta.sigmoid()
     r = (2.0 * beta if config.neg_eigval else beta).sqrt()
@@ -260,3 +264,10 @@ def test_packed(emulated):
     problem = make(config, (70, 0, 1, 65), decays="mixed")
     exact = expected(problem)
     check(problem, exact, run(emulated, problem, exact, 2))
+
+
+def test_decays_without_a_bound(emulated):
+    config = GradientsConfig("bfloat16", "float32", "float32", gate="softplus", bounded=False)
+    problem = make(config, (64,), decays="mixed")
+    exact = expected(problem)
+    check(problem, exact, run(emulated, problem, exact))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from types import SimpleNamespace
@@ -12,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import cula_cp_sm90
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
-from cula_cp_sm90 import _spec
 from cula_cp_sm90.arch import TARGET
 from cula_cp_sm90.backward import ops
 from cula_cp_sm90.backward.call import SCHEMA, BackwardCall
@@ -279,31 +276,6 @@ def test_wrong_arguments_are_refused_as_without_gradients():
         attend(x | {"beta": None}, ("q",))
     with pytest.raises(NotImplementedError, match="^cp_context: "):
         attend(x, cp_context=object())
-
-
-def test_decays_of_any_size_are_refused_on_a_gpu():
-    """Kernels compute gradients of log decays in [-5, 0) alone."""
-    inside = {"use_gate_in_kernel": True}
-    with FakeTensorMode(), torch.no_grad():
-        q = torch.empty(1, 9, 1, 128, dtype=torch.bfloat16, device="cuda")
-        given = dict.fromkeys(inspect.signature(cula_cp_sm90.chunk_kda).parameters) | {"q": q}
-        given |= {"safe_gate": False, "use_gate_in_kernel": False}
-        for wrong in ({}, inside, inside | {"lower_bound": -5.1}):
-            with pytest.raises(ValueError, match="^safe_gate: expected True beside gradients, or "):
-                ops.trained(lambda **_: (q, None), given | wrong)
-        for right in ({"safe_gate": True}, inside | {"lower_bound": -5}):
-            assert ops.trained(lambda **_: (q, None), given | right)[0].shape == q.shape
-
-
-def test_the_spec_says_so():
-    told = _spec.supports(requires_grad=True, safe_gate=False)
-    assert told == "no backward without safe_gate"
-    assert _spec.supports(safe_gate=False) is None
-    assert (
-        _spec.supports(requires_grad=True)
-        is None
-        is _spec.supports(requires_grad=True, safe_gate=True)
-    )
 
 
 def test_a_target_without_a_backward_refuses(monkeypatch):

@@ -28,8 +28,6 @@ def supports(
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
     requires_grad: bool = False,
-    gate_requires_grad: bool = False,
-    decay_requires_grad: bool = False,
     function: str = "",
     operand_dtype: object = None,
     state_pool: bool = False,
@@ -45,8 +43,6 @@ def supports(
     untrained = why_untrained(state_pool, has_initial_state, checkpoints)
     if requires_grad and gated and untrained:
         return untrained
-    if requires_grad and not gated and (gate_requires_grad or decay_requires_grad):
-        return "no gradient of decays"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:

@@ -5,7 +5,8 @@ the outputs and dS of the final state,
 
     dq = f(do, v, k, S0^T)      dk = f'(v, do, q, dS^T)      dv = f'(k, q, do, dS), whose final state is that of S0
 
-so that a backward needs the inputs of its forward alone, and has the forward's options and precision.
+so that a backward needs the inputs of its forward alone, and has the forward's options and precision. Where decays want
+gradients, the passes of dq and dk also give the sums that `decays.py` makes these from.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from cula_core.reference.common import work_dtype
 from cula_core.tensors import DENSE, live_rows, new_states
 
 from .call import Call
+from .decays import log_decays, new_dots, of_log_decays
 
 _NAME = "cula_lightning_sm90::prefill_backward"
 _SCHEMA = (
     "(Tensor? do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? head_decay, Tensor? initial_state, "
     "Tensor? state_indices, Tensor? cu_seqlens, float scale, int decay_sign, bool state_v_first, bool l2norm, "
-    "bool exact_state, int? num_splits, int segment_tokens) -> Tensor[]"
+    "bool exact_state, int? num_splits, int segment_tokens, bool of_decays) -> Tensor[]"
 )
 Run = Callable[[Call], None]
 
@@ -39,19 +41,10 @@ def register(on_cpu: Run, on_gpu: Run) -> None:
     torch.library.impl(_NAME, "CUDA", lambda *values: gradients(on_gpu, *values))
 
     def fake(
-        do: Any,
-        dht: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Any,
-        decay: Any,
-        initial: Tensor | None,
-        *_: Any,
-    ):
-        return [
-            torch.empty_like(x, memory_format=DENSE) for x in (q, k, v, initial) if x is not None
-        ]
+        do: Any, dht: Any, q: Tensor, k: Tensor, v: Tensor, g: Any, decay: Any, initial: Any, *rest: Any
+    ) -> list[Tensor]:  # fmt: skip
+        wanted = (q, k, v, initial, *((g, decay) if rest[-1] else ()))
+        return [torch.empty_like(x, memory_format=DENSE) for x in wanted if x is not None]
 
     register_fake(_NAME, fake)
 
@@ -68,7 +61,7 @@ class Prefill(torch.autograd.Function):
         head_decay: Tensor | None, initial: Tensor | None, indices: Tensor | None, cu_seqlens: Tensor | None,
         *settings: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        scale, decay_sign, v_first, l2norm, exact_state, num_splits, segment_tokens = settings
+        scale, decay_sign, v_first, l2norm, exact_state, num_splits, segment_tokens, _ = settings
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         out = torch.empty_like(v, memory_format=DENSE)
         final = new_states(sequences, q, v, v_first, initial) if output_final_state else None
@@ -86,19 +79,13 @@ class Prefill(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, of_decays = ctx.saved_tensors, ctx.settings[-1]
         operator = torch.ops.cula_lightning_sm90.prefill_backward.default
-        dq, dk, dv, *rest = operator(do, dht, *ctx.saved_tensors, *ctx.settings)
-        return (
-            None,
-            None,
-            dq,
-            dk,
-            dv,
-            None,
-            None,
-            *(rest or (None,)),
-            *(None,) * (2 + len(ctx.settings)),
-        )
+        found = iter(operator(do, dht, *saved, *ctx.settings))
+        q, k, v, g, head_decay, initial, *_ = saved
+        wanted = (q, k, v, initial, *((g, head_decay) if of_decays else (None, None)))
+        dq, dk, dv, dh0, dg, dd = (None if x is None else next(found) for x in wanted)
+        return None, None, dq, dk, dv, dg, dd, dh0, None, None, *(None,) * len(ctx.settings)
 
 
 def gradients(
@@ -120,8 +107,11 @@ def gradients(
     exact_state: bool,
     num_splits: int | None,
     segment_tokens: int,
+    of_decays: bool,
 ) -> list[Tensor]:
     """Returns the gradients of q, k, v and, if there is one, of initial_state, in their dtypes, contiguous.
+
+    of_decays: those of g and head_decay follow, if they are there.
 
     do [B, T, HV, V], dht [N, HV, K, V] (or V, K): gradients of the results, None for zero. The others: as in `Call`.
     With float16 they are computed from do and dht times a power of two, which brings the largest of them near to 1.
@@ -154,29 +144,40 @@ def gradients(
 
     def attend(
         a: Tensor, b: Tensor, c: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, turned: bool,
-        reverse: bool,
+        reverse: bool, of: Tensor | None = None, dots: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         indices = None if start is None else state_indices
         run(
             Call(
                 a, b, c, g, head_decay, start, None, indices, end, None, cu_seqlens, out, scale, decay_sign,
                 state_v_first != turned, False, exact_state, 0, num_splits, segment_tokens=segment_tokens,
-                reverse=reverse,
+                reverse=reverse, dot_with=None if dots is None else of, dots=dots,
             )
         )  # fmt: skip
         return out if unit is None else torch.div(out, unit, out=out)
 
-    dq = attend(do, v, k, result(q), initial_state, None, True, False)
-    dk = attend(v, do, q, result(k), dht, None, True, True)
+    dots_q, dots_k = (new_dots(x, v, work) if of_decays else None for x in (q, k))
+    dq = attend(do, v, k, result(q), initial_state, None, True, False, q, dots_q)
+    dk = attend(v, do, q, result(k), dht, None, True, True, k, dots_k)
     dv = attend(k, q, do, result(v), dht, dh0, False, True)
     found = [
         _before_norm(_of_group(d, x), y, inverse)
         for d, x, (y, inverse) in zip((dq, dk), given, normal)
     ]
     found.append(dv)
+    started = None
     if dh0 is not None and initial_state is not None:
         dh0 *= scale
+        started = (dh0 * initial_state).sum((2, 3))
         found.append((dh0 if unit is None else dh0 / unit).to(initial_state.dtype))
+    if dots_q is not None and dots_k is not None:
+        decays = log_decays(g, head_decay, decay_sign, v)
+        dg = of_log_decays(dots_q, dots_k, decays, started, cu_seqlens)
+        dg = dg if unit is None else dg / unit.squeeze(0)
+        if g is not None:
+            found.append(dg.to(g.dtype))
+        if head_decay is not None:
+            found.append(decay_sign * dg.sum((0, 1)).to(head_decay.dtype))
     return found
 
 

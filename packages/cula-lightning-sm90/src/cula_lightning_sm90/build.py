@@ -12,7 +12,7 @@ from cula_core.cute import fake
 from cula_core.cute.schedule import SegmentTable
 from cula_core.cute.types import DTYPES, INDICES
 
-from .config import CHUNK, V_TILE, Config, TableConfig
+from .config import CHUNK, V_TILE, WARPS, Config, TableConfig
 from .kernels.prefill import LightningPrefill
 
 
@@ -54,6 +54,8 @@ def fake_arguments(config: Config) -> tuple:
         activation(heads_k, problem.head_dim_k),
         activation(values, problem.head_dim_v),
         activation(heads, problem.head_dim_v),
+        activation(cute.sym_int(), problem.head_dim_v) if problem.dots and forward else None,
+        _dots(heads, v_tiles) if problem.dots and forward else None,
         gate() if problem.gate_dtype else None,
         fake.vector(cutlass.Float32, heads) if problem.decay else None,
         state() if problem.initial_state else None,
@@ -70,6 +72,13 @@ def fake_arguments(config: Config) -> tuple:
         cutlass.Float32(1.0),
         *(cutlass.Int32(1) for _ in range(5)),
     )
+
+
+def _dots(heads: object, v_tiles: int):
+    """Sums over columns [B, heads, parts, 2, T], a part per warp of a tile; tokens lie side by side."""
+    shape = (cute.sym_int(), heads, WARPS * v_tiles, 2, cute.sym_int())
+    strides = (*(cute.sym_int64() for _ in range(4)), 1)
+    return make_fake_tensor(cutlass.Float32, shape, stride=strides)
 
 
 def _workspace(*shape: object):

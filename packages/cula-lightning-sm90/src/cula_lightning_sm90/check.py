@@ -15,10 +15,6 @@ from cula_core.dtypes import dtype_name
 
 from .config import HEAD_DIMS
 
-_NO_BACKWARD = (
-    "decays have no backward here; cula.lightning has one of g with flash-linear-attention"
-)
-
 
 def check_prefill(
     q: Tensor,
@@ -105,8 +101,7 @@ def check_prefill(
             arguments.value_error("num_splits", "at least 1", num_splits)
     not_beside = None if num_splits is None else str(num_splits)
     arguments.segment_tokens(segment_tokens, not_beside, of="num_splits")
-    arguments.no_gradients(_NO_BACKWARD, **{"g": g, decay_name: head_decay})
-    trained = wants_gradients(q, k, v, state)
+    trained = wants_gradients(q, k, v, g, head_decay, state)
     arguments.not_with_gradients("out", out, trained)
     arguments.not_with_gradients("state_checkpoints", checkpoints, trained)
     if update:

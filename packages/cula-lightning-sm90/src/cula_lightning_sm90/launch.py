@@ -66,6 +66,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         fresh=fresh is not None,
         state_dtype=tensors.states_dtype(call.initial, call.final),
         reverse=call.reverse,
+        dots=call.dots is not None,
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
     spread = plan(
@@ -101,7 +102,8 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     for config in configs(problem, spread):
         forward = not config.prescan
         kernels(config)(
-            q if forward else None, call.k, v, call.out, g, call.head_decay, call.initial, call.state_indices, fresh,
+            q if forward else None, call.k, v, call.out, *((call.dot_with, call.dots) if forward else (None, None)),
+            g, call.head_decay, call.initial, call.state_indices, fresh,
             call.final if forward else None,
             *(where if forward else (None, None, None)),
             segments, states, decays,

@@ -34,9 +34,9 @@ Keywords of all functions:
         the CPU.
     out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
 
-Gradients reach q, k, v and states, by the kernels of the forward; not g, decay and g_gamma, which are a ValueError if
-they require any, as is memory that is written beside gradients: out, state_checkpoints, a pool that is updated. A
-backward needs the inputs alone, and its results are rounded to their dtypes once more than the outputs.
+Gradients reach q, k, v, states and decays, by the kernels of the forward. Memory that is written is a ValueError beside
+gradients: out, state_checkpoints, a pool that is updated. A backward needs the inputs alone, and its results are
+rounded to their dtypes as outputs are.
 
 Errors: TypeError or ValueError for an argument that does not fit, and nothing was changed; RuntimeError on a GPU whose
 compute capability is not 9.0.
@@ -78,7 +78,7 @@ def _run_on_cpu(call: Call) -> None:
         call.kept_in, call.cu_seqlens, call.out, scale=call.scale, decay_sign=call.decay_sign,
         state_v_first=call.state_v_first, l2norm=call.l2norm, checkpoint_every=call.checkpoint_every,
         has_initial_state=call.has_initial_state, null_slot=call.null_slot, checkpoint_rows=call.checkpoint_rows,
-        checkpoint_offsets=call.checkpoint_offsets, reverse=call.reverse,
+        checkpoint_offsets=call.checkpoint_offsets, reverse=call.reverse, dot_with=call.dot_with, dots=call.dots,
     )  # fmt: skip
 
 
@@ -94,6 +94,8 @@ def _run_on_gpu(call: Call) -> None:
         return
     g, out = call.g, call.out
     changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
+    if call.dot_with is not None:
+        changes["dot_with"] = aligned(call.dot_with)
     if g is not None and g.dtype == torch.float64:
         changes["g"] = g.float()
     if call.checkpoints is not None and call.checkpoints.numel() == 0:
@@ -444,7 +446,8 @@ def _prefill(
     )  # fmt: skip
     if null_slot is not None and indices is None and cu_seqlens is not None:
         indices = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=q.device)
-    trained = wants_gradients(q, k, v, state)
+    of_decays = wants_gradients(g, head_decay)
+    trained = of_decays or wants_gradients(q, k, v, state)
     if trained and state is not None and state_name == "state_pool":
         sequences = cu_seqlens.shape[0] - 1
         state, indices = backward.read_pool(state, indices, null_slot, has_initial_state, sequences)
@@ -457,6 +460,7 @@ def _prefill(
         out, final = backward.Prefill.apply(
             _run, output_final_state, q, k, v, g, head_decay, initial, indices, cu_seqlens, float(scale),
             1 if decay_name == "g_gamma" else -1, v_first, l2norm, exact_state, num_splits, segment_tokens or 0,
+            of_decays,
         )  # fmt: skip
         return out, final.transpose(2, 3) if turned and final is not None else final
     pool: Tensor | None = None

@@ -136,11 +136,13 @@ def chunked_prefill(
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     reverse: bool = False,
+    dot_with: Tensor | None = None,
+    dots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`recurrent_prefill` by chunks of 64 tokens, in fp64 if an argument is fp64 and in fp32 otherwise.
 
     Arguments and results are the same. A dense batch runs its sequences together, a packed one each for itself.
-    reverse: time runs backwards, without checkpoints; see `Call.reverse`.
+    reverse, dot_with, dots [B, HV, 2, T]: see `Call`; without checkpoints.
     """
     batch, tokens, _, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
@@ -173,9 +175,16 @@ def chunked_prefill(
             q_c, k_c, v_c = (x[rows, piece].to(work) for x in (q, k, v))
             if l2norm:
                 q_c, k_c = normalized(q_c), normalized(k_c)
-            outputs[rows, piece], state = _chunk(
-                q_c, k_c, v_c, log_decay[rows, piece], state, scale, reverse
-            )
+            given, own, state = _chunk(q_c, k_c, v_c, log_decay[rows, piece], state, scale, reverse)
+            outputs[rows, piece] = given + own
+            if dots is not None:
+                x = (
+                    dot_with[rows, piece]
+                    .to(work)
+                    .repeat_interleave(heads_v // dot_with.shape[2], 2)
+                )
+                for i, o in enumerate((given, given + own)):
+                    dots[rows, :, i, piece] = (x * o).sum(-1).transpose(1, 2)
             if kept is None:
                 continue
             for n, own in zip(members, state):
@@ -208,6 +217,8 @@ def prefill(
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     reverse: bool = False,
+    dot_with: Tensor | None = None,
+    dots: Tensor | None = None,
 ) -> None:
     """`chunked_prefill` into `out` and `final_state`: the contract of the kernel's launcher, on the CPU.
 
@@ -232,7 +243,7 @@ def prefill(
         q, k, v, g, head_decay, initial_state, state_indices, checkpoints, cu_seqlens, scale=scale,
         decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
         checkpoint_every=checkpoint_every, checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
-        reverse=reverse,
+        reverse=reverse, dot_with=dot_with, dots=None if dots is None else dots.zero_()[:, :, 0],
     )  # fmt: skip
     out.copy_(outputs)
     if final_state is None:
@@ -245,8 +256,11 @@ def prefill(
 
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float, reverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs [B, L, HV, V] of L tokens and the state [B, HV, K, V] after them, or before them if time runs back."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [B, L, HV, V] of L tokens, from the state and from each other, and the state [B, HV, K, V] after them.
+
+    reverse: the state is that behind them, and returned is the one in front.
+    """
     length, group = q.shape[1], v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (q, k))
     v, log_decay = v.transpose(1, 2), log_decay.transpose(1, 2)
@@ -260,9 +274,9 @@ def _chunk(
     if reverse:
         between, since_start, until_end = between.mT, until_end, since_start
     scores = (q @ k.transpose(2, 3)) * between.exp()
-    outputs = scale * (since_start * (q @ state) + scores @ v)
+    given, own = scale * since_start * (q @ state), scale * (scores @ v)
     state = total * state + (until_end * k).transpose(2, 3) @ v
-    return outputs.transpose(1, 2), state
+    return given.transpose(1, 2), own.transpose(1, 2), state
 
 
 def _kept(

@@ -115,7 +115,7 @@ class _Launch:
             walks.longest_of(call),
         )
         facts = _facts(call)
-        self._kernels(PrepareConfig(**facts, bounded=call.bounded, rooted=True))(
+        self._kernels(PrepareConfig(**facts, rooted=True))(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None,
             None, call.do, kept.factors, peaks, call.scale, call.lower_bound, longest, longest, 0, slots,
         )  # fmt: skip
@@ -150,8 +150,8 @@ def _facts(call: BackwardCall) -> dict[str, Any]:
     """Returns the static facts that the chunk-parallel kernels share."""
     return {
         "dtype": dtype_name(call.q.dtype), "gate_dtype": dtype_name(call.g.dtype),
-        "beta_dtype": dtype_name(call.beta.dtype), "operand": call.operand, "gate": call.gate, "l2norm": call.l2norm,
-        "beta_sigmoid": call.beta_sigmoid, "neg_eigval": call.neg_eigval, "rate": call.A_log is not None,
-        "bias": call.dt_bias is not None,
+        "beta_dtype": dtype_name(call.beta.dtype), "operand": call.operand, "gate": call.gate,
+        "bounded": call.bounded, "l2norm": call.l2norm, "beta_sigmoid": call.beta_sigmoid,
+        "neg_eigval": call.neg_eigval, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
         "index_dtype": None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype),
     }  # fmt: skip

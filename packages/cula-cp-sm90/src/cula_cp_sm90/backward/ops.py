@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from cula_core.arguments import value_error
-from cula_core.delta_rule.contract import SAFE_LOWER_BOUND
 from cula_core.delta_rule.prefill import as_kernels_read, rules
 from cula_core.operators import register_fake
 from cula_core.reference.common import work_dtype
@@ -31,17 +29,7 @@ _RULES = (
 
 
 def trained(chunk_kda: Callable[..., tuple], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Calls `chunk_kda` with arguments by name that are fit for training, so that autograd finds the way back.
-
-    Raises:
-        ValueError: the log decays of CUDA tensors are not bound to lie in [-5, 0).
-    """
-    q, bound = given["q"], given["lower_bound"]
-    inside = given["use_gate_in_kernel"] and isinstance(bound, int | float)
-    if isinstance(q, Tensor) and q.is_cuda and not given["safe_gate"]:
-        if not (inside and bound >= SAFE_LOWER_BOUND):
-            bounds = f"True beside gradients, or a gate inside with a lower_bound of at least {SAFE_LOWER_BOUND:g}"
-            value_error("safe_gate", bounds, given["safe_gate"])
+    """Calls `chunk_kda` with arguments by name that are fit for training, so that autograd finds the way back."""
     options = {name: x for name, x in given.items() if name not in _KEPT}
     result: tuple[Tensor, Tensor | None] = _Trained.apply(
         chunk_kda, options, *(given[name] for name in _KEPT)

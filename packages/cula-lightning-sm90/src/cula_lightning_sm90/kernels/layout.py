@@ -70,7 +70,7 @@ def exp2_in_two(x):
 class Layout:
     """Static facts of a config, and views of its shared memory.
 
-    A stage holds q (but for a prescan) and k, [64 tokens, K], and v of every tile, [64 tokens, 64].
+    A stage holds q (but for a prescan) and k, [64 tokens, K], v of every tile, [64 tokens, 64], and as much for dots.
     """
 
     def __init__(self, config: Config):
@@ -85,7 +85,9 @@ class Layout:
         self.pieces = self.problem.forgets and not self.problem.packed
         self.k_at = CHUNK * self.dim_k if self.forward else 0  # elements within a stage
         self.v_at = self.k_at + CHUNK * self.dim_k
-        self.stage = self.v_at + CHUNK * V_TILE * self.tiles
+        self.dots_at = self.v_at + CHUNK * V_TILE * self.tiles
+        self.dots = self.problem.dots and self.forward
+        self.stage = self.dots_at + CHUNK * V_TILE * self.tiles * self.dots
 
     def staged(self, base, offset, shape, major):
         """Returns a matrix of every stage, as [rows, columns, stage]."""

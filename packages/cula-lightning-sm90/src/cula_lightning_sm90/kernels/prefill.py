@@ -53,7 +53,7 @@ class LightningPrefill(Layout):
 
     | shared memory | bytes | slots |
     |---|---|---|
-    | q, k [64, K], v [64, 64] per tile | 2 * 64 * (2K + 64 tiles) | config.stages |
+    | q, k [64, K], v [64, 64] per tile, as much for dots | 2 * 64 * (2K + 64 tiles), or + 128 tiles | config.stages |
     | P [64, 64] | 8192 | 2 |
     | weights of o and v, total decay | 528 | 2 |
     | sums of gates up to a token, and behind it | 512 | 4 |
@@ -76,6 +76,8 @@ class LightningPrefill(Layout):
         k: cute.Tensor,
         v: cute.Tensor,
         out: cute.Tensor,
+        dot_with: cute.Tensor,
+        dots: cute.Tensor,
         g: cute.Tensor,
         head_decay: cute.Tensor,
         initial: cute.Tensor,
@@ -111,14 +113,19 @@ class LightningPrefill(Layout):
             tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), square, (CHUNK, V_TILE))
         tma_k, mK = cpasync.make_tiled_tma_atom(both, by_token(k), *wide, num_multicast=parts)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), square, (CHUNK, V_TILE))
+        tma_x, mX = None, None
+        if cutlass.const_expr(self.dots):
+            tma_x, mX = cpasync.make_tiled_tma_atom(
+                load, by_token(dot_with), square, (CHUNK, V_TILE)
+            )
         tma_g = None
         if cutlass.const_expr(self.config.paired):
             tma_g, g = self.gates.make_tma(g)
         counter = counter_of(segments, int(self.config.split and self.forward))
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, fresh, final,
-            checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale, decay_factor,
-            null_slot, segment_tokens, piece_tokens, checkpoint_every,
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_x, mX, tma_o, mO, dots, tma_g, g, out, head_decay, initial, indices,
+            fresh, final, checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale,
+            decay_factor, null_slot, segment_tokens, piece_tokens, checkpoint_every,
         ).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -137,8 +144,11 @@ class LightningPrefill(Layout):
         mK: cute.Tensor,
         tma_v: cute.CopyAtom,
         mV: cute.Tensor,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
         tma_o: cute.CopyAtom,
         mO: cute.Tensor,
+        dots: cute.Tensor,
         tma_g: cute.CopyAtom,
         g: cute.Tensor,
         out: cute.Tensor,
@@ -231,9 +241,9 @@ class LightningPrefill(Layout):
             cute.arch.setmaxregister_decrease(registers[2])
             if warp_idx == self.loader:
                 self.load(
-                    ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, indices, fresh, segments, counter,
-                    head_decay, decay_factor, null_slot, segment_tokens, piece_tokens, out.shape[2], out.shape[1],
-                    out.shape[0],
+                    ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, tma_x, mX, indices, fresh, segments,
+                    counter, head_decay, decay_factor, null_slot, segment_tokens, piece_tokens, out.shape[2],
+                    out.shape[1], out.shape[0],
                 )  # fmt: skip
             if cutlass.const_expr(self.gate):
                 if warp_idx == self.loader + 1:
@@ -251,7 +261,7 @@ class LightningPrefill(Layout):
             tile, thread_idx = warp_idx // 4 - 1, tidx % GROUP
             if cutlass.const_expr(self.forward):
                 self.tile.attend(
-                    ring, weights, items, base, p_base, o_base, tables, item_words, tma_o, mO, out,
+                    ring, weights, items, base, p_base, o_base, tables, item_words, tma_o, mO, out, dots,
                     initial, final, checkpoints, checkpoint_rows, checkpoint_offsets, states, decays, head_decay,
                     decay_factor, segment_tokens, piece_tokens, checkpoint_every, tile, thread_idx,
                 )  # fmt: skip
@@ -288,6 +298,8 @@ class LightningPrefill(Layout):
         mK: cute.Tensor,
         tma_v,
         mV: cute.Tensor,
+        tma_x,
+        mX: cute.Tensor,
         indices: cute.Tensor,
         fresh: cute.Tensor,
         segments: cute.Tensor,
@@ -310,6 +322,7 @@ class LightningPrefill(Layout):
         sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k") if self.forward else None
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
         group, group_v = heads_v // mK.shape[2], heads_v // mV.shape[2]
+        group_x = heads_v // mX.shape[2] if self.dots else 1
         per_head = self.v_tiles // self.tiles
         columns = heads_v * per_head
         if cutlass.const_expr(self.problem.packed):
@@ -391,6 +404,13 @@ class LightningPrefill(Layout):
                             sV[None, None, at.index],
                             full,
                         )
+                        if cutlass.const_expr(self.dots):
+                            at_x = self.dots_at + i * CHUNK * V_TILE
+                            sX = self.staged(base, at_x, (CHUNK, V_TILE), "k")
+                            load_tile(
+                                tma_x, mX, first, head // group_x, in_batch, tile * self.tiles + i,
+                                sX[None, None, at.index], full,
+                            )  # fmt: skip
                     at.advance()
             if cutlass.const_expr(self.problem.packed):
                 number = draw(counter, lane)

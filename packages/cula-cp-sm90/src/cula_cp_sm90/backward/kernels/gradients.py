@@ -18,9 +18,6 @@ Sub-blocks of 16 tokens as in `prepare`: g runs inside one, e is its last value.
 dM of a chunk by another one, by their own largest.
 """
 
-from enum import IntEnum
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
@@ -35,8 +32,28 @@ from cula_core.cute.wgmma import issue
 from cula_core.delta_rule.backward.kernels.scaling import scale_of
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
 from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
+from cula_core.delta_rule.kernels.tokens import FLOOR
 
 from ..config import GradientsConfig
+from .gradients_layout import (
+    BARRIER,
+    DO,
+    END,
+    SUB_INDICES,
+    THREADS,
+    D,
+    G,
+    Input,
+    K,
+    Place,
+    Q,
+    S,
+    Shared,
+    Thread,
+    Y,
+    Z,
+)
+from .gradients_products import Products
 from .gradients_registers import (
     DA_STRIDE,
     INSIDE,
@@ -45,89 +62,14 @@ from .gradients_registers import (
     OWN_SUB,
     SUBS,
     TILES,
-    add,
-    add_inside,
-    fetch,
     load_sub,
     products_of_states,
     renewed,
-    scale,
     sum_tokens,
     to_tf32,
     zeros,
 )
 from .gradients_rows import WARPS, Rows, first_places, place_in
-
-THREADS = 2 * GROUP  # that compute
-BARRIER = 1
-SUB_INDICES = [(b, half, m) for m in range(2) for half in range(2) for b in range(2)]
-# Where matrices begin in shared memory, in elements of 16 bits; decays have room for 32 bits.
-DO, Y, Z, S, D, Q, K, G, END = (i * WIDE for i in (0, 1, 2, 3, 5, 7, 8, 9, 11))
-
-
-class Input(IntEnum):
-    """What is loaded together, and given back together."""
-
-    GATES = 0
-    OUTPUTS = 1  # do, y
-    Z = 2
-    TOKENS = 3  # q, k, factors
-    STATES = 4
-    D_STATES = 5
-
-
-class Shared(NamedTuple):
-    """Shared memory of a CTA.
-
-    full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
-    by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last do and y, s, g by results. factors
-    [4, token]: as `prepare` writes them. scales [2, token]: factors of q~ and k~. dA, inside: see
-    `gradients_registers`. own [token, 2]: the diagonals of dA and of -y z^T. ends [channel, sub-block]: e, and 2^e.
-    largest [warp]. sums: for rate and bias.
-    """
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    do: cute.Pointer
-    y: cute.Pointer
-    z: cute.Pointer
-    s: cute.Pointer
-    d: cute.Pointer
-    q: cute.Pointer
-    k: cute.Pointer
-    g: cute.Pointer
-    planes: cute.Pointer
-    factors: cute.Pointer
-    scales: cute.Tensor
-    dA: cute.Pointer
-    inside: cute.Pointer
-    own: cute.Tensor
-    ends: cute.Tensor
-    largest: cute.Tensor
-    sums: cute.Pointer
-
-
-class Thread(NamedTuple):
-    """tidx: of those that compute. w: its warp, of group w / 4. token: the first of its tokens of a tile of 8."""
-
-    tidx: cutlass.Int32
-    lane: cutlass.Int32
-    w: cutlass.Int32
-    token: cutlass.Int32
-
-
-class Place(NamedTuple):
-    """Where a chunk is. left: tokens from its first one to the end of the sequence."""
-
-    batch: cutlass.Int32
-    token: cutlass.Int32
-    head: cutlass.Int32
-    left: cutlass.Int32
-
-    def rows(self, x: cute.Tensor):
-        """Returns what a tensor [B, T, HV, ...] has of the head, from the first token on."""
-        own = x[(self.batch, None, self.head, *(None,) * (cute.rank(x) - 3))]
-        return cute.domain_offset((self.token, *(0,) * (cute.rank(own) - 1)), own)
 
 
 class KdaGradients:
@@ -152,7 +94,7 @@ class KdaGradients:
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.gate_dtype = DTYPES[config.gate_dtype]
         self.gate_columns = 1024 // self.gate_dtype.width  # 128 bytes
-        self.rows = Rows(config)
+        self.rows, self.products = Rows(config), Products(config)
 
     @cute.jit
     def __call__(
@@ -435,7 +377,7 @@ class KdaGradients:
         self.sync()
         # A loop, not only for the size of the code: what it sums up cannot be left to be computed behind it.
         for which in cutlass.range(2, unroll=1):
-            self.add_rows(shared, which, to_state, sums, factor, places, left, thread)
+            self.products.add_rows(shared, which, to_state, sums, factor, places, left, thread)
             to_state.store(of_keys.load())
         self.sync()
         norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
@@ -447,7 +389,7 @@ class KdaGradients:
         handed = self.multiply("mn", shared.d + panel, WIDE, shared.z, tidx)
         self.give_back(shared, Input.Z)
         self.give_back(shared, Input.D_STATES)
-        decay = self.add_columns(shared, handed, sums, factor, places, left, thread)
+        decay = self.products.add_columns(shared, handed, sums, factor, places, left, thread)
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
         self.sync()
@@ -486,7 +428,7 @@ class KdaGradients:
     @cute.jit
     def decays(self, shared, rate, bias, lower_bound, left, thread):
         """Returns own elements of the log2 decays; zero past the end."""
-        gated, lane, w = self.config.gate != "log", thread.lane, thread.w
+        lane, w = thread.lane, thread.w
         speed = F32(1.0)
         if cutlass.const_expr(self.config.rate):
             speed = exp2(rate * LOG2_E)
@@ -495,7 +437,7 @@ class KdaGradients:
         shift.fill(0.0)
         for half in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.config.bias):
-                shift[half] = bias[16 * w + lane // 4 + 8 * half] * speed
+                shift[half] = bias[16 * w + lane // 4 + 8 * half]
         g = cute.make_rmem_tensor(OWN, F32)
         places = cute.make_rmem_tensor(
             (2, 2), I32
@@ -515,11 +457,17 @@ class KdaGradients:
                 x.store(load_sub(shared.g, sub, w, lane).load().to(F32))
             for b, half, m in SUB_INDICES:
                 row = SUB * sub + 8 * m + thread.token + b
-                if cutlass.const_expr(gated):
-                    y = x[b, half, m] * speed + shift[half]
+                if cutlass.const_expr(self.config.gate == "safe"):
+                    y = x[b, half, m] * speed + shift[half] * speed
                     step = (lower_bound * LOG2_E) * cute.arch.rcp_approx(1.0 + exp2(y))
+                elif cutlass.const_expr(self.config.gate == "softplus"):
+                    y = (x[b, half, m] + shift[half]) * LOG2_E
+                    grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
+                    step = (speed / LOG2_E) * (grown + cutlass.max(y, F32(0.0)))
                 else:
                     step = x[b, half, m] * LOG2_E
+                if cutlass.const_expr(not self.config.bounded):
+                    step = cutlass.max(step, F32(FLOOR))
                 g[b, half, 2 * sub + m] = step if row < left else F32(0.0)
         return g
 
@@ -663,198 +611,3 @@ class KdaGradients:
                 rounded.store(wide.load().to(self.dtype))
                 channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
                 cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
-
-    def sums_of(self, shared, sub, thread):
-        """Returns the running sums of decays of a sub-block."""
-        g = cute.make_rmem_tensor(OWN_SUB, F32)
-        for m in range(2):
-            own = view(shared.planes, 4 * (THREADS * (2 * sub + m) + thread.tidx), 4)
-            cute.autovec_copy(own, cute.make_tensor(g.iterator + 4 * m, cute.make_layout(4)))
-        return g
-
-    @cute.jit
-    def tokens_of(self, shared, which, sub: cutlass.Constexpr, thread):
-        """Returns own elements of q~ (0) or k~ (1) of a sub-block."""
-        raw = load_sub(
-            shared.q + cute.assume(which * (K - Q), divby=WIDE), sub, thread.w, thread.lane
-        )
-        x, factors = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(2, F32)
-        x.store(raw.load().to(F32))
-        for m in cutlass.range_constexpr(2):
-            at = CHUNK * which + SUB * sub + 8 * m + thread.token
-            cute.autovec_copy(view(shared.scales.iterator, at, 2), factors)
-            for half in cutlass.range_constexpr(2):
-                for b in cutlass.range_constexpr(2):
-                    x[b, half, m] = x[b, half, m] * factors[b]
-        return x
-
-    @cute.jit
-    def operand_of(self, x: cute.Tensor, exponents: cute.Tensor):
-        """Returns x 2^exponent as an operand."""
-        wide, rounded = (
-            cute.make_rmem_tensor(OWN_SUB, F32),
-            cute.make_rmem_tensor(OWN_SUB, self.operand),
-        )
-        for b, half, m in SUB_INDICES:
-            wide[b, half, m] = x[b, half, m] * exp2(exponents[b, half, m])
-        rounded.store(wide.load().to(self.operand))
-        return rounded
-
-    @cute.jit
-    def ends_of(self, shared, sub, which, thread):
-        """Returns e (0) or 2^e (1) of a sub-block, of both channels."""
-        x = cute.make_rmem_tensor(2, F32)
-        for half in cutlass.range_constexpr(2):
-            x[half] = shared.ends[16 * thread.w + thread.lane // 4 + 8 * half, sub, which]
-        return x
-
-    @cute.jit
-    def until_end(self, shared, g: cute.Tensor, sub, thread):
-        """Returns the sums of decays from each token to the end of the sub-block."""
-        x, ends = cute.make_rmem_tensor(OWN_SUB, F32), self.ends_of(shared, sub, 0, thread)
-        for b, half, m in SUB_INDICES:
-            x[b, half, m] = ends[half] - g[b, half, m]
-        return x
-
-    @cute.jit
-    def add_rows(
-        self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
-    ):
-        """Writes the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays.
-
-        to_state: gradients of products with the state. The results are left where do and y were, or where S was.
-        left: of which the compiler does not know that it is positive: so it works at one sub-block at a time,
-        and does not run out of registers.
-        """
-        acc = zeros(
-            (*OWN_SUB, SUBS)
-        )  # of the sub-blocks; the nearer an earlier one, the later it joins
-        before = cute.make_rmem_tensor(2, F32)
-        before.fill(1.0)
-        for j in cutlass.range_constexpr(SUBS - 1):
-            if renewed(left) > 0:
-                self.multiply_rows(shared, which, j, acc, thread)
-        for i in cutlass.range_constexpr(SUBS):
-            if renewed(left) > 0:
-                self.finish_rows(
-                    shared, which, i, acc, before, to_state, sums, factor, places, thread
-                )
-
-    @cute.jit
-    def multiply_rows(self, shared, which, j: cutlass.Constexpr, acc: cute.Tensor, thread):
-        """Adds the products of dA with the keys of a sub-block to the sums of those behind it."""
-        k, g = self.tokens_of(shared, 1, j, thread), self.sums_of(shared, j, thread)
-        left = self.operand_of(k, self.until_end(shared, g, j, thread))
-        decay = self.ends_of(shared, j, 1, thread)
-        for i in cutlass.range_constexpr(j + 1, SUBS):
-            own = acc[None, None, None, i]
-            if cutlass.const_expr(j > 0):
-                scale(own, decay)
-            add(own, left, fetch(shared.dA, which, i, j, False, thread.lane))
-
-    @cute.jit
-    def finish_rows(
-        self, shared, which, i: cutlass.Constexpr, acc: cute.Tensor, before: cute.Tensor, to_state: cute.Tensor,
-        sums: cute.Tensor, factor, places, thread,
-    ):  # fmt: skip
-        """Adds the products inside a sub-block and with the state. before: decays in front of it; then behind it."""
-        matrix = cute.recast_ptr(shared.do, dtype=F32)
-        matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
-        inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-        g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
-        mine = self.tokens_of(shared, which, i, thread)
-        for at in SUB_INDICES:
-            x[at] = to_tf32(k[at] * exp2(-g[at]))
-        add_inside(inside, x, shared.inside, which, i, False, thread.lane)
-        for m in cutlass.range_constexpr(2):
-            n = 2 * i + m
-            own = cute.make_rmem_tensor(2, F32)
-            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
-            for b in cutlass.range_constexpr(2):
-                own[b] = own[b] if which == 0 else F32(0.0)
-                for half in cutlass.range_constexpr(2):
-                    apart, near = acc[b, half, m, i], inside[b, half, m]
-                    growth, read = exp2(g[b, half, m]), before[half] * to_state[b, half, n]
-                    exact = mine[b, half, m] * growth
-                    pair = exact.to(self.operand).to(F32) * apart + to_tf32(exact) * near
-                    sums[b, half, n] = sums[b, half, n] + pair * factor + exact * read
-                    # Growth first: inside a sub-block sums of fp32 are near their limit without it.
-                    total = (growth * (apart + near)) * factor + growth * read
-                    total = total + own[b] * k[b, half, m]
-                    place_in(matrix, places, b, half, n)[0] = total
-        scale_pair(before, self.ends_of(shared, i, 1, thread))
-
-    @cute.jit
-    def add_columns(
-        self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
-    ):
-        """Adds the gradient of k~ as a column to that as a row, and subtracts its products from the sums for decays.
-
-        handed: gradients of products with D; they are replaced by the products of the token with it. left: as in
-        `add_rows`. Returns the decays of the chunk.
-        """
-        acc = zeros((*OWN_SUB, SUBS))
-        behind = cute.make_rmem_tensor(2, F32)
-        behind.fill(1.0)
-        for back in cutlass.range_constexpr(SUBS - 1):
-            if renewed(left) > 0:
-                self.multiply_columns(shared, SUBS - 1 - back, acc, thread)
-        for back in cutlass.range_constexpr(SUBS):
-            if renewed(left) > 0:
-                i = SUBS - 1 - back
-                self.finish_columns(shared, i, acc, behind, handed, sums, factor, places, thread)
-        return behind
-
-    @cute.jit
-    def multiply_columns(self, shared, i: cutlass.Constexpr, acc: cute.Tensor, thread):
-        """Adds the products of dA with the queries and keys of a sub-block to the sums of those in front of it."""
-        g, decay = self.sums_of(shared, i, thread), self.ends_of(shared, i, 1, thread)
-        for which in cutlass.range_constexpr(2):
-            right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
-            for j in cutlass.range_constexpr(i):
-                own = acc[None, None, None, j]
-                if cutlass.const_expr(i < SUBS - 1 and which == 0):
-                    scale(own, decay)
-                add(own, right, fetch(shared.dA, which, i, j, True, thread.lane))
-
-    @cute.jit
-    def finish_columns(
-        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor,
-        sums: cute.Tensor, factor, places, thread,
-    ):  # fmt: skip
-        """Adds the products inside a sub-block and with D. behind: decays behind it; then in front of it."""
-        matrix = cute.recast_ptr(shared.s, dtype=F32)
-        inside, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-        g = self.sums_of(shared, i, thread)
-        until_end = self.until_end(shared, g, i, thread)
-        q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
-        for which in cutlass.range_constexpr(2):
-            for at in SUB_INDICES:
-                x[at] = to_tf32((q, k)[which][at] * exp2(g[at]))
-            add_inside(inside, x, shared.inside, which, i, True, thread.lane)
-        for m in cutlass.range_constexpr(2):
-            n = 2 * i + m
-            own = cute.make_rmem_tensor(2, F32)
-            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
-            for b in cutlass.range_constexpr(2):
-                for half in cutlass.range_constexpr(2):
-                    apart, near = acc[b, half, m, i], inside[b, half, m]
-                    until, shrinking = exp2(until_end[b, half, m]), exp2(-g[b, half, m])
-                    given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-                    pair = (
-                        exact.to(self.operand).to(F32) * apart
-                        + to_tf32(k[b, half, m] * shrinking) * near
-                    )
-                    sums[b, half, n] = sums[b, half, n] - pair * factor
-                    total = until * (apart * factor + given) + (shrinking * near) * factor
-                    place = place_in(matrix, places, b, half, n)
-                    place[0] = place[0] + (total + own[b] * q[b, half, m])
-                    handed[b, half, n] = exact * given
-        scale_pair(behind, self.ends_of(shared, i, 1, thread))
-
-
-@cute.jit
-def scale_pair(x: cute.Tensor, factors: cute.Tensor):
-    """Multiplies a number of each of the two channels by a factor."""
-    for half in cutlass.range_constexpr(2):
-        x[half] = x[half] * factors[half]

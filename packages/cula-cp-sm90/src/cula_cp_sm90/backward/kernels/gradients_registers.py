@@ -25,6 +25,7 @@ OWN, OWN_SUB = (2, 2, TILES), (2, 2, 2)
 DA_STRIDE = CHUNK + 8  # elements of a row of dA
 INSIDE_STRIDE = SUB + 2  # of a diagonal block
 INSIDE = SUB * INSIDE_STRIDE
+HALVINGS = 4  # until a half of a sub-block is a single row
 _TF32_HALF, _TF32_MASK = 0x1000, -0x2000
 
 
@@ -103,9 +104,11 @@ def add(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
 
 @cute.jit
 def add_inside(
-    acc: cute.Tensor, x: cute.Tensor, inside: cute.Pointer, which, sub, columns: cutlass.Constexpr, lane
+    acc: cute.Tensor, x: cute.Tensor, inside: cute.Pointer, which, sub, columns: cutlass.Constexpr, level, lane
 ):  # fmt: skip
     """Adds the same inside a sub-block, in tf32: x are numbers that it reads exactly.
+
+    level: None, or the only pairs are those in different halves of 16 (0), 8, 4 or 2 (3) tokens.
 
     The slots of k are renamed: lane % 4 is the even token of the lane, lane % 4 + 4 the odd one.
     """
@@ -126,6 +129,10 @@ def add_inside(
                     two[b] = view(inside, block + (k + b) * INSIDE_STRIDE + n, 1)[0]
             else:
                 cute.autovec_copy(view(inside, block + n * INSIDE_STRIDE + k, 2), two)
+            if cutlass.const_expr(level is not None):
+                for b in cutlass.range_constexpr(2):
+                    here = ((k + b) ^ n) >> (HALVINGS - 1 - level) == 1
+                    two[b] = two[b] if here else F32(0.0)
             right = cute.recast_tensor(two, cutlass.TFloat32)
             right = cute.make_tensor(right.iterator, cute.make_layout((2, 1, 1)))
             sums = cute.make_tensor(acc.iterator + 4 * tile, cute.make_layout(((2, 2), 1, 1)))

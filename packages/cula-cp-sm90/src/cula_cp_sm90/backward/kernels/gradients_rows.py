@@ -121,12 +121,19 @@ class Rows:
                 if cutlass.const_expr(gated):
                     for i in cutlass.range_constexpr(UNIT):
                         shifted = given[i, j].to(F32) + shift[i]
-                        # At most 2^126, whose product with the sigmoid is a number.
-                        grown = exp2(cutlass.min(shifted * speed * -LOG2_E, F32(126.0)))
-                        s = cute.arch.rcp_approx(1.0 + grown)
-                        x[i] = x[i] * (lower_bound * speed) * (s * (s * grown))
+                        if cutlass.const_expr(self.config.gate == "safe"):
+                            # At most 2^126, whose product with the sigmoid is a number.
+                            grown = exp2(cutlass.min(shifted * speed * -LOG2_E, F32(126.0)))
+                            s = cute.arch.rcp_approx(1.0 + grown)
+                            x[i] = x[i] * (lower_bound * speed) * (s * (s * grown))
+                            of_rate = of_rate + x[i] * shifted
+                        else:
+                            y = shifted * LOG2_E
+                            grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
+                            decay = (grown + cutlass.max(y, F32(0.0))) * (-speed / LOG2_E)
+                            of_rate = of_rate + decay * x[i]
+                            x[i] = x[i] * -speed * cute.arch.rcp_approx(1.0 + exp2(-y))
                         of_bias[i] = of_bias[i] + x[i]
-                        of_rate = of_rate + x[i] * shifted
                 write(x, view(target[row, None].iterator, UNIT * lane, UNIT))
         if cutlass.const_expr(self.config.bias):
             cute.autovec_copy(of_bias, view(sums, w * HEAD_DIM + UNIT * lane, UNIT))
