@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cula_core.delta_rule.backward.config import heads_at_once, scratch_bytes
 from cula_core.delta_rule.config import HEAD_DIM
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.backward import launch
 from cula_cp_sm90.backward.call import BackwardCall
-from cula_cp_sm90.backward.config import heads_at_once, scratch_bytes
 from cula_cp_sm90.backward.ops import prepared
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
@@ -99,7 +99,7 @@ def test_gradients(emulated, name):
 
 def test_groups_of_heads(emulated, monkeypatch):
     """Heads that are done one after the other have the same bits."""
-    monkeypatch.setattr("cula_cp_sm90.backward.config.MIN_HEADS", 1)
+    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
     for problem in ("packed", "shared keys"):
         together, apart = run(problem, emulated), run(problem, emulated, scratch=0)
         for name, one, other in zip(Gradients._fields, together, apart):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cula_core.delta_rule.backward.config import WalkConfig
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, chunk_slots
 from cula_core.delta_rule.kernels.block import BLOCK, SQUARE, WIDE
 from cula_core.dtypes import dtype_name
 from cula_core.reference import kda_backward as oracle
 from cula_core.reference.common import normalized
 from cula_core.reference.gates import log_decay
-from cula_cp_sm90.backward.config import WalkConfig
 from cula_cp_sm90.backward.launch import unit
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel

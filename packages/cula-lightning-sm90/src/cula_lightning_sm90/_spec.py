@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cula_core.constants import STATE_DTYPES
+from cula_core.delta_rule.spec import why_untrained
 from cula_core.dtypes import dtype_name
 from cula_core.spec import loader, missing_language
 
@@ -29,6 +30,9 @@ def supports(
     requires_grad: bool = False,
     function: str = "",
     operand_dtype: object = None,
+    state_pool: bool = False,
+    has_initial_state: bool = False,
+    checkpoints: bool = False,
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it; every flag is served."""
@@ -36,8 +40,9 @@ def supports(
     missing = missing_language(NAME)
     if missing:
         return missing
-    if requires_grad and gated:
-        return "no backward"
+    untrained = why_untrained(state_pool, has_initial_state, checkpoints)
+    if requires_grad and gated and untrained:
+        return untrained
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:

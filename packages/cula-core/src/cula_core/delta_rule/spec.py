@@ -15,6 +15,17 @@ PRIORITY = 10
 _GATES = (*GATE_DTYPES, "float64")
 
 
+def why_untrained(state_pool: bool, has_initial_state: bool, checkpoints: bool) -> str | None:
+    """Returns which argument of inference a problem has, beside which there are no gradients, or None."""
+    used = {
+        "state_pool": state_pool,
+        "has_initial_state": has_initial_state,
+        "checkpoints": checkpoints,
+    }
+    first = next((name for name, is_used in used.items() if is_used), None)
+    return None if first is None else f"no backward with {first}"
+
+
 def supports(
     target: Target,
     *,
@@ -37,14 +48,9 @@ def supports(
     if requires_grad:
         if not target.backward:
             return "no backward"
-        inference = {
-            "state_pool": state_pool,
-            "has_initial_state": has_initial_state,
-            "checkpoints": checkpoints,
-        }
-        used = [name for name, is_used in inference.items() if is_used]
-        if used:
-            return f"no backward with {used[0]}"
+        untrained = why_untrained(state_pool, has_initial_state, checkpoints)
+        if untrained:
+            return untrained
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:

@@ -39,21 +39,6 @@ class BackwardCall(NamedTuple):
     state_v_first: bool
     operand: str
 
-    @property
-    def packed(self) -> bool:
-        """Whether sequences are packed into one row."""
-        return self.cu_seqlens is not None
-
-    @property
-    def sequences(self) -> int:
-        """The number of sequences."""
-        return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
-    def packed_sequences(self) -> int | None:
-        """The number of packed sequences; None for a dense batch."""
-        return self.sequences if self.packed else None
-
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "

@@ -11,28 +11,16 @@ from torch import Tensor
 from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
-from cula_core.constants import COLUMNS
-from cula_core.delta_rule.config import (
-    BLOCK_BYTES,
-    CHUNK,
-    HEAD_DIM,
-    PrepareConfig,
-    chunk_slots,
-)
+from cula_core.delta_rule.backward import walks
+from cula_core.delta_rule.backward.config import SCRATCH_BYTES, WalkConfig, heads_at_once
+from cula_core.delta_rule.config import HEAD_DIM, PrepareConfig
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
 from cula_core.reference.kda_backward import Gradients
 
 from ..arch import TARGET
 from .call import BackwardCall
-from .config import (
-    ROW_BYTES,
-    SCRATCH_BYTES,
-    STATE_BYTES,
-    GradientsConfig,
-    WalkConfig,
-    heads_at_once,
-)
+from .config import GradientsConfig
 
 Config = PrepareConfig | WalkConfig | GradientsConfig
 Kernels = Callable[[Config], Callable[..., None]]
@@ -40,10 +28,11 @@ Kernels = Callable[[Config], Callable[..., None]]
 
 def unit(config: Config, arch: str) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
+    if isinstance(config, WalkConfig):
+        return walks.unit(config, arch)
     shared = isinstance(config, PrepareConfig)
-    return Unit(
-        "cula_core.delta_rule.build" if shared else f"{__package__}.build", config, arch, ()
-    )
+    module = "cula_core.delta_rule.build" if shared else f"{__package__}.build"
+    return Unit(module, config, arch, ())
 
 
 @once
@@ -73,14 +62,13 @@ def run(
     are not exceeded as long as a few heads fit; heads are independent, and are done in groups. Tests without a GPU pass
     the number of multiprocessors and `kernels`.
     """
-    batch, tokens, heads = call.v.shape[:3]
-    slots = chunk_slots(batch, tokens, call.packed_sequences)
+    heads = call.v.shape[2]
     shared = heads // call.q.shape[2]
-    together = heads_at_once(slots, heads, scratch, shared)
+    together = heads_at_once(walks.slots_of(call), heads, scratch, shared)
     launch = _Launch(
         kernels or kernels_of(call.q.device),
         multiprocessors or tensors.multiprocessors(call.q.device),
-        _Scratch(call, slots, together),
+        walks.Scratch(call, together),
     )
     for start in range(0, heads, together):
         launch.run(*_of_heads(call, found, slice(start, min(start + together, heads)), shared))
@@ -111,66 +99,28 @@ def _of_heads(
     return own, Gradients(*(part(name, x) for name, x in zip(call._fields, found)))
 
 
-class _Scratch:
-    """Memory between the kernels, for some value heads: blocks and factors of chunks, what both walks keep."""
-
-    def __init__(self, call: BackwardCall, slots: int, heads: int) -> None:
-        self.slots = slots
-        operand = getattr(torch, call.operand)
-
-        def empty(*inner: int, dtype: torch.dtype = operand) -> Tensor:
-            return call.q.new_empty((slots, heads, *inner), dtype=dtype)
-
-        def kept(size: int) -> Tensor:
-            return empty(TARGET.v_tiles, size // 2 // TARGET.v_tiles)
-
-        self._tensors = (
-            empty(BLOCK_BYTES // 2), empty(4, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
-            kept(STATE_BYTES), kept(ROW_BYTES),
-        )  # fmt: skip
-
-    def of_heads(self, heads: int) -> list[Tensor]:
-        """Returns blocks, factors, states, z, gradients of states and -y for so many heads, all of them or fewer."""
-        return [
-            x.flatten(0, 1)[: self.slots * heads].unflatten(0, (self.slots, heads))
-            for x in self._tensors
-        ]
-
-
 class _Launch:
     """The kernels of some heads, one after the other."""
 
-    def __init__(self, kernels: Kernels, multiprocessors: int, scratch: _Scratch) -> None:
+    def __init__(self, kernels: Kernels, multiprocessors: int, scratch: walks.Scratch) -> None:
         self._kernels, self._multiprocessors = kernels, multiprocessors
         self._scratch = scratch
 
     def run(self, call: BackwardCall, found: Gradients) -> None:
         heads, slots = call.v.shape[2], self._scratch.slots
-        blocks, factors, states, z, d_states, minus_y = self._scratch.of_heads(heads)
-        peaks, segments = _peaks(call), None
-        if call.packed:
-            segments = call.q.new_empty((1 + call.sequences, COLUMNS), dtype=torch.int32)
+        kept = self._scratch.of_heads(heads)
+        peaks, segments, longest = (
+            walks.peaks_of(call),
+            walks.segments_of(call),
+            walks.longest_of(call),
+        )
         facts = _facts(call)
-        longest = max(call.v.shape[1], CHUNK)
         self._kernels(PrepareConfig(**facts, rooted=True))(
-            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, blocks, None, None,
-            call.do, factors, peaks, call.scale, call.lower_bound, longest, longest, 0, slots,
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None,
+            None, call.do, kept.factors, peaks, call.scale, call.lower_bound, longest, longest, 0, slots,
         )  # fmt: skip
-        self._walks(
-            call,
-            (blocks, call.v, factors, None, call.initial_state, None, states, z, segments, longest),
-            (
-                blocks,
-                call.do,
-                None,
-                peaks,
-                call.dht,
-                found.dh0,
-                d_states,
-                minus_y,
-                segments,
-                longest,
-            ),
+        walks.walk_both(
+            self._kernels, self._multiprocessors, call, kept, peaks, segments, found.dh0
         )
         grouped = call.q.shape[2] != heads
         dq, dk = found.dq, found.dk
@@ -182,9 +132,9 @@ class _Launch:
         if call.dt_bias is not None:
             biases = call.q.new_empty((slots, heads, HEAD_DIM), dtype=torch.float32)
         self._kernels(GradientsConfig(**facts, grouped=grouped))(
-            call.q, call.k, call.g, call.do, call.A_log, call.dt_bias, factors, peaks, states, d_states, z, minus_y,
-            call.cu_seqlens, dq, dk, found.dv, found.dg, found.dbeta, rates, biases, call.scale, call.lower_bound, 0,
-            slots, min(self._multiprocessors, slots * heads),
+            call.q, call.k, call.g, call.do, call.A_log, call.dt_bias, kept.factors, peaks, kept.states, kept.d_states,
+            kept.z, kept.minus_y, call.cu_seqlens, dq, dk, found.dv, found.dg, found.dbeta, rates, biases, call.scale,
+            call.lower_bound, 0, slots, min(self._multiprocessors, slots * heads),
         )  # fmt: skip
         # Sums in an order that does not depend on when a kernel wrote its parts.
         if grouped:
@@ -194,34 +144,6 @@ class _Launch:
             torch.sum(rates, 0, out=found.dA_log)
         if biases is not None:
             torch.sum(biases, 0, out=found.ddt_bias.view(heads, HEAD_DIM))
-
-    def _walks(self, call: BackwardCall, forward: tuple, back: tuple) -> None:
-        """Launches both walks with their arguments. Neither reads what the other writes: chains of a few heads, which
-        leave most of the card to others, run side by side."""
-        chains = TARGET.v_tiles * call.sequences * call.v.shape[2]
-        tiles = 1 if chains <= self._multiprocessors else TARGET.v_tiles
-        ctas = min(self._multiprocessors, chains // tiles)
-
-        def walk(arguments: tuple, is_back: bool) -> None:
-            config = WalkConfig(
-                dtype_name(call.v.dtype), is_back, call.operand, tiles, call.packed, start=arguments[4] is not None,
-                end=arguments[5] is not None, state_v_first=call.state_v_first,
-            )  # fmt: skip
-            self._kernels(config)(*arguments, ctas)
-
-        if call.v.is_cuda and 2 * ctas <= self._multiprocessors:
-            current, side = (
-                torch.cuda.current_stream(call.v.device),
-                torch.cuda.Stream(call.v.device),
-            )
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                walk(forward, False)
-            walk(back, True)
-            current.wait_stream(side)
-        else:
-            walk(forward, False)
-            walk(back, True)
 
 
 def _facts(call: BackwardCall) -> dict[str, Any]:
@@ -233,12 +155,3 @@ def _facts(call: BackwardCall) -> dict[str, Any]:
         "neg_eigval": call.neg_eigval, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
         "index_dtype": None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype),
     }  # fmt: skip
-
-
-def _peaks(call: BackwardCall) -> Tensor:
-    """Returns the bits of the largest magnitude of every sequence and head, so far that of the final states'
-    gradients."""
-    if call.dht is None:
-        shape = (call.sequences, call.v.shape[2])
-        return torch.zeros(shape, dtype=torch.int32, device=call.q.device)
-    return call.dht.abs().amax((-2, -1)).view(torch.int32)

@@ -11,6 +11,7 @@ from torch import Tensor
 from cula_core import arguments
 from cula_core.delta_decode.slots import Limits
 from cula_core.delta_rule.config import INTRACARD_CP
+from cula_core.delta_rule.contract import check_trained
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
 from cula_core.operators import register_fake
 from cula_core.reference.gated_delta_rule import gated_delta_rule
@@ -27,6 +28,7 @@ from cula_core.tensors import (
 )
 
 from ..ops import require_hopper
+from .backward.ops import trained
 from .call import SCHEMA, Call
 from .config import HEAD_DIM
 
@@ -213,7 +215,8 @@ def chunk_gated_delta_rule(
         None. With a pool that is updated `(o, state_pool)`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, gradients included (there is no backward); nothing was changed.
+        TypeError, ValueError: an argument does not fit, or a gradient is wanted that the package has not; nothing was
+            changed.
         NotImplementedError: `cp_context` is given.
         RuntimeError: the GPU is not of compute capability 9.0.
 
@@ -232,6 +235,28 @@ def chunk_gated_delta_rule(
         >>> state.shape, torch.allclose(o, whole[:, 64:], atol=1e-5)
         (torch.Size([1, 4, 32, 32]), True)
     """
+    if arguments.requires_grad(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_pool, out, state_checkpoints
+    ):
+        check_trained(
+            beta, use_beta_sigmoid_in_kernel, out=out, state_pool=state_pool, state_indices=state_indices,
+            output_state_indices=output_state_indices, null_slot=null_slot, has_initial_state=has_initial_state,
+            state_checkpoints=state_checkpoints, checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+            checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
+        )  # fmt: skip
+        return trained(
+            chunk_gated_delta_rule,
+            {
+                "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
+                "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+                "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+                "chunk_indices": chunk_indices, "cp_context": cp_context, "use_gate_in_kernel": use_gate_in_kernel,
+                "A_log": A_log, "dt_bias": dt_bias, "softplus_beta": softplus_beta,
+                "softplus_threshold": softplus_threshold, "update_state_pool": update_state_pool,
+                "use_intracard_cp": use_intracard_cp, "operand_dtype": operand_dtype, "segment_tokens": segment_tokens,
+            },
+        )  # fmt: skip
     plain = is_plain_cuda_call(q)
     if plain:
         require_hopper(q.device)

@@ -29,6 +29,7 @@ from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import issue
+from cula_core.delta_rule.backward.kernels.scaling import scale_of
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
 from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
 from cula_core.delta_rule.kernels.tokens import FLOOR
@@ -69,7 +70,6 @@ from .gradients_registers import (
     zeros,
 )
 from .gradients_rows import WARPS, Rows, first_places, place_in
-from .scaling import scale_of
 
 
 class KdaGradients:

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from cula_core.cute.types import F32, I32
+from ....cute.types import F32, I32
 
 _EXPONENT = 23  # where the exponent of an fp32 number begins
 

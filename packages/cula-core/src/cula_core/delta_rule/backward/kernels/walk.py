@@ -18,17 +18,16 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
-from cula_core.cute.output import GROUP
-from cula_core.cute.schedule import counter_of
-from cula_core.cute.types import DTYPES, F32, I32
-from cula_core.cute.wgmma import as_operand, issue, mma
-from cula_core.cute.widen import read, write
-from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post, receive
-from cula_core.delta_rule.config import CHUNK, HEAD_DIM
-from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME, WIDE
-from cula_core.delta_rule.kernels.items import Loader, Stages
-
+from ....cute.memory import by_token, load_tile, repeated, swizzled, view
+from ....cute.output import GROUP
+from ....cute.schedule import counter_of
+from ....cute.types import DTYPES, F32, I32
+from ....cute.wgmma import as_operand, issue, mma
+from ....cute.widen import read, write
+from ....cute.work import ITEM_WORDS, SLOTS, draw, post, receive
+from ...config import CHUNK, HEAD_DIM
+from ...kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME, WIDE
+from ...kernels.items import Loader, Stages
 from ..config import V_TILE, WalkConfig
 from .scaling import scale_of
 

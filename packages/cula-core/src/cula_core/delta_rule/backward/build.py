@@ -1,0 +1,64 @@
+"""What is compiled for a walk. The only host module of this folder that imports the DSL, and only a compile imports
+it."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from ...cute import fake
+from ...cute.types import DTYPES
+from ..config import CHUNK, HEAD_DIM
+from ..kernels.block import BLOCK, SQUARE, WIDE
+from .config import FACTORS, V_TILES, WalkConfig
+from .kernels.walk import KdaWalk
+
+
+def kernel(config: WalkConfig, arch: str) -> tuple[object, ...]:
+    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    return KdaWalk(config), *walk_arguments(config)
+
+
+def walk_arguments(config: WalkConfig) -> tuple:
+    """Returns blocks [slots, HV, BLOCK], v or do [B, T, HV, 128], forward factors [slots, HV, 4, 64], back peaks
+    [N, HV], states [N, HV, K, V] or V, K in front of the walk and behind it, kept states [slots, HV, 2, 64 * 128] and
+    rows [slots, HV, 2, 64 * 64], segment table, tokens of a segment, number of CTAs."""
+    batch, tokens, heads_v, slots = (cute.sym_int() for _ in range(4))
+
+    def states(wanted: bool):
+        return fake.states(heads_v, HEAD_DIM, HEAD_DIM, config.state_dtype) if wanted else None
+
+    return (
+        of_chunks(config.operand, slots, heads_v, BLOCK),
+        fake.rows(config.dtype, (batch, tokens, heads_v, HEAD_DIM)),
+        None if config.back else factors(slots, heads_v),
+        fake.matrix(cutlass.Int32, heads_v) if config.back else None,
+        states(config.start),
+        states(config.end),
+        *kept(config.operand, slots, heads_v),
+        fake.segment_table() if config.packed else None,
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )
+
+
+def kept(operand: str, slots: object, heads: object) -> tuple:
+    """Returns the states and the rows that a walk keeps: [slots, HV, 2, 64 * 128] and [slots, HV, 2, 64 * 64]."""
+    return tuple(of_chunks(operand, slots, heads, V_TILES, size) for size in (WIDE, SQUARE))
+
+
+def factors(slots: object, heads: object):
+    """Returns the factors of tokens, [slots, HV, 4, 64] fp32."""
+    return of_chunks("float32", slots, heads, FACTORS, CHUNK)
+
+
+def of_chunks(dtype: str, slots: object, heads: object, *shape: int):
+    """Returns a tensor [slots, heads, ...] of dense parts that begin at multiples of 128 bytes."""
+    strides = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+    return make_fake_tensor(
+        DTYPES[dtype], (slots, heads, *shape),
+        stride=(cute.sym_int64(divisibility=strides[0]), *strides), assumed_align=128,
+    )  # fmt: skip

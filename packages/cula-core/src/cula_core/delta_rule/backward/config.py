@@ -1,0 +1,73 @@
+"""What is fixed when a walk of a backward pass is compiled, and how large what lies between kernels is. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import BLOCK_BYTES, CHUNK, HEAD_DIM, TRIANGLE
+
+# Columns of v that a group of threads of a walk has, and chunks that it holds at once: facts of Hopper.
+V_TILE, STAGES = 64, 2
+V_TILES = HEAD_DIM // V_TILE
+# Numbers of a token that a chunk-parallel kernel writes: the root r of its strength, 1 / norm of q and of k, and the
+# strength divided by r.
+FACTORS = 4
+FACTOR_BYTES = 4 * CHUNK
+# Of a chunk and value head: a kept state, and kept rows.
+STATE_BYTES, ROW_BYTES = 2 * HEAD_DIM * HEAD_DIM, 2 * CHUNK * HEAD_DIM
+# What a call may take between its kernels, as long as MIN_HEADS heads fit.
+SCRATCH_BYTES = 3 << 30
+MIN_HEADS = 16
+
+
+def scratch_bytes(slots: int, heads: int) -> int:
+    """Returns the bytes between the kernels of a backward pass: blocks, factors, states and rows of both walks."""
+    return slots * heads * (BLOCK_BYTES + FACTORS * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
+
+
+def heads_at_once(slots: int, heads: int, scratch: int, multiple: int = 1) -> int:
+    """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
+
+    multiple: value heads that share a query head, and stay together.
+    """
+    units = heads // multiple
+    most = max(max(scratch // scratch_bytes(slots, 1), MIN_HEADS) // multiple, 1)
+    return -(-units // -(-units // most)) * multiple
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """Static facts of a walk through the chunks.
+
+    dtype: of v or do. back: from the last chunk to the first, with the gradients of states, instead of forward with the
+    states. operand: of the blocks and of what is written. tiles: of 64 columns of v per CTA. packed: sequences are in a
+    table. start: there is a state in front of the walk (the initial one or, of a walk back, the gradient of the final
+    one). end: what is left behind the walk is written. state_v_first: as the public function has it. state_dtype: of
+    both of them.
+    """
+
+    dtype: str
+    back: bool
+    operand: str = "float16"
+    tiles: int = 1
+    packed: bool = False
+    start: bool = False
+    end: bool = False
+    state_v_first: bool = False
+    state_dtype: str = "float32"
+
+    # As `Stages` asks for them: a walk forward needs of a block what a scan does.
+    stages = STAGES
+    v_tile = V_TILE
+    v_tiles = V_TILES
+
+    @property
+    def scan(self) -> bool:
+        """Whether stages lack qg and Aqk."""
+        return not self.back
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes that are loaded for one chunk: of a block, v or do of every tile, and forward roots of strengths."""
+        block = BLOCK_BYTES - (0 if self.back else 2 * (CHUNK * HEAD_DIM + TRIANGLE))
+        return block + 2 * CHUNK * V_TILE * self.tiles + (0 if self.back else FACTOR_BYTES)

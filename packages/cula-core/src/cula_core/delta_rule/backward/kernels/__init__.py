@@ -1,0 +1,1 @@
+"""Device code that backward passes of delta rules share."""

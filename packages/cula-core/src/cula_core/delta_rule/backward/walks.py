@@ -1,0 +1,157 @@
+"""Launches both walks of a backward pass, with the memory between its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...compiled.artifacts import Unit
+from ...constants import COLUMNS
+from ...dtypes import dtype_name
+from ..config import BLOCK_BYTES, CHUNK, chunk_slots
+from .config import FACTORS, ROW_BYTES, STATE_BYTES, V_TILES, WalkConfig
+
+
+class Walked(Protocol):
+    """What walks read of a call. v, do [B, T, HV, V]. initial_state, and dht, the gradient of final states,
+    [N, HV, K, V] (V, K with `state_v_first`) in fp32, or None. cu_seqlens [N + 1], None for a dense batch. operand:
+    dtype of the operands of tensor cores."""
+
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def do(self) -> Tensor: ...
+    @property
+    def initial_state(self) -> Tensor | None: ...
+    @property
+    def dht(self) -> Tensor | None: ...
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+    @property
+    def state_v_first(self) -> bool: ...
+    @property
+    def operand(self) -> str: ...
+
+
+class Kept(NamedTuple):
+    """What lies between the kernels, of every slot of a chunk and value head: blocks, factors of tokens, states and z
+    of the walk forward, gradients of states and -y of the walk back."""
+
+    blocks: Tensor
+    factors: Tensor
+    states: Tensor
+    z: Tensor
+    d_states: Tensor
+    minus_y: Tensor
+
+
+class Scratch:
+    """Memory for `Kept`, of some value heads."""
+
+    def __init__(self, call: Walked, heads: int) -> None:
+        self.slots = slots_of(call)
+        operand = getattr(torch, call.operand)
+
+        def empty(*inner: int, dtype: torch.dtype = operand) -> Tensor:
+            return call.v.new_empty((self.slots, heads, *inner), dtype=dtype)
+
+        def kept(size: int) -> Tensor:
+            return empty(V_TILES, size // 2 // V_TILES)
+
+        self._kept = Kept(
+            empty(BLOCK_BYTES // 2), empty(FACTORS, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
+            kept(STATE_BYTES), kept(ROW_BYTES),
+        )  # fmt: skip
+
+    def of_heads(self, heads: int) -> Kept:
+        """Returns the memory for so many heads, all of them or fewer."""
+        parts = (x.flatten(0, 1)[: self.slots * heads] for x in self._kept)
+        return Kept(*(x.unflatten(0, (self.slots, heads)) for x in parts))
+
+
+def sequences_of(call: Walked) -> int:
+    """Returns the number of sequences."""
+    return call.v.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+
+
+def slots_of(call: Walked) -> int:
+    """Returns how many chunks a call may have."""
+    packed = None if call.cu_seqlens is None else sequences_of(call)
+    return chunk_slots(*call.v.shape[:2], packed)
+
+
+def peaks_of(call: Walked) -> Tensor:
+    """Returns the bits of the largest magnitude of every sequence and head, so far that of the final states'
+    gradients."""
+    if call.dht is None:
+        shape = (sequences_of(call), call.v.shape[2])
+        return torch.zeros(shape, dtype=torch.int32, device=call.v.device)
+    return call.dht.abs().amax((-2, -1)).view(torch.int32)
+
+
+def segments_of(call: Walked) -> Tensor | None:
+    """Returns memory for the table of packed sequences."""
+    if call.cu_seqlens is None:
+        return None
+    return call.v.new_empty((1 + sequences_of(call), COLUMNS), dtype=torch.int32)
+
+
+def longest_of(call: Walked) -> int:
+    """Returns a length that no sequence exceeds, and no chunk."""
+    return max(call.v.shape[1], CHUNK)
+
+
+def unit(config: WalkConfig, arch: str) -> Unit:
+    """Returns a walk as something that can be compiled ahead of its first call."""
+    return Unit(f"{__package__}.build", config, arch, ())
+
+
+def walk_both(
+    kernels: Callable[[WalkConfig], Callable[..., None]],
+    multiprocessors: int,
+    call: Walked,
+    kept: Kept,
+    peaks: Tensor,
+    segments: Tensor | None,
+    dh0: Tensor | None,
+) -> None:
+    """Launches both walks; dh0: memory for the gradients of initial states. Neither reads what the other writes: chains
+    of a few heads, which leave most of the card to others, run side by side."""
+    chains = V_TILES * sequences_of(call) * call.v.shape[2]
+    tiles = 1 if chains <= multiprocessors else V_TILES
+    ctas = min(multiprocessors, chains // tiles)
+
+    def walk(
+        back: bool, v: Tensor, start: Tensor | None, end: Tensor | None, *written: Tensor
+    ) -> None:
+        config = WalkConfig(
+            dtype_name(v.dtype), back, call.operand, tiles, segments is not None, start is not None, end is not None,
+            call.state_v_first,
+        )  # fmt: skip
+        kernels(config)(
+            kept.blocks, v, None if back else kept.factors, peaks if back else None, start, end, *written, segments,
+            longest_of(call), ctas,
+        )  # fmt: skip
+
+    def forward() -> None:
+        walk(False, call.v, call.initial_state, None, kept.states, kept.z)
+
+    def backward() -> None:
+        walk(True, call.do, call.dht, dh0, kept.d_states, kept.minus_y)
+
+    if call.v.is_cuda and 2 * ctas <= multiprocessors:
+        current, side = (
+            torch.cuda.current_stream(call.v.device),
+            torch.cuda.Stream(call.v.device),
+        )
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            forward()
+        backward()
+        current.wait_stream(side)
+    else:
+        forward()
+        backward()

@@ -1,0 +1,1 @@
+"""Kernels of the backward pass of the gated delta rule."""

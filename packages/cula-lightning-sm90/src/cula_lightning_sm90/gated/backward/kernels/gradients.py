@@ -1,0 +1,760 @@
+"""The gradients of a chunk in which all channels of a head decay alike, from what the walks of the backward pass left.
+
+With normalized keys k^ and the roots r of strengths, k~ = r k^, queries q~ that have the scale, G the running sum of
+log2 decays in the chunk, Gamma_ij = 2^(G_i - G_j) for j <= i and else zero, S the state before the chunk, D the
+gradient of the state behind it:
+
+    dA  = do z^T      dM  = -strict_tril(y z^T)      dbeta = diag(y z^T) / r^2
+    dq~ = 2^G do S^T + (dA Gamma) k~
+    dk~ = -2^G y S^T + 2^(G_L - G) z D^T + (dM Gamma) k~ + (dA Gamma)^T q~ + (dM Gamma)^T k~
+
+The gradient of the log decay of token t sums what is written before t, or was in S, and is read from t on, or leaves in
+D. Pairs of tokens add W = dA Aqk + dM M, element by element below the diagonal, with Aqk = (q~ k~^T) Gamma and M =
+(k~ k~^T) Gamma: sums over i >= t of the rows i of W less its columns i, in which what does not count cancels.
+
+Gradients are scaled by a power of two (`scaling`), and dA, dM of a chunk by another one, by their own largest.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cula_core.cute.functions import exp2
+from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
+from cula_core.cute.output import GROUP
+from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.warp import all_sums, reduce_scatter
+from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.delta_rule.backward.config import FACTORS
+from cula_core.delta_rule.backward.kernels.scaling import scale_of
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
+from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
+
+from ..config import GradientsConfig
+from .decays import sum_decays, sums_before, sums_behind
+
+THREADS = 2 * GROUP  # that compute
+WARPS = THREADS // 32
+ALL, FIRST_GROUP = 1, 2  # named barriers, the second for each of two groups
+TILES = CHUNK // 8
+# Where matrices begin in shared memory, in elements of 16 bits.
+DO, Y, Z, Q, K, S, D, PAIRS, END = (i * WIDE for i in (0, 1, 2, 3, 4, 5, 7, 9, 10))
+
+
+class Input(IntEnum):
+    """What is loaded together, and given back together, in this order."""
+
+    STATES = 0
+    D_STATES = 1
+    Z = 2
+    TOKENS = 3  # q, k, factors
+    OUTPUTS = 4  # do, y
+
+
+class Token(IntEnum):
+    """Numbers of tokens that are summed up for the decay."""
+
+    ROWS_OF_Q = 0  # of W
+    ROWS_OF_K = 1
+    Q_BY_STATE = 2
+    K_BY_STATE = 3
+    BY_D_STATE = 4
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA.
+
+    full, empty: barriers of every `Input`. do, y, z, q, k, s, d: what is loaded; do, q, k are replaced by operands, and
+    at last do and y by results. pairs: dA and dM by rows, times Gamma. factors [4, token]: as
+    `Tokens.write_factors` has them. sums
+    [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's rows. numbers [Token, token]. largest,
+    kept [warp]: bits of the largest of dA or dM; the sum of S D.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    do: cute.Pointer
+    y: cute.Pointer
+    z: cute.Pointer
+    q: cute.Pointer
+    k: cute.Pointer
+    s: cute.Pointer
+    d: cute.Pointer
+    pairs: cute.Pointer
+    factors: cute.Pointer
+    sums: cute.Tensor
+    columns: cute.Pointer
+    numbers: cute.Tensor
+    largest: cute.Tensor
+    kept: cute.Tensor
+
+
+class Thread(NamedTuple):
+    """tidx: of those that compute. group: of 128. w: the warp of the group. row: the first of its two, which are 8
+    apart. column: the first of its two of every 8."""
+
+    tidx: cutlass.Int32
+    lane: cutlass.Int32
+    group: cutlass.Int32
+    w: cutlass.Int32
+    row: cutlass.Int32
+    column: cutlass.Int32
+
+
+class SoFar(NamedTuple):
+    """Sums over value heads of what belongs to a head of q and k.
+
+    own: the thread's place for its accumulators, [part, 4 numbers]. begun: whether it holds those of the value heads
+    before. ends: whether this is the last one.
+    """
+
+    own: cute.Tensor
+    begun: cutlass.Boolean
+    ends: cutlass.Boolean
+
+
+class ChunkGradients:
+    """Persistent CTAs over pairs of a chunk and a head of q and k, first chunks first. The value heads of a pair follow
+    one another.
+
+    | warps | work |
+    |---|---|
+    | 0-3 | dA; dq; the decay |
+    | 4-7 | dM; dk |
+    | 0-7 | dv |
+    | 8 | loads the inputs of the next chunk as memory is given back |
+
+    | shared memory | bytes |
+    |---|---|
+    | do, y, z, q, k | 81,920 |
+    | S, D | 65,536 |
+    | dA, dM | 16,384 |
+    | factors of tokens, sums over tokens | 4608 |
+    """
+
+    def __init__(self, config: GradientsConfig):
+        self.config = config
+        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mDo: cute.Tensor,
+        factors: cute.Tensor,
+        peaks: cute.Tensor,
+        states: cute.Tensor,
+        d_states: cute.Tensor,
+        z: cute.Tensor,
+        minus_y: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        mDq: cute.Tensor,
+        mDk: cute.Tensor,
+        mDv: cute.Tensor,
+        mDg: cute.Tensor,
+        mDbeta: cute.Tensor,
+        sums: cute.Tensor,
+        scale: cutlass.Float32,
+        slots: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernel with the arguments of `build.gradients_arguments`."""
+        per_row = None
+        if cutlass.const_expr(cu_seqlens is None):
+            per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
+        tile = (CHUNK, 64)
+        load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled(tile, "k", self.dtype)
+        tokens = tuple(
+            cpasync.make_tiled_tma_atom(load, by_token(x), layout, tile) for x in (mQ, mK, mDo)
+        )
+        self.kernel(
+            tokens, mG, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, mQ.shape[2], mDq, mDk, mDv,
+            mDg, mDbeta, sums, scale, slots,
+        ).launch(
+            grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tokens: tuple,
+        mG: cute.Tensor,
+        factors: cute.Tensor,
+        peaks: cute.Tensor,
+        states: cute.Tensor,
+        d_states: cute.Tensor,
+        z: cute.Tensor,
+        minus_y: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        per_row: cute.FastDivmodDivisorV2,
+        heads: cutlass.Int32,
+        mDq: cute.Tensor,
+        mDk: cute.Tensor,
+        mDv: cute.Tensor,
+        mDg: cute.Tensor,
+        mDbeta: cute.Tensor,
+        sums: cute.Tensor,
+        scale: cutlass.Float32,
+        slots: cutlass.Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        shared = self.allocate()
+        if tidx < len(Input):
+            cute.arch.mbarrier_init(shared.full + tidx, 1)
+            cute.arch.mbarrier_init(shared.empty + tidx, THREADS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        group, length = mG.shape[2] // heads, mG.shape[1]
+        phase = I32(0)
+        if warp_idx >= WARPS:
+            cute.arch.setmaxregister_decrease(24)
+            if warp_idx == WARPS:
+                for number in cutlass.range(first, slots * heads, ctas, unroll=1):
+                    slot, head_k = number // heads, number % heads
+                    sequence, token, left = find_chunk_of_sequence(
+                        cu_seqlens, per_row, slot, length
+                    )
+                    if left > 0:
+                        batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                        for member in cutlass.range(group, unroll=1):
+                            head = head_k * group + member
+                            images = tuple(
+                                x[slot, head, None, None] for x in (states, d_states, z, minus_y, factors)
+                            )  # fmt: skip
+                            self.load(tokens, images, head_k, head, batch, token, shared, phase)
+                            phase = phase ^ 1
+        else:
+            cute.arch.setmaxregister_increase(240)
+            lane, w = tidx % 32, warp_idx % 4
+            thread = Thread(tidx, lane, warp_idx // 4, w, SUB * w + lane // 4, lane % 4 * 2)
+            for number in cutlass.range(first, slots * heads, ctas, unroll=1):
+                slot, head_k = number // heads, number % heads
+                sequence, token, left = find_chunk_of_sequence(cu_seqlens, per_row, slot, length)
+                if left > 0:
+                    batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                    dq, dk = (
+                        cute.domain_offset((token, 0), x[batch, None, head_k, None])
+                        for x in (mDq, mDk)
+                    )
+                    for member in cutlass.range(group, unroll=1):
+                        head = head_k * group + member
+                        dv = cute.domain_offset((token, 0), mDv[batch, None, head, None])
+                        g, dg, d_beta = (
+                            cute.domain_offset((token,), x[batch, None, head])
+                            for x in (mG, mDg, mDbeta)
+                        )
+                        so_far = None
+                        if cutlass.const_expr(self.config.grouped):
+                            so_far = SoFar(
+                                sums[first, thread.group, None, tidx % GROUP, None], member > 0, member + 1 == group
+                            )  # fmt: skip
+                        grown, shrunk = scale_of(peaks[sequence, head])
+                        self.compute(
+                            shared, g, (dq, dk, dv), dg, d_beta, so_far, grown, shrunk, scale, left, phase, thread
+                        )  # fmt: skip
+                        phase = phase ^ 1
+
+    def allocate(self):
+        """Returns the shared memory of the CTA."""
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, 2 * len(Input), byte_alignment=16)
+        base = smem.allocate_array(self.operand, END, byte_alignment=1024)
+        of_tokens, of_warps = cute.make_layout((CHUNK, 2)), cute.make_layout(WARPS)
+        numbers = cute.make_layout((len(Token), CHUNK), stride=(CHUNK, 1))
+        return Shared(
+            full=barriers,
+            empty=barriers + len(Input),
+            do=base + DO,
+            y=base + Y,
+            z=base + Z,
+            q=base + Q,
+            k=base + K,
+            s=base + S,
+            d=base + D,
+            pairs=base + PAIRS,
+            factors=smem.allocate_array(F32, FACTORS * CHUNK, byte_alignment=128),
+            sums=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
+            columns=smem.allocate_array(F32, WARPS * CHUNK, byte_alignment=16),
+            numbers=smem.allocate_tensor(F32, numbers, byte_alignment=16),
+            largest=smem.allocate_tensor(I32, of_warps, byte_alignment=16),
+            kept=smem.allocate_tensor(F32, of_warps, byte_alignment=16),
+        )
+
+    # ---- loads ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, tokens, images, head_k, head, batch, token, shared, phase):
+        """Loads the inputs of a chunk, as the ones before are given back; by a warp."""
+        (tma_q, mQ), (tma_k, mK), (tma_do, mDo) = tokens
+        states, d_states, z, minus_y, factors = images
+        full = self.fill(shared, Input.STATES, 4 * WIDE, phase)
+        self.load_image(states, shared.s, full)
+        full = self.fill(shared, Input.D_STATES, 4 * WIDE, phase)
+        self.load_image(d_states, shared.d, full)
+        full = self.fill(shared, Input.Z, 2 * WIDE, phase)
+        self.load_image(z, shared.z, full)
+        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * FACTORS * CHUNK, phase)
+        self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
+        self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
+        self.load_image(factors, shared.factors, full)
+        full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
+        self.load_tokens(tma_do, mDo, head, batch, token, shared.do, full)
+        self.load_image(minus_y, shared.y, full)
+
+    @cute.jit
+    def fill(self, shared, which: cutlass.Constexpr, size: cutlass.Constexpr, phase):
+        """Waits until an input is given back, announces so many bytes and returns the barrier that hears of them."""
+        cute.arch.mbarrier_wait(shared.empty + which, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + which, size)
+        return shared.full + which
+
+    @cute.jit
+    def load_tokens(self, tma, whole: cute.Tensor, head, batch, token, target: cute.Pointer, full):
+        """Loads both panels of 64 channels of the chunk's tokens."""
+        panels = repeated(
+            cute.recast_ptr(target, dtype=self.dtype), (CHUNK, 64), "k", self.dtype, 2
+        )
+        for i in cutlass.range_constexpr(2):
+            load_tile(tma, whole, token, head, batch, i, panels[None, None, i], full)
+
+    @cute.jit
+    def load_image(self, source: cute.Tensor, target: cute.Pointer, full):
+        """Loads what lies in memory as it does in shared memory."""
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
+        size = cute.size(source)
+        with cute.arch.elect_one():
+            cute.copy(
+                bulk, view(source.iterator.align(128), 0, size), view(target.align(128), 0, size), mbar_ptr=full
+            )  # fmt: skip
+
+    # ---- the chunk --------------------------------------------------------------------------------------------------
+
+    def sync(self):
+        """Waits for all threads that compute."""
+        cute.arch.barrier(barrier_id=ALL, number_of_threads=THREADS)
+
+    def wait(self, shared, which, phase):
+        """Waits for an input."""
+        cute.arch.mbarrier_wait(shared.full + which, phase)
+
+    def give_back(self, shared, which):
+        """Says that the thread needs an input no more, and has written what it wrote there."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(shared.empty + which)
+
+    @cute.jit
+    def compute(
+        self, shared, g: cute.Tensor, results: tuple, dg: cute.Tensor, d_beta: cute.Tensor, so_far, grown, shrunk,
+        scale, left, phase, thread,
+    ):  # fmt: skip
+        """Computes the gradients of a chunk."""
+        dq, dk, dv = results
+        if thread.tidx < 32:
+            cute.arch.sync_warp()  # its lanes may read those of the chunk before
+            sum_decays(g, shared.sums, left, thread.lane)
+        self.wait(shared, Input.TOKENS, phase)
+        self.convert(shared.q, view(shared.factors, CHUNK, CHUNK), scale, left, thread.tidx)
+        self.convert(shared.k, view(shared.factors, 2 * CHUNK, CHUNK), F32(1.0), left, thread.tidx)
+        self.wait(shared, Input.OUTPUTS, phase)
+        self.convert(shared.do, None, grown, left, thread.tidx)
+        cute.arch.fence_view_async_shared()
+        self.sync()
+        self.wait(shared, Input.Z, phase)
+        own, factor = self.pairs(shared, d_beta, shrunk, left, thread)
+        self.store_values(shared, dv, shrunk, left, thread.tidx)
+        self.sync()
+        self.wait(shared, Input.STATES, phase)
+        self.wait(shared, Input.D_STATES, phase)
+        if thread.group == 0:
+            self.queries(shared, own, so_far, factor, scale, shrunk, dq, left, thread)
+        else:
+            self.keys(shared, own, so_far, factor, shrunk, dk, left, thread)
+        self.sync()
+        if thread.tidx < 32:
+            self.store_decays(shared, dg, shrunk, left, thread.lane)
+        self.give_back(shared, Input.TOKENS)
+        self.give_back(shared, Input.OUTPUTS)
+
+    @cute.jit
+    def convert(self, matrix: cute.Pointer, factors, common, left, tidx):
+        """Replaces tokens by operands: times a factor, and one of each token where `factors` are given; zero past the
+        end."""
+        source = cute.recast_ptr(matrix, dtype=self.dtype)
+        x, y = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.operand)
+        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
+            unit = tidx + THREADS * i
+            row = unit // 8 % CHUNK
+            y.fill(0.0)
+            if row < left:
+                factor = common
+                if cutlass.const_expr(factors is not None):
+                    factor = factor * factors[row]
+                cute.autovec_copy(view(source, 8 * unit, 8), x)
+                y.store((x.load().to(F32) * factor).to(self.operand))
+            cute.autovec_copy(y, view(matrix, 8 * unit, 8))
+
+    # ---- products ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply(
+        self, acc: cute.Tensor, a: cute.Pointer, a_major: cutlass.Constexpr, b: cute.Pointer,
+        b_major: cutlass.Constexpr, b_step: cutlass.Constexpr, tiles: cutlass.Constexpr, zero: cutlass.Constexpr, tidx,
+    ):  # fmt: skip
+        """Issues acc (+)= A B^T over `tiles` of 64, all from shared memory. b_step: between tiles of B."""
+        n = 2 * cute.size(acc)  # in 128 threads
+        majors = {"k": OperandMajorMode.K, "mn": OperandMajorMode.MN}
+        op = warpgroup.MmaF16BF16Op(
+            self.operand, F32, (64, n, 16), warpgroup.OperandSource.SMEM, majors[a_major], majors[b_major]
+        )  # fmt: skip
+        tiled = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+        part = tiled.get_slice(tidx % GROUP)
+        left = repeated(a, (64, 64), a_major, self.operand, tiles)
+        right = repeated(b, (n, 64), b_major, self.operand, tiles, b_step)
+        for tile in cutlass.range_constexpr(tiles):
+            x = tiled.make_fragment_A(part.partition_A(left[None, None, tile]))
+            y = tiled.make_fragment_B(part.partition_B(right[None, None, tile]))
+            issue(tiled, acc, x, y, zero and tile == 0)
+
+    def accumulator(self, columns):
+        """Returns registers for [64, columns]."""
+        return cute.make_rmem_tensor(((2, 2, columns // 8), 1, 1), F32)
+
+    @cute.jit
+    def pairs(self, shared, d_beta: cute.Tensor, shrunk, left, thread):
+        """Computes dA (first group) or dM of the chunk, times Gamma: writes it for products with its columns, and
+        returns it times r of the column as the first operand of a product with its rows; and the power of two by which
+        both are too small. Writes dbeta, and the sums of W."""
+        lane, group, row, column = thread.lane, thread.group, thread.row, thread.column
+        x, p = self.accumulator(CHUNK), self.accumulator(CHUNK)
+        first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
+        second = shared.q + cute.assume(group * (K - Q), divby=WIDE)
+        warpgroup.fence()
+        self.multiply(x, first, "k", shared.z, "k", SQUARE, 2, True, thread.tidx)
+        self.multiply(p, second, "k", shared.k, "k", SQUARE, 2, True, thread.tidx)
+        warpgroup.wait_group(0)
+        own = cute.make_tensor(x.iterator, cute.make_layout((2, 2, TILES)))
+        products = cute.make_tensor(p.iterator, own.layout)
+        bits = cute.recast_tensor(own, I32)
+        upto, root = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
+        diagonal, of_rows = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
+        of_columns = cute.make_rmem_tensor((2, TILES), F32)
+        for half in cutlass.range_constexpr(2):
+            upto[half] = shared.sums[row + 8 * half, 0]
+            strength = view(shared.factors, row + 8 * half, 1)[0]
+            root[half] = strength if group == 1 else F32(1.0)
+        diagonal.fill(0.0)
+        of_rows.fill(0.0)
+        of_columns.fill(0.0)
+        before, roots = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
+        largest = I32(0)
+        for n in cutlass.range_constexpr(TILES):
+            cute.autovec_copy(view(shared.sums.iterator, 8 * n + column, 2), before)
+            cute.autovec_copy(view(shared.factors, 8 * n + column, 2), roots)
+            for half in cutlass.range_constexpr(2):
+                for b in cutlass.range_constexpr(2):
+                    i, j = row + 8 * half, 8 * n + column + b
+                    value = own[b, half, n]
+                    diagonal[half] = value if i == j else diagonal[half]
+                    gamma = exp2(upto[half] - before[b])
+                    weighed = value * gamma
+                    pair = weighed * (products[b, half, n] * root[half] * roots[b])
+                    pair = pair if j < i else F32(0.0)
+                    of_rows[half] = of_rows[half] + pair
+                    of_columns[b, n] = of_columns[b, n] + pair
+                    own[b, half, n] = weighed if j < i + 1 - group else F32(0.0)
+                    largest = cutlass.max(largest, bits[b, half, n] & 0x7FFFFFFF)
+        largest = cute.arch.warp_redux_sync(largest, "max")
+        if lane == 0:
+            shared.largest[thread.tidx // 32] = largest
+        if (group == 1) & (lane % 4 == lane // 8):
+            for half in cutlass.range_constexpr(2):
+                if row + 8 * half < left:
+                    self.store_strength(shared, d_beta, row + 8 * half, diagonal[half] * shrunk)
+        self.note(shared, Token.ROWS_OF_Q + group, of_rows, thread)
+        values = [of_columns[b, n] for n in range(TILES) for b in range(2)]
+        index, _, sums = reduce_scatter(values, 8, 4)
+        two = cute.make_rmem_tensor(2, F32)
+        two[0], two[1] = sums[0], sums[1]
+        at = thread.tidx // 32 * CHUNK + 4 * index + column
+        cute.autovec_copy(two, view(shared.columns, at, 2))
+        self.sync()
+        for w in cutlass.range_constexpr(WARPS):
+            largest = cutlass.max(largest, shared.largest[w])
+        grown, factor = scale_of(largest)
+
+        tiled = mma(self.operand, HEAD_DIM, OperandMajorMode.MN)
+        fragment = tiled.make_fragment_A(tiled.partition_shape_A((CHUNK, CHUNK)))
+        rounded = cute.make_rmem_tensor(x.shape, self.operand)
+        for n in cutlass.range_constexpr(TILES):
+            cute.autovec_copy(view(shared.factors, 8 * n + column, 2), roots)
+            for half in cutlass.range_constexpr(2):
+                for b in cutlass.range_constexpr(2):
+                    own[b, half, n] = own[b, half, n] * grown
+                    products[b, half, n] = own[b, half, n] * root[half]
+                    own[b, half, n] = own[b, half, n] * roots[b]
+        fragment.store(as_operand(x, fragment).load().to(self.operand))
+        rounded.store(p.load().to(self.operand))
+        target = shared.pairs + cute.assume(group * SQUARE, divby=SQUARE)
+        self.stage(rounded, target, CHUNK, thread.tidx)
+        cute.arch.fence_view_async_shared()
+        return fragment, factor
+
+    @cute.jit
+    def note(self, shared, which, values: cute.Tensor, thread):
+        """Writes numbers of the thread's two rows, summed over the four threads of a row."""
+        sums = all_sums([values[0], values[1]], 4)
+        if thread.lane % 4 == 0:
+            for half in cutlass.range_constexpr(2):
+                shared.numbers[which, thread.row + 8 * half] = sums[half]
+
+    @cute.jit
+    def stage(self, rounded: cute.Tensor, target: cute.Pointer, columns: cutlass.Constexpr, tidx):
+        """Writes accumulators, rounded to 16 bits, to a matrix of panels by rows."""
+        dtype = rounded.element_type
+        tiled = mma(self.operand, columns, OperandMajorMode.MN)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        store = cute.make_tiled_copy_C(atom, tiled).get_slice(tidx % GROUP)
+        matrix = repeated(cute.recast_ptr(target, dtype=dtype), (CHUNK, columns), "k", dtype, 1)
+        cute.copy(store, store.retile(rounded), store.partition_D(matrix)[None, None, None, 0])
+
+    @cute.jit
+    def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
+        """Writes dbeta of a token, of -y . z."""
+        root, given = view(shared.factors, i, 1)[0], view(shared.factors, 3 * CHUNK + i, 1)[0]
+        most, result = 2.0 if self.config.neg_eigval else 1.0, -minus_yz / root
+        if cutlass.const_expr(self.config.beta_sigmoid):
+            result = result * given * (1.0 - root * given * (1.0 / most))
+        else:
+            result = result * most / root
+        d_beta[i] = result.to(d_beta.element_type)
+
+    @cute.jit
+    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
+        """Writes dv = r y."""
+        y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
+        rounded = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
+            unit = tidx + THREADS * i
+            row = unit // 8 % CHUNK
+            if row < left:
+                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
+                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
+                wide.store(y.load().to(F32) * factor)
+                rounded.store(wide.load().to(self.dtype))
+                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
+                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
+
+    @cute.jit
+    def queries(
+        self, shared, own: cute.Tensor, so_far, factor, scale, shrunk, dq: cute.Tensor, left, thread
+    ):  # fmt: skip
+        """Computes dq, and the sum of S D; by the first group."""
+        self.give_back(shared, Input.Z)
+        acc, pairs = self.accumulator(HEAD_DIM), self.accumulator(HEAD_DIM)
+        warpgroup.fence()
+        self.multiply(acc, shared.do, "k", shared.s, "mn", WIDE, 2, True, thread.tidx)
+        self.multiply_own(pairs, own, shared.k, thread.tidx)
+        self.sum_states(shared, thread)
+        warpgroup.wait_group(0)
+        self.give_back(shared, Input.STATES)
+        self.give_back(shared, Input.D_STATES)
+        grown = self.of_rows(shared.sums, 0, thread)
+        self.weigh(acc, grown)
+        self.note(shared, Token.Q_BY_STATE, self.dots(acc, shared.q, thread), thread)
+        self.add(acc, pairs, factor)
+        inverse = F32(0.0) if scale == 0.0 else 1.0 / scale
+        acc.store(acc.load() * (scale * shrunk))
+        self.finish(acc, so_far, shared, 1, shared.q, inverse, shared.do, dq, left, thread)
+
+    @cute.jit
+    def keys(self, shared, own: cute.Tensor, so_far, factor, shrunk, dk: cute.Tensor, left, thread):
+        """Computes dk; by the second group."""
+        acc, other = self.accumulator(HEAD_DIM), self.accumulator(HEAD_DIM)
+        warpgroup.fence()
+        self.multiply(acc, shared.y, "k", shared.s, "mn", WIDE, 2, True, thread.tidx)
+        self.multiply(other, shared.z, "k", shared.d, "mn", WIDE, 2, True, thread.tidx)
+        warpgroup.wait_group(0)
+        for which in cutlass.range_constexpr(3):
+            self.give_back(shared, (Input.Z, Input.STATES, Input.D_STATES)[which])
+        roots = cute.make_rmem_tensor(2, F32)
+        for half in cutlass.range_constexpr(2):
+            roots[half] = view(shared.factors, thread.row + 8 * half, 1)[0]
+        self.weigh(acc, self.of_rows(shared.sums, 0, thread))
+        dots = self.dots(acc, shared.k, thread)
+        dots.store(dots.load() * roots.load())
+        self.note(shared, Token.K_BY_STATE, dots, thread)
+        self.weigh(other, self.of_rows(shared.sums, 1, thread))
+        dots = self.dots(other, shared.k, thread)
+        dots.store(dots.load() * roots.load())
+        self.note(shared, Token.BY_D_STATE, dots, thread)
+        self.add(acc, other, F32(1.0))
+        warpgroup.fence()
+        self.multiply_own(other, own, shared.k, thread.tidx)
+        dA, dM = shared.pairs, shared.pairs + SQUARE
+        self.multiply(other, dA, "mn", shared.q, "mn", WIDE, 1, False, thread.tidx)
+        self.multiply(other, dM, "mn", shared.k, "mn", WIDE, 1, False, thread.tidx)
+        warpgroup.wait_group(0)
+        self.add(acc, other, factor)
+        for half in cutlass.range_constexpr(2):
+            given = view(shared.factors, 3 * CHUNK + thread.row + 8 * half, 1)[0]
+            roots[half] = given * shrunk
+        self.weigh(acc, roots)
+        self.finish(acc, so_far, shared, 2, shared.k, F32(1.0), shared.y, dk, left, thread)
+
+    @cute.jit
+    def multiply_own(self, acc: cute.Tensor, own: cute.Tensor, k: cute.Pointer, tidx):
+        """Issues acc = own k^, for a first operand in registers."""
+        tiled = mma(self.operand, HEAD_DIM, OperandMajorMode.MN)
+        keys = repeated(k, (HEAD_DIM, CHUNK), "mn", self.operand, 1)[None, None, 0]
+        right = tiled.make_fragment_B(tiled.get_slice(tidx % GROUP).partition_B(keys))
+        issue(tiled, acc, own, right, True)
+
+    # ---- rows of accumulators ---------------------------------------------------------------------------------------
+
+    @cute.jit
+    def of_rows(self, sums: cute.Tensor, which: cutlass.Constexpr, thread):
+        """Returns 2^sum of the thread's two rows."""
+        found = cute.make_rmem_tensor(2, F32)
+        for half in cutlass.range_constexpr(2):
+            found[half] = exp2(sums[thread.row + 8 * half, which])
+        return found
+
+    @cute.jit
+    def weigh(self, acc: cute.Tensor, factors: cute.Tensor):
+        """Multiplies the thread's two rows by a factor of each."""
+        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, HEAD_DIM // 8)))
+        for half in cutlass.range_constexpr(2):
+            x[None, half, None].store(x[None, half, None].load() * factors[half])
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, other: cute.Tensor, factor):
+        acc.store(acc.load() + other.load() * factor)
+
+    @cute.jit
+    def row_of(self, matrix: cute.Pointer, n, half, thread, x: cute.Tensor):
+        """Loads two neighbours of a row of tokens, where an accumulator has them."""
+        unit = (n % 8) ^ (thread.lane // 4)
+        at = n // 8 * SQUARE + (thread.row + 8 * half) * 64 + unit * 8 + thread.column
+        two = cute.make_rmem_tensor(2, matrix.dtype)
+        cute.autovec_copy(view(matrix, at, 2), two)
+        x.store(two.load().to(F32))
+
+    @cute.jit
+    def dots(self, acc: cute.Tensor, matrix: cute.Pointer, thread):
+        """Returns the thread's part of the products of its two rows with those of a matrix."""
+        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, HEAD_DIM // 8)))
+        found, two = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
+        found.fill(0.0)
+        for n in cutlass.range_constexpr(HEAD_DIM // 8):
+            for half in cutlass.range_constexpr(2):
+                self.row_of(matrix, n, half, thread, two)
+                for b in cutlass.range_constexpr(2):
+                    found[half] = found[half] + x[b, half, n] * two[b]
+        return found
+
+    @cute.jit
+    def sum_states(self, shared, thread):
+        """Writes the sum of S D over the warp's part; by the first group."""
+        s, d = (cute.make_rmem_tensor(8, self.operand) for _ in range(2))
+        total = F32(0.0)
+        for i in cutlass.range_constexpr(2 * WIDE // (8 * GROUP)):
+            at = 8 * (thread.tidx + GROUP * i)
+            cute.autovec_copy(view(shared.s, at, 8), s)
+            cute.autovec_copy(view(shared.d, at, 8), d)
+            for c in cutlass.range_constexpr(8):
+                total = total + s[c].to(F32) * d[c].to(F32)
+        total = all_sums([total], 32)[0]
+        if thread.lane == 0:
+            shared.kept[thread.w] = total
+
+    @cute.jit
+    def finish(
+        self, acc: cute.Tensor, so_far, shared, which: cutlass.Constexpr, matrix: cute.Pointer, inverse,
+        slot: cute.Pointer, target: cute.Tensor, left, thread,
+    ):  # fmt: skip
+        """Adds the gradient of normalized q or k to those of the value heads before, and behind the last one writes dq
+        or dk. See `SoFar`, and `store_rows` for the other arguments."""
+        if cutlass.const_expr(so_far is None):
+            self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
+        else:
+            part = cute.make_rmem_tensor(4, F32)
+            for i in cutlass.range_constexpr(cute.size(acc) // 4):
+                here = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
+                if so_far.begun:
+                    cute.autovec_copy(so_far.own[i, None], part)
+                    here.store(here.load() + part.load())
+                if not so_far.ends:
+                    cute.autovec_copy(here, so_far.own[i, None])
+            if so_far.ends:
+                self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
+
+    @cute.jit
+    def store_rows(
+        self, acc: cute.Tensor, shared, which: cutlass.Constexpr, matrix: cute.Pointer, inverse, slot: cute.Pointer,
+        target: cute.Tensor, left, thread,
+    ):  # fmt: skip
+        """Writes dq or dk from the gradient of normalized ones; by a group. which: the row of factors that holds
+        1 / norm. matrix: operands, which times `inverse` are what was normalized. slot: memory for the rows."""
+        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, HEAD_DIM // 8)))
+        if cutlass.const_expr(self.config.l2norm):
+            dots = self.dots(acc, matrix, thread)
+            dots = all_sums([dots[0], dots[1]], 4)
+            two = cute.make_rmem_tensor(2, F32)
+            for half in cutlass.range_constexpr(2):
+                norm = view(shared.factors, CHUNK * which + thread.row + 8 * half, 1)[0]
+                along = dots[half] * inverse * inverse
+                for n in cutlass.range_constexpr(HEAD_DIM // 8):
+                    self.row_of(matrix, n, half, thread, two)
+                    for b in cutlass.range_constexpr(2):
+                        x[b, half, n] = (x[b, half, n] - along * two[b]) * norm
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store(acc.load().to(self.dtype))
+        barrier = FIRST_GROUP + which - 1
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+        self.stage(rounded, slot, HEAD_DIM, thread.tidx)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+        staged = cute.recast_ptr(slot, dtype=self.dtype)
+        line = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(WIDE // (8 * GROUP)):
+            number = thread.tidx % GROUP + GROUP * i
+            row, unit = number // 16, number % 16
+            if row < left:
+                at = unit // 8 * SQUARE + row * 64 + (unit % 8 ^ row % 8) * 8
+                cute.autovec_copy(view(staged, at, 8), line)
+                cute.autovec_copy(line, view(target[row, None].iterator, 8 * unit, 8))
+
+    @cute.jit
+    def store_decays(self, shared, dg: cute.Tensor, shrunk, left, lane):
+        """Writes dg; by a warp, whose lanes have two tokens each."""
+        read, written = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
+        two = cute.make_rmem_tensor(2, F32)
+        read.fill(0.0)
+        for which in cutlass.range_constexpr(4):
+            cute.autovec_copy(view(shared.numbers.iterator, which * CHUNK + 2 * lane, 2), two)
+            read.store(read.load() + two.load())
+        for w in cutlass.range_constexpr(WARPS):
+            cute.autovec_copy(view(shared.columns, w * CHUNK + 2 * lane, 2), two)
+            read.store(read.load() - two.load())
+        cute.autovec_copy(
+            view(shared.numbers.iterator, Token.BY_D_STATE * CHUNK + 2 * lane, 2), written
+        )
+        behind = sums_behind(read[0] + read[1], lane)
+        before = sums_before(written[0] + written[1], lane)
+        kept = shared.kept[0] + shared.kept[1] + shared.kept[2] + shared.kept[3]
+        rest = before + behind + kept * exp2(shared.sums[CHUNK - 1, 0])
+        two[0] = rest + read[0] + read[1]
+        two[1] = rest + read[1] + written[0]
+        for i in cutlass.range_constexpr(2):
+            if 2 * lane + i < left:
+                dg[2 * lane + i] = (two[i] * shrunk).to(dg.element_type)

@@ -1,0 +1,132 @@
+"""Whole backward passes of the gated delta rule in the emulator, against the oracle in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from cula_core.delta_rule.config import HEAD_DIM
+from cula_core.reference.kda_backward import chunk_kda_backward
+from cula_lightning_sm90.gated.backward import launch
+from cula_lightning_sm90.gated.backward.call import BackwardCall, Gradients
+from cula_testing.comparing import relative_rmse
+from cula_testing.compiled import emulated_kernel
+from cula_testing.tensors import one_thread
+
+# Of results in 16 bits, which round by 1.7e-3, and of initial states; of numbers of tokens, among which the largest may
+# stand alone and round by 3.9e-3 in 16 bits.
+BOUNDS = {"dq": 2e-3, "dk": 2e-3, "dv": 2e-3, "dh0": 1e-3}
+OF_NUMBERS = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """lengths: of the rows of a dense batch, or of packed sequences. heads: of keys and of values. kind: of decays."""
+
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]
+    kind: str
+    packed: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    gate_dtype: torch.dtype = torch.float32
+    states: bool = True
+    v_first: bool = False
+    l2norm: bool = True
+    beta_sigmoid: bool = False
+    neg_eigval: bool = False
+    operand: str = "float16"
+
+
+PROBLEMS = {
+    "mixed": Problem((130, 130), (1, 1), "mixed", beta_sigmoid=True),
+    "resets": Problem((64,), (2, 2), "resets", states=False, l2norm=False, dtype=torch.float16),
+    "packed": Problem(
+        (70, 0, 1, 65), (1, 2), "moderate", packed=True, v_first=True, gate_dtype=torch.bfloat16, beta_sigmoid=True,
+        neg_eigval=True,
+    ),
+}  # fmt: skip
+
+
+def called(problem: Problem) -> BackwardCall:
+    """Returns the call of a problem, with gradients as small as their dtype allows."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    batch, tokens = (
+        (1, sum(problem.lengths)) if problem.packed else (len(problem.lengths), problem.lengths[0])
+    )
+    heads_k, heads = problem.heads
+    size = 1.0 if problem.l2norm else HEAD_DIM**-0.5
+    small = 1e-5 if problem.dtype == torch.bfloat16 else 0.1
+    q, k = (size * random(batch, tokens, heads_k, HEAD_DIM) for _ in range(2))
+    v, do = (random(batch, tokens, heads, HEAD_DIM) for _ in range(2))
+    u = torch.rand(batch, tokens, heads, generator=generator)
+    g = {
+        "mixed": torch.where(u < 0.5, -4.95, -1e-4), "moderate": -0.2 * u,
+        "resets": torch.where(u < 0.1, -1e4, -0.1 * u),
+    }[problem.kind]  # fmt: skip
+    beta = random(batch, tokens, heads)
+    count = len(problem.lengths)
+    initial, dht = (random(count, heads, HEAD_DIM, HEAD_DIM) for _ in range(2))
+    cu_seqlens = None
+    if problem.packed:
+        starts = torch.tensor((0, *problem.lengths)).cumsum(0)
+        cu_seqlens = starts.int()
+    return BackwardCall(
+        *(x.to(problem.dtype) for x in (q, k, v)), g.to(problem.gate_dtype),
+        (beta if problem.beta_sigmoid else beta.sigmoid()).to(problem.gate_dtype),
+        initial if problem.states else None, cu_seqlens, (small * do).to(problem.dtype),
+        3 * small * dht if problem.states else None, scale=0.2, l2norm=problem.l2norm,
+        beta_sigmoid=problem.beta_sigmoid, neg_eigval=problem.neg_eigval, state_v_first=problem.v_first,
+        operand=problem.operand,
+    )  # fmt: skip
+
+
+def expected(call: BackwardCall) -> Gradients:
+    """Returns the gradients in fp64, of KDA with the same decay in all channels."""
+    wide = call.g.double()[..., None].expand(-1, -1, -1, HEAD_DIM)
+    with one_thread():
+        found = chunk_kda_backward(
+            call.q, call.k, call.v, wide, call.beta, None, None, call.initial_state, call.cu_seqlens, call.do, call.dht,
+            scale=call.scale, gate="log", lower_bound=0.0, l2norm=call.l2norm, beta_sigmoid=call.beta_sigmoid,
+            neg_eigval=call.neg_eigval, state_v_first=call.state_v_first, dtype=torch.float64,
+        )  # fmt: skip
+    return Gradients(found.dq, found.dk, found.dv, found.dg.sum(-1), found.dbeta, found.dh0)
+
+
+def run(call: BackwardCall, emulated, **options) -> Gradients:
+    """Runs the kernels as they run on a GPU."""
+    found = Gradients(
+        *(emulated.empty(x.shape, x.dtype) for x in call[:5]),
+        None
+        if call.initial_state is None
+        else emulated.empty(call.initial_state.shape, torch.float32),
+    )
+
+    def kernels(config):
+        return partial(emulated_kernel(emulated, launch.unit(config)))
+
+    launch.run(call, found, multiprocessors=3, kernels=kernels, **options)
+    return found
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients(emulated, name):
+    """Of every input, worst head."""
+    call = called(PROBLEMS[name])
+    found, exact = run(call, emulated), expected(call)
+    of_numbers = OF_NUMBERS[call.g.dtype]
+    for which, bound in {**BOUNDS, "dg": of_numbers, "dbeta": of_numbers}.items():
+        if getattr(found, which) is not None:
+            sides = (
+                getattr(side, which).unbind(1 if which == "dh0" else 2) for side in (found, exact)
+            )
+            for head, (own, right) in enumerate(zip(*sides)):
+                error = relative_rmse(own, right)
+                assert error <= bound, f"{which} of head {head}: {error:.1e}"
