@@ -7,7 +7,8 @@ replaces everything between them. `key=value` words may follow the GPU: `setting
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
 `table=NAME` chooses a table of `ops/lite/tables.py`, `ops/lightning/tables.py` or `ops/delta/tables.py`. An op's name
 with `_sustained` behind it is the table of its times under a sustained load, beside those of bursts, `first_call` that
-of first calls, `models` that of whole models, and `several_gpus` that of calls on several GPUs.
+of first calls, `models` that of whole models, `several_gpus` that of calls on several GPUs, and `kda_learning` that of
+losses.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
 `lite_trajectory` (`ops/lite/trajectory_rows.py`), `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
 `kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family), `kda_prefill_flashkda`
@@ -34,7 +35,15 @@ if __package__ in (None, ""):
 
 from benchmarks import answers, ops
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import first_calls, model_rows, rank_rows, registry, report, results
+from benchmarks.harness import (
+    first_calls,
+    loss_rows,
+    model_rows,
+    rank_rows,
+    registry,
+    report,
+    results,
+)
 from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.delta import h20_section
@@ -84,7 +93,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_tables.TABLES:
         return emulator_tables.region(op, path)
-    for whole in (first_calls, model_rows, rank_rows):
+    for whole in (first_calls, loss_rows, model_rows, rank_rows):
         if op == whole.OP:
             return whole.region(path)
     pattern = chosen.get("settings", "*")
@@ -161,6 +170,7 @@ def card_page(gpu: str, root: Path = results.RESULTS) -> str:
             first_calls.OP,
             model_rows.OP,
             rank_rows.OP,
+            loss_rows.OP,
         )
         if results.result_path(op, gpu, root).exists()
     ]

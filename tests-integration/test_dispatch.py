@@ -605,7 +605,8 @@ def test_kda_goes_to_the_package_for_the_gpu(
     assert _registry.resolve("chunk_kda", "auto", device, *facts) is SPECS[package].load(
         "chunk_kda"
     )
-    assert SPECS[package].supports(requires_grad=True) == "no backward"
+    if arch != "sm90":
+        assert SPECS[package].supports(requires_grad=True) == "no backward"
 
 
 @pytest.mark.parametrize(
@@ -725,6 +726,20 @@ def test_the_gated_delta_rule_goes_to_the_package_that_can_serve_it(
         _registry.resolve(GATED, "cula-lightning-sm90", device, *key)
     if hopper:
         assert row.reason == reason and str(caught.value).endswith(str(reason))
+
+
+@pytest.mark.parametrize("function", PREFILL)
+def test_lightning_prefill_trains_by_its_own_kernels(
+    card: Callable[[int, int], Tensor], function: str
+) -> None:
+    device = card(9, 0).device
+    given = {"dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128, "requires_grad": True}
+    told = cula.explain(function, **given)
+    assert (told.chosen, told.rows[0].backward) == ("cula-lightning-sm90", None)
+    key = facts_in_order(function, given)
+    kernel = SPECS["cula-lightning-sm90"].load(function)
+    assert _registry.resolve(function, "auto", device, *key) is kernel
+    assert cula.explain(function, **given, decay_requires_grad=True).chosen == "cula-lightning-sm90"
 
 
 def test_the_gated_delta_rule_of_the_package_and_of_cula_agree_on_a_cpu() -> None:

@@ -56,6 +56,7 @@ PREFILL = (
     ("lightning_prefill", *GRAPH),
     ("lightning_prefill", *SUSTAINED),
     ("lightning_prefill_delta", *GRAPH),
+    ("lightning_training", *GRAPH),
 )
 GATED = (("gated_prefill", *GRAPH), ("gated_prefill", *SUSTAINED))
 KDA = tuple(

@@ -71,6 +71,15 @@ class CudaBackend:
 
         return replay
 
+    def peak_mib(self, call: Call) -> int:
+        call()  # what is compiled, tuned or kept stays
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) >> 20
+
     def time_each(self, calls: Sequence[Call]) -> list[float]:
         spans = []
         for call in calls:

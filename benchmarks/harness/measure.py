@@ -74,13 +74,16 @@ class Run:
         inputs = [self.op.make_inputs(setting, self.device, seed) for seed in range(count)]
         calls = {p.name: [p.bind(setting, x) for x in inputs] for p in active}
         rows = []
+        peaks = {}
+        if self.op.peaks:
+            peaks = {p.name: {"peak_mib": self.backend.peak_mib(calls[p.name][0])} for p in active}
         for method in self.methods:
             if method == results.SUSTAINED:
                 rows += self._sustained(setting, active, calls, keep=cold)
                 continue
             name, stats = self._time(method, calls, keep=cold)
             rows += [self._row(setting, p, name, stats[p.name]) for p in active]
-        return rows
+        return [row | peaks.get(row["provider"], {}) for row in rows]
 
     def _sustained(
         self, setting: Setting, active: Sequence[Provider], calls: timers.Calls, keep: bool

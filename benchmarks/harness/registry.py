@@ -58,7 +58,7 @@ class Op:
     the size of the part of a set that every call touches. check(provider, setting, device) raises CheckFailed on a
     wrong result, or CannotRun, and returns the errors it found. place() opens the part of the card to run on; None is
     all of it. flops(setting) counts the arithmetic of a call, for ops that are limited by it; their rows have tflops.
-    notes are written into the result file.
+    peaks: rows have the memory that a call takes. notes are written into the result file.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Op:
     check: Callable[[Provider, Setting, Any], dict[str, float]]
     place: Callable[[], AbstractContextManager[Any]] | None = None
     flops: Callable[[Setting], int] | None = None
+    peaks: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -50,6 +50,9 @@ class Backend(Protocol):
     def between_us(self, start: Any, end: Any) -> float:
         """Device time between two marks that the device has reached."""
 
+    def peak_mib(self, call: Call) -> int:
+        """The most memory that a call takes beside what was there before, its results included."""
+
     def sleep(self, seconds: float) -> None:
         """Lets the host wait, and with it a device that has nothing to do."""
 

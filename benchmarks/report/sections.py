@@ -12,7 +12,15 @@ from typing import Any
 
 from benchmarks.emulator import mutant_rows
 from benchmarks.emulator import tables as emulator_tables
-from benchmarks.harness import first_calls, model_rows, rank_rows, registry, report, results
+from benchmarks.harness import (
+    first_calls,
+    loss_rows,
+    model_rows,
+    rank_rows,
+    registry,
+    report,
+    results,
+)
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import tables as kda_tables
@@ -498,6 +506,13 @@ def _of_rows(caption: str, rows: Sequence[Content]) -> Table:
     return Table(caption, header, [[_text(row.get(key)) for key in header] for row in rows])
 
 
+def _losses(section: Section, content: Content, path: Path) -> None:
+    loss_rows.validate(content)
+    section.tables = [Table("Losses", *loss_rows.table(content))]
+    left = [f"Not measured: {e['provider']}: {e['reason']}." for e in content["skipped"]]
+    section.notes = [*content["notes"], *left]
+
+
 def _leaves(value: Any, path: str = "") -> Iterator[list[str]]:
     """A line per leaf of nested objects."""
     for key, item in value.items():
@@ -528,6 +543,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     first_calls.OP: _first_calls,
     model_rows.OP: _models,
     rank_rows.OP: _several_gpus,
+    loss_rows.OP: _losses,
     "ncu_decode": _counters,
     "batch_invariance_study": _study,
     "decode_design_study": _study,

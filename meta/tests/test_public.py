@@ -536,8 +536,8 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     )
     assert seen.pop() == {
         "op": op, "function": "chunk_simple_gla", **common, "state_dtype": None, "gate_dtype": torch.bfloat16,
-        "head_decay": False, "varlen": True, "group": 2, "initial_state": False, "output_final_state": True,
-        "state_v_first": False, **plain,
+        "head_decay": False, "varlen": True, "group": 2, "initial_state": False,
+        "output_final_state": True, "state_v_first": False, **plain,
     }  # fmt: skip
     decay = torch.rand(HV)
     lightning.chunk_simple_gla(
@@ -545,8 +545,9 @@ def test_facts_reach_the_kernel_by_name(kernel: Callable[..., None]) -> None:
     )
     assert seen.pop() == {
         "op": op, "function": "chunk_simple_gla", **common, "state_dtype": None, "gate_dtype": None,
-        "head_decay": True, "varlen": False, "group": 2, "initial_state": False, "output_final_state": False,
-        "state_v_first": False, **plain, "use_qk_l2norm_in_kernel": True, "segment_tokens": 1024,
+        "head_decay": True, "varlen": False, "group": 2, "initial_state": False,
+        "output_final_state": False, "state_v_first": False, **plain, "use_qk_l2norm_in_kernel": True,
+        "segment_tokens": 1024,
     }  # fmt: skip
     lightning.lightning_attn_fwd(
         *qkv,

@@ -37,6 +37,7 @@ from cula_core.delta_rule.contract import (
 from cula_core.dtypes import dtype_name
 
 MAX_DECODE_TOKENS = 8
+requires_grad = arguments.requires_grad
 _POOL_STATES = (torch.float32, torch.bfloat16, torch.float16)
 _IN_PLACE = "the state is updated in place; use torch.no_grad()"
 
@@ -414,13 +415,6 @@ def layer(layer_idx: int, num_layers: int) -> None:
         arguments.value_error("num_layers", "at least 1", num_layers)
     if not 0 <= layer_idx < num_layers:
         arguments.value_error("layer_idx", f"0 to {num_layers - 1}", layer_idx)
-
-
-def requires_grad(*tensors: Any) -> bool:
-    """Whether autograd wants a derivative of any of the tensors. Other objects are left to the checks."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in tensors
-    )
 
 
 def _prefill(

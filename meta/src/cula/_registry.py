@@ -34,8 +34,8 @@ _logger = logging.getLogger("cula")
 class Row:
     """One line of an explanation.
 
-    reason is None when the implementation could serve; backward then names the one whose backward pass would follow it.
-    A kernel package of this repository that could be installed has a row too.
+    reason is None when the implementation could serve; backward then names the one whose backward pass would follow it,
+    if that is another one. A kernel package of this repository that could be installed has a row too.
     """
 
     name: str

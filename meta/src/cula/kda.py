@@ -72,8 +72,10 @@ def chunk_kda(
     dimension is contiguous; autocast casts them where q is float32. HV is a multiple of H; value head h reads query and
     key head `h // (HV // H)`. Sums are kept in fp32 (fp64 for float64).
 
-    Gradients: behind a kernel without a backward runs that of flash-linear-attention, where it is installed and able
-    (bfloat16 or float16); else `impl="auto"` takes the reference, and a kernel that was asked for refuses.
+    Gradients: a kernel package has a backward of its own or not, as `cula.explain(.., requires_grad=True)` says. One of
+    its own keeps the inputs alone, and takes a `beta` that is given as >= 0 (checked on the CPU). Behind a kernel
+    without one runs that of flash-linear-attention, where it is installed and able (bfloat16 or float16); else
+    `impl="auto"` takes the reference, and a kernel that was asked for refuses.
 
     Args:
         q, k: `[B, T, H, K]`.
@@ -94,8 +96,8 @@ def chunk_kda(
         safe_gate: promises decays in [-5, 0), which lets kernels use wider matrix instructions. A gate computed inside
             then needs `lower_bound`.
         lower_bound: bound of the safe gate, in [-5, 0) with `safe_gate`, else finite and < 0. None: the softplus form.
-        disable_recompute: keep more for the backward pass: of a kernel w, u, qg and kg, of flash-linear-attention all
-            intermediates.
+        disable_recompute: keep more for the backward pass of flash-linear-attention: behind a kernel w, u, qg and kg,
+            behind its own forward all intermediates. It changes nothing for a kernel with a backward of its own.
         return_intermediate_states: also return the state before each chunk; inference only. It has the dtype of the
             states, where flash-linear-attention rounds it to that of the activations.
         state_v_first: states are stored `[.., V, K]` instead of `[.., K, V]`.
@@ -429,8 +431,8 @@ def kda_prefill_hopper(
 
     Raises:
         RuntimeError: the tensors are not on a Hopper GPU (sm90), no Hopper KDA kernel is installed, or the kernel does
-            not take this problem. Inputs that require gradients need flash-linear-attention beside a kernel without a
-            backward.
+            not take this problem. Inputs that require gradients need flash-linear-attention where the kernel has no
+            backward for the problem.
         TypeError, ValueError, NotImplementedError: as `chunk_kda`.
 
     Example:

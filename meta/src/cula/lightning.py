@@ -37,7 +37,7 @@ The four Lightning and simple GLA prefill functions also share these keyword arg
     segment_tokens               a kernel cuts every sequence after each so many tokens, a multiple of 64 and at least
                                  1024, so that a sequence has the same bits in every batch; None: as num_splits says
 
-Gradients of these four: a kernel's forward is followed by the backward of flash-linear-attention where that is
+Gradients of these four: a kernel's backward is its own, or that of flash-linear-attention where it has none and that is
 installed and able; otherwise `impl="auto"` takes the reference, which is differentiable in plain torch. FLA has no
 gradient for the constant decay of a head (`decay`, or `g_gamma` without `g`).
 """

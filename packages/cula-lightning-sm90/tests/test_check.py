@@ -268,11 +268,17 @@ WRONG = [
     value("layer_idx", -1, ValueError, "0 to 3", "-1", LAYER),
     value("layer_idx", 4, ValueError, "0 to 3", "4", LAYER),
     value("num_layers", 0, ValueError, "at least 1", "0", LAYER),
+    *(entry(f"{name} requires a gradient beside {blamed}", lambda a, name=name, without=without: {
+        name: a[name].clone().requires_grad_()} | dict.fromkeys(without), ValueError, blamed,
+            "None when gradients are required", "a tensor", functions)
+      for blamed, without in (("out", ()), (CHECKPOINTS, ("out",)))
+      for name, functions in (("q", ALL), ("k", ALL), ("v", ALL), ("g", GLA), ("decay", DECAYED),
+                              ("g_gamma", GLA), ("initial_state", STATED), ("state_pool", VARLEN))),
+    entry("q requires a gradient beside an updated pool", lambda a: {"q": a["q"].clone().requires_grad_()} |
+          dict.fromkeys(("out", CHECKPOINTS, EVERY)), ValueError, "state_pool", "None when gradients are required",
+          "a tensor", VARLEN),
     *(change(f"{name} requires a gradient", name, lambda x: x.clone().requires_grad_(), ValueError,
-             "no gradient (no backward; cula.lightning with flash-linear-attention has one)", "requires_grad=True",
-             functions)
-      for name, functions in (("q", ALL), ("k", ALL), ("v", ALL), ("g", GLA), ("decay", DECAYED), ("g_gamma", GLA),
-                              ("initial_state", STATED), ("state_pool", VARLEN), (CHECKPOINTS, ALL), ("out", ALL))),
+             "None when gradients are required", "a tensor", ALL) for name in (CHECKPOINTS, "out")),
     several("an empty batch and a wrong decay",
             {n: lambda a, n=n: a[n][:0] for n in ("q", "k", "v", "out", "initial_state", CHECKPOINTS)}
             | {"decay": lambda a: a["decay"].double()}, TypeError, "decay", "float32", "float64", DENSE),

@@ -83,7 +83,18 @@ HEAVY = [
         )
     )
 ]  # fmt: skip
-CONFIGS = [config_of(case) for case in COVERING] + HEAVY
+# Against time, with all that a gradient can want.
+REVERSED = [
+    config
+    for gate, packed, dots in (("float32", False, False), ("float32", False, True), (None, True, True))
+    for config in candidates(
+        Problem(
+            "bfloat16", 128, 128, gate, packed=packed, initial_state=True, exact_state=not packed, reverse=True,
+            dots=dots,
+        )
+    )
+]  # fmt: skip
+CONFIGS = [config_of(case) for case in COVERING] + HEAVY + REVERSED
 
 
 def label(config: Config) -> str:
@@ -99,6 +110,8 @@ def label(config: Config) -> str:
         "l2norm",
         "exact_state",
         "in_place",
+        "reverse",
+        "dots",
     )
     flags = "".join("-" + name for name in names if getattr(p, name))
     if p.checkpoints:
@@ -157,7 +170,8 @@ def test_machine_code(config):
     # Every product and every copy once: no loop that the compiler doubled, nothing that it found to be dead.
     assert kernel.count("HGMMA") == sum(products(config).values())
     panels = config.problem.head_dim_k // 64 * (1 if config.prescan else 2)
-    assert kernel.count("UTMALDG") == panels + config.tiles + config.paired
+    dots = config.problem.dots and not config.prescan
+    assert kernel.count("UTMALDG") == panels + config.tiles * (1 + dots) + config.paired
     # Half of P goes to the partner.
     assert kernel.count("UBLKCP") == (config.shared and not config.prescan)
     assert kernel.count("UTMASTG") == (0 if config.prescan else 2)  # in the loop and after it

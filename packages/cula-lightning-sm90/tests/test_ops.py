@@ -92,7 +92,7 @@ def test_opcheck_traced(make_inputs, case):
 
 def test_the_schema_names_what_is_written():
     written = [a.name for a in OP._schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["state_pool", "final_state", "checkpoints", "out"]
+    assert written == ["state_pool", "final_state", "checkpoints", "out", "dots"]
 
 
 @each_layout
@@ -573,7 +573,9 @@ print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _
         ({"dtype": torch.bfloat16, "state_dtype": torch.float32}, None),
         ({"dtype": torch.float16, "state_dtype": None, "gate_dtype": torch.float64}, None),
         ({"head_dim_k": 64, "head_dim_v": 128, "requires_grad": False}, None),
-        ({"requires_grad": True}, "no backward"),
+        ({"requires_grad": True}, None),
+        ({"requires_grad": True, "decay_requires_grad": True, "gate_dtype": torch.float32}, None),
+        ({"requires_grad": True, "function": "chunk_gated_delta_rule"}, "no backward"),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
         (
             {"state_dtype": torch.float64},

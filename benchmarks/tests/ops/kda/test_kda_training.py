@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,23 +27,19 @@ def in_bf16(problem, x, spoil=None):
 
 
 @pytest.mark.parametrize("problem", [setting(100, heads=4), setting(100, heads=4, sequences=3)])
-def test_gradients_are_checked_one_by_one(small, problem, monkeypatch):
+def test_gradients_are_checked_one_by_one(small, problem):
     ours, fla = (dataclasses.replace(p, bind=in_bf16) for p in kda_training.OP.providers)
-    monkeypatch.setattr(kda_training, "OP", SimpleNamespace(providers=(ours, fla)))
     with torch.inference_mode():  # as every benchmark runs
         errors = kda_training.check(ours, problem, "cpu")
     assert set(errors) == set(kda_training.LEAVES) and max(errors.values()) < 5e-3
     for name in kda_training.LEAVES:
         bind = functools.partial(in_bf16, spoil=name)
         wrong = dataclasses.replace(ours, bind=bind)
-        with pytest.raises(CheckFailed, match=f"gradient of {name} of cula: .*, limit 2.00e-02"):
+        with pytest.raises(CheckFailed, match=f"gradient of {name} of cula: .*, limit 5.00e-03"):
             kda_training.check(wrong, problem, "cpu")
-        # FLA may be so far off, and then so may we, whose backward it is.
+        # FLA may be so far off.
         theirs = dataclasses.replace(fla, bind=bind)
         assert kda_training.check(theirs, problem, "cpu")[name] > kda_training.LIMIT
-        with monkeypatch.context() as patch:
-            patch.setattr(kda_training, "OP", SimpleNamespace(providers=(ours, theirs)))
-            assert kda_training.check(wrong, problem, "cpu")[name] > kda_training.LIMIT
 
 
 def test_a_step_is_the_derivative_of_the_outputs(small):

@@ -147,6 +147,13 @@ def int32_vector(
     device(name, x, lead, lead_name)
 
 
+def requires_grad(*tensors: object) -> bool:
+    """Returns whether autograd wants a derivative of any of the tensors. Other objects are left to the checks."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
+
+
 def no_gradients(why: str, **tensors: Tensor | None) -> None:
     """Refuses tensors that require gradients; `why` says what has no backward and what to do."""
     if torch.is_grad_enabled():

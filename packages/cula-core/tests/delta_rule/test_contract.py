@@ -17,6 +17,7 @@ from cula_testing.kda.contract import (
     HEADS_V,
     NO_GATE,
     PACKED,
+    UNTRAINED,
     WRONG,
     good_arguments,
 )
@@ -25,7 +26,7 @@ from cula_testing.refusals import Arguments, assert_refused, by_name, cases, con
 from cula_testing.tensors import column, every_other, gapped, int32, spaced, turned
 
 
-@pytest.mark.parametrize("wrong, mode", cases(WRONG, "cpu"))
+@pytest.mark.parametrize("wrong, mode", cases([*WRONG, *UNTRAINED], "cpu"))
 def test_wrong_arguments_are_refused(wrong, mode):
     assert_refused(chunk_kda, wrong, good_arguments(mode, "cpu"))
 

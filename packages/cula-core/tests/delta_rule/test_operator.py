@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -464,8 +465,17 @@ def test_fake_tensors_of_any_device(device, v_first):
     ],
 )
 def test_problems_are_refused_for_a_reason(problem, reason):
-    answer = spec.supports("cula-x", **problem)
+    answer = spec.supports(HOPPER, **problem)
     assert answer is None if reason is None else reason in answer
+
+
+@pytest.mark.parametrize("name", ["state_pool", "has_initial_state", "checkpoints"])
+def test_a_target_with_a_backward_has_it_for_training_alone(name):
+    target = replace(HOPPER, backward=True)
+    assert spec.supports(target, requires_grad=True) is None
+    assert spec.supports(target, **{name: True}) is None
+    answer = spec.supports(target, requires_grad=True, **{name: True})
+    assert answer == f"no backward with {name}"
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
@@ -474,5 +484,6 @@ def test_a_missing_language_comes_with_what_to_install(monkeypatch, missing):
     monkeypatch.setattr(
         cula_core.spec, "find_spec", lambda name: None if name == missing else found(name)
     )
-    answer = spec.supports("cula-x")
-    assert answer is not None and missing in answer and "--find-links dist cula-x" in answer
+    answer = spec.supports(HOPPER)
+    assert answer is not None and missing in answer
+    assert f"--find-links dist {HOPPER.distribution}" in answer

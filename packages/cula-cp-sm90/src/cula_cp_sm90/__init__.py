@@ -3,11 +3,12 @@
 from cula_core.delta_rule.prefill import Prefill
 
 from .arch import TARGET
+from .backward.ops import trained
 
 __version__ = "0.1.0"
 __all__ = ["chunk_kda", "kda_workspace_bytes"]
 
-_prefill = Prefill(TARGET)
+_prefill = Prefill(TARGET, trained)
 chunk_kda = _prefill.chunk_kda
 begin_chunk_kda = _prefill.begin_chunk_kda  # for a dispatcher that spreads sequences over GPUs
 kda_workspace_bytes = _prefill.kda_workspace_bytes

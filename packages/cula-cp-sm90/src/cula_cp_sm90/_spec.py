@@ -11,5 +11,5 @@ from .arch import TARGET
 
 NAME, ARCHS = TARGET.distribution, TARGET.archs
 OP, PRIORITY = spec.OP, spec.PRIORITY
-supports = partial(spec.supports, NAME)
+supports = partial(spec.supports, TARGET)
 load = loader(TARGET.package)

@@ -23,4 +23,5 @@ TARGET = Target(
         merge_step_us=3.4,
     ),
     recurrence="cula_cp_sm90.kernels.recurrence:KdaRecurrence",
+    backward=True,
 )

@@ -132,7 +132,9 @@ def expected(problem: Problem) -> dict[tuple[int, int], dict[str, Tensor]]:
                 name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 for name, leaf in zip(NAMES, leaves)
             }
-            found[slot, head] = grads | {"z": torch.stack(zs), "y": v.grad}
+            found[slot, head] = grads | {
+                "z": torch.stack(zs), "y": v.grad, "v": r.detach()[:, None] * v.grad,
+            }  # fmt: skip
     return found
 
 
@@ -156,7 +158,7 @@ def run(
         most = x["do"][row, token : token + size].float().abs().amax((0, 2))
         peaks[sequence] = torch.maximum(peaks[sequence], most)
     grown = torch.where(peaks > 0, 2.0 ** (1 - peaks.log2().floor()), 1.0)
-    factors = torch.full((slots, hv, 3, CHUNK), float("nan"))
+    factors = torch.full((slots, hv, 4, CHUNK), float("nan"))
     images = {
         name: torch.full((slots, hv, 2, size), float("nan"), dtype=operand)
         for name, size in (("states", 8192), ("d_states", 8192), ("z", 4096), ("minus_y", 4096))
@@ -174,7 +176,7 @@ def run(
             beta = beta.sigmoid() if config.beta_sigmoid else beta
             root = (2 * beta if config.neg_eigval else beta).sqrt()
             factors[slot, head] = 1.0
-            factors[slot, head, :, :size] = torch.stack([root, *norms]).float()
+            factors[slot, head, :, :size] = torch.stack([root, *norms, root]).float()
             power = grown[sequence, head].double()
             padded = torch.zeros(2, 64, HEAD_DIM, dtype=torch.float64)
             padded[0, :size], padded[1, :size] = own["z"], -power * own["y"]
@@ -190,7 +192,8 @@ def run(
     shape = x["do"].shape
     dtype = x["q"].dtype
     out = {
-        "q": emulated.empty(shape, dtype), "k": emulated.empty(shape, dtype), "g": emulated.empty(shape, x["g"].dtype),
+        "q": emulated.empty(shape, dtype), "k": emulated.empty(shape, dtype),
+        "v": emulated.empty(shape, dtype), "g": emulated.empty(shape, x["g"].dtype),
         "beta": emulated.empty(shape[:3], x["beta"].dtype),
         "rate": emulated.empty((slots, hv), torch.float32) if config.rate else None,
         "bias": emulated.empty((slots, hv, HEAD_DIM), torch.float32) if config.bias else None,
@@ -207,7 +210,7 @@ def run(
 
 
 # Dtypes of results round by up to 1.7e-3.
-BOUNDS = {"q": 2e-3, "k": 2e-3, "g": 2.1e-3, "beta": 2.2e-3, "rate": 5e-3, "bias": 3e-3}
+BOUNDS = {"q": 2e-3, "k": 2e-3, "v": 2e-3, "g": 2.1e-3, "beta": 2.2e-3, "rate": 5e-3, "bias": 3e-3}
 
 
 def check(problem: Problem, exact, out: dict[str, Tensor], more: float = 1.0) -> None:

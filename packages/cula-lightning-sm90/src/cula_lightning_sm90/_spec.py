@@ -36,7 +36,7 @@ def supports(
     missing = missing_language(NAME)
     if missing:
         return missing
-    if requires_grad:
+    if requires_grad and gated:
         return "no backward"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"

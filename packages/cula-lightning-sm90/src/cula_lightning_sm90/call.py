@@ -14,7 +14,8 @@ SCHEMA = (
     "Tensor? state_indices, Tensor(b!)? final_state, Tensor(c!)? checkpoints, Tensor? cu_seqlens, Tensor(d!) out, "
     "float scale, int decay_sign, bool state_v_first, bool l2norm, bool exact_state, int checkpoint_every, "
     "int? num_splits, Tensor? has_initial_state=None, int? null_slot=None, int segment_tokens=0, "
-    "Tensor? checkpoint_rows=None, Tensor? checkpoint_offsets=None) -> ()"
+    "Tensor? checkpoint_rows=None, Tensor? checkpoint_offsets=None, bool reverse=False, "
+    "Tensor? dot_with=None, Tensor(e!)? dots=None) -> ()"
 )
 
 
@@ -27,7 +28,11 @@ class Call(NamedTuple):
     replaces both others. has_initial_state [N]: False where a sequence begins from zero. checkpoints [B, T // n, HV, K,
     V] with n = checkpoint_every, or None and 0; [rows, HV, K, V] with checkpoint_rows [N], the row of each sequence's
     first one, or with checkpoint_offsets [N], which keep one state per sequence, after so many tokens; then None is the
-    pool. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as num_splits says.
+    pool. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as num_splits says. reverse: time runs
+    backwards: with the state S_T = initial_state behind the last token, S_t = exp(d_t) (S_(t+1) + k_t v_t^T) is final
+    at t = 0, and o_t = scale * q_t (S_(t+1) + k_t v_t^T). v may have fewer heads than out, as q and k may. dots [B, HV,
+    4 ceil(V / 64), 2, T] fp32, written: parts of sums over V of dot_with [B, T, H or HV, V] times the unrounded
+    outputs, first of their share of the state with which a chunk begins, then of the whole.
     """
 
     q: Tensor
@@ -54,6 +59,9 @@ class Call(NamedTuple):
     segment_tokens: int = 0
     checkpoint_rows: Tensor | None = None
     checkpoint_offsets: Tensor | None = None
+    reverse: bool = False
+    dot_with: Tensor | None = None
+    dots: Tensor | None = None
 
     @property
     def kept_in(self) -> Tensor | None:

@@ -15,8 +15,6 @@ from cula_core.dtypes import dtype_name
 
 from .config import HEAD_DIMS
 
-_NO_BACKWARD = "no backward; cula.lightning with flash-linear-attention has one"
-
 
 def check_prefill(
     q: Tensor,
@@ -103,11 +101,16 @@ def check_prefill(
             arguments.value_error("num_splits", "at least 1", num_splits)
     not_beside = None if num_splits is None else str(num_splits)
     arguments.segment_tokens(segment_tokens, not_beside, of="num_splits")
-    arguments.no_gradients(
-        _NO_BACKWARD,
-        **{"q": q, "k": k, "v": v, "g": g, decay_name: head_decay, state_name: state},
-        **{"state_checkpoints": checkpoints, "out": out},
-    )
+    trained = wants_gradients(q, k, v, g, head_decay, state)
+    arguments.not_with_gradients("out", out, trained)
+    arguments.not_with_gradients("state_checkpoints", checkpoints, trained)
+    if update:
+        arguments.not_with_gradients(state_name, state, trained)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Returns whether one of the tensors does."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def check_layer(layer_idx: int, num_layers: int) -> None:

@@ -8,6 +8,7 @@ from cula_core.constants import STATE_DTYPES
 
 CHUNK = 64
 V_TILE = 64
+WARPS = 4  # of a tile
 HEAD_DIMS = (64, 128)
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +25,9 @@ class Problem:
     sequences are those of `cu_seqlens`. indexed: sequences find their state through indices, negative ones are skipped.
     in_place: the final state replaces the initial one. checkpoints: states on the way are kept after "every" so many
     tokens, or "once"; placed: in rows that the caller names. l2norm, exact_state: see the public functions. fresh:
-    sequences say whether they have an initial state. state_dtype: of all states.
+    sequences say whether they have an initial state. state_dtype: of all states. reverse: time runs backwards, as in a
+    gradient: a token's decay is that of the state behind it, and the state begins behind the last token. dots: products
+    of the outputs with another tensor are summed up over channels, before and after what a chunk adds.
     """
 
     dtype: str
@@ -44,6 +47,8 @@ class Problem:
     exact_state: bool = False
     fresh: bool = False
     state_dtype: str = "float32"
+    reverse: bool = False
+    dots: bool = False
 
     @property
     def forgets(self) -> bool:
@@ -66,6 +71,8 @@ class Problem:
             return "an in-place state is a final state"
         if self.placed and self.checkpoints is None:
             return "rows are named for states that are kept"
+        if self.reverse and (self.checkpoints or self.in_place or self.l2norm):
+            return "against time no states are kept or replaced, and nothing is normalised"
         return None
 
 
@@ -89,8 +96,9 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """The bytes that are loaded for one chunk: q (unless prescan), k, and v of every tile."""
-        return 2 * CHUNK * (self.problem.head_dim_k * (2 - self.prescan) + V_TILE * self.tiles)
+        """The bytes that are loaded for one chunk: q (unless prescan), k, v of every tile, and as much for dots."""
+        wide = V_TILE * self.tiles * (1 + (self.problem.dots and not self.prescan))
+        return 2 * CHUNK * (self.problem.head_dim_k * (2 - self.prescan) + wide)
 
     @property
     def follows(self) -> bool:
@@ -121,6 +129,8 @@ class Config:
             return self.problem.illegal()
         if self.tiles not in (1, 2) or V_TILE * self.tiles > self.problem.head_dim_v:
             return f"{self.tiles} tiles of {V_TILE} columns do not fit V={self.problem.head_dim_v}"
+        if self.problem.dots and self.tiles > 1:
+            return "dots of two tiles leave no shared memory for a third stage"
         if self.prescan and not self.split:
             return "only split sequences are scanned in advance"
         if self.paired and (

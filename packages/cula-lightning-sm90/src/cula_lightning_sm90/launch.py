@@ -41,7 +41,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     """
     q, v, g, cu_seqlens = call.q, call.v, call.g, call.cu_seqlens
     batch, tokens, _, dim_k = call.k.shape
-    heads_v, dim_v = v.shape[2:]
+    heads, dim_v = call.out.shape[2:]
     saved, fresh = call.kept_in, call.has_initial_state
     kept = None
     if saved is not None:
@@ -65,6 +65,8 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         exact_state=call.exact_state,
         fresh=fresh is not None,
         state_dtype=tensors.states_dtype(call.initial, call.final),
+        reverse=call.reverse,
+        dots=call.dots is not None,
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
     spread = plan(
@@ -72,7 +74,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         batch,
         tokens,
         call.sequences,
-        heads_v,
+        heads,
         count,
         call.num_splits,
         _in_rows(g),
@@ -87,7 +89,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         table(cu_seqlens, segments, segment_tokens, min(tokens, segment_tokens))
     if spread.split:
         tiles, units = dim_v // V_TILE, dim_k * V_TILE // (4 * 128)
-        shape = (spread.segments * spread.pieces, heads_v, tiles, units, 128, 4)
+        shape = (spread.segments * spread.pieces, heads, tiles, units, 128, 4)
         states = q.new_empty(shape, dtype=torch.float32)
         decays = q.new_empty(shape[:2], dtype=torch.float32)
     if fresh is not None:
@@ -100,7 +102,8 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
     for config in configs(problem, spread):
         forward = not config.prescan
         kernels(config)(
-            q if forward else None, call.k, v, call.out, g, call.head_decay, call.initial, call.state_indices, fresh,
+            q if forward else None, call.k, v, call.out, *((call.dot_with, call.dots) if forward else (None, None)),
+            g, call.head_decay, call.initial, call.state_indices, fresh,
             call.final if forward else None,
             *(where if forward else (None, None, None)),
             segments, states, decays,

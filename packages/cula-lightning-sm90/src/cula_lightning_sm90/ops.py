@@ -34,8 +34,12 @@ Keywords of all functions:
         the CPU.
     out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
 
-Errors: TypeError or ValueError for an argument that does not fit, gradients included (there is no backward), and
-nothing was changed; RuntimeError on a GPU whose compute capability is not 9.0.
+Gradients reach q, k, v, states and decays, by the kernels of the forward. Memory that is written is a ValueError beside
+gradients: out, state_checkpoints, a pool that is updated. A backward needs the inputs alone, and its results are
+rounded to their dtypes as outputs are.
+
+Errors: TypeError or ValueError for an argument that does not fit, and nothing was changed; RuntimeError on a GPU whose
+compute capability is not 9.0.
 """
 
 from __future__ import annotations
@@ -60,9 +64,9 @@ from cula_core.tensors import (
     stored_alike,
 )
 
-from . import reference
+from . import backward, reference
 from .call import SCHEMA, Call
-from .check import check_layer, check_packed, check_prefill
+from .check import check_layer, check_packed, check_prefill, wants_gradients
 
 _PREFILL = "cula_lightning_sm90::prefill"
 torch.library.define(_PREFILL, SCHEMA)
@@ -74,7 +78,7 @@ def _run_on_cpu(call: Call) -> None:
         call.kept_in, call.cu_seqlens, call.out, scale=call.scale, decay_sign=call.decay_sign,
         state_v_first=call.state_v_first, l2norm=call.l2norm, checkpoint_every=call.checkpoint_every,
         has_initial_state=call.has_initial_state, null_slot=call.null_slot, checkpoint_rows=call.checkpoint_rows,
-        checkpoint_offsets=call.checkpoint_offsets,
+        checkpoint_offsets=call.checkpoint_offsets, reverse=call.reverse, dot_with=call.dot_with, dots=call.dots,
     )  # fmt: skip
 
 
@@ -90,6 +94,8 @@ def _run_on_gpu(call: Call) -> None:
         return
     g, out = call.g, call.out
     changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
+    if call.dot_with is not None:
+        changes["dot_with"] = aligned(call.dot_with)
     if g is not None and g.dtype == torch.float64:
         changes["g"] = g.float()
     if call.checkpoints is not None and call.checkpoints.numel() == 0:
@@ -116,8 +122,14 @@ def _launch() -> Callable[[Call], None]:
 torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
 torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
 register_fake(_PREFILL)
+backward.register(_run_on_cpu, _run_on_gpu)
 
-_prefill_op = torch.ops.cula_lightning_sm90.prefill.default
+
+def _run(call: Call) -> None:
+    if is_plain_cuda_call(call.q):
+        _run_on_gpu(call)
+    else:
+        torch.ops.cula_lightning_sm90.prefill.default(*call)
 
 
 @functools.cache
@@ -425,8 +437,7 @@ def _prefill(
     checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Checks, allocates and runs for every public function. update: the state is replaced, not only read."""
-    plain = is_plain_cuda_call(q)
-    if plain:
+    if is_plain_cuda_call(q):
         require_hopper(q.device)
     check_prefill(
         q, k, v, g, head_decay, decay_name, scale, state, state_name, indices, output_final_state,
@@ -435,8 +446,23 @@ def _prefill(
     )  # fmt: skip
     if null_slot is not None and indices is None and cu_seqlens is not None:
         indices = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=q.device)
+    of_decays = wants_gradients(g, head_decay)
+    trained = of_decays or wants_gradients(q, k, v, state)
+    if trained and state is not None and state_name == "state_pool":
+        sequences = cu_seqlens.shape[0] - 1
+        state, indices = backward.read_pool(state, indices, null_slot, has_initial_state, sequences)
+        has_initial_state = None
     initial, turned = as_stored(state)
     v_first = state_v_first != turned
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if trained:
+        out, final = backward.Prefill.apply(
+            _run, output_final_state, q, k, v, g, head_decay, initial, indices, cu_seqlens, float(scale),
+            1 if decay_name == "g_gamma" else -1, v_first, l2norm, exact_state, num_splits, segment_tokens or 0,
+            of_decays,
+        )  # fmt: skip
+        return out, final.transpose(2, 3) if turned and final is not None else final
     pool: Tensor | None = None
     final: Tensor | None = None
     if update and initial is not None:
@@ -450,8 +476,6 @@ def _prefill(
     saved = stored_alike(checkpoints, turned)
     if out is None:
         out = torch.empty_like(v, memory_format=DENSE)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
     call = Call(
         q, k, v, g, head_decay, initial, pool, indices, final, saved, cu_seqlens, out, float(scale),
         decay_sign=1 if decay_name == "g_gamma" else -1,
@@ -466,10 +490,7 @@ def _prefill(
         has_initial_state=has_initial_state,
         null_slot=null_slot,
     )  # fmt: skip
-    if plain:
-        _run_on_gpu(call)
-    else:
-        _prefill_op(*call)
+    _run(call)
     put_back(saved, checkpoints, turned)
     if pool is not None:
         return out, state

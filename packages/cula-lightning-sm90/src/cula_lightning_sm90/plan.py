@@ -83,7 +83,7 @@ def plan(
     else:
         segments = batch * parts
     fits = sequences * heads_v * v_tiles <= multiprocessors
-    tiles = 1 if v_tiles == 1 or fits or length else 2
+    tiles = 1 if v_tiles == 1 or fits or length or problem.dots else 2
     ctas = min(multiprocessors, segments * heads_v * v_tiles // tiles)
     paired = (
         gate_rows and not problem.packed and tiles == 1 and heads_v * v_tiles % 2 == 0 and ctas > 1

@@ -135,10 +135,14 @@ def chunked_prefill(
     checkpoint_every: int = 0,
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
+    reverse: bool = False,
+    dot_with: Tensor | None = None,
+    dots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`recurrent_prefill` by chunks of 64 tokens, in fp64 if an argument is fp64 and in fp32 otherwise.
 
     Arguments and results are the same. A dense batch runs its sequences together, a packed one each for itself.
+    reverse, dot_with, dots [B, HV, 2, T]: see `Call`; without checkpoints.
     """
     batch, tokens, _, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
@@ -166,14 +170,21 @@ def chunked_prefill(
         rows = [sequences[n].row for n in members]
         _, start, stop, _ = sequences[members[0]]
         state = finals[members]
-        for first in range(start, stop, _CHUNK):
-            piece = slice(first, min(first + _CHUNK, stop))
+        pieces = [slice(i, min(i + _CHUNK, stop)) for i in range(start, stop, _CHUNK)]
+        for piece in reversed(pieces) if reverse else pieces:
             q_c, k_c, v_c = (x[rows, piece].to(work) for x in (q, k, v))
             if l2norm:
                 q_c, k_c = normalized(q_c), normalized(k_c)
-            outputs[rows, piece], state = _chunk(
-                q_c, k_c, v_c, log_decay[rows, piece], state, scale
-            )
+            given, own, state = _chunk(q_c, k_c, v_c, log_decay[rows, piece], state, scale, reverse)
+            outputs[rows, piece] = given + own
+            if dots is not None:
+                x = (
+                    dot_with[rows, piece]
+                    .to(work)
+                    .repeat_interleave(heads_v // dot_with.shape[2], 2)
+                )
+                for i, o in enumerate((given, given + own)):
+                    dots[rows, :, i, piece] = (x * o).sum(-1).transpose(1, 2)
             if kept is None:
                 continue
             for n, own in zip(members, state):
@@ -205,6 +216,9 @@ def prefill(
     null_slot: int | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
+    reverse: bool = False,
+    dot_with: Tensor | None = None,
+    dots: Tensor | None = None,
 ) -> None:
     """`chunked_prefill` into `out` and `final_state`: the contract of the kernel's launcher, on the CPU.
 
@@ -224,10 +238,12 @@ def prefill(
         initial_state = pool.new_zeros(sequences, *pool.shape[1:])
         initial_state[read] = pool[slots[read]]
         state_indices = torch.where(live, rows, -1)
+    v = v.repeat_interleave(out.shape[2] // v.shape[2], 2)
     outputs, finals = chunked_prefill(
         q, k, v, g, head_decay, initial_state, state_indices, checkpoints, cu_seqlens, scale=scale,
         decay_sign=decay_sign, state_v_first=state_v_first, l2norm=l2norm,
         checkpoint_every=checkpoint_every, checkpoint_rows=checkpoint_rows, checkpoint_offsets=checkpoint_offsets,
+        reverse=reverse, dot_with=dot_with, dots=None if dots is None else dots.zero_()[:, :, 0],
     )  # fmt: skip
     out.copy_(outputs)
     if final_state is None:
@@ -239,9 +255,12 @@ def prefill(
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Outputs [B, L, HV, V] of L tokens and the state [B, HV, K, V] after them."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [B, L, HV, V] of L tokens, from the state and from each other, and the state [B, HV, K, V] after them.
+
+    reverse: the state is that behind them, and returned is the one in front.
+    """
     length, group = q.shape[1], v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (q, k))
     v, log_decay = v.transpose(1, 2), log_decay.transpose(1, 2)
@@ -250,11 +269,14 @@ def _chunk(
     terms = torch.where(causal.tril(-1), log_decay[..., None], 0)
     between = terms.cumsum(2).masked_fill(~causal, -torch.inf)
     since_start = log_decay.cumsum(2).exp()[..., None]
-    scores = (q @ k.transpose(2, 3)) * between.exp()
-    outputs = scale * (since_start * (q @ state) + scores @ v)
     until_end = between[:, :, -1].exp()[..., None]
-    state = since_start[:, :, -1:] * state + (until_end * k).transpose(2, 3) @ v
-    return outputs.transpose(1, 2), state
+    total = since_start[:, :, -1:]
+    if reverse:
+        between, since_start, until_end = between.mT, until_end, since_start
+    scores = (q @ k.transpose(2, 3)) * between.exp()
+    given, own = scale * since_start * (q @ state), scale * (scores @ v)
+    state = total * state + (until_end * k).transpose(2, 3) @ v
+    return given.transpose(1, 2), own.transpose(1, 2), state
 
 
 def _kept(

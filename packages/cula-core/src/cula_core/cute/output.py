@@ -49,9 +49,9 @@ class OutputTiles:
     def finish(
         self, tma, gO, sO, out, batch, token, length, head, column, chunks, turn, group, tidx
     ):
-        """Sends the last chunk of an item; a partial one by ordinary stores, its neighbours being others' tokens."""
+        """Sends chunk `chunks` - 1; a partial one by ordinary stores, its neighbours being others' tokens."""
         left = length - (chunks - 1) * TOKENS
-        if left == TOKENS:
+        if left >= TOKENS:
             self.send(tma, gO, sO, chunks - 1, turn, group, tidx)
         else:
             if tidx < 32:

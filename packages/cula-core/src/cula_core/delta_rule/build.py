@@ -41,8 +41,9 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV * 128], cu_seqlens [N + 1],
-    segment table, blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, scale, lower_bound, tokens of
-    a segment, of the longest one, first slot, number of slots."""
+    segment table, blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, of a backward pass do [B, T,
+    HV, 128], factors [slots, HV, 4, 64] and peaks [N, HV], scale, lower_bound, tokens of a segment, of the longest one,
+    first slot, number of slots."""
     batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
 
     def rows(dtype: str, heads: object, width: int = HEAD_DIM):
@@ -64,6 +65,9 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         fake.segment_table() if config.index_dtype else None,
         _blocks(config.operand, heads_v),
         *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
+        rows(config.dtype, heads_v) if config.rooted else None,
+        fake.states(heads_v, 4, CHUNK) if config.rooted else None,
+        fake.matrix(cutlass.Int32, heads_v) if config.rooted else None,
         *(cutlass.Float32(1.0) for _ in range(2)),
         *(cutlass.Int32(1) for _ in range(4)),
     )

@@ -41,7 +41,8 @@ class PrepareConfig:
 
     dtype: of q, k. operand: of what it writes. gate: g holds log decays ("log") or what they are computed from.
     bounded: log decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a
-    dense batch. intra: Aqk and (I + Akk)^-1 are written for the caller too. The others are the flags of the public
+    dense batch. intra: Aqk and (I + Akk)^-1 are written for the caller too. rooted: for a backward pass, keys have the
+    roots of strengths, whose factors are written too, with the largest |do|. The others are the flags of the public
     function.
     """
 
@@ -58,6 +59,7 @@ class PrepareConfig:
     bias: bool = True
     index_dtype: str | None = None
     intra: bool = False
+    rooted: bool = False
 
 
 @dataclass(frozen=True)

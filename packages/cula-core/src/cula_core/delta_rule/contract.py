@@ -128,6 +128,20 @@ def check_prefill(
     )
 
 
+def check_trained(beta: Tensor, logits: bool, **inference: object) -> None:
+    """Refuses what has no backward. inference: arguments that inference alone has, None or False where it is not used.
+
+    logits: whether the strength is computed inside. One that is given must not be negative, checked on the CPU only.
+    """
+    for name, x in inference.items():
+        if x is not None and x is not False:
+            unused = False if x is True else None
+            got = "a tensor" if isinstance(x, Tensor) else x
+            arguments.value_error(name, f"{unused} when gradients are required", got)
+    if isinstance(beta, Tensor) and not logits:
+        arguments.sign("beta", beta, 1)
+
+
 def check_null_slot(null_slot: int | None, pool: Tensor | None) -> None:
     """Refuses a row that means padding where it is no 32-bit integer, or there is no pool."""
     slots.check_null_slot(null_slot)

@@ -116,7 +116,7 @@ class Launch:
         )
         self.kernels(config)(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, self.blocks,
-            call.Aqk, call.Akk, call.scale, call.lower_bound, self.segment_tokens,
+            call.Aqk, call.Akk, None, None, None, call.scale, call.lower_bound, self.segment_tokens,
             min(call.q.shape[1], self.segment_tokens), first, held,
         )  # fmt: skip
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import requires_grad
 from ..dtypes import dtype_name
 from ..operators import register_fake
 from ..reference import kda as reference
@@ -27,18 +28,23 @@ from ..tensors import (
 from .before_chunks import chunk_rows
 from .call import SCHEMA, Call, Slice
 from .config import CHUNK, INTRACARD_CP, workspace_bytes
-from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes
+from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes, check_trained
 from .target import Target
 
 if TYPE_CHECKING:
     from .slices import Begun
 
+Trained = Callable[[Callable[..., tuple], dict[str, Any]], tuple]
+
 
 class Prefill:
     """The operator `<package>::prefill` of a target, and the functions that its package shows."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, trained: Trained | None = None) -> None:
+        """trained: makes a call that autograd follows, of `chunk_kda` and its arguments by name; used where the target
+        has a backward."""
         self._target = target
+        self._trained = trained
         name = f"{target.package}::prefill"
         torch.library.define(name, SCHEMA)
         torch.library.impl(name, "CPU", lambda *values: _run_on_cpu(Call(*values)))
@@ -89,7 +95,7 @@ class Prefill:
         workspace: Tensor | None = None,
         return_intra: bool = False,
     ) -> tuple[Any, ...]:
-        """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences, forward only.
+        """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) over whole sequences.
 
         Per sequence and value head, with the state S `[K, V]`, the log decay d_t `[K]` and the write strength b_t:
 
@@ -123,7 +129,8 @@ class Prefill:
                 computed inside with a lower_bound of at least -5; any other decay is served right, but slower. A gate
                 computed inside needs `lower_bound` beside this.
             lower_bound: bound of the gate, below 0, and at least -5 with `safe_gate`.
-            disable_recompute: with `return_intra`, keep more for the backward pass.
+            disable_recompute: with `return_intra`, keep more for another backward pass. That of the package itself
+                keeps its inputs alone, and computes the rest again.
             return_intermediate_states: also return the state before each chunk of 64 tokens. Not with a state_pool or
                 state_checkpoints, which keep states in memory of the caller, and not with `return_intra` or
                 `disable_recompute`.
@@ -179,7 +186,8 @@ class Prefill:
             zero behind the last chunk.
 
         Raises:
-            TypeError, ValueError: an argument does not fit, gradients included; nothing was changed.
+            TypeError, ValueError: an argument does not fit, or requires a gradient that the package has not; nothing
+                was changed.
             NotImplementedError: `cp_context` is given.
             RuntimeError: the GPU is not one that this package has kernels for.
 
@@ -196,6 +204,30 @@ class Prefill:
             >>> o[0, :, 0, 0].tolist(), state[0, 0, [3, 7], 0].tolist()  # the last value is in the place of the first
             ([1.0, 2.0, 5.0], [5.0, 2.0])
         """
+        if self._target.backward and self._trained is not None and requires_grad(
+            q, k, v, g, beta, A_log, dt_bias, initial_state, state_pool, out, state_checkpoints
+        ):  # fmt: skip
+            check_trained(
+                beta, use_beta_sigmoid_in_kernel, out=out, state_pool=state_pool,
+                initial_state_indices=initial_state_indices, output_state_indices=output_state_indices,
+                null_slot=null_slot, has_initial_state=has_initial_state, state_checkpoints=state_checkpoints,
+                checkpoint_every_n_tokens=checkpoint_every_n_tokens, checkpoint_rows=checkpoint_rows,
+                checkpoint_offsets=checkpoint_offsets, return_intra=return_intra,
+                return_intermediate_states=return_intermediate_states,
+            )  # fmt: skip
+            return self._trained(
+                self.chunk_kda,
+                {
+                    "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
+                    "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                    "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+                    "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "lower_bound": lower_bound,
+                    "disable_recompute": disable_recompute, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
+                    "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context, "A_log": A_log, "dt_bias": dt_bias,
+                    "use_intracard_cp": use_intracard_cp, "segment_tokens": segment_tokens,
+                    "update_state_pool": update_state_pool, "operand_dtype": operand_dtype, "workspace": workspace,
+                },
+            )  # fmt: skip
         plain = is_plain_cuda_call(q)
         if plain:
             self._require_target(q.device)
@@ -249,7 +281,7 @@ class Prefill:
         call = Call(
             q, k, v, g, beta, A_log, dt_bias, initial, pool, initial_state_indices, final, cu_seqlens, cu_seqlens_cpu,
             out, workspace, Aqk, Akk, w, u, qg, kg,
-            **_rules(
+            **rules(
                 q, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                 safe_gate, lower_bound, operand_dtype,
             ),
@@ -323,7 +355,7 @@ class Prefill:
         call = Call(
             q, k, v, g, beta, A_log, dt_bias, initial_state, None, None, None, cu_seqlens, None,
             torch.empty_like(v, memory_format=DENSE), None, None, None, None, None, None, None,
-            **_rules(
+            **rules(
                 q, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                 safe_gate, lower_bound, operand_dtype,
             ),
@@ -409,7 +441,7 @@ def _run_on_cpu(call: Call) -> None:
     )  # fmt: skip
 
 
-def _rules(
+def rules(
     q: Tensor,
     scale: float | None,
     l2norm: bool,
@@ -450,13 +482,20 @@ def _new_intra(
     return intra
 
 
-def prepared(call: Call) -> Call:
-    """Returns the call with tensors as the kernels read them."""
-    g, beta = (x.float() if x.dtype == torch.float64 else x for x in (call.g, call.beta))
-    rate, bias = call.A_log, call.dt_bias
+def as_kernels_read(
+    g: Tensor, beta: Tensor, rate: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns g, beta, A_log and dt_bias in dtypes and at addresses that the kernels read, dt_bias as a vector."""
+    g, beta = (x.float() if x.dtype == torch.float64 else x for x in (g, beta))
     if bias is not None:
         bias = aligned(bias.float().contiguous())
         bias = bias if bias.dim() == 1 else bias.view(-1)
+    return aligned(g), beta, None if rate is None else rate.float(), bias
+
+
+def prepared(call: Call) -> Call:
+    """Returns the call with tensors as the kernels read them."""
+    g, beta, rate, bias = as_kernels_read(call.g, call.beta, call.A_log, call.dt_bias)
     indices: dict[str, Any] = {
         name: None if x is None else x.to(torch.int32)
         for name in (
@@ -476,9 +515,9 @@ def prepared(call: Call) -> Call:
         q=aligned(call.q),
         k=aligned(call.k),
         v=aligned(call.v),
-        g=aligned(g),
+        g=g,
         beta=beta,
-        A_log=None if rate is None else rate.float(),
+        A_log=rate,
         dt_bias=bias,
         checkpoints=saved,
         **indices,

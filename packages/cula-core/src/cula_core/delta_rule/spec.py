@@ -6,6 +6,7 @@ from ..constants import STATE_DTYPES
 from ..dtypes import dtype_name
 from ..spec import missing_language
 from .config import ACTIVATION_DTYPES, GATE_DTYPES, HEAD_DIM
+from .target import Target
 
 OP = "kda.prefill"
 PRIORITY = 10
@@ -15,7 +16,7 @@ _GATES = (*GATE_DTYPES, "float64")
 
 
 def supports(
-    distribution: str,
+    target: Target,
     *,
     dtype: object = None,
     state_dtype: object = None,
@@ -24,14 +25,26 @@ def supports(
     head_dim_k: int | None = None,
     head_dim_v: int | None = None,
     requires_grad: bool = False,
+    state_pool: bool = False,
+    has_initial_state: bool = False,
+    checkpoints: bool = False,
     **_: object,
 ) -> str | None:
     """Returns why a problem is refused, or None. Facts that are not given do not count against it."""
-    missing = missing_language(distribution)
+    missing = missing_language(target.distribution)
     if missing:
         return missing
     if requires_grad:
-        return "no backward"
+        if not target.backward:
+            return "no backward"
+        inference = {
+            "state_pool": state_pool,
+            "has_initial_state": has_initial_state,
+            "checkpoints": checkpoints,
+        }
+        used = [name for name, is_used in inference.items() if is_used]
+        if used:
+            return f"no backward with {used[0]}"
     if dtype is not None and dtype_name(dtype) not in ACTIVATION_DTYPES:
         return f"activations must be {' or '.join(ACTIVATION_DTYPES)}, not {dtype}"
     if state_dtype is not None and dtype_name(state_dtype) not in STATE_DTYPES:

@@ -17,7 +17,7 @@ class Target:
     package: import name of the kernel package. compiles_for: the DSL's name of the architecture, by compute capability.
     archs: the same as a dispatcher names them. v_tile: columns of v that one group of threads of the recurrence has.
     stages, scan_stages: chunks that the recurrence, and its scan, hold at once. costs: the planner's model. recurrence:
-    the kernel class as "module:name", imported at the first call on a GPU.
+    the kernel class as "module:name", imported at the first call on a GPU. backward: whether calls can be trained.
     """
 
     package: str
@@ -28,6 +28,7 @@ class Target:
     scan_stages: int
     costs: Costs
     recurrence: str
+    backward: bool = False
 
     @property
     def distribution(self) -> str:

@@ -1,1 +1,1 @@
-"""The backward pass of KDA on Hopper."""
+"""The backward pass of KDA."""

@@ -55,17 +55,18 @@ class Gates(Layout):
             if item.row < 0:
                 length = 0
             slope = self.slope(head_decay, item.head, decay_factor)
+            last = (cute.ceil_div(length, CHUNK) - 1) * CHUNK  # where the last chunk begins
             stride = self.together * CHUNK
             own = cute.domain_offset((item.token + 2 * lane,), g[item.batch, None, item.head])
             left = length - 2 * lane  # tokens from this lane's first on
-            self.read(far, own, 0, left)
+            self.read(far, own, 0, last, left)
             for start in cutlass.range(0, length, stride, unroll=1):
                 near.store(far.load())
                 for j in cutlass.range_constexpr(self.together):
                     if cutlass.const_expr(j == 1):  # after the first, for which everybody waits
-                        self.read(far, own, start + stride, left)
-                    first = start + j * CHUNK
-                    if first < length:
+                        self.read(far, own, start + stride, last, left)
+                    if start + j * CHUNK < length:
+                        first = self.first_of(start, j, last)
                         for i in cutlass.range_constexpr(2):
                             step = floored(near[i, j].to(F32) * LOG2_E + slope)
                             steps[i] = step if first + i < left else F32(0.0)
@@ -75,13 +76,23 @@ class Gates(Layout):
             item_at.advance()
 
     @cute.jit
-    def read(self, found: cute.Tensor, own: cute.Tensor, first, left):
-        """Loads gates of this lane's tokens of the chunks from `first` on; what lies past the end is undefined."""
+    def read(self, found: cute.Tensor, own: cute.Tensor, start, last, left):
+        """Loads gates of this lane's tokens of the chunks that come behind `start` tokens of others.
+
+        What lies past either end is undefined.
+        """
         for j in cutlass.range_constexpr(self.together):
             for i in cutlass.range_constexpr(2):
-                at = first + j * CHUNK + i
-                if at < left:
+                at = self.first_of(start, j, last) + i
+                there = at < left
+                if cutlass.const_expr(self.reverse):
+                    there = there & (at >= 0)
+                if there:
                     found[i, j] = own[at]
+
+    def first_of(self, start, j, last):
+        """Returns where chunk j of those behind `start` tokens begins; last: where the last one of the item does."""
+        return last - (start + j * CHUNK) if self.reverse else start + j * CHUNK
 
     @cute.jit
     def publish(self, gates, at, sums: cute.Pointer, steps: cute.Tensor, lane):
@@ -181,7 +192,7 @@ class PairedGates(Gates):
                     pair.producer_acquire(put_at)
                     cute.copy(
                         tma_g,
-                        source[None, c],
+                        source[None, self.place(c, chunks)],
                         target[None, put_at.index],
                         tma_bar_ptr=pair.producer_get_barrier(put_at),
                         mcast_mask=cutlass.Int16(3),
@@ -193,7 +204,8 @@ class PairedGates(Gates):
                     for i in cutlass.range_constexpr(2):
                         step = shared[2 * lane + i, item.head % self.heads, take_at.index].to(F32)
                         step = floored(step * LOG2_E + slope)
-                        steps[i] = step if done * CHUNK + 2 * lane + i < item.length else F32(0.0)
+                        at_token = self.place(done, chunks) * CHUNK + 2 * lane + i
+                        steps[i] = step if at_token < item.length else F32(0.0)
                     cute.arch.sync_warp()
                     pair.consumer_release(take_at)
                     take_at.advance()

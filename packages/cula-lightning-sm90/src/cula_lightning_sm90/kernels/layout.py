@@ -70,7 +70,7 @@ def exp2_in_two(x):
 class Layout:
     """Static facts of a config, and views of its shared memory.
 
-    A stage holds q (but for a prescan) and k, [64 tokens, K], and v of every tile, [64 tokens, 64].
+    A stage holds q (but for a prescan) and k, [64 tokens, K], v of every tile, [64 tokens, 64], and as much for dots.
     """
 
     def __init__(self, config: Config):
@@ -80,11 +80,14 @@ class Layout:
         self.v_tiles = self.problem.head_dim_v // V_TILE
         self.gate = self.problem.gate_dtype is not None
         self.forward = not config.prescan
+        self.reverse = self.problem.reverse
         # Whether a prescan works on pieces of segments.
         self.pieces = self.problem.forgets and not self.problem.packed
         self.k_at = CHUNK * self.dim_k if self.forward else 0  # elements within a stage
         self.v_at = self.k_at + CHUNK * self.dim_k
-        self.stage = self.v_at + CHUNK * V_TILE * self.tiles
+        self.dots_at = self.v_at + CHUNK * V_TILE * self.tiles
+        self.dots = self.problem.dots and self.forward
+        self.stage = self.dots_at + CHUNK * V_TILE * self.tiles * self.dots
 
     def staged(self, base, offset, shape, major):
         """Returns a matrix of every stage, as [rows, columns, stage]."""
@@ -100,6 +103,10 @@ class Layout:
             (tables + offset).align(16), cute.make_layout((2, 4, 8, SLOTS), stride=(1, 2, 8, TABLE))
         )
         return whole[None, lane % 4, None, None]
+
+    def place(self, c, chunks):
+        """Returns which of an item's chunks comes as number c."""
+        return chunks - 1 - c if self.reverse else c
 
     @cute.jit
     def slope(self, head_decay: cute.Tensor, head, decay_factor):

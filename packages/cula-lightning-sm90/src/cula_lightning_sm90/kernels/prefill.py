@@ -7,6 +7,9 @@ log2 decays inside the chunk and L the chunk's length:
     o^T  = scale 2^G_i (S^T q^T) + v^T P^T                     one warpgroup per 64 columns of v
     S^T  = 2^G_L S^T + (2^(G_L - G_j) v_j)^T k
 
+Against time (`Problem.reverse`) chunks and segments come in the opposite order, P is taken where j >= i with the decay
+between the two, and the weights of o and v change places: 2^(G_L - G_i) and 2^G_j.
+
 The state is transposed, S^T [64 V x K] in fp32, and every product takes it, or v, as the A operand from registers: it
 never touches shared memory. All exponents are differences <= 0 formed before the exponential.
 """
@@ -50,7 +53,7 @@ class LightningPrefill(Layout):
 
     | shared memory | bytes | slots |
     |---|---|---|
-    | q, k [64, K], v [64, 64] per tile | 2 * 64 * (2K + 64 tiles) | config.stages |
+    | q, k [64, K], v [64, 64] per tile, as much for dots | 2 * 64 * (2K + 64 tiles), or + 128 tiles | config.stages |
     | P [64, 64] | 8192 | 2 |
     | weights of o and v, total decay | 528 | 2 |
     | sums of gates up to a token, and behind it | 512 | 4 |
@@ -73,6 +76,8 @@ class LightningPrefill(Layout):
         k: cute.Tensor,
         v: cute.Tensor,
         out: cute.Tensor,
+        dot_with: cute.Tensor,
+        dots: cute.Tensor,
         g: cute.Tensor,
         head_decay: cute.Tensor,
         initial: cute.Tensor,
@@ -108,14 +113,19 @@ class LightningPrefill(Layout):
             tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), square, (CHUNK, V_TILE))
         tma_k, mK = cpasync.make_tiled_tma_atom(both, by_token(k), *wide, num_multicast=parts)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), square, (CHUNK, V_TILE))
+        tma_x, mX = None, None
+        if cutlass.const_expr(self.dots):
+            tma_x, mX = cpasync.make_tiled_tma_atom(
+                load, by_token(dot_with), square, (CHUNK, V_TILE)
+            )
         tma_g = None
         if cutlass.const_expr(self.config.paired):
             tma_g, g = self.gates.make_tma(g)
         counter = counter_of(segments, int(self.config.split and self.forward))
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, tma_g, g, out, head_decay, initial, indices, fresh, final,
-            checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale, decay_factor,
-            null_slot, segment_tokens, piece_tokens, checkpoint_every,
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_x, mX, tma_o, mO, dots, tma_g, g, out, head_decay, initial, indices,
+            fresh, final, checkpoints, checkpoint_rows, checkpoint_offsets, segments, counter, states, decays, scale,
+            decay_factor, null_slot, segment_tokens, piece_tokens, checkpoint_every,
         ).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -134,8 +144,11 @@ class LightningPrefill(Layout):
         mK: cute.Tensor,
         tma_v: cute.CopyAtom,
         mV: cute.Tensor,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
         tma_o: cute.CopyAtom,
         mO: cute.Tensor,
+        dots: cute.Tensor,
         tma_g: cute.CopyAtom,
         g: cute.Tensor,
         out: cute.Tensor,
@@ -228,9 +241,9 @@ class LightningPrefill(Layout):
             cute.arch.setmaxregister_decrease(registers[2])
             if warp_idx == self.loader:
                 self.load(
-                    ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, indices, fresh, segments, counter,
-                    head_decay, decay_factor, null_slot, segment_tokens, piece_tokens, out.shape[2], out.shape[1],
-                    out.shape[0],
+                    ring, items, base, item_words, tma_q, mQ, tma_k, mK, tma_v, mV, tma_x, mX, indices, fresh, segments,
+                    counter, head_decay, decay_factor, null_slot, segment_tokens, piece_tokens, out.shape[2],
+                    out.shape[1], out.shape[0],
                 )  # fmt: skip
             if cutlass.const_expr(self.gate):
                 if warp_idx == self.loader + 1:
@@ -248,7 +261,7 @@ class LightningPrefill(Layout):
             tile, thread_idx = warp_idx // 4 - 1, tidx % GROUP
             if cutlass.const_expr(self.forward):
                 self.tile.attend(
-                    ring, weights, items, base, p_base, o_base, tables, item_words, tma_o, mO, out,
+                    ring, weights, items, base, p_base, o_base, tables, item_words, tma_o, mO, out, dots,
                     initial, final, checkpoints, checkpoint_rows, checkpoint_offsets, states, decays, head_decay,
                     decay_factor, segment_tokens, piece_tokens, checkpoint_every, tile, thread_idx,
                 )  # fmt: skip
@@ -285,6 +298,8 @@ class LightningPrefill(Layout):
         mK: cute.Tensor,
         tma_v,
         mV: cute.Tensor,
+        tma_x,
+        mX: cute.Tensor,
         indices: cute.Tensor,
         fresh: cute.Tensor,
         segments: cute.Tensor,
@@ -306,7 +321,8 @@ class LightningPrefill(Layout):
         lane = cute.arch.lane_idx()
         sQ = self.staged(base, 0, (CHUNK, self.dim_k), "k") if self.forward else None
         sK = self.staged(base, self.k_at, (CHUNK, self.dim_k), "k")
-        group = heads_v // mK.shape[2]
+        group, group_v = heads_v // mK.shape[2], heads_v // mV.shape[2]
+        group_x = heads_v // mX.shape[2] if self.dots else 1
         per_head = self.v_tiles // self.tiles
         columns = heads_v * per_head
         if cutlass.const_expr(self.problem.packed):
@@ -324,7 +340,7 @@ class LightningPrefill(Layout):
                 segments, number, columns, per_head, segment_tokens, piece_tokens, tokens
             )
             head, tile = column // per_head, column % per_head
-            head_k = head // group
+            head_k, head_v = head // group, head // group_v
             row = sequence
             if cutlass.const_expr(self.problem.indexed):
                 row = indices[sequence]
@@ -337,12 +353,20 @@ class LightningPrefill(Layout):
                 wanted = (part + 1 < parts_here) & (row >= 0)
                 if wanted:
                     since = self.first_that_counts(head_decay, head, decay_factor, segment_tokens)
-                    place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
-                    unneeded = cutlass.min(cutlass.max(since - place, 0), length)
-                    token, length = token + unneeded, length - unneeded
+                    if cutlass.const_expr(self.reverse):
+                        # The first tokens of a segment count. A piece behind the last token is still summed up: zero.
+                        reach = segment_tokens - since
+                        if cutlass.const_expr(self.pieces):
+                            reach = reach - token % segment_tokens
+                        wanted = reach > 0
+                        length = cutlass.max(cutlass.min(length, reach), 0)
+                    else:
+                        place = part % self.pieces_of(segment_tokens, piece_tokens) * piece_tokens
+                        unneeded = cutlass.min(cutlass.max(since - place, 0), length)
+                        token, length = token + unneeded, length - unneeded
                 if cutlass.const_expr(self.problem.in_place):
                     wanted = wanted & ((length > 0) | (part == 0))
-                else:
+                elif cutlass.const_expr(not self.reverse):
                     wanted = wanted & (length > 0)
             if wanted:
                 post(
@@ -360,7 +384,7 @@ class LightningPrefill(Layout):
                 for c in cutlass.range(chunks, unroll=1):
                     ring.producer_acquire(at)
                     full = ring.producer_get_barrier(at)
-                    first = token + c * CHUNK
+                    first = token + self.place(c, chunks) * CHUNK
                     for tma, whole, ring_of in ((tma_q, mQ, sQ),) * self.forward + (
                         (tma_k, mK, sK),
                     ):
@@ -374,12 +398,19 @@ class LightningPrefill(Layout):
                             tma_v,
                             mV,
                             first,
-                            head,
+                            head_v,
                             in_batch,
                             tile * self.tiles + i,
                             sV[None, None, at.index],
                             full,
                         )
+                        if cutlass.const_expr(self.dots):
+                            at_x = self.dots_at + i * CHUNK * V_TILE
+                            sX = self.staged(base, at_x, (CHUNK, V_TILE), "k")
+                            load_tile(
+                                tma_x, mX, first, head // group_x, in_batch, tile * self.tiles + i,
+                                sX[None, None, at.index], full,
+                            )  # fmt: skip
                     at.advance()
             if cutlass.const_expr(self.problem.packed):
                 number = draw(counter, lane)
@@ -399,19 +430,23 @@ class LightningPrefill(Layout):
     ):
         """Returns (column, first token, batch, length, sequence, slot, part, parts) of an item.
 
+        Against time parts, and the slots of a sequence, are counted from its end.
         Parts are segments, or pieces of them in a prescan of pieces: there those of a head follow each other, so that
         the pieces of heads that do not forget go to many CTAs.
         """
         if cutlass.const_expr(self.problem.packed):
             row = segments[1 + number // columns, None]
-            return number % columns, row[0], I32(0), row[1], row[2], row[3], row[4], row[5]
+            slot, part, parts = row[3], row[4], row[5]
+            if cutlass.const_expr(self.reverse):
+                slot, part = slot + parts - 1 - 2 * part, parts - 1 - part
+            return number % columns, row[0], I32(0), row[1], row[2], slot, part, parts
         else:
             parts = cute.ceil_div(tokens, segment_tokens)
             if cutlass.const_expr(self.forward or not self.pieces):
                 listed = parts if self.forward else parts - 1
                 segment, column = number // columns, number % columns
                 sequence, part = segment // listed, segment % listed
-                token = part * segment_tokens
+                token = self.place(part, parts) * segment_tokens
                 length = cutlass.min(segment_tokens, tokens - token)
                 return (
                     column,
@@ -430,8 +465,11 @@ class LightningPrefill(Layout):
                 head = number // per_head // listed
                 sequence, head = head // (columns // per_head), head % (columns // per_head)
                 place = part % pieces * piece_tokens
-                token = part // pieces * segment_tokens + place
+                token = self.place(part // pieces, parts) * segment_tokens + place
                 length = cutlass.min(piece_tokens, segment_tokens - place)
+                if cutlass.const_expr(self.reverse):
+                    token = token - place + (segment_tokens - place - length)
+                    length = cutlass.min(length, tokens - token)
                 slot = sequence * parts * pieces + part
                 column = head * per_head + tile
                 return column, token, sequence, length, sequence, slot, part, listed + 1

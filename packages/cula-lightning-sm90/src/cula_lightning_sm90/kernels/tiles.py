@@ -9,11 +9,12 @@ from cula_core.cute.checkpoints import Checkpoints
 from cula_core.cute.functions import exp2_pinned
 from cula_core.cute.output import OutputTiles
 from cula_core.cute.types import F32, I32
+from cula_core.cute.warp import reduce_scatter
 from cula_core.cute.wgmma import as_operand, issue, mma
 from cula_core.cute.widen import read, write
 from cula_core.cute.work import SLOTS, receive
 
-from ..config import CHUNK, V_TILE, Config
+from ..config import CHUNK, V_TILE, WARPS, Config
 from .layout import BARRIER_TILE, TABLE, Item, Layout
 
 MAX_F16 = 65504.0
@@ -42,6 +43,7 @@ class Tiles(Layout):
         tma_o,
         mO: cute.Tensor,
         out: cute.Tensor,
+        dots: cute.Tensor,
         initial: cute.Tensor,
         final: cute.Tensor,
         checkpoints: cute.Tensor,
@@ -71,7 +73,9 @@ class Tiles(Layout):
         tSrK = mma_s.make_fragment_B(
             part_s.partition_B(self.staged(base, self.k_at, (self.dim_k, CHUNK), "mn"))
         )
-        load_v, tVsV = self.values(base, mma_o, tile, tidx)
+        load_v, tVsV = self.values(base, self.v_at, mma_o, tile, tidx)
+        if cutlass.const_expr(self.dots):
+            _, tXsX = self.values(base, self.dots_at, mma_o, tile, tidx)
         store_o = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_o
         ).get_slice(tidx)
@@ -114,7 +118,7 @@ class Tiles(Layout):
                 begun = part * segment_tokens
                 due = self.kept.first(sequence, checkpoint_offsets, checkpoint_every, begun)
             for c in cutlass.range(chunks, unroll=1):
-                left = cutlass.min(length - c * CHUNK, CHUNK)
+                left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
                 self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
@@ -127,7 +131,14 @@ class Tiles(Layout):
                 if cutlass.const_expr(self.problem.exact_state):
                     issue(mma_s, s, rest_a, tSrK[None, None, None, at.index], False)
                 if c > 0:
-                    self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
+                    if cutlass.const_expr(
+                        self.reverse
+                    ):  # the first chunk that comes may be a partial one
+                        self.outputs.finish(
+                            tma_o, gO, sO, out, batch, token, length, head, column, chunks + 1 - c, turn - 1, tile, tidx
+                        )  # fmt: skip
+                    else:
+                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, tile, tidx)
                 by_token = cute.make_rmem_tensor((2, CHUNK // 8), F32)
                 cute.autovec_copy(o_weights[None, None, weights_at.index], by_token)
                 warpgroup.wait_group(2 if self.problem.exact_state else 1)
@@ -136,12 +147,23 @@ class Tiles(Layout):
                     for b in cutlass.range_constexpr(2):
                         for a in cutlass.range_constexpr(2):
                             by_pairs[a, b, n] = by_pairs[a, b, n] * by_token[a, n]
+                if cutlass.const_expr(self.dots):
+                    first = token + self.place(c, chunks) * CHUNK
+                    part_of = dots[batch, head, column * WARPS + tidx // 32, None, None]
+                    found = cute.domain_offset((0, first), part_of)
+                    self.dot(
+                        load_v, tXsX[None, None, None, at.index], o, found[0, None], left, lane
+                    )
                 # With all this in flight two tiles have no registers to keep v in.
                 if cutlass.const_expr(self.problem.exact_state and self.tiles > 1):
                     self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
                 warpgroup.fence()
                 issue(mma_o, o, v_a, tOrP[None, None, None, weights_at.index], False)
                 warpgroup.wait_group(0)
+                if cutlass.const_expr(self.dots):
+                    self.dot(
+                        load_v, tXsX[None, None, None, at.index], o, found[1, None], left, lane
+                    )
                 self.release(ring, weights, at, weights_at)
                 at.advance()
                 weights_at.advance()
@@ -157,8 +179,9 @@ class Tiles(Layout):
                             self.put(s, part_s, checkpoints, at_row, head, column)
                         due = self.kept.following(due, checkpoint_every)
             if chunks > 0:
+                last = self.place(chunks - 1, chunks)
                 self.outputs.finish(
-                    tma_o, gO, sO, out, batch, token, length, head, column, chunks, turn - 1, tile, tidx
+                    tma_o, gO, sO, out, batch, token, length, head, column, last + 1, turn - 1, tile, tidx
                 )  # fmt: skip
             if cutlass.const_expr(self.problem.final_state):
                 self.save(s, part_s, final, sequence, part, parts, head, column, row)
@@ -189,7 +212,7 @@ class Tiles(Layout):
         tSrK = mma_s.make_fragment_B(
             part_s.partition_B(self.staged(base, self.k_at, (self.dim_k, CHUNK), "mn"))
         )
-        load_v, tVsV = self.values(base, mma_v, tile, tidx)
+        load_v, tVsV = self.values(base, self.v_at, mma_v, tile, tidx)
         v_weights = self.token_table(tables, CHUNK, lane)
         totals = cute.make_tensor(
             tables + 2 * CHUNK, cute.make_layout((2, SLOTS), stride=(1, TABLE))
@@ -230,12 +253,15 @@ class Tiles(Layout):
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
 
-    def values(self, base, mma_v, tile, tidx):
-        """Returns how v^T of this tile is loaded in the order of an accumulator, transposed on the way by ldmatrix."""
+    def values(self, base, offset, mma_v, tile, tidx):
+        """Returns how v^T of this tile is loaded in the order of an accumulator, transposed on the way by ldmatrix.
+
+        offset: of v of the first tile in a stage.
+        """
         load_v = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma_v
         ).get_slice(tidx)
-        sV = self.staged(base + tile * (CHUNK * V_TILE), self.v_at, (V_TILE, CHUNK), "mn")
+        sV = self.staged(base + tile * (CHUNK * V_TILE), offset, (V_TILE, CHUNK), "mn")
         return load_v, load_v.partition_S(sV)
 
     @cute.jit
@@ -266,6 +292,25 @@ class Tiles(Layout):
                         for b in cutlass.range_constexpr(2):
                             beyond = 8 * n + lane % 4 * 2 + a >= left
                             v[a, b, n] = self.dtype(0.0) if beyond else v[a, b, n]
+
+    @cute.jit
+    def dot(self, load_x, source: cute.Tensor, o: cute.Tensor, found: cute.Tensor, left, lane):
+        """Sums o times another tensor up over the 16 columns of a warp: to found [64], for `left` tokens of a chunk.
+
+        A lane begins with two columns of tokens lane % 4 * 2 + 8n + {0, 1}, and ends with tokens 2 lane + {0, 1}.
+        """
+        pairs = cute.make_layout((2, 2, CHUNK // 8))
+        whole = cute.make_rmem_tensor(((2, 2, CHUNK // 8), 1, 1), self.dtype)
+        cute.copy(load_x, source, load_x.retile(whole))
+        x, y = cute.make_tensor(whole.iterator, pairs), cute.make_tensor(o.iterator, pairs)
+        sums = []
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            for a in cutlass.range_constexpr(2):
+                sums.append(x[a, 0, n].to(F32) * y[a, 0, n] + x[a, 1, n].to(F32) * y[a, 1, n])
+        _, _, own = reduce_scatter(sums, 8, 4)
+        for a in cutlass.range_constexpr(2):
+            if 2 * lane + a < left:
+                found[2 * lane + a] = own[a]
 
     @cute.jit
     def weigh_values(

@@ -98,7 +98,7 @@ class Weights(Layout):
                 self.decay_factors(factors, slope, row, first + column, scale)
             total = F32(0.0)
             for c in cutlass.range(chunks, unroll=1):
-                left = cutlass.min(length - c * CHUNK, CHUNK)
+                left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 if cutlass.const_expr(self.problem.packed and self.forward):
                     if left < CHUNK:
@@ -117,6 +117,8 @@ class Weights(Layout):
                     here = F32(mine + 1) * slope
                     last = F32(left) * slope
                     to_end = F32(cutlass.max(left - 1 - mine, 0)) * slope
+                if cutlass.const_expr(self.reverse):
+                    here, to_end = to_end, here
                 own = F32(1.0)
                 if cutlass.const_expr(self.problem.l2norm):
                     own = self.inverse_norm(base + at.index * self.stage, tidx)
@@ -182,11 +184,13 @@ class Weights(Layout):
 
     @cute.jit
     def decay_factors(self, factors: cute.Tensor, slope, row, column, scale):
-        """Computes scale 2^((i - j) slope) where j <= i, else 0, in the order of the accumulator: rows are j."""
+        """Computes scale 2^(|i - j| slope) where j <= i (reversed: j >= i), else 0; rows of the accumulator are j."""
         for n in cutlass.range_constexpr(self.made // 8):
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
                     distance = column + 8 * n + a - (row + 8 * b)
+                    if cutlass.const_expr(self.reverse):
+                        distance = -distance
                     factor = exp2_pinned(F32(distance) * slope) * scale
                     factors[a, b, n] = factor if distance >= 0 else F32(0.0)
 
@@ -201,21 +205,25 @@ class Weights(Layout):
         column,
         scale,
     ):
-        """Computes scale 2^(G_i - G_j) where j <= i, else 0, in the order of the accumulator: rows are j.
+        """Computes scale 2^(-|G_i - G_j|) where j <= i (reversed: j >= i), else 0; rows of the accumulator are j.
 
-        Blocks of 16 columns in front of the 16 rows of a warp are never touched: their factors stay zero.
+        Blocks of 16 columns before the 16 rows of a warp (reversed: behind them) are never touched: zeros stay there.
         """
         column_sums = cute.make_rmem_tensor((2, self.made // 8), F32)
         cute.autovec_copy(by_column, column_sums)
         row_sums = (by_token[row], by_token[row + 8])
         diagonal = row // 16 - first // 16
         for block in cutlass.range_constexpr(self.made // 16):
-            if block >= diagonal:
+            if (block <= diagonal) if self.reverse else (block >= diagonal):
                 for n in cutlass.range_constexpr(2 * block, 2 * block + 2):
                     for b in cutlass.range_constexpr(2):
                         for a in cutlass.range_constexpr(2):
-                            factor = exp2_pinned(column_sums[a, n] - row_sums[b]) * scale
+                            between = column_sums[a, n] - row_sums[b]
                             past = first + column + 8 * n + a >= row + 8 * b
+                            if cutlass.const_expr(self.reverse):
+                                between = -between
+                                past = first + column + 8 * n + a <= row + 8 * b
+                            factor = exp2_pinned(between) * scale
                             factors[a, b, n] = factor if past else F32(0.0)
 
     @cute.jit

@@ -2,6 +2,8 @@
 
 from .contract import RefusalsOnGpu
 from .emulated import Emulated
+from .gradients import GradientSuite
+from .gradients_on_gpu import GradientsOnGpu, GradientsThroughAutograd
 from .machine_code import MachineCode
 from .on_gpu import OnGpu
 from .operator import Operator
@@ -13,6 +15,9 @@ from .subject import Subject
 __all__ = [
     "Emulated",
     "EngineStates",
+    "GradientSuite",
+    "GradientsOnGpu",
+    "GradientsThroughAutograd",
     "MachineCode",
     "OnGpu",
     "Operator",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -204,8 +205,6 @@ STATES_OF_ENGINES = [
             rows(1, 7, 2)}, ValueError, "checkpoint_rows", "below the 2 of state_checkpoints", "2", PACKED, CPU),
     added("checkpoints of few heads", {**ONCE, "state_checkpoints": lambda a: saved(3)(a)[:, :1]}, ValueError,
             "state_checkpoints", "[N, HV, K, V] = [N, 2, 128, 128]", "[3, 1, 128, 128]", PACKED),
-    added("checkpoints that want a gradient", {**ONCE, "state_checkpoints": lambda a: saved(3)(a).requires_grad_()},
-            ValueError, "state_checkpoints", "no gradient", "requires_grad=True", PACKED),
 ]  # fmt: skip
 WRONG = [
     *(no_tensor(name, wrong) for name in ("q", "k", "v", "g", "beta") for wrong in (None, [1.0])),
@@ -366,14 +365,21 @@ WRONG = [
         "cu_seqlens": on_device([0, 0, 0, 2048]), "cu_seqlens_cpu": on_cpu([0, 0, 0, 2048]),
         "use_intracard_cp": lambda a: True, "workspace": lambda a: a["workspace"].new_empty((32 + 3) * 2 * 59904 - 1)},
             ValueError, "workspace", "at least 4193280 bytes with use_intracard_cp=True", "4193279", PACKED),
+    several("an empty batch and a wrong g",
+            {n: lambda a, n=n: a[n][:0] for n in ("q", "k", "v", "beta", "out", "initial_state")}, ValueError, "g",
+            "[B, T, HV, K] = [0, 10, 2, 128]", "[2, 10, 2, 128]", DENSE),
+]  # fmt: skip
+
+
+# Where there is no backward.
+UNTRAINED = [
     *(change(f"{name} requires a gradient", name, lambda x: x.clone().requires_grad_(), ValueError,
              "no gradient (no backward; cula.kda.chunk_kda has one with flash-linear-attention)", "requires_grad=True",
              modes)
       for name, modes in (("q", BOTH), ("k", BOTH), ("v", BOTH), ("g", BOTH), ("beta", BOTH), ("A_log", BOTH),
                           ("dt_bias", BOTH), ("initial_state", DENSE), ("state_pool", PACKED), ("out", BOTH))),
-    several("an empty batch and a wrong g",
-            {n: lambda a, n=n: a[n][:0] for n in ("q", "k", "v", "beta", "out", "initial_state")}, ValueError, "g",
-            "[B, T, HV, K] = [0, 10, 2, 128]", "[2, 10, 2, 128]", DENSE),
+    added("checkpoints that want a gradient", {**ONCE, "state_checkpoints": lambda a: saved(3)(a).requires_grad_()},
+            ValueError, "state_checkpoints", "no gradient", "requires_grad=True", PACKED),
 ]  # fmt: skip
 
 
@@ -405,3 +411,12 @@ class RefusalsOnGpu:
     def test_wrong_cuda_arguments_are_refused(self, cuda, wrong, mode):
         assert_refused(self.subject.package.chunk_kda, wrong, good_arguments(mode, cuda))
         torch.cuda.synchronize()
+
+    @pytest.mark.parametrize("wrong, mode", cases(UNTRAINED, "cuda"))
+    def test_gradients_are_refused(self, cuda, wrong, mode):
+        """All of them, or where there is a backward those beside memory of the caller's that is written."""
+        if self.subject.target.backward:
+            wrong = replace(
+                wrong, argument="out", says="None when gradients are required", got="a tensor"
+            )
+        assert_refused(self.subject.package.chunk_kda, wrong, good_arguments(mode, cuda))

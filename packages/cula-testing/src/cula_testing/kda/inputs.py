@@ -99,7 +99,7 @@ def inputs(
         "q": q.to(dtype),
         "k": k.to(dtype),
         "v": v.to(dtype),
-        "g": _raw_gate(decays, rate, bias, gate).to(gate_dtype or exact),
+        "g": raw_gate(decays, rate, bias, gate).to(gate_dtype or exact),
         "beta": (_logit(beta) if logits else beta).to(beta_dtype or exact),
         "A_log": rate.log().float() if raw else None,
         "dt_bias": bias.flatten().float() if raw else None,
@@ -149,7 +149,7 @@ def _log_decays(kind: str, x: Tensor, uniform: Callable[..., Tensor]) -> Tensor:
     return (-1e-3 if kind == "equal_keys" else -1e-5) * (0.1 + 0.9 * uniform(*x.shape))
 
 
-def _raw_gate(decays: Tensor, rate: Tensor, bias: Tensor, gate: str) -> Tensor:
+def raw_gate(decays: Tensor, rate: Tensor, bias: Tensor, gate: str) -> Tensor:
     """What `gate` turns into these decays: the inverse of its function."""
     if gate == "log":
         return decays

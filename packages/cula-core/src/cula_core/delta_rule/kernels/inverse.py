@@ -84,9 +84,9 @@ class Inverse:
 
     @cute.jit
     def store_akk(self, sA: cute.Tensor, sZ: cute.Tensor, diag, acc, betas, sub, lane, row):
-        """Stores Akk = beta_i k_i k_j ..., j < i."""
+        """Stores Akk = beta_i k_i k_j ..., j < i; keys that have roots of strengths need no beta."""
         for r in cutlass.range_constexpr(2):
-            beta = betas[row + r]
+            beta = F32(1.0) if cutlass.const_expr(self.config.rooted) else betas[row + r]
             own = cute.make_rmem_tensor(4, F32)
             for c in cutlass.range_constexpr(4):
                 below = lane % 4 * 4 + c < lane // 4 * 2 + r
@@ -189,7 +189,9 @@ class Inverse:
         row, column = tidx // units, tidx % units * UNIT
         apart = 2 * GROUP // units
         beta = cute.make_rmem_tensor(UNIT, F32)
-        cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
+        beta.fill(1.0)
+        if cutlass.const_expr(not self.config.rooted):
+            cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
         _, sInv, _ = self.matrices(base)
         source = view(sInv.iterator, row * STRIDE + column, UNIT)
         held = cute.make_rmem_tensor(UNIT, F16)

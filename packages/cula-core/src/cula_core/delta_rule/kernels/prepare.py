@@ -6,6 +6,8 @@ With G the running sum of log2 decays inside the chunk, G_L the last of them, an
     Aqk = scale (q k^T)_ij 2^(G_i - G_j), j <= i        Akk = beta_i (k k^T)_ij 2^(G_i - G_j), j < i
     T'  = (I + Akk)^-1 diag(beta)
 
+A backward pass takes all of it for keys sqrt(beta) k and strengths of one (`rooted`): then T' is the inverse alone.
+
 The chunk is cut into 4 sub-blocks of 16 tokens; g is the running sum inside one, e its last value. Warp w holds
 channels 64 (w / 4) ... of sub-block w % 4, and a lane 2 neighbouring tokens and 2 units of 8 channels (`fragments`): so
 2^g x and 2^-g k go from registers into the products, and results to memory 16 bytes at a time.
@@ -27,7 +29,7 @@ from ...cute.memory import copy_async, view
 from ...cute.schedule import SegmentTable
 from ...cute.types import DTYPES, F32, I32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
-from .block import AQK, DECAY, KG, KH, QG, find_chunk
+from .block import AQK, DECAY, KG, KH, QG, find_chunk_of_sequence
 from .fragments import (
     LINE,
     OF_WARP,
@@ -146,6 +148,9 @@ class KdaPrepare:
         blocks: cute.Tensor,
         mAqk: cute.Tensor,
         mAkk: cute.Tensor,
+        mDo: cute.Tensor,
+        factors: cute.Tensor,
+        peaks: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
         segment_tokens: cutlass.Int32,
@@ -174,6 +179,9 @@ class KdaPrepare:
             blocks,
             mAqk,
             mAkk,
+            mDo,
+            factors,
+            peaks,
             scale,
             lower_bound,
             segment_tokens,
@@ -202,6 +210,9 @@ class KdaPrepare:
         blocks: cute.Tensor,
         mAqk: cute.Tensor,
         mAkk: cute.Tensor,
+        mDo: cute.Tensor,
+        factors: cute.Tensor,
+        peaks: cute.Tensor,
         scale: cutlass.Float32,
         lower_bound: cutlass.Float32,
         segment_tokens: cutlass.Int32,
@@ -213,7 +224,10 @@ class KdaPrepare:
         head = head_k * group + member
         # The last chunk first: what is written last is still in the L2 when the recurrence begins.
         slot = layers - 1 - number
-        batch, token, left = find_chunk(cu_seqlens, per_row, first_slot + slot, mQ.shape[1])
+        sequence, token, left = find_chunk_of_sequence(
+            cu_seqlens, per_row, first_slot + slot, mQ.shape[1]
+        )
+        batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
         lanes = self.thread()
         shared = self.allocate()
         inhabited = left > 0
@@ -228,12 +242,16 @@ class KdaPrepare:
             )
             rows, channel = self.tokens.lines(token, left, thread)
             for which, x in enumerate((mQ, mK)):
-                own = x[batch, None, head_k, None]
-                self.tokens.load(own, shared.raw[None, None, which], rows, channel, thread)
+                source = x[batch, None, head_k, None]
+                self.tokens.load(source, shared.raw[None, None, which], rows, channel, thread)
             gate = mG[batch, None, head, None]
             raw = self.tokens.load_gates(gate, shared, rows, channel, token, left, thread)
             self.load_bias(bias, head, shared, thread.tidx)
             cute.arch.cp_async_commit_group()
+            if cutlass.const_expr(self.config.rooted):
+                self.tokens.raise_peak(
+                    mDo[batch, None, head, None], peaks[sequence, None], head, rows, channel, lanes
+                )
             self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             speed = F32(1.0)
             if cutlass.const_expr(self.config.rate):
@@ -250,6 +268,9 @@ class KdaPrepare:
                 aqk = cute.domain_offset((token, 0), mAqk[batch, None, head, None])
                 akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
             self.hand_on(shared, mine, block, aqk, akk, left, thread)
+            if cutlass.const_expr(self.config.rooted):
+                own, strengths = factors[slot, head, None, None], mBeta[batch, None, head]
+                self.tokens.write_factors(shared, own, strengths, token, left, thread.tidx)
         else:
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 from ...constants import LOG2_E
 from ...cute.functions import exp2, sigmoid
 from ...cute.memory import copy_async, view
-from ...cute.types import DTYPES, F32
+from ...cute.types import DTYPES, F32, I32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
     LINE,
@@ -29,6 +29,9 @@ from .fragments import (
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
 FLOOR = -150.0
+# Roots of strengths are those of at least this: gradients are divided by them, and what has them as a factor is rounded
+# to fp16.
+LEAST_STRENGTH = 2.0**-18
 
 
 class Gate(NamedTuple):
@@ -96,21 +99,40 @@ class Tokens:
             copy_async(source, units[None, thread.lines + place_in_line(thread.lane, j)])
 
     @cute.jit
+    def raise_peak(self, x: cute.Tensor, peaks: cute.Tensor, head, rows, channel, thread):
+        """Raises the head's peak to the largest magnitude of the rows: bits of fp32, among which a NaN is largest."""
+        count = 128 // x.element_type.width
+        words = cute.make_rmem_tensor((count // 2, ROUNDS), I32)
+        for j in cutlass.range_constexpr(ROUNDS):
+            target = cute.recast_tensor(words[None, j], x.element_type)
+            cute.autovec_copy(view(x[rows[j], None].iterator, channel, count), target)
+        largest = I32(0)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            largest = cutlass.max(largest, words[i] & 0x7FFF)
+            largest = cutlass.max(largest, words[i] >> 16 & 0x7FFF)
+        largest = cute.arch.warp_redux_sync(largest, "max")
+        if thread.lane == 0:
+            bits = cute.make_rmem_tensor(1, I32)
+            bits[0] = largest
+            value = cute.make_rmem_tensor(1, F32)
+            value[0] = cute.recast_tensor(bits, x.element_type)[0].to(F32)
+            peak = cute.recast_tensor(value, I32)[0]
+            cute.arch.atomic_max((peaks.iterator + head).llvm_ptr, peak)
+
+    @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
-        """Writes the strengths of the chunk's tokens to shared memory; zero past the end."""
+        """Writes the strengths of the chunk's tokens, or their roots, to shared memory; zero past the end."""
         if tidx < CHUNK:
             strength = F32(0.0)
             if tidx < left:
-                strength = mBeta[token + tidx].to(F32)
-                if cutlass.const_expr(self.config.beta_sigmoid):
-                    strength = sigmoid(strength)
-                if cutlass.const_expr(self.config.neg_eigval):
-                    strength = strength * 2.0
+                strength = self.strength(mBeta[token + tidx])
+            if cutlass.const_expr(self.config.rooted):
+                strength = cute.math.sqrt(cutlass.max(strength, F32(LEAST_STRENGTH)))
             betas[tidx] = strength
 
     @cute.jit
     def normalize(self, shared, norm: cute.Tensor, scale, inside, thread):
-        """Sets the factors of q and k for the thread's tokens [token, q or k].
+        """Sets the factors of q and k for the thread's tokens [token, q or k], those of k with roots of strengths.
 
         Squares are the diagonal of the product of rows with rows.
         """
@@ -149,9 +171,39 @@ class Tokens:
                 for r in cutlass.range_constexpr(2):
                     total = squares[0, r] + squares[1, r]
                     norm[r, which] = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
+        if cutlass.const_expr(self.config.rooted):
+            for r in cutlass.range_constexpr(2):
+                norm[r, 1] = norm[r, 1] * shared.betas[row + r]
         for r in cutlass.range_constexpr(2):
             norm[r, 0] = norm[r, 0] * scale * inside[r]
             norm[r, 1] = norm[r, 1] * inside[r]
+
+    @cute.jit
+    def strength(self, beta):
+        """Returns the strength that a token's beta stands for."""
+        strength = beta.to(F32)
+        if cutlass.const_expr(self.config.beta_sigmoid):
+            strength = sigmoid(strength)
+        if cutlass.const_expr(self.config.neg_eigval):
+            strength = strength * 2.0
+        return strength
+
+    @cute.jit
+    def write_factors(self, shared, factors: cute.Tensor, mBeta: cute.Tensor, token, left, tidx):
+        """Writes the chunk's factors [4, token]: roots r of strengths, 1 / norm of q and of k, and strengths divided by
+        r, which differ from r where strengths are less than the least."""
+        if tidx < CHUNK:
+            root, given = shared.betas[tidx], F32(0.0)
+            if tidx < left:
+                given = self.strength(mBeta[token + tidx]) * cute.arch.rcp_approx(root)
+            factors[0, tidx] = root
+            factors[3, tidx] = given
+            for which in cutlass.range_constexpr(2):
+                factor = F32(1.0)
+                if cutlass.const_expr(self.config.l2norm):
+                    total = shared.norms[0, tidx, which] + shared.norms[1, tidx, which]
+                    factor = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
+                factors[1 + which, tidx] = factor
 
     @cute.jit
     def decays(self, gate, g: cute.Tensor, first: cutlass.Constexpr):

@@ -1,1 +1,1 @@
-"""Device code with Hopper's own instructions."""
+"""Device code of the backward pass."""

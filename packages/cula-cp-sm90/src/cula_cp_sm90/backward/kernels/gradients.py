@@ -114,6 +114,7 @@ class KdaGradients:
         cu_seqlens: cute.Tensor,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
+        mDv: cute.Tensor,
         mDg: cute.Tensor,
         mDbeta: cute.Tensor,
         rate_parts: cute.Tensor,
@@ -138,7 +139,8 @@ class KdaGradients:
         gates = self.tma(mG, self.gate_dtype, self.gate_columns)
         self.kernel(
             tokens, gates, mG, rate, bias, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row,
-            by_head, by_group, mDq, mDk, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound, first_slot, slots,
+            by_head, by_group, mDq, mDk, mDv, mDg, mDbeta, rate_parts, bias_parts, scale, lower_bound,
+            first_slot, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -170,6 +172,7 @@ class KdaGradients:
         by_group: cute.FastDivmodDivisorV2,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
+        mDv: cute.Tensor,
         mDg: cute.Tensor,
         mDbeta: cute.Tensor,
         rate_parts: cute.Tensor,
@@ -226,8 +229,8 @@ class KdaGradients:
                     place = Place(batch, token, head, left)
                     grown, shrunk = scale_of(peaks[sequence, head])
                     self.compute(
-                        shared, place, mG, rate, bias, mDq, mDk, mDg, mDbeta, grown, shrunk, scale, lower_bound, phase,
-                        thread,
+                        shared, place, mG, rate, bias, mDq, mDk, mDv, mDg, mDbeta, grown, shrunk, scale, lower_bound,
+                        phase, thread,
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.rate or self.config.bias):
                         self.sync()
@@ -254,7 +257,7 @@ class KdaGradients:
             k=cute.recast_ptr(base + K, dtype=self.dtype),
             g=cute.recast_ptr(base + G, dtype=self.gate_dtype),
             planes=cute.recast_ptr(base + G, dtype=F32),
-            factors=smem.allocate_array(F32, 3 * CHUNK, byte_alignment=128),
+            factors=smem.allocate_array(F32, 4 * CHUNK, byte_alignment=128),
             scales=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
             dA=smem.allocate_array(self.operand, 2 * CHUNK * DA_STRIDE, byte_alignment=128),
             inside=smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128),
@@ -287,7 +290,7 @@ class KdaGradients:
         self.load_image(minus_y, shared.y, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
-        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 3 * CHUNK, phase)
+        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 4 * CHUNK, phase)
         self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
         self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
         self.load_image(factors, shared.factors, full)
@@ -338,8 +341,8 @@ class KdaGradients:
 
     @cute.jit
     def compute(
-        self, shared, place, mG: cute.Tensor, rate, bias, mDq: cute.Tensor, mDk: cute.Tensor, mDg: cute.Tensor,
-        mDbeta: cute.Tensor, grown, shrunk, scale, lower_bound, phase, thread,
+        self, shared, place, mG: cute.Tensor, rate, bias, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor,
+        mDg: cute.Tensor, mDbeta: cute.Tensor, grown, shrunk, scale, lower_bound, phase, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk."""
         tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
@@ -362,6 +365,7 @@ class KdaGradients:
         self.wait(shared, Input.Z, phase)
         factor = self.pairs(shared, thread)
         self.store_strengths(shared, place.rows(mDbeta), shrunk, left, tidx)
+        self.store_values(shared, place.rows(mDv), shrunk, left, tidx)
         sums = zeros(OWN)
         places = first_places(w, lane)
         panel = cute.assume(w // 4 * SQUARE, divby=SQUARE)
@@ -376,7 +380,7 @@ class KdaGradients:
             self.products.add_rows(shared, which, to_state, sums, factor, places, left, thread)
             to_state.store(of_keys.load())
         self.sync()
-        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+        norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
         matrix = cute.recast_ptr(shared.do, dtype=F32)
         self.rows.store_inputs(
             matrix, shared.q, scale * shrunk, None, norms[None, 1], place.rows(mDq), left, w, lane
@@ -398,7 +402,7 @@ class KdaGradients:
         self.sync()
         matrix = cute.recast_ptr(shared.s, dtype=F32)
         self.rows.store_inputs(
-            matrix, shared.k, shrunk, norms[None, 0], norms[None, 2], place.rows(mDk), left, w, lane
+            matrix, shared.k, shrunk, norms[None, 3], norms[None, 2], place.rows(mDk), left, w, lane
         )
         self.give_back(shared, Input.STATES)
         self.give_back(shared, Input.TOKENS)
@@ -487,7 +491,7 @@ class KdaGradients:
     def prepare_tokens(self, shared, scale, left, tidx):
         """Writes the factors of q~ and k~ of every token, and zeros for q and k past the end."""
         if tidx < CHUNK:
-            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 3)))
+            norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
             shared.scales[tidx, 0] = norms[tidx, 1] * scale
             shared.scales[tidx, 1] = norms[tidx, 2] * norms[tidx, 0]
         if left < CHUNK:
@@ -580,10 +584,32 @@ class KdaGradients:
     def store_strengths(self, shared, d_beta: cute.Tensor, shrunk, left, tidx):
         """Writes dbeta of the tokens, from the diagonal of -y z^T."""
         if tidx < cutlass.min(left, I32(CHUNK)):
-            root, minus_yz = view(shared.factors, tidx, 1)[0], shared.own[tidx, 1] * shrunk
-            strength, most = root * root, 2.0 if self.config.neg_eigval else 1.0
+            root, given = (
+                view(shared.factors, tidx, 1)[0],
+                view(shared.factors, 3 * CHUNK + tidx, 1)[0],
+            )
+            most, result = (
+                2.0 if self.config.neg_eigval else 1.0,
+                -shared.own[tidx, 1] * shrunk / root,
+            )
             if cutlass.const_expr(self.config.beta_sigmoid):
-                result = -minus_yz * (1.0 - strength * (1.0 / most))
+                result = result * given * (1.0 - root * given * (1.0 / most))
             else:
-                result = -minus_yz * most / strength
+                result = result * most / root
             d_beta[tidx] = result.to(d_beta.element_type)
+
+    @cute.jit
+    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
+        """Writes dv = r y."""
+        y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
+        rounded = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
+            unit = tidx + THREADS * i
+            row = unit // 8 % CHUNK
+            if row < left:
+                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
+                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
+                wide.store(y.load().to(F32) * factor)
+                rounded.store(wide.load().to(self.dtype))
+                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
+                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))

@@ -32,7 +32,7 @@ class Shared(NamedTuple):
 
     full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
     by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last do and y, s, g by results. factors
-    [3, token]: r, 1 / norm of q and k. scales [2, token]: factors of q~ and k~. dA, inside: see
+    [4, token]: as `prepare` writes them. scales [2, token]: factors of q~ and k~. dA, inside: see
     `gradients_registers`. own [token, 2]: the diagonals of dA and of
     -y z^T. ends
     [channel, sub-block]: e, and 2^e. largest [warp]. sums: for rate and bias.

@@ -168,8 +168,8 @@ class Rows:
                 of_bias[slot, head, tidx] = total
             if cutlass.const_expr(self.config.rate):
                 if tidx == 0:
-                    total = F32(0.0)
+                    whole = F32(0.0)
                     if cutlass.const_expr(sums is not None):
                         for w in cutlass.range_constexpr(WARPS):
-                            total = total + view(sums, WARPS * HEAD_DIM + w, 1)[0]
-                    of_rate[slot, head] = total
+                            whole = whole + view(sums, WARPS * HEAD_DIM + w, 1)[0]
+                    of_rate[slot, head] = whole

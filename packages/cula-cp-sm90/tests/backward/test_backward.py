@@ -1,0 +1,117 @@
+"""Whole backward passes in the emulator, against the oracle in fp64."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from cula_core.delta_rule.config import HEAD_DIM
+from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
+from cula_cp_sm90.backward import launch
+from cula_cp_sm90.backward.call import BackwardCall
+from cula_cp_sm90.backward.config import heads_at_once, scratch_bytes
+from cula_cp_sm90.backward.ops import prepared
+from cula_testing.comparing import relative_rmse, same
+from cula_testing.compiled import emulated_kernel
+from cula_testing.kda.problems import Problem, make_problem
+from cula_testing.tensors import one_thread
+
+# Of results in 16 bits, which round by up to 1.7e-3; of parameters and states.
+BOUNDS = {
+    "dq": 2e-3, "dk": 2e-3, "dv": 2e-3, "dg": 2.1e-3, "dbeta": 2.2e-3, "dA_log": 3e-3, "ddt_bias": 3e-3, "dh0": 1e-3,
+}  # fmt: skip
+PROBLEMS = {
+    "shared keys": make_problem((65,), (2, 4), kind="moderate"),
+    "mixed": make_problem((130, 130), (2, 2), kind="mixed"),
+    "packed": make_problem((70, 0, 1, 65), (2, 2), packed=True, strength="doubled"),
+}
+
+
+def called(problem: Problem) -> BackwardCall:
+    """Returns the call of a problem, with small gradients."""
+    generator = torch.Generator().manual_seed(1)
+    x, count = problem.given, len(problem.lengths)
+    do = 1e-5 * torch.randn(x["v"].shape, generator=generator)
+    dht = 3e-5 * torch.randn(count, x["v"].shape[2], HEAD_DIM, HEAD_DIM, generator=generator)
+    cu_seqlens = problem.cu_seqlens(torch.int64) if problem.packed else None
+    return BackwardCall(
+        **x, initial_state=problem.initial[:count].contiguous(),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.int(), cu_seqlens_cpu=cu_seqlens, do=do.to(x["v"].dtype),
+        dht=dht, bounded=problem.bounded, state_v_first=problem.v_first, operand=problem.operand, **problem.options,
+    )  # fmt: skip
+
+
+@cache
+def expected(name: str) -> Gradients:
+    """Returns the gradients in fp64."""
+    call = called(PROBLEMS[name])
+    options = {
+        n: getattr(call, n)
+        for n in (
+            "scale",
+            "gate",
+            "lower_bound",
+            "l2norm",
+            "beta_sigmoid",
+            "neg_eigval",
+            "state_v_first",
+        )
+    }
+    with one_thread():
+        return chunk_kda_backward(*call[:9], call.do, call.dht, **options, dtype=torch.float64)
+
+
+def run(name: str, emulated, **options) -> Gradients:
+    """Runs the kernels as they run on a GPU."""
+    ready = prepared(called(PROBLEMS[name]))
+    found = Gradients(*(emulated.empty(x.shape, x.dtype) for x in ready[:8]))
+
+    def kernels(config):
+        return partial(emulated_kernel(emulated, launch.unit(config, "sm_90a")))
+
+    launch.run(ready, found, multiprocessors=3, kernels=kernels, **options)
+    return found
+
+
+def split(problem: Problem, name: str, x: Tensor) -> list[Tensor]:
+    """Returns a gradient by value heads."""
+    heads = problem.given["v"].shape[2]
+    if name in ("dq", "dk"):
+        return list(x.unbind(2))
+    if name in ("dA_log", "ddt_bias"):
+        return list(x.view(heads, -1))
+    return list(x.unbind(1 if name == "dh0" else 2))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients(emulated, name):
+    """Of every input, worst head."""
+    found, exact = run(name, emulated), expected(name)
+    for which, bound in BOUNDS.items():
+        pairs = (split(PROBLEMS[name], which, getattr(side, which)) for side in (found, exact))
+        for head, (own, right) in enumerate(zip(*pairs)):
+            error = relative_rmse(own, right)
+            assert error <= bound, f"{which} of head {head}: {error:.1e}"
+
+
+def test_groups_of_heads(emulated, monkeypatch):
+    """Heads that are done one after the other have the same bits."""
+    monkeypatch.setattr("cula_cp_sm90.backward.config.MIN_HEADS", 1)
+    for problem in ("packed", "shared keys"):
+        together, apart = run(problem, emulated), run(problem, emulated, scratch=0)
+        for name, one, other in zip(Gradients._fields, together, apart):
+            assert same(one, other), name
+
+
+def test_how_many_heads_at_once():
+    """Groups are as few as the scratch allows, equal, and of 16 heads at least."""
+    assert heads_at_once(256, 64, 1 << 40) == 64
+    assert heads_at_once(256, 64, scratch_bytes(256, 63)) == 32
+    assert heads_at_once(256, 64, 0) == 16
+    assert heads_at_once(256, 40, 0) == 14
+    assert heads_at_once(1, 8, 0) == 8
+    assert heads_at_once(256, 48, 0, multiple=3) == 12
+    assert heads_at_once(256, 64, 0, multiple=64) == 64
