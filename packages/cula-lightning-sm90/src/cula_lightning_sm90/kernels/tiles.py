@@ -235,10 +235,14 @@ class Tiles(Layout):
                     if cutlass.const_expr(self.problem.in_place):
                         # The last segment may replace the pool's row before the first one is started.
                         self.spill(s, states, slot + item.parts - 1, head, column, tidx)
-            for _ in cutlass.range(cute.ceil_div(item.length, CHUNK), unroll=1):
+            chunks = cute.ceil_div(item.length, CHUNK)
+            for c in cutlass.range(chunks, unroll=1):
+                left = I32(CHUNK)
+                if cutlass.const_expr(self.reverse):
+                    left = cutlass.min(item.length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
                 weights.consumer_wait(weights_at)
-                self.load_values(load_v, tVsV[None, None, None, at.index], v_a, CHUNK, lane)
+                self.load_values(load_v, tVsV[None, None, None, at.index], v_a, left, lane)
                 self.weigh_values(v_weights[None, None, weights_at.index], v_a, w_a, rest_a)
                 self.decay(s, totals[None, weights_at.index])
                 warpgroup.fence()
@@ -283,7 +287,7 @@ class Tiles(Layout):
         v = cute.make_tensor(v_a.iterator, cute.make_layout((2, 2, CHUNK // 8)))
         whole = cute.make_tensor(v_a.iterator, cute.make_layout(((2, 2, CHUNK // 8), 1, 1)))
         cute.copy(load_v, source, load_v.retile(whole))
-        if cutlass.const_expr(self.problem.packed and self.forward):
+        if cutlass.const_expr(self.problem.packed and (self.forward or self.reverse)):
             if (
                 left < CHUNK
             ):  # tokens of the next sequence may hold anything, and 0 * inf is no zero

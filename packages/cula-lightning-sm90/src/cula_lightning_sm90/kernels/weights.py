@@ -100,7 +100,8 @@ class Weights(Layout):
             for c in cutlass.range(chunks, unroll=1):
                 left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
-                if cutlass.const_expr(self.problem.packed and self.forward):
+                # A prescan ends with whole chunks, and against time it begins with the end of a sequence.
+                if cutlass.const_expr(self.problem.packed and (self.forward or self.reverse)):
                     if left < CHUNK:
                         clear_past(sK[None, None, at.index], left, BARRIER_WEIGHTS, tidx)
                 if cutlass.const_expr(self.forward):
