@@ -4,8 +4,8 @@ A row is one (setting, provider, method). Ratios compare with another row of the
 better. ratio_<peer> = peer time / this time. ratio_ceiling = ceiling time / this time, so 1 is at the ceiling.
 ratio_floor = floor time / this time, where the floor is the op's bytes over the card's attainable bandwidth. A ratio is
 null, or absent for a peer, where there is nothing to compare with. A resident setting has no floor, because its bytes
-do not come from DRAM. tflops, of ops that are limited by arithmetic, is the op's operations over this time. peak_mib, of
-ops whose memory matters, is the most that a call takes beside its inputs.
+do not come from DRAM. tflops, of ops that are limited by arithmetic, is the op's operations over this time. peak_mib,
+of ops whose memory matters, is the most that a call takes beside its inputs.
 
 Rows of the method sustained are in a file of their own, `<op>_sustained.json`. Where the driver tells them they have
 sm_clock_mhz, the median clock of the multiprocessors under the load, power_w, the mean power of the whole card, idle
