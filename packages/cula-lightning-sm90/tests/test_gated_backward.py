@@ -20,7 +20,7 @@ from cula_lightning_sm90.gated.backward.config import (
     PrepareConfig,
 )
 from cula_lightning_sm90.gated.backward.kernels.prepare import BLOCKS_PER_MP
-from cula_testing.comparing import relative_rmse
+from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import assert_closed, emulated_kernel, report
 from cula_testing.machine_code import assert_ctas_fit, label
 from cula_testing.tensors import one_thread
@@ -138,6 +138,28 @@ def test_gradients(emulated, name):
             for head, (own, right) in enumerate(zip(*sides)):
                 error = relative_rmse(own, right)
                 assert error <= bound, f"{which} of head {head}: {error:.1e}"
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_neighbours_that_are_broken(emulated):
+    """Whatever another sequence holds, the first one has the same bits."""
+    call, length = called(PROBLEMS["packed"]), PROBLEMS["packed"].lengths[0]
+    before = run(call, emulated)
+    for x in (call.q, call.k, call.v, call.g, call.beta, call.do):
+        x[:, length:] = float("nan")
+    after = run(call, emulated)
+    for one, other in zip(before[:5], after[:5]):
+        assert same(one[:, :length], other[:, :length])
+    assert same(before.dh0[0], after.dh0[0])
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_groups_of_heads(emulated, monkeypatch):
+    """Heads that are done one after the other have the same bits."""
+    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
+    call = called(PROBLEMS["resets"])
+    for one, other in zip(run(call, emulated), run(call, emulated, scratch=0)):
+        assert one is None or same(one, other)
 
 
 def chunk_facts(config: ChunkConfig) -> tuple:
