@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from cula_lightning_sm90 import chunk_gated_delta_rule
+from cula_lightning_sm90.gated.backward import launch
+from cula_lightning_sm90.gated.backward.call import BackwardCall
+from cula_lightning_sm90.gated.backward.ops import prepared
 from cula_testing.comparing import relative_rmse, same
+from cula_testing.compiled import emulated_kernel
 from cula_testing.kda.gradient_cases import (
     ALIKE_BARS,
     BARS,
@@ -84,6 +88,29 @@ def check(found: dict[str, Tensor], case: GradientCase) -> None:
             if not error <= limit:
                 beyond.append(f"{name} {error:.2e}, limit {limit:.2e}")
     assert not beyond, f"{case.kind}: relative RMSE of a head: {'; '.join(beyond)}"
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("kind", ["mixed", "equal_keys", "weak_strengths", UNBOUNDED])
+def test_kernels_in_the_emulator(emulated, kind):
+    """Those that a GPU runs, with value heads that share keys."""
+    case = gradient_case(kind, (100, 130), torch.device("cpu"), heads=(1, 2), **BOTH)
+    names = ("q", "k", "v", "beta", "initial_state", "cu_seqlens")
+    given, g = {name: case.given[name] for name in names}, case.given["g"]
+    assert g is not None
+    rules = {
+        name: case.rules[name]
+        for name in ("scale", "l2norm", "beta_sigmoid", "neg_eigval", "state_v_first")
+    }
+    call = prepared(
+        BackwardCall(g=g[..., 0], do=case.do, dht=case.dht, operand=case.operand, **given, **rules)  # type: ignore[arg-type]
+    )
+    found = [emulated.empty(x.shape, x.dtype) for x in call[:6]]
+    launch.run(
+        call, launch.Gradients(*found), multiprocessors=3,
+        kernels=lambda config: emulated_kernel(emulated, launch.unit(config)),
+    )  # fmt: skip
+    check(dict(zip(NAMES, found)), case)
 
 
 class Gradients:
