@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from gated_gradients import check as check_gradients
+from gated_gradients import differentiate, gradient_case
 from gpu_oracle import check, make
 
 from cula_core.reference.gated_delta_rule import gated_delta_rule
@@ -96,6 +98,25 @@ def gated_errors(make_arguments: Callable[[], dict[str, Any]]) -> str:
     return "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
 
 
+# Kinds and options of cases of gradients, whose reference runs on the GPU too.
+TRAINED: dict[str, dict[str, Any]] = {
+    "gated training, packed": {
+        "size": tuple(LENGTHS),
+        "heads": (1, 2),
+        "initial": True,
+        "dht": True,
+    },
+    "gated training, dense": {"size": (2, 70), "packed": False, "l2norm": False},
+}
+
+
+def gradient_errors(options: dict[str, Any]) -> str:
+    """Raises where a gradient is wrong."""
+    case = gradient_case("mixed", device=torch.device("cuda"), **options)
+    check_gradients(differentiate(case), case)
+    return "gradients within their bars"
+
+
 def run_here(first: int = 0, step: int = 1) -> int:
     """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
 
@@ -110,6 +131,7 @@ def run_here(first: int = 0, step: int = 1) -> int:
 
     checks = [(f"{p.name:28}", partial(errors_of, seed, p)) for seed, p in enumerate(PROBLEMS)]
     checks += [(f"{name:28}", partial(gated_errors, made)) for name, made in GATED.items()]
+    checks += [(f"{name:28}", partial(gradient_errors, more)) for name, more in TRAINED.items()]
     return run_checks(checks[first::step])
 
 
