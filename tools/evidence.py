@@ -58,7 +58,11 @@ PREFILL = (
     ("lightning_prefill_delta", *GRAPH),
     ("lightning_training", *GRAPH),
 )
-GATED = (("gated_prefill", *GRAPH), ("gated_prefill", *SUSTAINED))
+GATED = (
+    ("gated_prefill", *GRAPH),
+    ("gated_prefill", *SUSTAINED),
+    ("gated_training", *GRAPH),
+)
 KDA = tuple(
     (op, *GRAPH)
     for op in (

@@ -170,7 +170,6 @@ def test_gradients_of_every_parameter(cuda, name):
     found, kernels = launched(lambda: gradients(False))
     expected, theirs = launched(lambda: gradients(True))
     assert not ours_among(theirs), theirs
-    # FLA's backward of the gated delta rule belongs to FLA's forward.
-    assert name == "gated delta rule" or LAYERS[name][2] in ours_among(kernels), kernels
+    assert LAYERS[name][2] in ours_among(kernels), kernels
     for part, one, other in zip(wanted, found, expected, strict=True):
         assert_near(one, other, GRADIENT_BOUND, part)

@@ -67,9 +67,9 @@ FORWARD: dict[Callable[..., Any], set[str]] = {
     attend_lightning: {LIGHTNING},
     attend_gla: {LIGHTNING},
 }
-# The gated delta rule trains in one graph by the reference.
 TRAINING: dict[Callable[..., Any], set[str]] = {
     attend_kda: FORWARD[attend_kda],
+    attend_delta: FORWARD[attend_delta] | {"cula_lightning_sm90.gated_backward.default"},
     attend_lightning: {LIGHTNING, LIGHTNING_BACKWARD},
     attend_gla: {LIGHTNING, LIGHTNING_BACKWARD},
     partial(attend_delta, impl="reference"): {"cula.chunk_gated_delta_rule.default"},

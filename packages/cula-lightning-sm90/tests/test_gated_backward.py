@@ -11,10 +11,18 @@ from torch import Tensor
 
 from cula_core.delta_rule.config import HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
+from cula_emulator import resources
 from cula_lightning_sm90.gated.backward import launch
 from cula_lightning_sm90.gated.backward.call import BackwardCall, Gradients
-from cula_testing.comparing import relative_rmse
-from cula_testing.compiled import emulated_kernel
+from cula_lightning_sm90.gated.backward.config import (
+    ChunkConfig,
+    GradientsConfig,
+    PrepareConfig,
+)
+from cula_lightning_sm90.gated.backward.kernels.prepare import BLOCKS_PER_MP
+from cula_testing.comparing import relative_rmse, same
+from cula_testing.compiled import assert_closed, emulated_kernel, report
+from cula_testing.machine_code import assert_ctas_fit, label
 from cula_testing.tensors import one_thread
 
 # Of results in 16 bits, which round by 1.7e-3, and of initial states; of numbers of tokens, among which the largest may
@@ -130,3 +138,66 @@ def test_gradients(emulated, name):
             for head, (own, right) in enumerate(zip(*sides)):
                 error = relative_rmse(own, right)
                 assert error <= bound, f"{which} of head {head}: {error:.1e}"
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_neighbours_that_are_broken(emulated):
+    """Whatever another sequence holds, the first one has the same bits."""
+    call, length = called(PROBLEMS["packed"]), PROBLEMS["packed"].lengths[0]
+    before = run(call, emulated)
+    for x in (call.q, call.k, call.v, call.g, call.beta, call.do):
+        x[:, length:] = float("nan")
+    after = run(call, emulated)
+    for one, other in zip(before[:5], after[:5]):
+        assert same(one[:, :length], other[:, :length])
+    assert same(before.dh0[0], after.dh0[0])
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_groups_of_heads(emulated, monkeypatch):
+    """Heads that are done one after the other have the same bits."""
+    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
+    call = called(PROBLEMS["resets"])
+    for one, other in zip(run(call, emulated), run(call, emulated, scratch=0)):
+        assert one is None or same(one, other)
+
+
+def chunk_facts(config: ChunkConfig) -> tuple:
+    """Returns what a kernel of chunks has of products and waits in its code."""
+    if isinstance(config, PrepareConfig):
+        return 0, 0
+    # Both groups: do z^T or y z^T, and Aqk or M. The first: S and dA; the second: S, D, dM, and both turned. Each waits
+    # once for the former, and the second twice for the latter.
+    return 16 + (8 + 4) + (8 + 8 + 4 + 4 + 4), 1 + 1 + 2
+
+
+OTHER = {"operand": "bfloat16", "l2norm": False, "neg_eigval": True, "index_dtype": "int64"}
+CONFIGS = [
+    PrepareConfig("bfloat16", "float32", "bfloat16", beta_sigmoid=True),
+    PrepareConfig("bfloat16", "bfloat16", "float32", **OTHER),
+    GradientsConfig("bfloat16", "float32", "bfloat16", beta_sigmoid=True),
+    GradientsConfig("float16", "float32", "float32", grouped=True, index_dtype="int32"),
+    GradientsConfig("bfloat16", "bfloat16", "float32", **OTHER),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_machine_code(config):
+    """Nothing is spilled, products are not serialized, and each of them is there once."""
+    kernel = report(launch.unit(config)).kernel
+    walked = isinstance(config, GradientsConfig)
+    wanted = (
+        ("HGMMA", "UTMALDG", "UBLKCP", "STSM", "USETMAXREG")
+        if walked
+        else ("HMMA", "LDSM", "LDGSTS")
+    )
+    resources.check(kernel, expect=wanted)
+    assert not kernel.warnings
+    assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0)
+    assert (kernel.count("HGMMA"), kernel.count("WARPGROUP.DEPBAR")) == chunk_facts(config)
+    assert_ctas_fit(kernel, 1 if walked else BLOCKS_PER_MP)
+
+
+def test_the_keys_of_kernels_hold_every_source_that_makes_them():
+    for config in (CONFIGS[0], CONFIGS[2]):
+        assert_closed(launch.unit(config))

@@ -68,13 +68,6 @@ def test_what_the_kernel_does_not_do_is_refused(change, says):
     assert a["out"].equal(before)
 
 
-def test_gradients_are_refused():
-    a = raw("dense")
-    a["q"].requires_grad_()
-    with pytest.raises(ValueError, match="no backward"):
-        chunk_gated_delta_rule(**a)
-
-
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_results_are_those_of_the_reference(mode, state_v_first):

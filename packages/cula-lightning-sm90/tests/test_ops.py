@@ -575,7 +575,11 @@ print(json.dumps([sorted({"cutlass", "triton", "tvm_ffi"} & set(sys.modules)), _
         ({"head_dim_k": 64, "head_dim_v": 128, "requires_grad": False}, None),
         ({"requires_grad": True}, None),
         ({"requires_grad": True, "decay_requires_grad": True, "gate_dtype": torch.float32}, None),
-        ({"requires_grad": True, "function": "chunk_gated_delta_rule"}, "no backward"),
+        ({"requires_grad": True, "function": "chunk_gated_delta_rule"}, None),
+        (
+            {"requires_grad": True, "function": "chunk_gated_delta_rule", "state_pool": True},
+            "no backward with state_pool",
+        ),
         ({"dtype": torch.float32}, "activations must be bfloat16 or float16, not torch.float32"),
         (
             {"state_dtype": torch.float64},

@@ -96,9 +96,9 @@ def register(impl: str | None = None) -> None:
     Served are `chunk_kda` and `fused_recurrent_kda`, `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule`,
     `chunk_simple_gla`, `fused_chunk_simple_gla` and `fused_recurrent_simple_gla`, `chunk_lightning_attn` and
     `fused_recurrent_lightning_attn`, and what calls them: FLA's layers and models, and those of transformers that use
-    FLA. Where gradients are wanted, both passes of `chunk_kda` and `chunk_simple_gla` are kernels if there is one for
-    the backward. Otherwise a kernel is the forward, and FLA 0.6 has its own backward. `CULA_FLA=0` in the environment
-    switches off what FLA asks backends about.
+    FLA. Where gradients are wanted, both passes of `chunk_kda`, `chunk_gated_delta_rule` and `chunk_simple_gla` are
+    kernels if there is one for the backward. Otherwise a kernel is the forward, and FLA 0.6 has its own backward.
+    `CULA_FLA=0` in the environment switches off what FLA asks backends about.
 
     Args:
         impl: an implementation as `cula.explain` names it; None: any kernel, and FLA itself where none serves.

@@ -84,7 +84,7 @@ def _of_heads(
     if heads == slice(0, call.v.shape[2]):
         return call, found
 
-    def part(name: str, x: Tensor | None) -> Tensor | None:
+    def part(name: str, x: Tensor | None) -> Any:
         if x is None:
             return None
         if name in ("A_log", "dt_bias"):
@@ -142,7 +142,7 @@ class _Launch:
                 whole.copy_(parts.unflatten(2, (call.q.shape[2], -1)).sum(3))
         if rates is not None:
             torch.sum(rates, 0, out=found.dA_log)
-        if biases is not None:
+        if biases is not None and found.ddt_bias is not None:
             torch.sum(biases, 0, out=found.ddt_bias.view(heads, HEAD_DIM))
 
 

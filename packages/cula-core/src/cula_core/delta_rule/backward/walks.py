@@ -79,8 +79,8 @@ def sequences_of(call: Walked) -> int:
 
 def slots_of(call: Walked) -> int:
     """Returns how many chunks a call may have."""
-    packed = None if call.cu_seqlens is None else sequences_of(call)
-    return chunk_slots(*call.v.shape[:2], packed)
+    batch, tokens = call.v.shape[:2]
+    return chunk_slots(batch, tokens, None if call.cu_seqlens is None else sequences_of(call))
 
 
 def peaks_of(call: Walked) -> Tensor:

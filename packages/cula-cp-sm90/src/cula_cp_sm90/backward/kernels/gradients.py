@@ -20,15 +20,16 @@ dM of a chunk by another one, by their own largest.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula_core.constants import LOG2_E
 from cula_core.cute.functions import exp2
-from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
+from cula_core.cute.memory import load_tile, repeated, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import issue
+from cula_core.delta_rule.backward.kernels.chunk import THREADS, WARPS, ChunkKernel, Place, renewed
 from cula_core.delta_rule.backward.kernels.scaling import scale_of
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
 from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
@@ -36,16 +37,13 @@ from cula_core.delta_rule.kernels.tokens import FLOOR
 
 from ..config import GradientsConfig
 from .gradients_layout import (
-    BARRIER,
     DO,
     END,
     SUB_INDICES,
-    THREADS,
     D,
     G,
     Input,
     K,
-    Place,
     Q,
     S,
     Shared,
@@ -64,15 +62,14 @@ from .gradients_registers import (
     TILES,
     load_sub,
     products_of_states,
-    renewed,
     sum_tokens,
     to_tf32,
     zeros,
 )
-from .gradients_rows import WARPS, Rows, first_places, place_in
+from .gradients_rows import Rows, first_places, place_in
 
 
-class KdaGradients:
+class KdaGradients(ChunkKernel):
     """Persistent CTAs over pairs of a chunk and a value head, first chunks first.
 
     | warps | work |
@@ -90,8 +87,7 @@ class KdaGradients:
     """
 
     def __init__(self, config: GradientsConfig):
-        self.config = config
-        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
+        super().__init__(config)
         self.gate_dtype = DTYPES[config.gate_dtype]
         self.gate_columns = 1024 // self.gate_dtype.width  # 128 bytes
         self.rows, self.products = Rows(config), Products(config)
@@ -145,13 +141,6 @@ class KdaGradients:
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
 
-    def tma(self, x, dtype, columns):
-        """Returns how tiles of 64 tokens and so many channels are loaded, and the whole tensor seen so."""
-        tile = (CHUNK, columns)
-        load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled(tile, "k", dtype)
-        atom, whole = cpasync.make_tiled_tma_atom(load, by_token(x), layout, tile)
-        return atom, whole
-
     @cute.kernel
     def kernel(
         self,
@@ -187,12 +176,7 @@ class KdaGradients:
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         shared = self.allocate()
-        if tidx == 0:
-            for i in cutlass.range_constexpr(len(Input)):
-                cute.arch.mbarrier_init(shared.full + i, 1)
-                cute.arch.mbarrier_init(shared.empty + i, THREADS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.init_barriers(shared, len(Input), tidx)
         heads_v, length = mG.shape[2], mG.shape[1]
         phase = I32(0)
         if warp_idx >= WARPS:
@@ -299,45 +283,7 @@ class KdaGradients:
         full = self.fill(shared, Input.D_STATES, 4 * WIDE, phase)
         self.load_image(d_states, shared.d, full)
 
-    @cute.jit
-    def fill(self, shared, which: cutlass.Constexpr, size: cutlass.Constexpr, phase):
-        """Waits until an input is given back, announces so many bytes and returns the barrier that hears of them."""
-        cute.arch.mbarrier_wait(shared.empty + which, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + which, size)
-        return shared.full + which
-
-    @cute.jit
-    def load_tokens(self, tma, whole: cute.Tensor, head, batch, token, target: cute.Pointer, full):
-        """Loads both panels of 64 channels of the chunk's tokens."""
-        panels = repeated(target, (CHUNK, 64), "k", self.dtype, 2)
-        for i in cutlass.range(2, unroll=1):  # fewer addresses, which the warp has no registers for
-            load_tile(tma, whole, token, head, batch, i, panels[None, None, i], full)
-
-    @cute.jit
-    def load_image(self, source: cute.Tensor, target: cute.Pointer, full):
-        """Loads what lies in memory as it does in shared memory."""
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
-        size = cute.size(source)
-        with cute.arch.elect_one():
-            cute.copy(
-                bulk, view(source.iterator.align(128), 0, size), view(target.align(128), 0, size), mbar_ptr=full
-            )  # fmt: skip
-
     # ---- the chunk --------------------------------------------------------------------------------------------------
-
-    def sync(self):
-        """Waits for all threads that compute."""
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
-
-    def wait(self, shared, which, phase):
-        """Waits for an input."""
-        cute.arch.mbarrier_wait(shared.full + which, phase)
-
-    def give_back(self, shared, which):
-        """Says that the thread needs an input no more, and has written what it wrote there."""
-        cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(shared.empty + which)
 
     @cute.jit
     def compute(
@@ -584,32 +530,4 @@ class KdaGradients:
     def store_strengths(self, shared, d_beta: cute.Tensor, shrunk, left, tidx):
         """Writes dbeta of the tokens, from the diagonal of -y z^T."""
         if tidx < cutlass.min(left, I32(CHUNK)):
-            root, given = (
-                view(shared.factors, tidx, 1)[0],
-                view(shared.factors, 3 * CHUNK + tidx, 1)[0],
-            )
-            most, result = (
-                2.0 if self.config.neg_eigval else 1.0,
-                -shared.own[tidx, 1] * shrunk / root,
-            )
-            if cutlass.const_expr(self.config.beta_sigmoid):
-                result = result * given * (1.0 - root * given * (1.0 / most))
-            else:
-                result = result * most / root
-            d_beta[tidx] = result.to(d_beta.element_type)
-
-    @cute.jit
-    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
-        """Writes dv = r y."""
-        y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
-        rounded = cute.make_rmem_tensor(8, self.dtype)
-        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
-            unit = tidx + THREADS * i
-            row = unit // 8 % CHUNK
-            if row < left:
-                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
-                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
-                wide.store(y.load().to(F32) * factor)
-                rounded.store(wide.load().to(self.dtype))
-                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
-                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
+            self.store_strength(shared, d_beta, tidx, shared.own[tidx, 1] * shrunk)

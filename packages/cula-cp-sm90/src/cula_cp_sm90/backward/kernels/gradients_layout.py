@@ -6,11 +6,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from cula_core.cute.output import GROUP
 from cula_core.delta_rule.kernels.block import WIDE
 
-THREADS = 2 * GROUP  # that compute
-BARRIER = 1
 SUB_INDICES = [(b, half, m) for m in range(2) for half in range(2) for b in range(2)]
 # Where matrices begin in shared memory, in elements of 16 bits; decays have room for 32 bits.
 DO, Y, Z, S, D, Q, K, G, END = (i * WIDE for i in (0, 1, 2, 3, 5, 7, 8, 9, 11))
@@ -66,17 +63,3 @@ class Thread(NamedTuple):
     lane: cutlass.Int32
     w: cutlass.Int32
     token: cutlass.Int32
-
-
-class Place(NamedTuple):
-    """Where a chunk is. left: tokens from its first one to the end of the sequence."""
-
-    batch: cutlass.Int32
-    token: cutlass.Int32
-    head: cutlass.Int32
-    left: cutlass.Int32
-
-    def rows(self, x: cute.Tensor):
-        """Returns what a tensor [B, T, HV, ...] has of the head, from the first token on."""
-        own = x[(self.batch, None, self.head, *(None,) * (cute.rank(x) - 3))]
-        return cute.domain_offset((self.token, *(0,) * (cute.rank(own) - 1)), own)

@@ -6,11 +6,12 @@ import cutlass.cute as cute
 from cula_core.cute.functions import exp2
 from cula_core.cute.memory import view
 from cula_core.cute.types import DTYPES, F32
+from cula_core.delta_rule.backward.kernels.chunk import THREADS, renewed
 from cula_core.delta_rule.config import CHUNK, SUB
 from cula_core.delta_rule.kernels.block import WIDE
 
 from ..config import GradientsConfig
-from .gradients_layout import DO, SUB_INDICES, THREADS, K, Q, S
+from .gradients_layout import DO, SUB_INDICES, K, Q, S
 from .gradients_registers import (
     HALVINGS,
     OWN_SUB,
@@ -19,7 +20,6 @@ from .gradients_registers import (
     add_inside,
     fetch,
     load_sub,
-    renewed,
     scale,
     to_tf32,
     zeros,

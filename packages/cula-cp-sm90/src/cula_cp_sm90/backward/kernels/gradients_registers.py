@@ -11,9 +11,7 @@ and the diagonal blocks in fp32.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cula_core.cute.memory import view
 from cula_core.cute.types import F32, I32
@@ -34,23 +32,6 @@ def zeros(shape=OWN_SUB):
     x = cute.make_rmem_tensor(shape, F32)
     x.fill(0.0)
     return x
-
-
-@dsl_user_op
-def renewed(x, *, loc=None, ip=None):
-    """Returns an integer unchanged, of which the compiler does not know that: what it computes from it in a loop, it
-    computes there, and keeps no registers for it around the loop."""
-    return I32(
-        llvm.inline_asm(
-            T.i32(),
-            [I32(x).ir_value(loc=loc, ip=ip)],
-            "mov.b32 $0, $1;",
-            "=r,r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
 
 
 @cute.jit

@@ -13,13 +13,11 @@ from cula_core.cute.memory import view
 from cula_core.cute.types import F32, I32
 from cula_core.cute.warp import all_sums
 from cula_core.cute.widen import read, write
+from cula_core.delta_rule.backward.kernels.chunk import WARPS
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.delta_rule.kernels.block import SQUARE
 
-from .gradients_registers import SUBS
-
 UNIT = 4
-WARPS = 2 * SUBS
 ROUNDS, BATCH = CHUNK // WARPS, 4
 
 

@@ -70,7 +70,7 @@ def _of_heads(
     """
     keys = slice(heads.start // shared, heads.stop // shared)
 
-    def part(name: str, x: Tensor | None) -> Tensor | None:
+    def part(name: str, x: Tensor | None) -> Any:
         if x is None:
             return None
         if name in ("initial_state", "dht"):

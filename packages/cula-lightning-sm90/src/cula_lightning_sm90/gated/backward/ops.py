@@ -4,7 +4,7 @@ when a CUDA tensor comes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -57,19 +57,18 @@ class _Trained(torch.autograd.Function):
     ) -> Any:
         o, final = chunk_gated_delta_rule(**dict(zip(_KEPT, kept)), **options)
         ctx.save_for_backward(*kept)
-        scale = options["scale"]
-        ctx.scale = kept[0].shape[3] ** -0.5 if scale is None else float(scale)  # type: ignore[union-attr]
-        ctx.operand = dtype_name(options["operand_dtype"] or torch.float16)
+        q, scale = cast(Tensor, kept[0]), options["scale"]
+        ctx.rules = {
+            "scale": q.shape[3] ** -0.5 if scale is None else float(scale),
+            "l2norm": options["use_qk_l2norm_in_kernel"],
+            "beta_sigmoid": options["use_beta_sigmoid_in_kernel"],
+            "neg_eigval": options["allow_neg_eigval"],
+            "state_v_first": options["state_v_first"],
+            "operand": dtype_name(options["operand_dtype"] or torch.float16),
+        }
         ctx.softplus = None
         if options["use_gate_in_kernel"]:
             ctx.softplus = (options["softplus_beta"], options["softplus_threshold"])
-        flags = (
-            "use_qk_l2norm_in_kernel",
-            "use_beta_sigmoid_in_kernel",
-            "allow_neg_eigval",
-            "state_v_first",
-        )
-        ctx.flags = [options[name] for name in flags]
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -94,7 +93,7 @@ class _Trained(torch.autograd.Function):
         values = _repeated(v, heads)
         call = BackwardCall(
             _repeated(q, same), _repeated(k, same), values, decay, strength, initial, cu_seqlens,
-            torch.zeros_like(values) if do is None else do, dht, ctx.scale, *ctx.flags, ctx.operand,
+            torch.zeros_like(values) if do is None else do, dht, **ctx.rules,
         )  # fmt: skip
         # Where gradients of gradients may follow, the operator is there to refuse them.
         direct = is_plain_cuda_call(q) and not torch.is_grad_enabled()
@@ -155,10 +154,11 @@ def _run_on_gpu(*values: Any) -> tuple[Tensor, ...]:
         *rest, dh0 = (x.zero_() for x in _new_results(call))
         return *rest, dh0 if call.dht is None or not dh0.numel() else dh0.copy_(call.dht)
     ready = prepared(call)
-    found = Gradients(
-        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in ready[:5]),
-        None if ready.initial_state is None else torch.empty_like(ready.initial_state),
+    results = (
+        None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in ready[:6]
     )
+    found = Gradients(*cast(Any, results))
     from .launch import run
 
     run(ready, found)

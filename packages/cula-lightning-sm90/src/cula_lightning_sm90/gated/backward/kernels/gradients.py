@@ -20,26 +20,31 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula_core.cute.functions import exp2
-from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
+from cula_core.cute.memory import repeated, view
 from cula_core.cute.output import GROUP
-from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.types import F32, I32
 from cula_core.cute.warp import all_sums, reduce_scatter
 from cula_core.cute.wgmma import as_operand, issue, mma
 from cula_core.delta_rule.backward.config import FACTORS
+from cula_core.delta_rule.backward.kernels.chunk import (
+    BARRIER,
+    THREADS,
+    WARPS,
+    ChunkKernel,
+    Place,
+    renewed,
+)
 from cula_core.delta_rule.backward.kernels.scaling import scale_of
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
 from cula_core.delta_rule.kernels.block import SQUARE, WIDE, find_chunk_of_sequence
 
-from ..config import GradientsConfig
 from .decays import sum_decays, sums_before, sums_behind
 
-THREADS = 2 * GROUP  # that compute
-WARPS = THREADS // 32
-ALL, FIRST_GROUP = 1, 2  # named barriers, the second for each of two groups
+FIRST_GROUP = BARRIER + 1  # of the named barriers, one for each of two groups
 TILES = CHUNK // 8
 # Where matrices begin in shared memory, in elements of 16 bits.
 DO, Y, Z, Q, K, S, D, PAIRS, END = (i * WIDE for i in (0, 1, 2, 3, 4, 5, 7, 9, 10))
@@ -105,6 +110,13 @@ class Thread(NamedTuple):
     column: cutlass.Int32
 
 
+def thread_of(tidx):
+    """Returns where a thread is."""
+    lane, group = tidx % 32, cute.arch.make_warp_uniform(tidx // GROUP)
+    w = cute.arch.make_warp_uniform(tidx % GROUP // 32)
+    return Thread(tidx, lane, group, w, SUB * w + lane // 4, lane % 4 * 2)
+
+
 class SoFar(NamedTuple):
     """Sums over value heads of what belongs to a head of q and k.
 
@@ -117,7 +129,7 @@ class SoFar(NamedTuple):
     ends: cutlass.Boolean
 
 
-class ChunkGradients:
+class ChunkGradients(ChunkKernel):
     """Persistent CTAs over pairs of a chunk and a head of q and k, first chunks first. The value heads of a pair follow
     one another.
 
@@ -135,10 +147,6 @@ class ChunkGradients:
     | dA, dM | 16,384 |
     | factors of tokens, sums over tokens | 4608 |
     """
-
-    def __init__(self, config: GradientsConfig):
-        self.config = config
-        self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
 
     @cute.jit
     def __call__(
@@ -169,13 +177,10 @@ class ChunkGradients:
         per_row = None
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
-        tile = (CHUNK, 64)
-        load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled(tile, "k", self.dtype)
-        tokens = tuple(
-            cpasync.make_tiled_tma_atom(load, by_token(x), layout, tile) for x in (mQ, mK, mDo)
-        )
+        by_head = cute.fast_divmod_create_divisor_v2(mQ.shape[2])
+        tokens = tuple(self.tma(x, self.dtype, 64) for x in (mQ, mK, mDo))
         self.kernel(
-            tokens, mG, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, mQ.shape[2], mDq, mDk, mDv,
+            tokens, mG, factors, peaks, states, d_states, z, minus_y, cu_seqlens, per_row, by_head, mDq, mDk, mDv,
             mDg, mDbeta, sums, scale, slots,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS + GROUP, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -194,7 +199,7 @@ class ChunkGradients:
         minus_y: cute.Tensor,
         cu_seqlens: cute.Tensor,
         per_row: cute.FastDivmodDivisorV2,
-        heads: cutlass.Int32,
+        by_head: cute.FastDivmodDivisorV2,
         mDq: cute.Tensor,
         mDk: cute.Tensor,
         mDv: cute.Tensor,
@@ -209,18 +214,15 @@ class ChunkGradients:
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         shared = self.allocate()
-        if tidx < len(Input):
-            cute.arch.mbarrier_init(shared.full + tidx, 1)
-            cute.arch.mbarrier_init(shared.empty + tidx, THREADS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        group, length = mG.shape[2] // heads, mG.shape[1]
+        self.init_barriers(shared, len(Input), tidx)
+        heads, length = mDq.shape[2], mG.shape[1]
+        group = mG.shape[2] // heads
         phase = I32(0)
         if warp_idx >= WARPS:
             cute.arch.setmaxregister_decrease(24)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads, ctas, unroll=1):
-                    slot, head_k = number // heads, number % heads
+                    slot, head_k = divmod(number, by_head)
                     sequence, token, left = find_chunk_of_sequence(
                         cu_seqlens, per_row, slot, length
                     )
@@ -235,24 +237,16 @@ class ChunkGradients:
                             phase = phase ^ 1
         else:
             cute.arch.setmaxregister_increase(240)
-            lane, w = tidx % 32, warp_idx % 4
-            thread = Thread(tidx, lane, warp_idx // 4, w, SUB * w + lane // 4, lane % 4 * 2)
             for number in cutlass.range(first, slots * heads, ctas, unroll=1):
-                slot, head_k = number // heads, number % heads
+                slot, head_k = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(cu_seqlens, per_row, slot, length)
                 if left > 0:
                     batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                    dq, dk = (
-                        cute.domain_offset((token, 0), x[batch, None, head_k, None])
-                        for x in (mDq, mDk)
-                    )
+                    keys = Place(batch, token, head_k, left)
                     for member in cutlass.range(group, unroll=1):
                         head = head_k * group + member
-                        dv = cute.domain_offset((token, 0), mDv[batch, None, head, None])
-                        g, dg, d_beta = (
-                            cute.domain_offset((token,), x[batch, None, head])
-                            for x in (mG, mDg, mDbeta)
-                        )
+                        place = keys._replace(head=head)
+                        thread = thread_of(renewed(tidx))
                         so_far = None
                         if cutlass.const_expr(self.config.grouped):
                             so_far = SoFar(
@@ -260,7 +254,8 @@ class ChunkGradients:
                             )  # fmt: skip
                         grown, shrunk = scale_of(peaks[sequence, head])
                         self.compute(
-                            shared, g, (dq, dk, dv), dg, d_beta, so_far, grown, shrunk, scale, left, phase, thread
+                            shared, place, keys, mG, mDq, mDk, mDv, mDg, mDbeta, so_far, grown, shrunk, scale, phase,
+                            thread,
                         )  # fmt: skip
                         phase = phase ^ 1
 
@@ -311,58 +306,18 @@ class ChunkGradients:
         self.load_tokens(tma_do, mDo, head, batch, token, shared.do, full)
         self.load_image(minus_y, shared.y, full)
 
-    @cute.jit
-    def fill(self, shared, which: cutlass.Constexpr, size: cutlass.Constexpr, phase):
-        """Waits until an input is given back, announces so many bytes and returns the barrier that hears of them."""
-        cute.arch.mbarrier_wait(shared.empty + which, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + which, size)
-        return shared.full + which
-
-    @cute.jit
-    def load_tokens(self, tma, whole: cute.Tensor, head, batch, token, target: cute.Pointer, full):
-        """Loads both panels of 64 channels of the chunk's tokens."""
-        panels = repeated(
-            cute.recast_ptr(target, dtype=self.dtype), (CHUNK, 64), "k", self.dtype, 2
-        )
-        for i in cutlass.range_constexpr(2):
-            load_tile(tma, whole, token, head, batch, i, panels[None, None, i], full)
-
-    @cute.jit
-    def load_image(self, source: cute.Tensor, target: cute.Pointer, full):
-        """Loads what lies in memory as it does in shared memory."""
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
-        size = cute.size(source)
-        with cute.arch.elect_one():
-            cute.copy(
-                bulk, view(source.iterator.align(128), 0, size), view(target.align(128), 0, size), mbar_ptr=full
-            )  # fmt: skip
-
     # ---- the chunk --------------------------------------------------------------------------------------------------
-
-    def sync(self):
-        """Waits for all threads that compute."""
-        cute.arch.barrier(barrier_id=ALL, number_of_threads=THREADS)
-
-    def wait(self, shared, which, phase):
-        """Waits for an input."""
-        cute.arch.mbarrier_wait(shared.full + which, phase)
-
-    def give_back(self, shared, which):
-        """Says that the thread needs an input no more, and has written what it wrote there."""
-        cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(shared.empty + which)
 
     @cute.jit
     def compute(
-        self, shared, g: cute.Tensor, results: tuple, dg: cute.Tensor, d_beta: cute.Tensor, so_far, grown, shrunk,
-        scale, left, phase, thread,
+        self, shared, place, keys, mG: cute.Tensor, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor,
+        mDg: cute.Tensor, mDbeta: cute.Tensor, so_far, grown, shrunk, scale, phase, thread,
     ):  # fmt: skip
-        """Computes the gradients of a chunk."""
-        dq, dk, dv = results
+        """Computes the gradients of a chunk. place, keys: where it is among value heads, and among those of q and k."""
+        left = place.left
         if thread.tidx < 32:
             cute.arch.sync_warp()  # its lanes may read those of the chunk before
-            sum_decays(g, shared.sums, left, thread.lane)
+            sum_decays(place.rows(mG), shared.sums, left, thread.lane)
         self.wait(shared, Input.TOKENS, phase)
         self.convert(shared.q, view(shared.factors, CHUNK, CHUNK), scale, left, thread.tidx)
         self.convert(shared.k, view(shared.factors, 2 * CHUNK, CHUNK), F32(1.0), left, thread.tidx)
@@ -371,18 +326,19 @@ class ChunkGradients:
         cute.arch.fence_view_async_shared()
         self.sync()
         self.wait(shared, Input.Z, phase)
-        own, factor = self.pairs(shared, d_beta, shrunk, left, thread)
-        self.store_values(shared, dv, shrunk, left, thread.tidx)
+        own, factor = self.pairs(shared, place.rows(mDbeta), shrunk, left, thread)
+        self.store_values(shared, place.rows(mDv), shrunk, left, thread.tidx)
         self.sync()
         self.wait(shared, Input.STATES, phase)
         self.wait(shared, Input.D_STATES, phase)
         if thread.group == 0:
+            dq = keys.rows(mDq)
             self.queries(shared, own, so_far, factor, scale, shrunk, dq, left, thread)
         else:
-            self.keys(shared, own, so_far, factor, shrunk, dk, left, thread)
+            self.keys(shared, own, so_far, factor, shrunk, keys.rows(mDk), left, thread)
         self.sync()
         if thread.tidx < 32:
-            self.store_decays(shared, dg, shrunk, left, thread.lane)
+            self.store_decays(shared, place.rows(mDg), shrunk, left, thread.lane)
         self.give_back(shared, Input.TOKENS)
         self.give_back(shared, Input.OUTPUTS)
 
@@ -529,33 +485,6 @@ class ChunkGradients:
         cute.copy(store, store.retile(rounded), store.partition_D(matrix)[None, None, None, 0])
 
     @cute.jit
-    def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):
-        """Writes dbeta of a token, of -y . z."""
-        root, given = view(shared.factors, i, 1)[0], view(shared.factors, 3 * CHUNK + i, 1)[0]
-        most, result = 2.0 if self.config.neg_eigval else 1.0, -minus_yz / root
-        if cutlass.const_expr(self.config.beta_sigmoid):
-            result = result * given * (1.0 - root * given * (1.0 / most))
-        else:
-            result = result * most / root
-        d_beta[i] = result.to(d_beta.element_type)
-
-    @cute.jit
-    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
-        """Writes dv = r y."""
-        y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
-        rounded = cute.make_rmem_tensor(8, self.dtype)
-        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
-            unit = tidx + THREADS * i
-            row = unit // 8 % CHUNK
-            if row < left:
-                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
-                factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
-                wide.store(y.load().to(F32) * factor)
-                rounded.store(wide.load().to(self.dtype))
-                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
-                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
-
-    @cute.jit
     def queries(
         self, shared, own: cute.Tensor, so_far, factor, scale, shrunk, dq: cute.Tensor, left, thread
     ):  # fmt: skip
@@ -599,7 +528,6 @@ class ChunkGradients:
         dots.store(dots.load() * roots.load())
         self.note(shared, Token.BY_D_STATE, dots, thread)
         self.add(acc, other, F32(1.0))
-        warpgroup.fence()
         self.multiply_own(other, own, shared.k, thread.tidx)
         dA, dM = shared.pairs, shared.pairs + SQUARE
         self.multiply(other, dA, "mn", shared.q, "mn", WIDE, 1, False, thread.tidx)
@@ -614,10 +542,11 @@ class ChunkGradients:
 
     @cute.jit
     def multiply_own(self, acc: cute.Tensor, own: cute.Tensor, k: cute.Pointer, tidx):
-        """Issues acc = own k^, for a first operand in registers."""
+        """Issues acc = own k^, for a first operand in registers, which need a fence of their own."""
         tiled = mma(self.operand, HEAD_DIM, OperandMajorMode.MN)
         keys = repeated(k, (HEAD_DIM, CHUNK), "mn", self.operand, 1)[None, None, 0]
         right = tiled.make_fragment_B(tiled.get_slice(tidx % GROUP).partition_B(keys))
+        warpgroup.fence()
         issue(tiled, acc, own, right, True)
 
     # ---- rows of accumulators ---------------------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""The gated delta rule with its gradients."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.harness.registry import CheckFailed
+from benchmarks.ops.lightning import gated_training as training
+from benchmarks.ops.lightning.delta import setting
+
+
+@pytest.mark.parametrize(
+    "problem", [setting(70, heads=4, heads_q=2), setting(60, heads=2, sequences=3)]
+)
+def test_gradients_are_checked_one_by_one(problem):
+    def bound(spoil=None):
+        def bind(problem, x):
+            run = training.step("reference", training.leaves_of(x), x)
+            return lambda: tuple(
+                grad * (1.03 if name == spoil else 1) for name, grad in zip(training.LEAVES, run())
+            )
+
+        return dataclasses.replace(training.OP.providers[0], bind=bind)
+
+    with torch.inference_mode():  # as every benchmark runs
+        errors = training.check(bound(), problem, "cpu")
+        assert set(errors) == set(training.LEAVES) and 0 < max(errors.values()) < training.LIMIT
+        for name in training.LEAVES:
+            with pytest.raises(CheckFailed, match=name):
+                training.check(bound(name), problem, "cpu")
+
+
+def test_bytes_are_those_of_inputs_and_gradients():
+    """q, k, v, o of 2 bytes, two numbers per token and head of 4, and as many gradients."""
+    tokens = 512 * 64
+    assert training.moved(setting(512)) == 2 * tokens * (4 * 2 * 128 + 2 * 4)
+
+
+def test_who_trains_and_who_cannot():
+    ours, fla = training.OP.providers
+    assert (ours.name, fla.name) == ("cula", "fla")
+    for provider in (ours, fla):
+        assert provider.supports(setting(512)) is not None  # without a GPU
