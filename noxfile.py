@@ -94,8 +94,9 @@ def tests(session: nox.Session) -> None:
     budgets = {folder: seconds[warm] for folder, seconds in BUDGETS.items()}
     session.env["CULA_TEST_BUDGETS"] = json.dumps(budgets)
     folders = (*SHARED_TESTS, *map(_tests, TESTED))
-    # Slow kernels are compiled again for later runs where there was one before: a fresh clone may be thrown away.
-    rebuild = () if warm else ("--emulator-no-rebuild",)
+    # A fresh clone compiles every kernel first, and may be thrown away: it runs fewer schedules, and does not compile
+    # slow kernels again for later runs.
+    rebuild = () if warm else ("--emulator-no-rebuild", "--emulator-one-seed")
     marked = "not gpu and not browser"
     _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers, *rebuild))
 

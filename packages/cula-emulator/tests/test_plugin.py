@@ -79,6 +79,12 @@ def test_default_schedules(run):
         ("schedules=('immediate', 'lazy')", (), ["immediate", "lazy-0", "lazy-1"]),
         ("schedules='immediate'", (), ["immediate"]),
         ("schedules=('lazy',), seeds=3", (), ["lazy-0", "lazy-1", "lazy-2"]),
+        (
+            "seeds=2",
+            ("--emulator-one-seed",),
+            ["immediate", "random-0", "random-1", "lazy-0", "lazy-1"],
+        ),
+        ("", ("--emulator-one-seed",), ["immediate", "random-0", "lazy-0"]),
         ("schedules=('lazy-7', 'random-2')", ("--emulator-seeds=9",), ["lazy-7", "random-2"]),
         ("schedules=('random',), seeds=1", ("--emulator-seeds=2",), ["random-0", "random-1"]),
         (

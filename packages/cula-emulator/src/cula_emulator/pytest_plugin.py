@@ -50,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run emulated tests with at least N seeds of each of the random and lazy schedules",
     )
     group.addoption(
+        "--emulator-one-seed",
+        action="store_true",
+        help="run emulated tests with one seed of each of the random and lazy schedules where they do not say how many",
+    )
+    group.addoption(
         "--emulator-races",
         action="store_true",
         default=None,
@@ -155,9 +160,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     arguments = _marker_arguments(metafunc.definition, where)
     fixed = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
     fixed.setdefault("time_limit", float(config.getini("emulator_time_limit")) or None)
-    seeds = max(
-        arguments.get("seeds", DEFAULT_SEEDS), config.getoption("emulator_seeds", None) or 0
-    )
+    usual = 1 if config.getoption("emulator_one_seed", False) else DEFAULT_SEEDS
+    seeds = max(arguments.get("seeds", usual), config.getoption("emulator_seeds", None) or 0)
     names = arguments.get("schedules", DEFAULT_SCHEDULES)
     try:
         races = _wanted_races(config, arguments)
