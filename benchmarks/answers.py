@@ -34,6 +34,7 @@ def region(gpu: str, root: Path) -> str:
         _gated(gpu, root),
         _lite(gpu, root),
         *delta_decode(gpu, root),
+        *training(gpu, root),
     ]
     return f"\n{report.as_markdown((['asked for', 'answer', 'where'], rows)).replace('---:', '---')}\n\n"
 
@@ -203,6 +204,26 @@ def delta_decode(gpu: str, root: Path) -> list[list[str]]:
             "Decode of the gated delta rule and of KDA on a pool of states, with speculative decoding",
             told,
             "[how the kernels work](docs/delta-decode.md)",
+        ]
+    ]
+
+
+def training(gpu: str, root: Path) -> list[list[str]]:
+    """A training step by our own kernels, where it has been measured."""
+    parts = []
+    for kind, name in (("KDA", "kda_training"), ("Lightning attention", "lightning_training")):
+        path = results.result_path(name, gpu, root)
+        if path.exists():
+            result = results.load(path)
+            told = report.ratios(result, results.device_method(result), "*", "fla")
+            parts.append(f"{kind} {min(told.values()):.2f} to {max(told.values()):.2f} x FLA")
+    if not parts:
+        return []
+    return [
+        [
+            "Training on Hopper: forward and backward",
+            f"{'; '.join(parts)}; nothing but the inputs is kept, and the same call has the same bits",
+            "[who computes gradients](docs/training.md)",
         ]
     ]
 

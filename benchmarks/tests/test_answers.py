@@ -21,6 +21,7 @@ def root(tmp_path):
     names += ("h200/kda_prefill_cut", "h200/kda_prefill_flashkda", "h200/lightning_prefill")
     names += ("h200/lightning_prefill_delta", "h200/gated_prefill", "h200/lite_attention")
     names += ("h200/lite_training", "h200/lite_trajectory")
+    names += ("h200/kda_training", "h200/lightning_training")
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
     names += DELTA
     for name in names:
@@ -50,7 +51,7 @@ def be_faster(path, ratio, others, pattern="", matching=None):
 def test_every_request_has_an_answer_and_a_place(root):
     text = answers.region("h200", root)
     rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
-    assert len(rows) == 6 + len(DELTA) and all(len(row) == 3 for row in rows)
+    assert len(rows) == 7 + len(DELTA) and all(len(row) == 3 for row in rows)
     for *_, link in rows:
         path, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", link)[1].partition("#")
         page = (tables.ROOT / path).read_text()
@@ -94,6 +95,13 @@ def test_the_figures_are_those_of_the_files(root):
     assert "; 5.00 x FlashInfer's kernel with the same decays" in answers.region("h200", root)
     change(root / "published" / "kda_blackwell.json", lambda row: row.update(cula_ms=12.0))
     assert "published with 12.00 ms" in answers.region("h200", root)
+
+
+def test_training_is_compared_with_fla(root):
+    be_faster(root / "h200" / "kda_training.json", "ratio_fla", 3.5, "*-H16", 7.0)
+    assert "| KDA 3.50 to 7.00 x FLA; Lightning attention " in answers.region("h200", root)
+    (root / "h200" / "lightning_training.json").unlink()
+    assert "| KDA 3.50 to 7.00 x FLA; nothing but" in answers.region("h200", root)
 
 
 def test_skip_lists_are_compared_with_dense_kernels(root):
