@@ -182,7 +182,7 @@ class Unregistered(prefill.Prefill):
     """What has no operator, because nothing goes through a dispatcher."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self._target, self._trained = target, None
 
 
 def _call(
