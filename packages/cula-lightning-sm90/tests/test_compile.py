@@ -86,11 +86,11 @@ HEAVY = [
 # Against time, with all that a gradient can want.
 REVERSED = [
     config
-    for gate, packed, dots in (("float32", False, False), ("float32", False, True), (None, True, True))
+    for gate, packed in (("float32", False), (None, True))
     for config in candidates(
         Problem(
             "bfloat16", 128, 128, gate, packed=packed, initial_state=True, exact_state=not packed, reverse=True,
-            dots=dots,
+            dots=True,
         )
     )
 ]  # fmt: skip
