@@ -183,7 +183,7 @@ def test_neighbours_do_not_meet(run, monkeypatch):
             (call.v, torch.nan),
             (call.g, torch.nan),
         ):
-            x[0, :70] = value
+            x[0, 65:135] = value
         return call
 
     monkeypatch.setitem(globals(), "make_call", poisoned)
