@@ -214,6 +214,10 @@ def lightning_specs(package: str) -> Iterator[Spec]:
     most["checkpoints"] = "every"
     for packed in BOTH:
         found += candidates(dataclasses.replace(full, packed=packed, **most))
+    if "reverse" in known:
+        against = dataclasses.replace(full, initial_state=True, reverse=True)
+        for dots in BOTH:
+            found += candidates(dataclasses.replace(against, dots=dots))
     yield from ({"arch": "sm_90a", "kernel": "LightningPrefill", **flat(c)} for c in found)
     for index_dtype in INDEX_DTYPES[1:]:
         yield {"arch": "sm_90a", "kernel": "SegmentTable", "index_dtype": index_dtype}
