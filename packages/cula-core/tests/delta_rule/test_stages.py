@@ -62,7 +62,8 @@ def prepare(
         )
     compiled(prepare_config(problem, intra=intra is not None))(
         x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens, segments, blocks,
-        *(intra or (None, None)), problem.scale, problem.options["lower_bound"], SEGMENT, SEGMENT, 0, blocks.shape[0],
+        *(intra or (None, None)), None, None, None, problem.scale, problem.options["lower_bound"], SEGMENT, SEGMENT, 0,
+        blocks.shape[0],
     )  # fmt: skip
     return segments
 
