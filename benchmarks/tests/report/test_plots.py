@@ -39,7 +39,7 @@ def test_text_is_text(pictures):
     words = {e.text for e in ElementTree.fromstring(pictures[0].svg).iter() if e.text}
     assert {"lite", "torch_flash", "floor", "us per call", "8K"} <= words
     words = {e.text for e in ElementTree.fromstring(pictures[1].svg).iter() if e.text}
-    assert {"cula", "fla", "floor", "N10-T8192-skewed-H64"} <= words
+    assert {"cula", "fla", "floor", "B1-T8192-H16"} <= words
 
 
 def test_colours_are_those_of_the_style_sheet(pictures):
