@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,3 +15,8 @@ def register_fake(name: str, function: Callable[..., Any] = lambda *_: None) -> 
     it does so once, which takes a tenth off the import of the packages.
     """
     torch.library.register_fake(name, function)
+
+
+def no_second_derivative(ctx: object, *_: object) -> NoReturn:
+    """The backward of an operator of gradients: it has none."""
+    raise RuntimeError("cula: the derivative of a gradient is not implemented")

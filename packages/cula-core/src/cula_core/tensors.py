@@ -160,3 +160,8 @@ def scatter_states(
 def multiprocessors(device: torch.device) -> int:
     """Returns how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dense_states(states: Tensor | None) -> Tensor | None:
+    """Returns states in fp32, dense and at a multiple of 16 bytes."""
+    return None if states is None else aligned(states.float().contiguous())

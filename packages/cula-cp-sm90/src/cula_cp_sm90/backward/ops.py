@@ -4,16 +4,16 @@ tensor comes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula_core.delta_rule.prefill import as_kernels_read, rules
-from cula_core.operators import register_fake
+from cula_core.operators import no_second_derivative, register_fake
 from cula_core.reference.common import work_dtype
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
-from cula_core.tensors import aligned, is_plain_cuda_call
+from cula_core.tensors import aligned, dense_states, is_plain_cuda_call
 
 from .call import SCHEMA, BackwardCall
 
@@ -110,14 +110,10 @@ def prepared(call: BackwardCall) -> BackwardCall:
         beta=beta,
         A_log=None if rate is None else rate.contiguous(),
         dt_bias=bias,
-        initial_state=_dense(call.initial_state),
+        initial_state=dense_states(call.initial_state),
         do=aligned(do),
-        dht=_dense(call.dht),
+        dht=dense_states(call.dht),
     )
-
-
-def _dense(states: Tensor | None) -> Tensor | None:
-    return None if states is None else aligned(states.float().contiguous())
 
 
 def _new_results(call: BackwardCall) -> list[Tensor]:
@@ -142,12 +138,8 @@ def _results(call: BackwardCall, found: Gradients) -> tuple[Tensor, ...]:
     return *tokens, *rest
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    raise RuntimeError("cula: the derivative of a gradient is not implemented")
-
-
 torch.library.define("cula_cp_sm90::backward", SCHEMA)
 torch.library.impl("cula_cp_sm90::backward", "CPU", _run_on_cpu)
 torch.library.impl("cula_cp_sm90::backward", "CUDA", _run_on_gpu)
 register_fake("cula_cp_sm90::backward", lambda *values: tuple(_new_results(BackwardCall(*values))))
-torch.library.register_autograd("cula_cp_sm90::backward", _no_second_derivative)
+torch.library.register_autograd("cula_cp_sm90::backward", no_second_derivative)

@@ -4,17 +4,17 @@ when a CUDA tensor comes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from cula_core.dtypes import dtype_name
-from cula_core.operators import register_fake
+from cula_core.operators import no_second_derivative, register_fake
 from cula_core.reference.common import work_dtype
 from cula_core.reference.gates import log_decay
 from cula_core.reference.kda_backward import chunk_kda_backward
-from cula_core.tensors import aligned, is_plain_cuda_call
+from cula_core.tensors import aligned, dense_states, is_plain_cuda_call
 
 from .call import SCHEMA, BackwardCall, Gradients
 
@@ -176,14 +176,10 @@ def prepared(call: BackwardCall) -> BackwardCall:
         v=aligned(call.v),
         g=g,
         beta=beta,
-        initial_state=_dense(call.initial_state),
+        initial_state=dense_states(call.initial_state),
         do=aligned(do),
-        dht=_dense(call.dht),
+        dht=dense_states(call.dht),
     )
-
-
-def _dense(states: Tensor | None) -> Tensor | None:
-    return None if states is None else aligned(states.float().contiguous())
 
 
 def _new_results(call: BackwardCall) -> list[Tensor]:
@@ -202,13 +198,9 @@ def _results(call: BackwardCall, found: Gradients) -> tuple[Tensor, ...]:
     return *of_tokens, dh0.contiguous()
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    raise RuntimeError("cula: the derivative of a gradient is not implemented")
-
-
 _NAME = "cula_lightning_sm90::gated_backward"
 torch.library.define(_NAME, SCHEMA)
 torch.library.impl(_NAME, "CPU", _run_on_cpu)
 torch.library.impl(_NAME, "CUDA", _run_on_gpu)
 register_fake(_NAME, lambda *values: tuple(_new_results(BackwardCall(*values))))
-torch.library.register_autograd(_NAME, _no_second_derivative)
+torch.library.register_autograd(_NAME, no_second_derivative)
