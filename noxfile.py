@@ -96,7 +96,7 @@ def tests(session: nox.Session) -> None:
     folders = (*SHARED_TESTS, *map(_tests, TESTED))
     # A fresh clone compiles every kernel first, and may be thrown away: it runs fewer schedules, and does not compile
     # slow kernels again for later runs.
-    rebuild = () if warm else ("--emulator-no-rebuild", "--emulator-one-seed")
+    rebuild = () if warm else ("--emulator-no-rebuild", "--emulator-in-turn")
     marked = "not gpu and not browser"
     _pytest(session, *folders, options=("-p", "tools.budgets", "-m", marked, *workers, *rebuild))
 

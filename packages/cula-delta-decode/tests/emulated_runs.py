@@ -83,7 +83,9 @@ def run(emulated) -> Callable[..., Tensor]:
 
     def compiled(problem: Problem, arch: str, few: int = MANY_STATES):
         assert problem.illegal() is None
-        return emulated_kernel(emulated, launch.unit(select(problem, arch, few=few), arch))
+        unit = launch.unit(select(problem, arch, few=few), arch)
+        # Offsets of 64 bits cost a few bytes.
+        return emulated_kernel(emulated, unit, may_spill=problem.long)
 
     run.compiled = compiled
     return run

@@ -31,6 +31,14 @@ def test_every_possible_pair_meets():
     assert len(cases) < math.prod(map(len, FACTORS.values())) / 2
 
 
+def test_every_possible_value_occurs():
+    cases = covering_cases(FACTORS, possible, strength=1)
+    assert all(map(possible, cases)) and len(cases) == 3
+    assert {value for case in cases for value in case.items()} == {
+        (name, value) for name, values in FACTORS.items() for value in values
+    }
+
+
 def test_the_cases_are_always_the_same():
     assert covering_cases(FACTORS, possible) == covering_cases(FACTORS, possible)
 

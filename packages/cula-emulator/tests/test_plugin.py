@@ -81,10 +81,10 @@ def test_default_schedules(run):
         ("schedules=('lazy',), seeds=3", (), ["lazy-0", "lazy-1", "lazy-2"]),
         (
             "seeds=2",
-            ("--emulator-one-seed",),
+            ("--emulator-in-turn",),
             ["immediate", "random-0", "random-1", "lazy-0", "lazy-1"],
         ),
-        ("", ("--emulator-one-seed",), ["immediate", "random-0", "lazy-0"]),
+        ("", ("--emulator-in-turn",), ["immediate", "lazy-0"]),
         ("schedules=('lazy-7', 'random-2')", ("--emulator-seeds=9",), ["lazy-7", "random-2"]),
         ("schedules=('random',), seeds=1", ("--emulator-seeds=2",), ["random-0", "random-1"]),
         (
@@ -98,6 +98,28 @@ def test_default_schedules(run):
 def test_schedules_of_the_marker(run, marker, arguments, expected):
     result = run(f"@pytest.mark.emulated({marker})\n{USES_IT}", "--collect-only", "-q", *arguments)
     assert names(result) == [f"test[{s}]" for s in expected]
+
+
+def test_cases_take_turns_at_the_deferred_schedules(run):
+    source = """
+    @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+    def test(n, emulated): pass
+
+    @pytest.mark.emulated(schedules="random")
+    def test_named(emulated): pass
+
+    def test_other(emulated): pass
+
+    def test_plain(): pass
+    """
+    result = run(source, "--collect-only", "-q", "--emulator-in-turn")
+    turns = ("lazy-0", "random-0", "lazy-1", "random-1", "lazy-0")
+    cases = {f"test[{n}-{s}]" for n, turn in enumerate(turns, 1) for s in ("immediate", turn)}
+    named = {"test_named[random-0]", "test_named[random-1]"}
+    assert set(names(result)) == cases | named | {
+        "test_other[immediate]", "test_other[lazy-0]", "test_plain",
+    }  # fmt: skip
+    assert "15/33 tests" in str(result.stdout)
 
 
 def test_the_closest_marker_wins_and_the_others_fill_in(run):

@@ -89,10 +89,28 @@ def possible(case: dict) -> bool:
     return config_of(case).illegal() is None
 
 
-CONFIGS = [
+# What asks most of registers and shared memory: all that a call can want, in each form of a CTA.
+EVERYTHING = RECURRENCE["states"][-1]
+HEAVY = [
+    PrepareConfig(
+        "bfloat16", "float16", True, "int64", *PREPARE["gate"][-1], *PREPARE["strength"][-1], cut=True
+    )
+] + [
+    RecurrenceConfig(
+        "bfloat16", operand, l2norm, "int64", tiles, v_first, *EVERYTHING, "every", True, cut=cut, state_dtype=states
+    )
+    for tiles, v_first, operand, l2norm, cut, states in (
+        (1, False, "float16", True, True, "bfloat16"),
+        (1, True, "bfloat16", False, False, "float32"),
+        (2, False, "bfloat16", False, False, "bfloat16"),
+        (2, True, "float16", True, True, "float32"),
+    )
+]  # fmt: skip
+# Every value once: pairs are for the emulator, which spares no kernel that spills either.
+CONFIGS = HEAVY + [
     config_of(case)
     for factors in (PREPARE, RECURRENCE, SCAN)
-    for case in covering_cases(factors, possible)
+    for case in covering_cases(factors, possible, strength=1)
 ]
 
 

@@ -50,9 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run emulated tests with at least N seeds of each of the random and lazy schedules",
     )
     group.addoption(
-        "--emulator-one-seed",
+        "--emulator-in-turn",
         action="store_true",
-        help="run emulated tests with one seed of each of the random and lazy schedules where they do not say how many",
+        help="run each case of an emulated test that does not name its schedules in immediate mode and in one deferred"
+        " schedule, the next one for each case",
     )
     group.addoption(
         "--emulator-races",
@@ -142,6 +143,12 @@ def _schedules(names: Sequence[str], seeds: int) -> Iterator[tuple[str, int]]:
             yield from ((mode, n) for n in range(1 if mode == "immediate" else seeds))
 
 
+def _seeds(config: pytest.Config, arguments: dict[str, Any]) -> int:
+    """How many seeds each deferred mode without a number has."""
+    least = config.getoption("emulator_seeds", None) or 0
+    return max(arguments.get("seeds", DEFAULT_SEEDS), least)
+
+
 def _label(options: Options) -> str:
     return (
         options.async_mode
@@ -160,8 +167,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     arguments = _marker_arguments(metafunc.definition, where)
     fixed = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
     fixed.setdefault("time_limit", float(config.getini("emulator_time_limit")) or None)
-    usual = 1 if config.getoption("emulator_one_seed", False) else DEFAULT_SEEDS
-    seeds = max(arguments.get("seeds", usual), config.getoption("emulator_seeds", None) or 0)
+    seeds = _seeds(config, arguments)
     names = arguments.get("schedules", DEFAULT_SCHEDULES)
     try:
         races = _wanted_races(config, arguments)
@@ -183,6 +189,37 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         "emulated"
     ):
         item.add_marker("emulated")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --emulator-in-turn, leaves out the schedules of a case that the cases before and behind it have."""
+    if not config.getoption("emulator_in_turn", False):
+        return
+    cases: dict[str, dict[Hashable, int]] = {}
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        chosen[_has_the_turn(config, item, cases)].append(item)
+    config.hook.pytest_deselected(items=chosen[False])
+    items[:] = chosen[True]
+
+
+def _has_the_turn(
+    config: pytest.Config, item: pytest.Item, cases: dict[str, dict[Hashable, int]]
+) -> bool:
+    """Whether a test belongs to --emulator-in-turn; cases: those met so far, by test, with their numbers."""
+    options = getattr(getattr(item, "callspec", None), "params", {}).get("emulator_schedule")
+    if options is None:
+        return True
+    arguments = _marker_arguments(item, item.nodeid)
+    if not arguments.keys().isdisjoint(("schedules", "seeds")):
+        return True
+    case = _test_without_schedule(item)
+    numbers = cases.setdefault(item.nodeid.partition("[")[0], {})
+    number = numbers.setdefault(case, len(numbers))
+    seeds = range(_seeds(config, arguments))
+    turns = [(mode, seed) for seed in seeds for mode in ("lazy", "random")]
+    mine = turns[number % len(turns)]
+    return options.async_mode == "immediate" or (options.async_mode, options.seed) == mine
 
 
 @pytest.hookimpl(trylast=True)

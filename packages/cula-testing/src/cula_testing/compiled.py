@@ -3,6 +3,7 @@ sources, its config or the compiler change."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,14 @@ from cula_emulator import resources
 from cula_emulator.pytest_plugin import BoundKernel, Emulated
 
 
-def emulated_kernel(emulated: Emulated, unit: Unit) -> BoundKernel:
-    """Returns a unit's kernel as the emulator runs it, under the schedule of a test."""
+def emulated_kernel(emulated: Emulated, unit: Unit, *, may_spill: bool = False) -> BoundKernel:
+    """Returns a unit's kernel as the emulator runs it, under the schedule of a test.
+
+    Its machine code must spill no register, unless `may_spill`: what is emulated need not be asked that once more.
+    """
     made = artifacts(unit)
+    spilled = re.findall(r"[1-9]\d* bytes spill \w+", made.log)
+    assert may_spill or not spilled, f"{unit}: {', '.join(spilled)}"
     return emulated.load(made.ptx, made.host_object, ENTRY)
 
 
