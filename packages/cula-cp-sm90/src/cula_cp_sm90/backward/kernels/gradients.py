@@ -29,6 +29,7 @@ from cula_core.cute.memory import load_tile, repeated, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import issue
+from cula_core.cute.widen import widened
 from cula_core.delta_rule.backward.kernels.chunk import THREADS, WARPS, ChunkKernel, Place, renewed
 from cula_core.delta_rule.backward.kernels.scaling import scale_of
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, SUB
@@ -39,6 +40,7 @@ from ..config import GradientsConfig
 from .gradients_layout import (
     DO,
     END,
+    GATES,
     SUB_INDICES,
     D,
     G,
@@ -81,15 +83,17 @@ class KdaGradients(ChunkKernel):
     |---|---|
     | do, y, z, q, k | 81,920 |
     | S, D | 65,536 |
-    | decays, their running sums | 32,768 |
+    | running sums of decays, and gates in fp32 before them | 32,768 |
+    | gates in 16 bits | 16,384 |
     | dA and dM in 16 bits; their diagonal blocks | 27,648 |
-    | factors of tokens, sums over tokens | 6,144 |
+    | factors of tokens, decays of sub-blocks | 6,144 |
     """
 
     def __init__(self, config: GradientsConfig):
         super().__init__(config)
         self.gate_dtype = DTYPES[config.gate_dtype]
         self.gate_columns = 1024 // self.gate_dtype.width  # 128 bytes
+        self.apart = self.gate_dtype.width == 16  # gates have memory of their own
         self.rows, self.products = Rows(config), Products(config)
 
     @cute.jit
@@ -227,7 +231,8 @@ class KdaGradients(ChunkKernel):
         """Returns the shared memory of the CTA."""
         smem = SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, 2 * len(Input), byte_alignment=16)
-        base = smem.allocate_array(self.operand, END, byte_alignment=1024)
+        base = smem.allocate_array(self.operand, END if self.apart else GATES, byte_alignment=1024)
+        inside = smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128)
         of_tokens = cute.make_layout((CHUNK, 2))
         return Shared(
             full=barriers,
@@ -239,49 +244,54 @@ class KdaGradients(ChunkKernel):
             d=base + D,
             q=cute.recast_ptr(base + Q, dtype=self.dtype),
             k=cute.recast_ptr(base + K, dtype=self.dtype),
-            g=cute.recast_ptr(base + G, dtype=self.gate_dtype),
+            g=cute.recast_ptr(base + (GATES if self.apart else G), dtype=self.gate_dtype),
             planes=cute.recast_ptr(base + G, dtype=F32),
             factors=smem.allocate_array(F32, 4 * CHUNK, byte_alignment=128),
             scales=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
             dA=smem.allocate_array(self.operand, 2 * CHUNK * DA_STRIDE, byte_alignment=128),
-            inside=smem.allocate_array(F32, 2 * SUBS * INSIDE, byte_alignment=128),
+            inside=inside,
             own=smem.allocate_tensor(F32, cute.make_layout((CHUNK, 2)), byte_alignment=16),
             ends=smem.allocate_tensor(
                 F32, cute.make_layout((HEAD_DIM, SUBS, 2)), byte_alignment=16
             ),
             largest=smem.allocate_tensor(I32, cute.make_layout(WARPS), byte_alignment=16),
-            sums=smem.allocate_array(F32, WARPS * HEAD_DIM + WARPS, byte_alignment=16),
+            sums=inside,
         )
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def load(self, tokens, gates, images, factors, head_k, head, batch, token, shared, phase):
-        """Loads the inputs of a chunk, as the ones before are given back; by a warp."""
+        """Loads the inputs of a chunk, in the order in which those before are given back; by a warp."""
         (tma_q, mQ), (tma_k, mK), (tma_do, mDo) = tokens
         states, d_states, z, minus_y = images
-        tma_g, mG = gates
-        gate_bytes = WIDE * self.gate_dtype.width // 8
-        full = self.fill(shared, Input.GATES, gate_bytes, phase)
-        tile = (CHUNK, self.gate_columns)
-        sG = repeated(shared.g, tile, "k", self.gate_dtype, HEAD_DIM // self.gate_columns)
-        for i in cutlass.range(HEAD_DIM // self.gate_columns, unroll=1):
-            load_tile(tma_g, mG, token, head, batch, i, sG[None, None, i], full)
+        if cutlass.const_expr(self.apart):
+            self.load_gates(gates, head, batch, token, shared, phase)
         full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
-        self.load_tokens(
-            tma_do, mDo, head, batch, token, cute.recast_ptr(shared.do, dtype=self.dtype), full
-        )
+        self.load_tokens(tma_do, mDo, head, batch, token, shared.do, full)
         self.load_image(minus_y, shared.y, full)
         full = self.fill(shared, Input.Z, 2 * WIDE, phase)
         self.load_image(z, shared.z, full)
+        full = self.fill(shared, Input.D_STATES, 4 * WIDE, phase)
+        self.load_image(d_states, shared.d, full)
+        full = self.fill(shared, Input.STATES, 4 * WIDE, phase)
+        self.load_image(states, shared.s, full)
         full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * 4 * CHUNK, phase)
         self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
         self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
         self.load_image(factors, shared.factors, full)
-        full = self.fill(shared, Input.STATES, 4 * WIDE, phase)
-        self.load_image(states, shared.s, full)
-        full = self.fill(shared, Input.D_STATES, 4 * WIDE, phase)
-        self.load_image(d_states, shared.d, full)
+        if cutlass.const_expr(not self.apart):
+            self.load_gates(gates, head, batch, token, shared, phase)
+
+    @cute.jit
+    def load_gates(self, gates, head, batch, token, shared, phase):
+        """Loads the gates of a chunk."""
+        tma, whole = gates
+        panels = HEAD_DIM // self.gate_columns
+        full = self.fill(shared, Input.GATES, WIDE * self.gate_dtype.width // 8, phase)
+        target = repeated(shared.g, (CHUNK, self.gate_columns), "k", self.gate_dtype, panels)
+        for i in cutlass.range(panels, unroll=1):
+            load_tile(tma, whole, token, head, batch, i, target[None, None, i], full)
 
     # ---- the chunk --------------------------------------------------------------------------------------------------
 
@@ -294,6 +304,8 @@ class KdaGradients(ChunkKernel):
         tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
         rate, bias = self.gate_of(rate, bias, place.head)
         g = self.decays(shared, rate, bias, lower_bound, left, phase, thread)
+        if cutlass.const_expr(self.apart):
+            self.give_back(shared, Input.GATES)
         sum_tokens(g, lane, inside=True)
         if lane % 4 == 3:
             for i in cutlass.range_constexpr(SUBS):
@@ -301,17 +313,20 @@ class KdaGradients(ChunkKernel):
                     channel, end = 16 * w + lane // 4 + 8 * half, g[1, half, 2 * i + 1]
                     shared.ends[channel, i, 0], shared.ends[channel, i, 1] = end, exp2(end)
         self.wait(shared, Input.OUTPUTS, phase)
-        self.scale_outputs(shared, grown, left, tidx)
         self.wait(shared, Input.TOKENS, phase)
-        self.prepare_tokens(shared, scale, left, tidx)
+        self.prepare_tokens(shared, grown, scale, left, tidx)
         self.sync()
+        self.wait(shared, Input.Z, phase)
+        # do z^T by the first warpgroup, -y z^T by the second one.
+        first = shared.do + cute.assume(w // 4 * (Y - DO), divby=WIDE)
+        products = self.multiply("k", first, SQUARE, shared.z, tidx)
         for n in cutlass.range_constexpr(TILES):
             own = cute.make_tensor(g.iterator + 4 * n, cute.make_layout(4))
             cute.autovec_copy(own, view(shared.planes, 4 * (THREADS * n + tidx), 4))
-        self.wait(shared, Input.Z, phase)
-        factor = self.pairs(shared, thread)
-        self.store_strengths(shared, place.rows(mDbeta), shrunk, left, tidx)
         self.store_values(shared, place.rows(mDv), shrunk, left, tidx)
+        warpgroup.wait_group(0)
+        factor = self.store_pairs(shared, products, thread)
+        self.store_strengths(shared, place.rows(mDbeta), shrunk, left, tidx)
         sums = zeros(OWN)
         places = first_places(w, lane)
         panel = cute.assume(w // 4 * SQUARE, divby=SQUARE)
@@ -320,22 +335,25 @@ class KdaGradients(ChunkKernel):
         of_keys = self.multiply("mn", shared.s + panel, WIDE, shared.y, tidx)
         self.wait(shared, Input.D_STATES, phase)
         kept = products_of_states(shared.s, shared.d, w, lane)
+        warpgroup.wait_group(0)
         self.sync()
-        # A loop, not only for the size of the code: what it sums up cannot be left to be computed behind it.
-        for which in cutlass.range(2, unroll=1):
-            self.products.add_rows(shared, which, to_state, sums, factor, places, left, thread)
-            to_state.store(of_keys.load())
+        rounded = self.products.add_rows(
+            shared, (to_state, of_keys), sums, factor, places, left, thread
+        )
         self.sync()
+        handed = self.multiply("mn", shared.d + panel, WIDE, shared.z, tidx)
         norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
         matrix = cute.recast_ptr(shared.do, dtype=F32)
         self.rows.store_inputs(
             matrix, shared.q, scale * shrunk, None, norms[None, 1], place.rows(mDq), left, w, lane
         )
         self.give_back(shared, Input.OUTPUTS)
-        handed = self.multiply("mn", shared.d + panel, WIDE, shared.z, tidx)
+        warpgroup.wait_group(0)
         self.give_back(shared, Input.Z)
         self.give_back(shared, Input.D_STATES)
-        decay = self.products.add_columns(shared, handed, sums, factor, places, left, thread)
+        decay = self.products.add_columns(
+            shared, rounded, handed, sums, factor, places, left, thread
+        )
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
         gates = self.rows.load_gates(place.rows(mG), left, w, lane)
@@ -364,7 +382,8 @@ class KdaGradients(ChunkKernel):
             w,
             lane,
         )
-        self.give_back(shared, Input.GATES)
+        if cutlass.const_expr(not self.apart):
+            self.give_back(shared, Input.GATES)
 
     def gate_of(self, rate, bias, head):
         """Returns A_log and dt_bias of a head, None where there is none."""
@@ -402,7 +421,7 @@ class KdaGradients(ChunkKernel):
                 for b, half, m in SUB_INDICES:
                     x[b, half, m] = view(shared.g, places[b, half] + (SUB * sub + 8 * m) * 32, 1)[0]
             else:
-                x.store(load_sub(shared.g, sub, w, lane).load().to(F32))
+                x = widened(load_sub(shared.g, sub, w, lane))
             for b, half, m in SUB_INDICES:
                 row = SUB * sub + 8 * m + thread.token + b
                 if cutlass.const_expr(self.config.gate == "safe"):
@@ -420,33 +439,31 @@ class KdaGradients(ChunkKernel):
         return g
 
     @cute.jit
-    def scale_outputs(self, shared, grown, left, tidx):
-        """Replaces do by scaled operands, zero past the end."""
+    def prepare_tokens(self, shared, grown, scale, left, tidx):
+        """Replaces do by scaled operands and writes the factors of q~ and k~ of every token. Rows of q, k and do past
+        the end become zeros."""
         source = cute.recast_ptr(shared.do, dtype=self.dtype)
-        x, y = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.operand)
-        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
-            unit = tidx + THREADS * i
-            y.fill(0.0)
-            if unit // 8 % CHUNK < left:
-                cute.autovec_copy(view(source, 8 * unit, 8), x)
-                y.store((x.load().to(F32) * grown).to(self.operand))
-            cute.autovec_copy(y, view(shared.do, 8 * unit, 8))
-        cute.arch.fence_view_async_shared()
-
-    @cute.jit
-    def prepare_tokens(self, shared, scale, left, tidx):
-        """Writes the factors of q~ and k~ of every token, and zeros for q and k past the end."""
+        units = WIDE // (8 * THREADS)
+        x = cute.make_rmem_tensor((8, units), self.dtype)
+        y = cute.make_rmem_tensor(8, self.operand)
+        for i in cutlass.range_constexpr(units):
+            cute.autovec_copy(view(source, 8 * (tidx + THREADS * i), 8), x[None, i])
+        for i in cutlass.range_constexpr(units):
+            wide = widened(x[None, i])
+            y.store((wide.load() * grown).to(self.operand))
+            cute.autovec_copy(y, view(shared.do, 8 * (tidx + THREADS * i), 8))
         if tidx < CHUNK:
             norms = cute.make_tensor(shared.factors, cute.make_layout((CHUNK, 4)))
             shared.scales[tidx, 0] = norms[tidx, 1] * scale
             shared.scales[tidx, 1] = norms[tidx, 2] * norms[tidx, 0]
         if left < CHUNK:
-            zero = cute.make_rmem_tensor(8, self.dtype)
-            zero.fill(0.0)
+            y.fill(0.0)
             for i in cutlass.range(tidx, WIDE // 8, THREADS, unroll=1):
                 if i // 8 % CHUNK >= left:
-                    cute.autovec_copy(zero, view(shared.q, 8 * i, 8))
-                    cute.autovec_copy(zero, view(shared.k, 8 * i, 8))
+                    for matrix in (shared.q, shared.k, shared.do):
+                        target = cute.recast_ptr(matrix, dtype=self.operand)
+                        cute.autovec_copy(y, view(target, 8 * i, 8))
+        cute.arch.fence_view_async_shared()
 
     # ---- products ---------------------------------------------------------------------------------------------------
 
@@ -459,7 +476,8 @@ class KdaGradients(ChunkKernel):
         b: cute.Pointer,
         tidx,
     ):
-        """Returns A B^T over both tiles of V, all from shared memory, as own elements. a_step: between tiles of A."""
+        """Returns A B^T over both tiles of V, all from shared memory, as own elements, once the caller has waited.
+        a_step: between tiles of A."""
         op = warpgroup.MmaF16BF16Op(
             self.operand, F32, (64, 64, 16), warpgroup.OperandSource.SMEM,
             OperandMajorMode.MN if a_major == "mn" else OperandMajorMode.K, OperandMajorMode.K,
@@ -474,18 +492,15 @@ class KdaGradients(ChunkKernel):
             x = mma.make_fragment_A(part.partition_A(left[None, None, tile]))
             y = mma.make_fragment_B(part.partition_B(right[None, None, tile]))
             issue(mma, acc, x, y, tile == 0)
-        warpgroup.wait_group(0)
         return cute.make_tensor(acc.iterator, cute.make_layout(OWN))
 
     @cute.jit
-    def pairs(self, shared, thread):
-        """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
+    def store_pairs(self, shared, x: cute.Tensor, thread):
+        """Writes own elements of do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
 
         Returns the power of two by which the operands are too small.
         """
         lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
-        first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
-        x = self.multiply("k", first, SQUARE, shared.z, thread.tidx)
         bits = cute.recast_tensor(x, I32)
         largest = I32(0)
         for half in cutlass.range_constexpr(2):

@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cula_core.delta_rule.kernels.block import WIDE
 
 SUB_INDICES = [(b, half, m) for m in range(2) for half in range(2) for b in range(2)]
-# Where matrices begin in shared memory, in elements of 16 bits; decays have room for 32 bits.
-DO, Y, Z, S, D, Q, K, G, END = (i * WIDE for i in (0, 1, 2, 3, 5, 7, 8, 9, 11))
+# Where matrices begin in shared memory, in elements of 16 bits. Running sums of decays have 32 bits, and so have gates
+# in fp32, which they replace; gates in 16 bits have a place of their own.
+DO, Y, Z, S, D, Q, K, G, GATES, END = (i * WIDE for i in (0, 1, 2, 3, 5, 7, 8, 9, 11, 12))
 
 
 class Input(IntEnum):
@@ -27,12 +28,11 @@ class Input(IntEnum):
 class Shared(NamedTuple):
     """Shared memory of a CTA.
 
-    full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers, g
-    by running sums [thread, 4 numbers] per tile of 8 tokens (`planes`), and at last do and y, s, g by results. factors
-    [4, token]: as `prepare` writes them. scales [2, token]: factors of q~ and k~. dA, inside: see
-    `gradients_registers`. own [token, 2]: the diagonals of dA and of
-    -y z^T. ends
-    [channel, sub-block]: e, and 2^e. largest [warp]. sums: for rate and bias.
+    full, empty: barriers of every `Input`. do, y, z, s, d, q, k, g: what is loaded; do is replaced by scaled numbers,
+    and at last do and y, s by results. planes: running sums of decays [thread, 4 numbers] per tile of 8 tokens, and at
+    last the gradient of decays. factors [4, token]: as `prepare` writes them. scales [2, token]: factors of q~ and k~.
+    dA, inside: see `gradients_registers`. own [token, 2]: the diagonals of dA and of -y z^T. ends [channel, sub-block]:
+    e, and 2^e. largest [warp]. sums: for rate and bias, where `inside` was.
     """
 
     full: cute.Pointer

@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cula_core.cute.functions import exp2
 from cula_core.cute.memory import view
 from cula_core.cute.types import DTYPES, F32
+from cula_core.cute.widen import widened
 from cula_core.delta_rule.backward.kernels.chunk import THREADS, renewed
 from cula_core.delta_rule.config import CHUNK, SUB
 from cula_core.delta_rule.kernels.block import WIDE
@@ -51,8 +52,7 @@ class Products:
         raw = load_sub(
             shared.q + cute.assume(which * (K - Q), divby=WIDE), sub, thread.w, thread.lane
         )
-        x, factors = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(2, F32)
-        x.store(raw.load().to(F32))
+        x, factors = widened(raw), cute.make_rmem_tensor(2, F32)
         for m in cutlass.range_constexpr(2):
             at = CHUNK * which + SUB * sub + 8 * m + thread.token
             cute.autovec_copy(view(shared.scales.iterator, at, 2), factors)
@@ -90,93 +90,84 @@ class Products:
         return x
 
     @cute.jit
-    def add_rows(
-        self, shared, which, to_state: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
-    ):
-        """Writes the gradient of q~ (0), or of k~ as a row (1), and adds its products to the sums for decays.
+    def add_rows(self, shared, to_state: tuple, sums: cute.Tensor, factor, places, left, thread):
+        """Writes the gradients of q~ and of k~ as a row, and adds their products to the sums for decays.
 
-        to_state: gradients of products with the state. The results are left where do and y were, or where S was.
-        left: of which the compiler does not know that it is positive: so it works at one sub-block at a time,
-        and does not run out of registers.
+        to_state: gradients of products with the state, of both. The results are left where do and y were, and where S
+        was. left: of which the compiler does not know that it is positive: so it works at one sub-block at a time, and
+        does not run out of registers. Returns 2^g q~ and 2^g k~ as operands, [.., sub-block, which].
         """
-        acc = zeros(
-            (*OWN_SUB, SUBS)
-        )  # of the sub-blocks; the nearer an earlier one, the later it joins
+        rounded = cute.make_rmem_tensor((*OWN_SUB, SUBS, 2), self.operand)
+        # 2^(e - g) k~ of the sub-blocks before.
+        earlier = cute.make_rmem_tensor((*OWN_SUB, SUBS), self.operand)
         before = cute.make_rmem_tensor(2, F32)
         before.fill(1.0)
-        for j in cutlass.range_constexpr(SUBS - 1):
-            if renewed(left) > 0:
-                self.multiply_rows(shared, which, j, acc, thread)
         for i in cutlass.range_constexpr(SUBS):
             if renewed(left) > 0:
                 self.finish_rows(
-                    shared, which, i, acc, before, to_state, sums, factor, places, thread
+                    shared, i, rounded, earlier, before, to_state, sums, factor, places, thread
                 )
-
-    @cute.jit
-    def multiply_rows(self, shared, which, j: cutlass.Constexpr, acc: cute.Tensor, thread):
-        """Adds the products of dA with the keys of a sub-block to the sums of those behind it."""
-        k, g = self.tokens_of(shared, 1, j, thread), self.sums_of(shared, j, thread)
-        left = self.operand_of(k, self.until_end(shared, g, j, thread))
-        decay = self.ends_of(shared, j, 1, thread)
-        for i in cutlass.range_constexpr(j + 1, SUBS):
-            own = acc[None, None, None, i]
-            if cutlass.const_expr(j > 0):
-                scale(own, decay)
-            add(own, left, fetch(shared.dA, which, i, j, False, thread.lane))
+        return rounded
 
     @cute.jit
     def finish_rows(
-        self, shared, which, i: cutlass.Constexpr, acc: cute.Tensor, before: cute.Tensor, to_state: cute.Tensor,
-        sums: cute.Tensor, factor, places, thread,
+        self, shared, i: cutlass.Constexpr, rounded: cute.Tensor, earlier: cute.Tensor, before: cute.Tensor,
+        to_state: tuple, sums: cute.Tensor, factor, places, thread,
     ):  # fmt: skip
-        """Adds the products inside a sub-block and with the state. before: decays in front of it; then behind it."""
-        matrix = cute.recast_ptr(shared.do, dtype=F32)
-        matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
-        g, k = self.sums_of(shared, i, thread), self.tokens_of(shared, 1, i, thread)
-        mine = self.tokens_of(shared, which, i, thread)
-        near, near_pairs = zeros(), zeros()
-        self.add_near(shared, (which,), i, False, mine, (k,), g, near, near_pairs, thread)
+        """Finishes the rows of a sub-block. before: decays in front of it; then behind it."""
+        g = self.sums_of(shared, i, thread)
+        q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
+        near, near_pairs = zeros((*OWN_SUB, 2)), zeros((*OWN_SUB, 2))
+        self.add_near(shared, i, False, (q, k), (k,), g, near, near_pairs, thread)
+        own = cute.make_rmem_tensor((2, 2), F32)
         for m in cutlass.range_constexpr(2):
-            n = 2 * i + m
-            own = cute.make_rmem_tensor(2, F32)
-            cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
-            for b in cutlass.range_constexpr(2):
-                own[b] = own[b] if which == 0 else F32(0.0)
-                for half in cutlass.range_constexpr(2):
-                    growth, read = exp2(g[b, half, m]), before[half] * to_state[b, half, n]
-                    apart, exact = acc[b, half, m, i], mine[b, half, m] * growth
-                    pair = exact.to(self.operand).to(F32) * apart + near_pairs[b, half, m]
-                    sums[b, half, n] = sums[b, half, n] + pair * factor + exact * read
-                    total = (growth * apart + near[b, half, m]) * factor + growth * read
-                    total = total + own[b] * k[b, half, m]
-                    place_in(matrix, places, b, half, n)[0] = total
+            at = SUB * i + 8 * m + thread.token
+            cute.autovec_copy(view(shared.own.iterator, at, 2), own[None, m])
+        for which, mine in enumerate((q, k)):
+            matrix = cute.recast_ptr(shared.do, dtype=F32)
+            matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
+            acc, exact = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+            for j in cutlass.range_constexpr(i):
+                if cutlass.const_expr(j > 0):
+                    scale(acc, self.ends_of(shared, j, 1, thread))
+                operand = earlier[None, None, None, j]
+                add(acc, operand, fetch(shared.dA, which, i, j, False, thread.lane))
+            for at in SUB_INDICES:
+                exact[at] = mine[at] * exp2(g[at])
+            operand = rounded[None, None, None, i, which]
+            operand.store(exact.load().to(self.operand))
+            inside, inside_pairs = (x[None, None, None, which] for x in (near, near_pairs))
+            for b, half, m in SUB_INDICES:
+                at, n = (b, half, m), 2 * i + m
+                growth, read = exp2(g[at]), before[half] * to_state[which][b, half, n]
+                pair = operand[at].to(F32) * acc[at] + inside_pairs[at]
+                sums[b, half, n] = sums[b, half, n] + pair * factor + exact[at] * read
+                total = (growth * acc[at] + inside[at]) * factor + growth * read
+                if cutlass.const_expr(which == 0):
+                    total = total + own[b, m] * k[at]
+                place_in(matrix, places, b, half, n)[0] = total
+        if cutlass.const_expr(i < SUBS - 1):
+            until_end = self.until_end(shared, g, i, thread)
+            earlier[None, None, None, i].store(self.operand_of(k, until_end).load())
         scale_pair(before, self.ends_of(shared, i, 1, thread))
 
     @cute.jit
     def add_near(
-        self, shared, numbers: cutlass.Constexpr, i: cutlass.Constexpr, columns: cutlass.Constexpr, own: cute.Tensor,
-        others: tuple, g: cute.Tensor, near: cute.Tensor, pairs: cute.Tensor, thread,
+        self, shared, i: cutlass.Constexpr, columns: cutlass.Constexpr, owns: tuple, others: tuple, g: cute.Tensor,
+        near: cute.Tensor, pairs: cute.Tensor, thread,
     ):  # fmt: skip
-        """Adds the products of the others with dA (number 0) and dM (1) inside a sub-block, with decays, to `near`, and
-        the same times the own operands to `pairs`."""
+        """Adds the products of others with dA and dM inside a sub-block, with decays, to `near`, and the same times the
+        own operands to `pairs`.
+
+        By columns, those of q~ with dA and k~ with dM to the results of k~; else those of k~ with each to the results
+        [.., which] of q~ and of k~.
+        """
         of_own, of_others = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(OWN_SUB, F32)
         if cutlass.const_expr(self.bounded):
             for at in SUB_INDICES:
                 of_own[at], of_others[at] = (-g[at], g[at]) if columns else (g[at], -g[at])
             self.add_level(
-                shared,
-                numbers,
-                i,
-                columns,
-                own,
-                others,
-                of_own,
-                of_others,
-                near,
-                pairs,
-                None,
-                thread,
+                shared, i, columns, owns, others, of_own, of_others, near, pairs, None, thread
             )
         else:
             for level in cutlass.range(HALVINGS, unroll=1):
@@ -193,93 +184,85 @@ class Products:
                         for b in cutlass.range_constexpr(2):
                             of_own[b, half, m] = -cute.math.absf(g[b, half, m] - middle)
                 self.add_level(
-                    shared,
-                    numbers,
-                    i,
-                    columns,
-                    own,
-                    others,
-                    of_own,
-                    of_own,
-                    near,
-                    pairs,
-                    level,
-                    thread,
+                    shared, i, columns, owns, others, of_own, of_own, near, pairs, level, thread
                 )
 
     @cute.jit
     def add_level(
-        self, shared, numbers: cutlass.Constexpr, i: cutlass.Constexpr, columns: cutlass.Constexpr, own: cute.Tensor,
-        others: tuple, of_own: cute.Tensor, of_others: cute.Tensor, near: cute.Tensor, pairs: cute.Tensor, level,
-        thread,
+        self, shared, i: cutlass.Constexpr, columns: cutlass.Constexpr, owns: tuple, others: tuple,
+        of_own: cute.Tensor, of_others: cute.Tensor, near: cute.Tensor, pairs: cute.Tensor, level, thread,
     ):  # fmt: skip
         """Adds the products of one level, all if it is None. of_own, of_others: exponents of decays."""
-        acc, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
-        for number, other in zip(numbers, others):
+        operands = tuple(cute.make_rmem_tensor(OWN_SUB, F32) for _ in others)
+        for other, operand in zip(others, operands):
             for at in SUB_INDICES:
-                x[at] = to_tf32(other[at] * exp2(of_others[at]))
-            add_inside(acc, x, shared.inside, number, i, columns, level, thread.lane)
-        for at in SUB_INDICES:
-            decay = exp2(of_own[at])
-            near[at] = near[at] + decay * acc[at]
-            pairs[at] = pairs[at] + to_tf32(own[at] * decay) * acc[at]
+                operand[at] = to_tf32(other[at] * exp2(of_others[at]), only_read=True)
+        for result, own in enumerate(owns):
+            acc = zeros()
+            for number, operand in enumerate(operands, result):
+                add_inside(acc, operand, shared.inside, number, i, columns, level, thread.lane)
+            products, weighted = (x[None, None, None, result] for x in (near, pairs))
+            for at in SUB_INDICES:
+                decay = exp2(of_own[at])
+                products[at] = products[at] + decay * acc[at]
+                weighted[at] = weighted[at] + to_tf32(own[at] * decay) * acc[at]
 
     @cute.jit
     def add_columns(
-        self, shared, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
-    ):
+        self, shared, rounded: cute.Tensor, handed: cute.Tensor, sums: cute.Tensor, factor, places, left, thread
+    ):  # fmt: skip
         """Adds the gradient of k~ as a column to that as a row, and subtracts its products from the sums for decays.
 
-        handed: gradients of products with D; they are replaced by the products of the token with it. left: as in
-        `add_rows`. Returns the decays of the chunk.
+        rounded, left: as of `add_rows`. handed: gradients of products with D; they are replaced by the products of the
+        token with it. Returns the decays of the chunk.
         """
-        acc = zeros((*OWN_SUB, SUBS))
         behind = cute.make_rmem_tensor(2, F32)
         behind.fill(1.0)
-        for back in cutlass.range_constexpr(SUBS - 1):
-            if renewed(left) > 0:
-                self.multiply_columns(shared, SUBS - 1 - back, acc, thread)
         for back in cutlass.range_constexpr(SUBS):
             if renewed(left) > 0:
-                i = SUBS - 1 - back
-                self.finish_columns(shared, i, acc, behind, handed, sums, factor, places, thread)
+                j = SUBS - 1 - back
+                self.finish_columns(
+                    shared, j, rounded, behind, handed, sums, factor, places, thread
+                )
         return behind
 
     @cute.jit
-    def multiply_columns(self, shared, i: cutlass.Constexpr, acc: cute.Tensor, thread):
-        """Adds the products of dA with the queries and keys of a sub-block to the sums of those in front of it."""
-        g, decay = self.sums_of(shared, i, thread), self.ends_of(shared, i, 1, thread)
-        for which in cutlass.range_constexpr(2):
-            right = self.operand_of(self.tokens_of(shared, which, i, thread), g)
-            for j in cutlass.range_constexpr(i):
-                own = acc[None, None, None, j]
-                if cutlass.const_expr(i < SUBS - 1 and which == 0):
-                    scale(own, decay)
-                add(own, right, fetch(shared.dA, which, i, j, True, thread.lane))
+    def multiply_columns(self, shared, j: cutlass.Constexpr, rounded: cute.Tensor, thread):
+        """Returns the products of dA and dM with the queries and keys of the sub-blocks behind one."""
+        acc = zeros()
+        for back in cutlass.range_constexpr(SUBS - 1 - j):
+            i = SUBS - 1 - back
+            if cutlass.const_expr(back > 0):
+                scale(acc, self.ends_of(shared, i, 1, thread))
+            for which in cutlass.range_constexpr(2):
+                operand = rounded[None, None, None, i, which]
+                add(acc, operand, fetch(shared.dA, which, i, j, True, thread.lane))
+        return acc
 
     @cute.jit
     def finish_columns(
-        self, shared, i: cutlass.Constexpr, acc: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor,
+        self, shared, i: cutlass.Constexpr, rounded: cute.Tensor, behind: cute.Tensor, handed: cute.Tensor,
         sums: cute.Tensor, factor, places, thread,
     ):  # fmt: skip
-        """Adds the products inside a sub-block and with D. behind: decays behind it; then in front of it."""
+        """Finishes the columns of a sub-block. behind: decays behind it; then in front of it."""
         matrix = cute.recast_ptr(shared.s, dtype=F32)
+        acc = self.multiply_columns(shared, i, rounded, thread)
         g = self.sums_of(shared, i, thread)
         until_end = self.until_end(shared, g, i, thread)
         q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
-        near, near_pairs = zeros(), zeros()
-        self.add_near(shared, (0, 1), i, True, k, (q, k), g, near, near_pairs, thread)
+        near, near_pairs = zeros((*OWN_SUB, 1)), zeros((*OWN_SUB, 1))
+        self.add_near(shared, i, True, (k,), (q, k), g, near, near_pairs, thread)
         for m in cutlass.range_constexpr(2):
             n = 2 * i + m
             own = cute.make_rmem_tensor(2, F32)
             cute.autovec_copy(view(shared.own.iterator, 8 * n + thread.token, 2), own)
             for b in cutlass.range_constexpr(2):
                 for half in cutlass.range_constexpr(2):
-                    apart, until = acc[b, half, m, i], exp2(until_end[b, half, m])
+                    apart, until = acc[b, half, m], exp2(until_end[b, half, m])
                     given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-                    pair = exact.to(self.operand).to(F32) * apart + near_pairs[b, half, m]
+                    pair = exact.to(self.operand).to(F32) * apart + near_pairs[b, half, m, 0]
                     sums[b, half, n] = sums[b, half, n] - pair * factor
-                    total = (until * apart + near[b, half, m]) * factor + until * given
+                    total = (until * apart + near[b, half, m, 0]) * factor + until * given
                     place = place_in(matrix, places, b, half, n)
                     place[0] = place[0] + (total + own[b] * q[b, half, m])
                     handed[b, half, n] = exact * given

@@ -35,12 +35,15 @@ def zeros(shape=OWN_SUB):
 
 
 @cute.jit
-def to_tf32(x):
-    """Returns the nearest number that products in tf32 read exactly."""
+def to_tf32(x, only_read: cutlass.Constexpr = False):
+    """Returns the nearest number that products in tf32 read exactly. only_read: nothing but products reads it, which
+    leave its lower bits out, so that these may be any."""
     bits = cute.make_rmem_tensor(1, F32)
     bits[0] = x
     word = cute.recast_tensor(bits, I32)
-    word[0] = (word[0] + I32(_TF32_HALF)) & I32(_TF32_MASK)
+    word[0] = word[0] + I32(_TF32_HALF)
+    if cutlass.const_expr(not only_read):
+        word[0] = word[0] & I32(_TF32_MASK)
     return bits[0]
 
 
@@ -87,7 +90,7 @@ def add(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
 def add_inside(
     acc: cute.Tensor, x: cute.Tensor, inside: cute.Pointer, which, sub, columns: cutlass.Constexpr, level, lane
 ):  # fmt: skip
-    """Adds the same inside a sub-block, in tf32: x are numbers that it reads exactly.
+    """Adds the same inside a sub-block, in tf32.
 
     level: None, or the only pairs are those in different halves of 16 (0), 8, 4 or 2 (3) tokens.
 
@@ -147,18 +150,16 @@ def sum_tokens(
             if cutlass.const_expr(inside and n % 2 == 0):
                 before = F32(0.0)
             both = x[0, half, n] + x[1, half, n]
-            upto = both
+            total, begin = both, before
             for p in cutlass.range_constexpr(2):
-                reach = 1 << p
-                source = lane + reach if back else lane - reach
-                other = cute.arch.shuffle_sync(upto, source & 31)
-                there = lane % 4 + reach < 4 if back else lane % 4 >= reach
-                upto = upto + other if there else upto
-            begin = before + (upto - both)
+                other = cute.arch.shuffle_sync_bfly(total, offset=1 << p)
+                behind = lane & 1 << p == 0 if back else lane & 1 << p != 0
+                begin = begin + (other if behind else F32(0.0))
+                total = total + other
             own = x[near, half, n]
             x[near, half, n] = begin if exclusive else begin + own
             x[far, half, n] = begin + own if exclusive else begin + both
-            before = before + cute.arch.shuffle_sync(upto, lane & -4 if back else lane | 3)
+            before = before + total
 
 
 @cute.jit

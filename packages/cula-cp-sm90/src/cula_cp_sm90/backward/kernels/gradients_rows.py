@@ -13,7 +13,7 @@ from cula_core.cute.memory import view
 from cula_core.cute.types import F32, I32
 from cula_core.cute.warp import all_sums
 from cula_core.cute.widen import read, write
-from cula_core.delta_rule.backward.kernels.chunk import WARPS
+from cula_core.delta_rule.backward.kernels.chunk import WARPS, address_of, elements_at
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.delta_rule.kernels.block import SQUARE
 
@@ -48,6 +48,7 @@ class Rows:
 
     def __init__(self, config):
         self.config, self.gated = config, config.gate != "log"
+        self.softplus = config.gate == "softplus"
 
     @cute.jit
     def store_inputs(
@@ -58,6 +59,7 @@ class Rows:
         # Rows of a warp are 8 apart, so that their units are swapped alike.
         place = place_of(w, lane)
         at = lane // 16 * SQUARE + w * 64 + ((lane % 16 // 2) ^ w) * 8 + lane % 2 * UNIT
+        address, step = address_of(target, w, UNIT * lane, WARPS)
         for batch in cutlass.range_constexpr(ROUNDS // BATCH):
             cute.arch.sync_warp()  # or the compiler loads all batches at once, and runs out of registers
             x = cute.make_rmem_tensor((UNIT, BATCH), F32)
@@ -86,17 +88,21 @@ class Rows:
                     across = x[None, j].load() - own[None, j].load() * dots[j]
                     x[None, j].store(across * norms[row])
                 if row < left:
-                    write(x[None, j], view(target[row, None].iterator, UNIT * lane, UNIT))
+                    write(x[None, j], elements_at(target, address, UNIT))
+                address = address + step
 
     @cute.jit
     def load_gates(self, gates: cute.Tensor, left, w, lane):
-        """Returns the thread's elements of the caller's gates; the last row replaces later ones. None for decays."""
+        """Returns the thread's elements of the caller's gates, zeros past the end. None for decays."""
         if cutlass.const_expr(not self.gated):
             return None
         raw = cute.make_rmem_tensor((UNIT, ROUNDS), gates.element_type)
+        raw.fill(0.0)
+        address, step = address_of(gates, w, UNIT * lane, WARPS)
         for j in cutlass.range_constexpr(ROUNDS):
-            row = cutlass.min(w + WARPS * j, left - 1)
-            cute.autovec_copy(view(gates[row, None].iterator, UNIT * lane, UNIT), raw[None, j])
+            if w + WARPS * j < left:
+                cute.autovec_copy(elements_at(gates, address, UNIT), raw[None, j])
+            address = address + step
         return raw
 
     @cute.jit
@@ -125,34 +131,44 @@ class Rows:
         place = place_of(w, lane)
         of_bias, of_rate = cute.make_rmem_tensor(UNIT, F32), F32(0.0)
         of_bias.fill(0.0)
-        for j in cutlass.range_constexpr(ROUNDS):
-            row = w + WARPS * j
-            if row < left:
-                x = cute.make_rmem_tensor(UNIT, F32)
-                cute.autovec_copy(view(matrix, place + WARPS * j * HEAD_DIM, UNIT), x)
+        address, step = address_of(target, w, UNIT * lane, WARPS)
+        for batch in cutlass.range_constexpr(ROUNDS // BATCH):
+            x = cute.make_rmem_tensor((UNIT, BATCH), F32)
+            for j in cutlass.range_constexpr(BATCH):
+                ahead = WARPS * (BATCH * batch + j)
+                cute.autovec_copy(view(matrix, place + ahead * HEAD_DIM, UNIT), x[None, j])
                 if cutlass.const_expr(self.gated):
+                    there = w + ahead < left
                     for i in cutlass.range_constexpr(UNIT):
-                        shifted = raw[i, j].to(F32) + shift[i]
-                        if cutlass.const_expr(self.config.gate == "safe"):
-                            # At most 2^126, whose product with the sigmoid is a number.
-                            grown = exp2(cutlass.min(shifted * speed * -LOG2_E, F32(126.0)))
-                            s = cute.arch.rcp_approx(1.0 + grown)
-                            x[i] = x[i] * (lower_bound * speed) * (s * (s * grown))
-                            of_rate = of_rate + x[i] * shifted
-                        else:
-                            y = shifted * LOG2_E
-                            grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
-                            decay = (grown + cutlass.max(y, F32(0.0))) * (-speed / LOG2_E)
-                            of_rate = of_rate + decay * x[i]
-                            x[i] = x[i] * -speed * cute.arch.rcp_approx(1.0 + exp2(-y))
-                        of_bias[i] = of_bias[i] + x[i]
-                write(x, view(target[row, None].iterator, UNIT * lane, UNIT))
+                        shifted = raw[i, BATCH * batch + j].to(F32) + shift[i]
+                        through, decay = self.through_gate(shifted, speed, lower_bound)
+                        total = x[i, j] if there else F32(0.0)
+                        x[i, j] = total * through
+                        of_rate = of_rate + (total * decay if self.softplus else x[i, j] * shifted)
+                        of_bias[i] = of_bias[i] + x[i, j]
+            for j in cutlass.range_constexpr(BATCH):
+                if w + WARPS * (BATCH * batch + j) < left:
+                    write(x[None, j], elements_at(target, address, UNIT))
+                address = address + step
         if cutlass.const_expr(self.config.bias):
             cute.autovec_copy(of_bias, view(sums, w * HEAD_DIM + UNIT * lane, UNIT))
         if cutlass.const_expr(self.config.rate):
             total = all_sums([of_rate], 32)[0]
             if lane == 0:
                 view(sums, WARPS * HEAD_DIM + w, 1)[0] = total
+
+    @cute.jit
+    def through_gate(self, shifted, speed, lower_bound):
+        """Returns the derivative of a log decay with respect to its gate, and with "softplus" the log decay."""
+        y = shifted * (speed * LOG2_E if self.config.gate == "safe" else LOG2_E)
+        if cutlass.const_expr(self.softplus):
+            grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
+            decay = (grown + cutlass.max(y, F32(0.0))) * (-speed / LOG2_E)
+            return -speed * cute.arch.rcp_approx(1.0 + exp2(-y)), decay
+        # At most 2^126, whose product with the sigmoid is a number.
+        grown = exp2(cutlass.min(-y, F32(126.0)))
+        s = cute.arch.rcp_approx(1.0 + grown)
+        return (lower_bound * speed) * (s * (s * grown)), None
 
     @cute.jit
     def store_sums(self, sums, of_rate: cute.Tensor, of_bias: cute.Tensor, slot, head, tidx):

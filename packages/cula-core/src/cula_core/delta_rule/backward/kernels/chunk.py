@@ -13,7 +13,7 @@ from ....cute.memory import by_token, load_tile, repeated, swizzled, view
 from ....cute.output import GROUP
 from ....cute.types import DTYPES, F32, I32
 from ...config import CHUNK
-from ...kernels.block import WIDE
+from ...kernels.block import SQUARE
 
 THREADS = 2 * GROUP  # that compute
 WARPS = THREADS // 32
@@ -37,18 +37,38 @@ class Place(NamedTuple):
 @dsl_user_op
 def renewed(x, *, loc=None, ip=None):
     """Returns an integer unchanged, of which the compiler does not know that: what it computes from it in a loop, it
-    computes there, and keeps no registers for it around the loop."""
-    return I32(
+    computes there, and keeps no registers for it around the loop; and what it is computed from, it computes here."""
+    wide = isinstance(x, cutlass.Int64)
+    kind, register, bits = (cutlass.Int64, "l", 64) if wide else (I32, "r", 32)
+    return kind(
         llvm.inline_asm(
-            T.i32(),
-            [I32(x).ir_value(loc=loc, ip=ip)],
-            "mov.b32 $0, $1;",
-            "=r,r",
+            T.i64() if wide else T.i32(),
+            [kind(x).ir_value(loc=loc, ip=ip)],
+            f"mov.b{bits} $0, $1;",
+            f"={register},{register}",
             has_side_effects=True,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
         )
     )
+
+
+def address_of(matrix: cute.Tensor, row, channel, apart: int):
+    """Returns the address of an element of a row in global memory, and the bytes to that of the row `apart` further.
+
+    Both are computed here, and not once more wherever a branch stores a row.
+    """
+    first = (matrix[row, None].iterator + channel).toint()
+    step = matrix.stride[0] * (apart * matrix.element_type.width // 8)
+    return renewed(cutlass.Int64(first)), renewed(cutlass.Int64(step))
+
+
+def elements_at(matrix: cute.Tensor, address, size: int):
+    """Returns so many neighbours of a row of a matrix, at an address that is a multiple of their bytes."""
+    align = size * matrix.element_type.width // 8
+    space = cute.AddressSpace.gmem
+    pointer = cute.make_ptr(matrix.element_type, address, space, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(size))
 
 
 class ChunkKernel:
@@ -131,13 +151,18 @@ class ChunkKernel:
         """Writes dv = r y."""
         y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
         rounded = cute.make_rmem_tensor(8, self.dtype)
-        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
-            unit = tidx + THREADS * i
-            row = unit // 8 % CHUNK
+        first, apart = tidx // 8, THREADS // 8
+        address, step = address_of(dv, first, (tidx % 8 ^ first % 8) * 8, apart)
+        for i in cutlass.range_constexpr(CHUNK // apart):
+            row = first + apart * i
             if row < left:
-                cute.autovec_copy(view(shared.y, 8 * unit, 8), y)
                 factor = -shrunk * view(shared.factors, 3 * CHUNK + row, 1)[0]
-                wide.store(y.load().to(F32) * factor)
-                rounded.store(wide.load().to(self.dtype))
-                channel = unit // (8 * CHUNK) * 64 + (unit % 8 ^ row % 8) * 8
-                cute.autovec_copy(rounded, view(dv[row, None].iterator, channel, 8))
+                for panel in cutlass.range_constexpr(2):
+                    cute.autovec_copy(
+                        view(shared.y, panel * SQUARE + 64 * row + tidx % 8 * 8, 8), y
+                    )
+                    wide.store(y.load().to(F32) * factor)
+                    rounded.store(wide.load().to(self.dtype))
+                    at = address + panel * 8 * self.dtype.width
+                    cute.autovec_copy(rounded, elements_at(dv, at, 8))
+            address = address + step
