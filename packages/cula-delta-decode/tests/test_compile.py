@@ -111,7 +111,7 @@ def test_machine_code(case):
 
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode, gate", [("both", GDN), ("both", KDA), ("replay_both", KDA)])
+@pytest.mark.parametrize("mode, gate", [("both", KDA), ("replay_both", KDA)])
 def test_convolution_and_norm_of_the_largest_states_spill_nothing(mode, gate, state_dtype, v_first):
     """A CTA has all of V then, and so the most of a state that any has."""
     problem = Problem("bfloat16", state_dtype, 128, 128, 8, v_first, gate, **MODES[mode])
