@@ -14,9 +14,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 import cula_cp_sm90
+from cula_core.delta_rule.backward import ops
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.arch import TARGET
-from cula_cp_sm90.backward import ops
 from cula_cp_sm90.backward.call import SCHEMA, BackwardCall
 from cula_testing.kda.inputs import LOWER_BOUNDS, flags, inputs
 from cula_testing.tensors import spaced, turned

@@ -36,14 +36,12 @@ def workspace_bytes(batch: int, tokens: int, value_heads: int, sequences: int | 
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
-    """Static facts of the chunk-parallel kernel.
+class TokensConfig:
+    """Static facts of a chunk-parallel kernel that reads tokens as the caller has them.
 
-    dtype: of q, k. operand: of what it writes. gate: g holds log decays ("log") or what they are computed from.
-    bounded: log decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias. index_dtype: of cu_seqlens, None for a
-    dense batch. intra: Aqk and (I + Akk)^-1 are written for the caller too. rooted: for a backward pass, keys have the
-    roots of strengths, whose factors are written too, with the largest |do|. The others are the flags of the public
-    function.
+    dtype: of q, k. operand: of what it writes for other kernels, or products take. gate: g holds log decays ("log") or
+    what they are computed from. bounded: log decays are in [-5, 0). rate, bias: there is an A_log, a dt_bias.
+    index_dtype: of cu_seqlens, None for a dense batch. The others are the flags of the public function.
     """
 
     dtype: str
@@ -58,6 +56,16 @@ class PrepareConfig:
     rate: bool = True
     bias: bool = True
     index_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class PrepareConfig(TokensConfig):
+    """Static facts of the kernel that writes the blocks of chunks.
+
+    intra: Aqk and (I + Akk)^-1 are written for the caller too. rooted: for a backward pass, keys have the roots of
+    strengths, whose factors are written too, with the largest |do|.
+    """
+
     intra: bool = False
     rooted: bool = False
 

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
-from cula_core.cute.types import DTYPES, F32, INDICES
-from cula_core.delta_rule.backward.build import factors, kept, of_chunks
+from cula_core.cute.types import F32
+from cula_core.delta_rule.backward.build import between, of_chunks, of_tokens
 from cula_core.delta_rule.config import HEAD_DIM
 
 from .config import GradientsConfig
@@ -22,18 +22,12 @@ def kernel(config: GradientsConfig, arch: str) -> tuple[object, ...]:
 
 
 def gradients_arguments(config: GradientsConfig) -> tuple:
-    """Returns q, k [B, T, H, 128], g, do [B, T, HV, 128], rate [HV] and bias [HV * 128] or None, factors [slots, HV, 4,
-    64] fp32, peaks [N, HV] int32, states, d_states [slots, HV, 2, 64 * 128], z, minus_y [slots, HV, 2, 64 * 64],
-    cu_seqlens [N + 1] or None; written: dq, dk, dv, dg [B, T, HV, 128], dbeta [B, T, HV], sums over the tokens of a
-    chunk for the gradients of rate [slots, HV] and of bias [slots, HV, 128] fp32 or None; scale, lower_bound, first
-    slot, number of slots, number of CTAs."""
-    batch, tokens, heads, heads_v, slots = (cute.sym_int() for _ in range(5))
-
-    def rows(dtype: str, heads: object):
-        return fake.rows(dtype, (batch, tokens, heads, HEAD_DIM))
-
-    walks = zip(*(kept(config.operand, slots, heads_v) for _ in range(2)))
-    strides = tuple(cute.sym_int64() for _ in range(3))
+    """Returns q, k [B, T, H, 128], g, do [B, T, HV, 128], rate [HV] and bias [HV * 128] or None, what `between` has;
+    written: dq, dk, dv, dg [B, T, HV, 128], dbeta [B, T, HV], sums over the tokens of a chunk for the gradients of rate
+    [slots, HV] and of bias [slots, HV, 128] fp32 or None; scale, lower_bound, first slot, number of slots, number of
+    CTAs."""
+    rows, numbers, heads, heads_v = of_tokens()
+    slots = cute.sym_int()
     return (
         rows(config.dtype, heads),
         rows(config.dtype, heads),
@@ -43,14 +37,11 @@ def gradients_arguments(config: GradientsConfig) -> tuple:
         make_fake_tensor(F32, (cute.sym_int(),), stride=(1,), assumed_align=16)
         if config.bias
         else None,
-        factors(slots, heads_v),
-        fake.matrix(cutlass.Int32, heads_v),
-        *(x for pair in walks for x in pair),
-        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        *between(config.operand, config.index_dtype, slots, heads_v),
         *(rows("float32" if config.grouped else config.dtype, heads_v) for _ in range(2)),
         rows(config.dtype, heads_v),
         rows(config.gate_dtype, heads_v),
-        make_fake_tensor(DTYPES[config.beta_dtype], (batch, tokens, heads_v), stride=strides),
+        numbers(config.beta_dtype),
         fake.matrix(F32, heads_v) if config.rate else None,
         of_chunks("float32", slots, heads_v, HEAD_DIM) if config.bias else None,
         *(cutlass.Float32(1.0) for _ in range(2)),

@@ -1,2 +1,2 @@
-"""What the backward passes of delta rules on Hopper share: both walks through the chunks, and the memory between their
-kernels."""
+"""What the backward passes of delta rules on Hopper share: the operator, groups of heads with the memory between their
+kernels, and both walks through the chunks."""

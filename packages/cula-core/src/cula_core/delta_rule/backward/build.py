@@ -1,5 +1,5 @@
-"""What is compiled for a walk. The only host module of this folder that imports the DSL, and only a compile imports
-it."""
+"""What is compiled for a walk, and fake arguments of the kernels around it. The only host module of this folder that
+imports the DSL, and only a compile imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ...cute import fake
-from ...cute.types import DTYPES
+from ...cute.types import DTYPES, INDICES
 from ..config import CHUNK, HEAD_DIM
 from ..kernels.block import BLOCK, SQUARE, WIDE
 from .config import FACTORS, V_TILES, WalkConfig
@@ -42,6 +42,33 @@ def walk_arguments(config: WalkConfig) -> tuple:
         fake.segment_table() if config.packed else None,
         cutlass.Int32(1),
         cutlass.Int32(1),
+    )
+
+
+def of_tokens() -> tuple:
+    """Returns makers of the call's tensors: rows of a dtype and so many heads, and numbers of tokens, which are
+    [B, T, HV]; and the sizes of heads and value heads."""
+    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
+
+    def rows(dtype: str, heads: object):
+        return fake.rows(dtype, (batch, tokens, heads, HEAD_DIM))
+
+    def numbers(dtype: str):
+        strides = tuple(cute.sym_int64() for _ in range(3))
+        return make_fake_tensor(DTYPES[dtype], (batch, tokens, heads_v), stride=strides)
+
+    return rows, numbers, heads, heads_v
+
+
+def between(operand: str, index_dtype: str | None, slots: object, heads_v: object) -> tuple:
+    """Returns what the kernel of gradients reads of those before: factors [slots, HV, 4, 64] fp32, peaks [N, HV] int32,
+    states, d_states [slots, HV, 2, 64 * 128], z, minus_y [slots, HV, 2, 64 * 64]; and cu_seqlens [N + 1] or None."""
+    walks = zip(*(kept(operand, slots, heads_v) for _ in range(2)))
+    return (
+        factors(slots, heads_v),
+        fake.matrix(cutlass.Int32, heads_v),
+        *(x for pair in walks for x in pair),
+        fake.vector(INDICES[index_dtype]) if index_dtype else None,
     )
 
 

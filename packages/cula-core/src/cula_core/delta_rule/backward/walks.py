@@ -1,9 +1,9 @@
-"""Launches both walks of a backward pass, with the memory between its kernels."""
+"""Launches both walks of a backward pass, and says what its kernels read of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +11,17 @@ from torch import Tensor
 from ...compiled.artifacts import Unit
 from ...constants import COLUMNS
 from ...dtypes import dtype_name
-from ..config import BLOCK_BYTES, CHUNK, chunk_slots
-from .config import FACTORS, ROW_BYTES, STATE_BYTES, V_TILES, WalkConfig
+from ..config import CHUNK, chunk_slots
+from .config import V_TILES, WalkConfig
 
 
 class Walked(Protocol):
-    """What walks read of a call. v, do [B, T, HV, V]. initial_state, and dht, the gradient of final states,
-    [N, HV, K, V] (V, K with `state_v_first`) in fp32, or None. cu_seqlens [N + 1], None for a dense batch. operand:
-    dtype of the operands of tensor cores."""
+    """What walks and groups of heads read of a call. q [B, T, H, K]. v, do [B, T, HV, V]. initial_state, and dht, the
+    gradient of final states, [N, HV, K, V] (V, K with `state_v_first`) in fp32, or None. cu_seqlens [N + 1], None for a
+    dense batch. operand: dtype of the operands of tensor cores."""
 
+    @property
+    def q(self) -> Tensor: ...
     @property
     def v(self) -> Tensor: ...
     @property
@@ -47,29 +49,10 @@ class Kept(NamedTuple):
     d_states: Tensor
     minus_y: Tensor
 
-
-class Scratch:
-    """Memory for `Kept`, of some value heads."""
-
-    def __init__(self, call: Walked, heads: int) -> None:
-        self.slots = slots_of(call)
-        operand = getattr(torch, call.operand)
-
-        def empty(*inner: int, dtype: torch.dtype = operand) -> Tensor:
-            return call.v.new_empty((self.slots, heads, *inner), dtype=dtype)
-
-        def kept(size: int) -> Tensor:
-            return empty(V_TILES, size // 2 // V_TILES)
-
-        self._kept = Kept(
-            empty(BLOCK_BYTES // 2), empty(FACTORS, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
-            kept(STATE_BYTES), kept(ROW_BYTES),
-        )  # fmt: skip
-
-    def of_heads(self, heads: int) -> Kept:
-        """Returns the memory for so many heads, all of them or fewer."""
-        parts = (x.flatten(0, 1)[: self.slots * heads] for x in self._kept)
-        return Kept(*(x.unflatten(0, (self.slots, heads)) for x in parts))
+    @property
+    def slots(self) -> int:
+        """How many chunks there may be."""
+        return self.factors.shape[0]
 
 
 def sequences_of(call: Walked) -> int:
@@ -102,6 +85,16 @@ def segments_of(call: Walked) -> Tensor | None:
 def longest_of(call: Walked) -> int:
     """Returns a length that no sequence exceeds, and no chunk."""
     return max(call.v.shape[1], CHUNK)
+
+
+def facts_of(call: Any) -> dict[str, Any]:
+    """Returns the static facts that chunk-parallel kernels share, of a call with q, g, beta and their flags besides."""
+    return {
+        "dtype": dtype_name(call.q.dtype), "gate_dtype": dtype_name(call.g.dtype),
+        "beta_dtype": dtype_name(call.beta.dtype), "operand": call.operand, "l2norm": call.l2norm,
+        "beta_sigmoid": call.beta_sigmoid, "neg_eigval": call.neg_eigval,
+        "index_dtype": None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype),
+    }  # fmt: skip
 
 
 def unit(config: WalkConfig, arch: str) -> Unit:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
-from cula_core.cute.types import DTYPES, INDICES
-from cula_core.delta_rule.backward.build import factors, kept, of_chunks
-from cula_core.delta_rule.config import HEAD_DIM
+from cula_core.cute.types import INDICES
+from cula_core.delta_rule.backward.build import between, factors, of_chunks, of_tokens
 from cula_core.delta_rule.kernels.block import BLOCK
 
 from .config import SUMS, ChunkConfig, GradientsConfig, PrepareConfig
@@ -25,26 +23,11 @@ def kernel(config: ChunkConfig, arch: str) -> tuple[object, ...]:
     return ChunkGradients(config), *gradients_arguments(config)
 
 
-def _of_tokens(config: ChunkConfig):
-    """Returns makers of the call's tensors: rows of a dtype and so many heads, and numbers of tokens, which are
-    [B, T, HV]; and the sizes of heads and value heads."""
-    batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
-
-    def rows(dtype: str, heads: object):
-        return fake.rows(dtype, (batch, tokens, heads, HEAD_DIM))
-
-    def numbers(dtype: str):
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        return make_fake_tensor(DTYPES[dtype], (batch, tokens, heads_v), stride=strides)
-
-    return rows, numbers, heads, heads_v
-
-
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g, beta [B, T, HV], cu_seqlens [N + 1] and segment table or None, blocks [slots, HV,
     BLOCK], do [B, T, HV, 128], factors [slots, HV, 4, 64], peaks [N, HV], scale, tokens of the longest sequence, number
     of slots."""
-    rows, numbers, heads, heads_v = _of_tokens(config)
+    rows, numbers, heads, heads_v = of_tokens()
     slots = cute.sym_int()
     return (
         *(rows(config.dtype, heads) for _ in range(2)),
@@ -62,21 +45,15 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
 
 
 def gradients_arguments(config: GradientsConfig) -> tuple:
-    """Returns q, k [B, T, H, 128], g [B, T, HV], do [B, T, HV, 128], factors [slots, HV, 4, 64] fp32, peaks [N, HV]
-    int32, states, d_states [slots, HV, 2, 64 * 128], z, minus_y [slots, HV, 2, 64 * 64], cu_seqlens [N + 1] or None;
-    written: dq, dk [B, T, H, 128], dv [B, T, HV, 128], dg, dbeta [B, T, HV]; memory for sums over value heads [CTAs, 2,
-    16, 128, 4] fp32 or None, scale, number of slots, number of CTAs."""
-    rows, numbers, heads, heads_v = _of_tokens(config)
-    slots = cute.sym_int()
-    walks = zip(*(kept(config.operand, slots, heads_v) for _ in range(2)))
+    """Returns q, k [B, T, H, 128], g [B, T, HV], do [B, T, HV, 128], what `between` has; written: dq, dk [B, T, H,
+    128], dv [B, T, HV, 128], dg, dbeta [B, T, HV]; memory for sums over value heads [CTAs, 2, 16, 128, 4] fp32 or None,
+    scale, number of slots, number of CTAs."""
+    rows, numbers, heads, heads_v = of_tokens()
     return (
         *(rows(config.dtype, heads) for _ in range(2)),
         numbers(config.gate_dtype),
         rows(config.dtype, heads_v),
-        factors(slots, heads_v),
-        fake.matrix(cutlass.Int32, heads_v),
-        *(x for pair in walks for x in pair),
-        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        *between(config.operand, config.index_dtype, cute.sym_int(), heads_v),
         *(rows(config.dtype, heads) for _ in range(2)),
         rows(config.dtype, heads_v),
         numbers(config.gate_dtype),

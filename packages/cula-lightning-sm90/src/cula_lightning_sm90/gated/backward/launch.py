@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
-from cula_core.delta_rule.backward.config import SCRATCH_BYTES, WalkConfig, heads_at_once
-from cula_core.dtypes import dtype_name
+from cula_core.delta_rule.backward.config import SCRATCH_BYTES, WalkConfig
+from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.once import once
 
 from ..launch import ARCH
@@ -45,60 +43,21 @@ def run(
     kernels: Kernels = compile,
     scratch: int = SCRATCH_BYTES,
 ) -> None:
-    """Writes the gradients of a call, on torch's current stream.
+    """Writes the gradients of a call, on torch's current stream; `in_groups` says how.
 
-    The call has tensors as the kernels read them; found: memory of the results. scratch: bytes between the kernels that
-    are not exceeded as long as a few heads fit; heads are independent, and are done in groups. Tests without a GPU pass
-    the number of multiprocessors and `kernels`.
+    Tests without a GPU pass the number of multiprocessors and `kernels`.
     """
-    heads = call.v.shape[2]
-    shared = heads // call.q.shape[2]
-    together = heads_at_once(walks.slots_of(call), heads, scratch, shared)
-    memory = walks.Scratch(call, together)
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
-    for start in range(0, heads, together):
-        own = _of_heads(call, found, slice(start, min(start + together, heads)), shared)
-        _run(*own, memory, multiprocessors, kernels)
-
-
-def _of_heads(
-    call: BackwardCall, found: Gradients, heads: slice, shared: int
-) -> tuple[BackwardCall, Gradients]:
-    """Returns the part of a call and of its results that belongs to some value heads.
-
-    shared: value heads that share a head of q and k.
-    """
-    keys = slice(heads.start // shared, heads.stop // shared)
-
-    def part(name: str, x: Tensor | None) -> Any:
-        if x is None:
-            return None
-        if name in ("initial_state", "dht"):
-            return x[:, heads]
-        return x[:, :, keys if name in ("q", "k") else heads]
-
-    names = ("q", "k", "v", "g", "beta", "initial_state", "do", "dht")
-    own = call._replace(**{name: part(name, getattr(call, name)) for name in names})
-    return own, Gradients(*(part(name, x) for name, x in zip(names, found)))
+    for part in in_groups(call, found, scratch):
+        _run(*part, multiprocessors, kernels)
 
 
 def _run(
-    call: BackwardCall,
-    found: Gradients,
-    memory: walks.Scratch,
-    multiprocessors: int,
-    kernels: Kernels,
+    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
 ) -> None:
     """Does the heads of a call together."""
-    heads_k, heads = call.q.shape[2], call.v.shape[2]
-    kept, slots = memory.of_heads(heads), memory.slots
-    peaks, segments = walks.peaks_of(call), walks.segments_of(call)
-    facts: dict[str, Any] = {
-        "dtype": dtype_name(call.q.dtype), "gate_dtype": dtype_name(call.g.dtype),
-        "beta_dtype": dtype_name(call.beta.dtype), "operand": call.operand, "l2norm": call.l2norm,
-        "beta_sigmoid": call.beta_sigmoid, "neg_eigval": call.neg_eigval,
-        "index_dtype": None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype),
-    }  # fmt: skip
+    heads_k, heads, slots = call.q.shape[2], call.v.shape[2], kept.slots
+    peaks, segments, facts = walks.peaks_of(call), walks.segments_of(call), walks.facts_of(call)
     kernels(PrepareConfig(**facts))(
         call.q, call.k, call.g, call.beta, call.cu_seqlens, segments, kept.blocks, call.do, kept.factors, peaks,
         call.scale, walks.longest_of(call), slots,

@@ -1,0 +1,141 @@
+"""The torch operator of a backward pass, and calls that autograd follows to it. A package says what its kernels and its
+function ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...operators import no_second_derivative, register_fake
+from ...reference.common import work_dtype
+from ...tensors import DENSE, aligned, dense_states, is_plain_cuda_call
+
+# What a call keeps until its backward: all that is not computed again. All but the last two have gradients.
+KEPT = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
+)  # fmt: skip
+# Of tokens are the first inputs of a call: q, k, v, g, beta.
+_OF_TOKENS = 5
+
+
+class Backward:
+    """The operator `name`, a function of a call. It returns dense gradients of the call's first inputs: those of tokens
+    in the dtype of their inputs, those of parameters and states in fp32, or fp64 with fp64 activations; of an input
+    that is None no element."""
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        call: type[Any],
+        gradients: type[Any],
+        *,
+        on_cpu: Callable[[Any], Any],
+        prepared: Callable[[Any], Any],
+        launch: Callable[[Any, Any], None],
+    ) -> None:
+        """call, gradients: named tuples of the arguments, and of one gradient or None for each of the first of them.
+        on_cpu: returns the gradients of a call. prepared: returns a call as kernels read it; launch: has them write its
+        gradients."""
+        self._gradients, self._count = gradients, len(gradients._fields)
+        self._prepared, self._launch = prepared, launch
+
+        def serve_cpu(*values: Any) -> tuple[Tensor, ...]:
+            own = call(*values)
+            with torch.autocast("cpu", enabled=False):
+                found = on_cpu(own)
+            return self._results(own, found)
+
+        torch.library.define(name, schema)
+        torch.library.impl(name, "CPU", serve_cpu)
+        torch.library.impl(name, "CUDA", lambda *values: self._run_on_gpu(call(*values)))
+        register_fake(name, lambda *values: tuple(self._new_results(call(*values))))
+        torch.library.register_autograd(name, no_second_derivative)
+        package, _, function = name.partition("::")
+        self._operator = getattr(getattr(torch.ops, package), function).default
+
+    def __call__(self, call: Any) -> tuple[Tensor, ...]:
+        # Where gradients of gradients may follow, the operator is there to refuse them.
+        direct = is_plain_cuda_call(call.q) and not torch.is_grad_enabled()
+        return self._run_on_gpu(call) if direct else self._operator(*call)
+
+    def _run_on_gpu(self, call: Any) -> tuple[Tensor, ...]:
+        if call.v.numel() == 0:  # states pass through
+            *rest, dh0 = (x.zero_() for x in self._new_results(call))
+            return *rest, dh0 if call.dht is None or not dh0.numel() else dh0.copy_(call.dht)
+        ready = self._prepared(call)
+        inputs = ready[: self._count]
+        memory = (None if x is None else torch.empty_like(x, memory_format=DENSE) for x in inputs)
+        found = self._gradients(*memory)
+        self._launch(ready, found)
+        return self._results(call, found)
+
+    def _kinds(self, call: Any) -> list[tuple[Any, torch.dtype]]:
+        """Returns the shape and the dtype of every result."""
+        exact = work_dtype(call.q)
+        return [
+            ((0,), exact) if x is None else (x.shape, x.dtype if n < _OF_TOKENS else exact)
+            for n, x in enumerate(call[: self._count])
+        ]
+
+    def _new_results(self, call: Any) -> list[Tensor]:
+        return [call.q.new_empty(shape, dtype=dtype) for shape, dtype in self._kinds(call)]
+
+    def _results(self, call: Any, found: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+        """Returns gradients, or None, as results."""
+
+        def result(d: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
+            if d is None:
+                return call.q.new_empty(0, dtype=dtype)
+            d = d.to(dtype).contiguous()
+            return d if d.shape == shape else d.view(shape)
+
+        return tuple(result(d, *kind) for d, kind in zip(found, self._kinds(call)))
+
+
+def as_read(call: Any, **own: Tensor | None) -> Any:
+    """Returns a call with q, k, v, do at multiples of 16 bytes, states and their gradients in fp32 and dense, and with
+    other tensors of its own."""
+    do = call.do if call.do.stride(3) == 1 else call.do.contiguous()
+    states = {name: dense_states(getattr(call, name)) for name in ("initial_state", "dht")}
+    q, k, v = aligned(call.q), aligned(call.k), aligned(call.v)
+    return call._replace(q=q, k=k, v=v, do=aligned(do), **states, **own)
+
+
+def trained(
+    function: Callable[..., tuple],
+    given: dict[str, Any],
+    rules: Callable[[Tensor, dict[str, Any]], Any],
+    gradients: Callable[[dict[str, Any], Any, Tensor | None, Tensor | None], Iterable],
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a function with arguments by name that are fit for training, so that autograd finds the way back.
+
+    rules: returns, of q and of the arguments that are not in KEPT, what the backward has to know of them. gradients:
+    returns those of the first eight in KEPT, of what was kept by name, rules, and the gradients of both results.
+    """
+    options = {name: x for name, x in given.items() if name not in KEPT}
+    kept = (given[name] for name in KEPT)
+    return _Trained.apply(function, options, rules, gradients, *kept)
+
+
+class _Trained(torch.autograd.Function):
+    """The forward keeps nothing but its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable, options: dict, rules: Callable, gradients: Callable, *kept: Any
+    ) -> Any:  # fmt: skip
+        o, final = function(**dict(zip(KEPT, kept)), **options)
+        ctx.save_for_backward(*kept)
+        ctx.rules, ctx.gradients = rules(kept[0], options), gradients
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
+        # Read once: under a checkpoint of activations a second time fails.
+        kept = dict(zip(KEPT, ctx.saved_tensors))
+        return *[None] * 4, *ctx.gradients(kept, ctx.rules, do, dht), None, None
