@@ -333,8 +333,7 @@ class KdaGradients(ChunkKernel):
         )
         self.give_back(shared, Input.OUTPUTS)
         handed = self.multiply("mn", shared.d + panel, WIDE, shared.z, tidx)
-        self.give_back(shared, Input.Z)
-        self.give_back(shared, Input.D_STATES)
+        self.give_back(shared, Input.Z, Input.D_STATES)
         decay = self.products.add_columns(shared, handed, sums, factor, places, left, thread)
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
@@ -350,8 +349,7 @@ class KdaGradients(ChunkKernel):
         self.rows.store_inputs(
             matrix, shared.k, shrunk, norms[None, 3], norms[None, 2], place.rows(mDk), left, w, lane
         )
-        self.give_back(shared, Input.STATES)
-        self.give_back(shared, Input.TOKENS)
+        self.give_back(shared, Input.STATES, Input.TOKENS)
         self.rows.store_gates(
             shared.planes,
             gates,
@@ -481,7 +479,7 @@ class KdaGradients(ChunkKernel):
     def pairs(self, shared, thread):
         """Writes do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
 
-        Returns the power of two by which the operands are too small.
+        The operands may be read behind the next `sync`. Returns the power of two by which they are too small.
         """
         lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
         first = shared.do + cute.assume(group * (Y - DO), divby=WIDE)
@@ -523,7 +521,6 @@ class KdaGradients(ChunkKernel):
                         + thread.token
                     )
                     cute.autovec_copy(two, view(shared.inside, at, 2))
-        self.sync()
         return factor
 
     @cute.jit
