@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from cula_core.delta_rule.config import HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
-from cula_emulator import resources
+from cula_emulator import mutation, resources
+from cula_emulator.memory import poisoned_memory
 from cula_lightning_sm90.gated.backward import launch
 from cula_lightning_sm90.gated.backward.call import BackwardCall, Gradients
 from cula_lightning_sm90.gated.backward.config import (
@@ -23,6 +26,7 @@ from cula_lightning_sm90.gated.backward.kernels.prepare import BLOCKS_PER_MP
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import assert_closed, emulated_kernel, report
 from cula_testing.machine_code import assert_ctas_fit, label
+from cula_testing.repeating import Repeated
 from cula_testing.tensors import one_thread
 
 # Of results in 16 bits, which round by 1.7e-3, and of initial states; of numbers of tokens, among which the largest may
@@ -108,7 +112,7 @@ def expected(call: BackwardCall) -> Gradients:
     return Gradients(found.dq, found.dk, found.dv, found.dg.sum(-1), found.dbeta, found.dh0)
 
 
-def run(call: BackwardCall, emulated, **options) -> Gradients:
+def run(call: BackwardCall, emulated, multiprocessors: int = 3, **options) -> Gradients:
     """Runs the kernels as they run on a GPU."""
     found = Gradients(
         *(emulated.empty(x.shape, x.dtype) for x in call[:5]),
@@ -120,7 +124,8 @@ def run(call: BackwardCall, emulated, **options) -> Gradients:
     def kernels(config):
         return partial(emulated_kernel(emulated, launch.unit(config)))
 
-    launch.run(call, found, multiprocessors=3, kernels=kernels, **options)
+    options = {"kernels": kernels, **options}
+    launch.run(call, found, multiprocessors=multiprocessors, **options)
     return found
 
 
@@ -201,3 +206,60 @@ def test_machine_code(config):
 def test_the_keys_of_kernels_hold_every_source_that_makes_them():
     for config in (CONFIGS[0], CONFIGS[2]):
         assert_closed(launch.unit(config))
+
+
+# ---- which waits matter ----------------------------------------------------------------------------------------------
+
+# What goes unnoticed of the gradients, and why:
+# - What is given back last, or all at once, has been waited for when the rest is overwritten.
+# - Products are waited for together.
+# - The emulator asks for no fence between ordinary writes and copies that overwrite what these wrote, and takes a later
+#   fence of another thread for that of the writer of dA and dM.
+# - It lets a warp of a product read no row of the first operand but its own 16, where the results will be.
+UNNOTICED = Counter(
+    {
+        "mbarrier.try_wait.parity.shared.b64": 3,
+        "wgmma.commit_group.sync.aligned": 10,
+        "fence.proxy.async.shared::cta": 5,
+        "bar.sync 2": 1,
+        "bar.sync 3": 1,
+    }
+)
+
+
+@pytest.fixture
+def mutate(emulated) -> Callable[..., mutation.Report]:
+    """mutate(problem, kind) skips waits of the kernel whose config is of a kind, one by one; all work is one CTA's."""
+
+    def make(problem: Problem, kind: type[ChunkConfig]) -> mutation.Report:
+        mutated = []
+
+        def kernels(config):
+            kernel = emulated_kernel(emulated, launch.unit(config))
+            if not isinstance(config, kind):
+                return partial(kernel)
+            mutated.append(Repeated(kernel))
+            return mutated[-1]
+
+        with poisoned_memory():
+            run(called(problem), emulated, 1, kernels=kernels)
+        (kernel,) = mutated
+        report = mutation.run(kernel.check, kernel, schedules=mutation.SCHEDULES[:3])
+        assert not report.not_reached, str(report)
+        return report
+
+    return make
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_the_chunks_matters(mutate):
+    report = mutate(replace(PROBLEMS["mixed"], lengths=(70,)), PrepareConfig)
+    assert report.noticed and not report.unnoticed, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("name", ["mixed", "packed"])
+def test_every_wait_of_the_gradients_matters(mutate, name):
+    """Two chunks of one value head, and of two that share their keys."""
+    report = mutate(replace(PROBLEMS[name], lengths=(70,)), GradientsConfig)
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED, str(report)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache, partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from cula_core.delta_rule.backward.config import heads_at_once, scratch_bytes
+from cula_core.delta_rule.backward.config import WalkConfig, heads_at_once, scratch_bytes
 from cula_core.delta_rule.config import HEAD_DIM
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.backward import launch
 from cula_cp_sm90.backward.call import BackwardCall
 from cula_cp_sm90.backward.ops import prepared
+from cula_emulator import mutation
+from cula_emulator.memory import poisoned_memory
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.kda.problems import Problem, make_problem
+from cula_testing.repeating import Repeated
 from cula_testing.tensors import one_thread
 
 # Of results in 16 bits, which round by up to 1.7e-3; of parameters and states.
@@ -64,15 +68,16 @@ def expected(name: str) -> Gradients:
         return chunk_kda_backward(*call[:9], call.do, call.dht, **options, dtype=torch.float64)
 
 
-def run(name: str, emulated, **options) -> Gradients:
+def run(problem: Problem, emulated, multiprocessors: int = 3, **options) -> Gradients:
     """Runs the kernels as they run on a GPU."""
-    ready = prepared(called(PROBLEMS[name]))
+    ready = prepared(called(problem))
     found = Gradients(*(emulated.empty(x.shape, x.dtype) for x in ready[:8]))
 
     def kernels(config):
         return partial(emulated_kernel(emulated, launch.unit(config, "sm_90a")))
 
-    launch.run(ready, found, multiprocessors=3, kernels=kernels, **options)
+    options = {"kernels": kernels, **options}
+    launch.run(ready, found, multiprocessors=multiprocessors, **options)
     return found
 
 
@@ -89,7 +94,7 @@ def split(problem: Problem, name: str, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradients(emulated, name):
     """Of every input, worst head."""
-    found, exact = run(name, emulated), expected(name)
+    found, exact = run(PROBLEMS[name], emulated), expected(name)
     for which, bound in BOUNDS.items():
         pairs = (split(PROBLEMS[name], which, getattr(side, which)) for side in (found, exact))
         for head, (own, right) in enumerate(zip(*pairs)):
@@ -100,7 +105,7 @@ def test_gradients(emulated, name):
 def test_groups_of_heads(emulated, monkeypatch):
     """Heads that are done one after the other have the same bits."""
     monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
-    for problem in ("packed", "shared keys"):
+    for problem in (PROBLEMS["packed"], PROBLEMS["shared keys"]):
         together, apart = run(problem, emulated), run(problem, emulated, scratch=0)
         for name, one, other in zip(Gradients._fields, together, apart):
             assert same(one, other), name
@@ -115,3 +120,39 @@ def test_how_many_heads_at_once():
     assert heads_at_once(1, 8, 0) == 8
     assert heads_at_once(256, 48, 0, multiple=3) == 12
     assert heads_at_once(256, 64, 0, multiple=64) == 64
+
+
+# ---- which waits matter ----------------------------------------------------------------------------------------------
+
+# What goes unnoticed of a walk, and why: the emulator keeps memory longer than its CTA, so nobody need wait for the
+# last rows, which are a group of copies of their own. Forward, the fence behind the first state comes before T' is
+# read, so that zeros in it need none. Back, one wait is for two groups of products.
+UNNOTICED = {
+    back: Counter({"cp.async.bulk.commit_group": 1, "cp.async.bulk.wait_group 0": 1, other: 1})
+    for back, other in (
+        (False, "fence.proxy.async.shared::cta"),
+        (True, "wgmma.commit_group.sync.aligned"),
+    )
+}
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("back", UNNOTICED)
+def test_every_wait_of_a_walk_matters(emulated, back):
+    """One CTA with more items and chunks than there are slots for; those without a chunk come last."""
+    problem = make_problem((130, 0, 70, 1, 0), (1, 1), packed=True, strength="doubled")
+    mutated = []
+
+    def kernels(config):
+        kernel = emulated_kernel(emulated, launch.unit(config, "sm_90a"))
+        if not isinstance(config, WalkConfig) or config.back != back:
+            return partial(kernel)
+        mutated.append(Repeated(kernel))
+        return mutated[-1]
+
+    with poisoned_memory():
+        run(problem, emulated, 1, kernels=kernels)
+    (walk,) = mutated
+    report = mutation.run(walk.check, walk, schedules=mutation.SCHEDULES[:3])
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED[back], str(report)
+    assert not report.not_reached, str(report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,10 +13,12 @@ from torch import Tensor
 from cula_core.compiled.artifacts import Unit
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_cp_sm90.backward.config import GradientsConfig
-from cula_emulator import resources
+from cula_emulator import mutation, resources
+from cula_emulator.pytest_plugin import BoundKernel
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel, report
 from cula_testing.machine_code import assert_ctas_fit, label
+from cula_testing.repeating import Repeated
 
 SCALE, LOWER = 0.25, -5.0
 NAMES = ("q", "k", "g", "beta", "rate", "bias")
@@ -145,10 +149,14 @@ def image(x: Tensor) -> Tensor:
     return torch.stack([panel[rows, torch.arange(8) ^ rows % 8] for panel in panels]).flatten()
 
 
+def compiled(emulated, config: GradientsConfig) -> BoundKernel:
+    return emulated_kernel(emulated, Unit("cula_cp_sm90.backward.build", config, "sm_90a"))
+
+
 def run(
-    emulated, problem: Problem, exact, ctas: int = 1, poison: float | None = None
+    emulated, problem: Problem, exact, ctas: int = 1, kernel: Callable[..., None] | None = None
 ) -> dict[str, Tensor]:
-    """Returns what the kernel writes."""
+    """Returns what the kernel writes. kernel: the one to call, if it is not `compiled`."""
     config, x = problem.config, dict(problem.given)
     hv, slots = problem.heads[1], problem.slots
     operand = getattr(torch, config.operand)
@@ -200,8 +208,7 @@ def run(
     }  # fmt: skip
     if config.index_dtype:
         cu_seqlens = torch.tensor(starts, dtype=getattr(torch, config.index_dtype))
-    kernel = emulated_kernel(emulated, Unit("cula_cp_sm90.backward.build", config, "sm_90a"))
-    kernel(
+    (kernel or compiled(emulated, config))(
         x["q"], x["k"], x["g"], x["do"], x["rate"] if config.rate else None,
         x["bias"].flatten() if config.bias else None, factors, peaks.view(torch.int32), *images.values(),
         cu_seqlens if config.index_dtype else None, *out.values(), SCALE, LOWER, 0, slots, ctas,
@@ -304,6 +311,34 @@ def test_operands_of_wide_range(emulated):
     problem = make(WIDE_RANGE, (64, 3), size=1e4)
     exact = expected(problem)
     check(problem, exact, run(emulated, problem, exact), 8)
+
+
+# What goes unnoticed, and why:
+# - Gates are loaded first and given back last, so that nothing else need be waited for before it is overwritten.
+# - Products of S with do and y are waited for together, as are both tiles of V of a product.
+# - The emulator asks for no fence between ordinary writes and copies that overwrite what these wrote.
+# - Warps meet where they load rows for the sake of the compiler.
+UNNOTICED = Counter(
+    {
+        "mbarrier.try_wait.parity.shared.b64": 5,
+        "wgmma.commit_group.sync.aligned": 5,
+        "wgmma.wait_group.sync.aligned 0": 1,
+        "fence.proxy.async.shared::cta": 4,
+        "bar.warp.sync": 4,
+    }
+)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("config", [LOG, SAFE], ids=label)
+def test_every_wait_of_the_gradients_matters(emulated, config):
+    """One CTA with a full chunk and one of few tokens. Only where there are sums for a bias a barrier ends a chunk."""
+    problem = make(config, (70,))
+    kernel = Repeated(compiled(emulated, config))
+    run(emulated, problem, expected(problem), kernel=kernel)
+    report = mutation.run(kernel.check, kernel, schedules=mutation.SCHEDULES[:3])
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED, str(report)
+    assert not report.not_reached, str(report)
 
 
 @pytest.mark.parametrize("config", [LOG, SAFE, PACKED, UNBOUNDED, WIDE_RANGE], ids=label)

@@ -349,8 +349,7 @@ class KdaGradients(ChunkKernel):
         )
         self.give_back(shared, Input.OUTPUTS)
         warpgroup.wait_group(0)
-        self.give_back(shared, Input.Z)
-        self.give_back(shared, Input.D_STATES)
+        self.give_back(shared, Input.Z, Input.D_STATES)
         decay = self.products.add_columns(
             shared, rounded, handed, sums, factor, places, left, thread
         )
@@ -368,8 +367,7 @@ class KdaGradients(ChunkKernel):
         self.rows.store_inputs(
             matrix, shared.k, shrunk, norms[None, 3], norms[None, 2], place.rows(mDk), left, w, lane
         )
-        self.give_back(shared, Input.STATES)
-        self.give_back(shared, Input.TOKENS)
+        self.give_back(shared, Input.STATES, Input.TOKENS)
         self.rows.store_gates(
             shared.planes,
             gates,
@@ -498,7 +496,7 @@ class KdaGradients(ChunkKernel):
     def store_pairs(self, shared, x: cute.Tensor, thread):
         """Writes own elements of do z^T (first warpgroup) and -y z^T as operands, and their diagonals.
 
-        Returns the power of two by which the operands are too small.
+        The operands may be read behind the next `sync`. Returns the power of two by which they are too small.
         """
         lane, group, sub = thread.lane, thread.w // 4, thread.w % 4
         bits = cute.recast_tensor(x, I32)
@@ -538,7 +536,6 @@ class KdaGradients(ChunkKernel):
                         + thread.token
                     )
                     cute.autovec_copy(two, view(shared.inside, at, 2))
-        self.sync()
         return factor
 
     @cute.jit

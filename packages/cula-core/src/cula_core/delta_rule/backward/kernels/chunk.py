@@ -130,10 +130,11 @@ class ChunkKernel:
         """Waits for an input."""
         cute.arch.mbarrier_wait(shared.full + which, phase)
 
-    def give_back(self, shared, which):
-        """Says that the thread needs an input no more, and has written what it wrote there."""
+    def give_back(self, shared, *inputs):
+        """Says that the thread needs inputs no more, and has written what it wrote there."""
         cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(shared.empty + which)
+        for which in inputs:
+            cute.arch.mbarrier_arrive(shared.empty + which)
 
     @cute.jit
     def store_strength(self, shared, d_beta: cute.Tensor, i, minus_yz):

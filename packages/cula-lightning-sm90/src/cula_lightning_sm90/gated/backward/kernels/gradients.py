@@ -339,8 +339,7 @@ class ChunkGradients(ChunkKernel):
         self.sync()
         if thread.tidx < 32:
             self.store_decays(shared, place.rows(mDg), shrunk, left, thread.lane)
-        self.give_back(shared, Input.TOKENS)
-        self.give_back(shared, Input.OUTPUTS)
+        self.give_back(shared, Input.TOKENS, Input.OUTPUTS)
 
     @cute.jit
     def convert(self, matrix: cute.Pointer, factors, common, left, tidx):
@@ -496,8 +495,7 @@ class ChunkGradients(ChunkKernel):
         self.multiply_own(pairs, own, shared.k, thread.tidx)
         self.sum_states(shared, thread)
         warpgroup.wait_group(0)
-        self.give_back(shared, Input.STATES)
-        self.give_back(shared, Input.D_STATES)
+        self.give_back(shared, Input.STATES, Input.D_STATES)
         grown = self.of_rows(shared.sums, 0, thread)
         self.weigh(acc, grown)
         self.note(shared, Token.Q_BY_STATE, self.dots(acc, shared.q, thread), thread)
@@ -514,8 +512,7 @@ class ChunkGradients(ChunkKernel):
         self.multiply(acc, shared.y, "k", shared.s, "mn", WIDE, 2, True, thread.tidx)
         self.multiply(other, shared.z, "k", shared.d, "mn", WIDE, 2, True, thread.tidx)
         warpgroup.wait_group(0)
-        for which in cutlass.range_constexpr(3):
-            self.give_back(shared, (Input.Z, Input.STATES, Input.D_STATES)[which])
+        self.give_back(shared, Input.Z, Input.STATES, Input.D_STATES)
         roots = cute.make_rmem_tensor(2, F32)
         for half in cutlass.range_constexpr(2):
             roots[half] = view(shared.factors, thread.row + 8 * half, 1)[0]
