@@ -95,9 +95,12 @@ class Products:
 
         to_state: gradients of products with the state, of both. The results are left where do and y were, and where S
         was. left: of which the compiler does not know that it is positive: so it works at one sub-block at a time, and
-        does not run out of registers. Returns 2^g q~ and 2^g k~ as operands, [.., sub-block, which].
+        does not run out of registers. Returns 2^g q~ and 2^g k~ as operands, [.., sub-block, which]; None without a
+        bound, where there are no registers to keep them.
         """
-        rounded = cute.make_rmem_tensor((*OWN_SUB, SUBS, 2), self.operand)
+        rounded = None
+        if cutlass.const_expr(self.bounded):
+            rounded = cute.make_rmem_tensor((*OWN_SUB, SUBS, 2), self.operand)
         # 2^(e - g) k~ of the sub-blocks before.
         earlier = cute.make_rmem_tensor((*OWN_SUB, SUBS), self.operand)
         before = cute.make_rmem_tensor(2, F32)
@@ -117,8 +120,6 @@ class Products:
         """Finishes the rows of a sub-block. before: decays in front of it; then behind it."""
         g = self.sums_of(shared, i, thread)
         q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
-        near, near_pairs = zeros((*OWN_SUB, 2)), zeros((*OWN_SUB, 2))
-        self.add_near(shared, i, False, (q, k), (k,), g, near, near_pairs, thread)
         own = cute.make_rmem_tensor((2, 2), F32)
         for m in cutlass.range_constexpr(2):
             at = SUB * i + 8 * m + thread.token
@@ -126,6 +127,8 @@ class Products:
         for which, mine in enumerate((q, k)):
             matrix = cute.recast_ptr(shared.do, dtype=F32)
             matrix = matrix + cute.assume(which * ((S - DO) // 2), divby=WIDE // 2)
+            near, near_pairs = zeros(), zeros()
+            self.add_near(shared, which, i, False, mine, (k,), g, near, near_pairs, thread)
             acc, exact = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
             for j in cutlass.range_constexpr(i):
                 if cutlass.const_expr(j > 0):
@@ -134,15 +137,16 @@ class Products:
                 add(acc, operand, fetch(shared.dA, which, i, j, False, thread.lane))
             for at in SUB_INDICES:
                 exact[at] = mine[at] * exp2(g[at])
-            operand = rounded[None, None, None, i, which]
+            operand = cute.make_rmem_tensor(OWN_SUB, self.operand)
             operand.store(exact.load().to(self.operand))
-            inside, inside_pairs = (x[None, None, None, which] for x in (near, near_pairs))
+            if cutlass.const_expr(self.bounded):
+                rounded[None, None, None, i, which].store(operand.load())
             for b, half, m in SUB_INDICES:
                 at, n = (b, half, m), 2 * i + m
                 growth, read = exp2(g[at]), before[half] * to_state[which][b, half, n]
-                pair = operand[at].to(F32) * acc[at] + inside_pairs[at]
+                pair = operand[at].to(F32) * acc[at] + near_pairs[at]
                 sums[b, half, n] = sums[b, half, n] + pair * factor + exact[at] * read
-                total = (growth * acc[at] + inside[at]) * factor + growth * read
+                total = (growth * acc[at] + near[at]) * factor + growth * read
                 if cutlass.const_expr(which == 0):
                     total = total + own[b, m] * k[at]
                 place_in(matrix, places, b, half, n)[0] = total
@@ -153,21 +157,17 @@ class Products:
 
     @cute.jit
     def add_near(
-        self, shared, i: cutlass.Constexpr, columns: cutlass.Constexpr, owns: tuple, others: tuple, g: cute.Tensor,
-        near: cute.Tensor, pairs: cute.Tensor, thread,
+        self, shared, first: cutlass.Constexpr, i: cutlass.Constexpr, columns: cutlass.Constexpr, own: cute.Tensor,
+        others: tuple, g: cute.Tensor, near: cute.Tensor, pairs: cute.Tensor, thread,
     ):  # fmt: skip
-        """Adds the products of others with dA and dM inside a sub-block, with decays, to `near`, and the same times the
-        own operands to `pairs`.
-
-        By columns, those of q~ with dA and k~ with dM to the results of k~; else those of k~ with each to the results
-        [.., which] of q~ and of k~.
-        """
+        """Adds the products of the others with dA (number 0) and dM (1) inside a sub-block, with decays, to `near`, and
+        the same times the own operands to `pairs`. first: number that goes with the first of the others."""
         of_own, of_others = cute.make_rmem_tensor(OWN_SUB, F32), cute.make_rmem_tensor(OWN_SUB, F32)
         if cutlass.const_expr(self.bounded):
             for at in SUB_INDICES:
                 of_own[at], of_others[at] = (-g[at], g[at]) if columns else (g[at], -g[at])
             self.add_level(
-                shared, i, columns, owns, others, of_own, of_others, near, pairs, None, thread
+                shared, first, i, columns, own, others, of_own, of_others, near, pairs, None, thread
             )
         else:
             for level in cutlass.range(HALVINGS, unroll=1):
@@ -184,28 +184,36 @@ class Products:
                         for b in cutlass.range_constexpr(2):
                             of_own[b, half, m] = -cute.math.absf(g[b, half, m] - middle)
                 self.add_level(
-                    shared, i, columns, owns, others, of_own, of_own, near, pairs, level, thread
+                    shared,
+                    first,
+                    i,
+                    columns,
+                    own,
+                    others,
+                    of_own,
+                    of_own,
+                    near,
+                    pairs,
+                    level,
+                    thread,
                 )
 
     @cute.jit
     def add_level(
-        self, shared, i: cutlass.Constexpr, columns: cutlass.Constexpr, owns: tuple, others: tuple,
-        of_own: cute.Tensor, of_others: cute.Tensor, near: cute.Tensor, pairs: cute.Tensor, level, thread,
+        self, shared, first: cutlass.Constexpr, i: cutlass.Constexpr, columns: cutlass.Constexpr, own: cute.Tensor,
+        others: tuple, of_own: cute.Tensor, of_others: cute.Tensor, near: cute.Tensor, pairs: cute.Tensor, level,
+        thread,
     ):  # fmt: skip
         """Adds the products of one level, all if it is None. of_own, of_others: exponents of decays."""
-        operands = tuple(cute.make_rmem_tensor(OWN_SUB, F32) for _ in others)
-        for other, operand in zip(others, operands):
+        acc, x = zeros(), cute.make_rmem_tensor(OWN_SUB, F32)
+        for number, other in enumerate(others, first):
             for at in SUB_INDICES:
-                operand[at] = to_tf32(other[at] * exp2(of_others[at]), only_read=True)
-        for result, own in enumerate(owns):
-            acc = zeros()
-            for number, operand in enumerate(operands, result):
-                add_inside(acc, operand, shared.inside, number, i, columns, level, thread.lane)
-            products, weighted = (x[None, None, None, result] for x in (near, pairs))
-            for at in SUB_INDICES:
-                decay = exp2(of_own[at])
-                products[at] = products[at] + decay * acc[at]
-                weighted[at] = weighted[at] + to_tf32(own[at] * decay) * acc[at]
+                x[at] = to_tf32(other[at] * exp2(of_others[at]), only_read=True)
+            add_inside(acc, x, shared.inside, number, i, columns, level, thread.lane)
+        for at in SUB_INDICES:
+            decay = exp2(of_own[at])
+            near[at] = near[at] + decay * acc[at]
+            pairs[at] = pairs[at] + to_tf32(own[at] * decay) * acc[at]
 
     @cute.jit
     def add_columns(
@@ -235,7 +243,11 @@ class Products:
             if cutlass.const_expr(back > 0):
                 scale(acc, self.ends_of(shared, i, 1, thread))
             for which in cutlass.range_constexpr(2):
-                operand = rounded[None, None, None, i, which]
+                if cutlass.const_expr(self.bounded):
+                    operand = rounded[None, None, None, i, which]
+                else:
+                    g = self.sums_of(shared, i, thread)
+                    operand = self.operand_of(self.tokens_of(shared, which, i, thread), g)
                 add(acc, operand, fetch(shared.dA, which, i, j, True, thread.lane))
         return acc
 
@@ -250,8 +262,8 @@ class Products:
         g = self.sums_of(shared, i, thread)
         until_end = self.until_end(shared, g, i, thread)
         q, k = (self.tokens_of(shared, which, i, thread) for which in range(2))
-        near, near_pairs = zeros((*OWN_SUB, 1)), zeros((*OWN_SUB, 1))
-        self.add_near(shared, i, True, (k,), (q, k), g, near, near_pairs, thread)
+        near, near_pairs = zeros(), zeros()
+        self.add_near(shared, 0, i, True, k, (q, k), g, near, near_pairs, thread)
         for m in cutlass.range_constexpr(2):
             n = 2 * i + m
             own = cute.make_rmem_tensor(2, F32)
@@ -260,9 +272,9 @@ class Products:
                 for half in cutlass.range_constexpr(2):
                     apart, until = acc[b, half, m], exp2(until_end[b, half, m])
                     given, exact = behind[half] * handed[b, half, n], k[b, half, m] * until
-                    pair = exact.to(self.operand).to(F32) * apart + near_pairs[b, half, m, 0]
+                    pair = exact.to(self.operand).to(F32) * apart + near_pairs[b, half, m]
                     sums[b, half, n] = sums[b, half, n] - pair * factor
-                    total = (until * apart + near[b, half, m, 0]) * factor + until * given
+                    total = (until * apart + near[b, half, m]) * factor + until * given
                     place = place_in(matrix, places, b, half, n)
                     place[0] = place[0] + (total + own[b] * q[b, half, m])
                     handed[b, half, n] = exact * given
