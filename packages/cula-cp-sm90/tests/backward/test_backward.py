@@ -102,6 +102,19 @@ def test_gradients(emulated, name):
             assert error <= bound, f"{which} of head {head}: {error:.1e}"
 
 
+@pytest.mark.emulated(schedules="immediate")
+def test_a_negative_strength_is_not_taken_for_another(emulated):
+    """On a GPU nobody reads it back: gradients of its sequence and head are no numbers, and others are as before."""
+    problem = make_problem((65, 70), (2, 2), packed=True)
+    calm = run(problem, emulated)
+    problem.given["beta"][0, 64, 1] = -0.5
+    found = run(problem, emulated)
+    for name in ("dq", "dk", "dv", "dg"):
+        own, before = getattr(found, name), getattr(calm, name)
+        assert own[0, :65, 1].isnan().any(), name
+        assert same(own[0, :65, 0], before[0, :65, 0]) and same(own[0, 65:], before[0, 65:]), name
+
+
 def test_groups_of_heads(emulated, monkeypatch):
     """Heads that are done one after the other have the same bits."""
     monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)

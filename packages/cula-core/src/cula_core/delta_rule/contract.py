@@ -128,7 +128,7 @@ def check_prefill(
     )
 
 
-def check_trained(beta: Tensor, logits: bool, **inference: object) -> None:
+def check_trained(beta: Tensor | None, logits: bool, **inference: object) -> None:
     """Refuses what has no backward. inference: arguments that inference alone has, None or False where it is not used.
 
     logits: whether the strength is computed inside. One that is given must not be negative, checked on the CPU only.

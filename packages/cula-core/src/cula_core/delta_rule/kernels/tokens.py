@@ -127,7 +127,9 @@ class Tokens:
             if tidx < left:
                 strength = self.strength(mBeta[token + tidx])
             if cutlass.const_expr(self.config.rooted):
-                strength = cute.math.sqrt(cutlass.max(strength, F32(LEAST_STRENGTH)))
+                least = cutlass.max(strength, F32(LEAST_STRENGTH))
+                # One below zero, which nobody has looked for on a GPU, has no root.
+                strength = cute.math.sqrt(cutlass.select_(strength < 0.0, strength, least))
             betas[tidx] = strength
 
     @cute.jit
