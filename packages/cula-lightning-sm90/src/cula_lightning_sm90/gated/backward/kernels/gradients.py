@@ -29,6 +29,7 @@ from cula_core.cute.output import GROUP
 from cula_core.cute.types import F32, I32
 from cula_core.cute.warp import all_sums, reduce_scatter
 from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.widen import widened
 from cula_core.delta_rule.backward.config import FACTORS
 from cula_core.delta_rule.backward.kernels.chunk import (
     BARRIER,
@@ -36,6 +37,8 @@ from cula_core.delta_rule.backward.kernels.chunk import (
     WARPS,
     ChunkKernel,
     Place,
+    address_of,
+    elements_at,
     renewed,
 )
 from cula_core.delta_rule.backward.kernels.scaling import scale_of
@@ -345,19 +348,21 @@ class ChunkGradients(ChunkKernel):
     def convert(self, matrix: cute.Pointer, factors, common, left, tidx):
         """Replaces tokens by operands: times a factor, and one of each token where `factors` are given; zero past the
         end."""
-        source = cute.recast_ptr(matrix, dtype=self.dtype)
-        x, y = cute.make_rmem_tensor(8, self.dtype), cute.make_rmem_tensor(8, self.operand)
-        for i in cutlass.range_constexpr(WIDE // (8 * THREADS)):
-            unit = tidx + THREADS * i
-            row = unit // 8 % CHUNK
-            y.fill(0.0)
-            if row < left:
-                factor = common
-                if cutlass.const_expr(factors is not None):
-                    factor = factor * factors[row]
-                cute.autovec_copy(view(source, 8 * unit, 8), x)
-                y.store((x.load().to(F32) * factor).to(self.operand))
+        source, units = cute.recast_ptr(matrix, dtype=self.dtype), WIDE // (8 * THREADS)
+        x, y = cute.make_rmem_tensor((8, units), self.dtype), cute.make_rmem_tensor(8, self.operand)
+        for i in cutlass.range_constexpr(units):
+            cute.autovec_copy(view(source, 8 * (tidx + THREADS * i), 8), x[None, i])
+        for i in cutlass.range_constexpr(units):
+            unit, factor = tidx + THREADS * i, common
+            if cutlass.const_expr(factors is not None):
+                factor = factor * factors[unit // 8 % CHUNK]
+            y.store((widened(x[None, i]).load() * factor).to(self.operand))
             cute.autovec_copy(y, view(matrix, 8 * unit, 8))
+        if left < CHUNK:
+            y.fill(0.0)
+            for i in cutlass.range(tidx, WIDE // 8, THREADS, unroll=1):
+                if i // 8 % CHUNK >= left:
+                    cute.autovec_copy(y, view(matrix, 8 * i, 8))
 
     # ---- products ---------------------------------------------------------------------------------------------------
 
@@ -652,13 +657,15 @@ class ChunkGradients(ChunkKernel):
         cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
         staged = cute.recast_ptr(slot, dtype=self.dtype)
         line = cute.make_rmem_tensor(8, self.dtype)
+        # A thread's rows are 8 apart, so that their units are swapped alike.
+        first, unit = thread.tidx % GROUP // 16, thread.tidx % 16
+        at = unit // 8 * SQUARE + first * 64 + (unit % 8 ^ first) * 8
+        address, step = address_of(target, first, 8 * unit, GROUP // 16)
         for i in cutlass.range_constexpr(WIDE // (8 * GROUP)):
-            number = thread.tidx % GROUP + GROUP * i
-            row, unit = number // 16, number % 16
-            if row < left:
-                at = unit // 8 * SQUARE + row * 64 + (unit % 8 ^ row % 8) * 8
-                cute.autovec_copy(view(staged, at, 8), line)
-                cute.autovec_copy(line, view(target[row, None].iterator, 8 * unit, 8))
+            if first + 8 * i < left:
+                cute.autovec_copy(view(staged, at + 8 * 64 * i, 8), line)
+                cute.autovec_copy(line, elements_at(target, address, 8))
+            address = address + step
 
     @cute.jit
     def store_decays(self, shared, dg: cute.Tensor, shrunk, left, lane):
