@@ -21,7 +21,8 @@ from cula.lightning import chunk_gated_delta_rule
 
 LIMIT = 5e-3
 LEAVES = ("q", "k", "v", "gate", "beta")
-IMPL = {"cula": "cula-lightning-sm90", "fla": "fla"}
+FORWARD = "cula_forward"  # the forward pass alone, so that a difference of times is that of the backward pass
+IMPL = {"cula": "cula-lightning-sm90", FORWARD: "cula-lightning-sm90", "fla": "fla"}
 
 
 def leaves_of(x: Inputs) -> dict[str, Tensor]:
@@ -51,8 +52,21 @@ def step(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tuple[
     return run
 
 
+def forward(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that runs the forward pass of `step` alone, and returns o."""
+    packing: dict[str, Tensor] = {}
+    if x.gated.offsets is not None:
+        packing = {"cu_seqlens": x.gated.offsets.int32, "cu_seqlens_cpu": x.gated.offsets.host}
+    options = {"use_qk_l2norm_in_kernel": True, "impl": impl, **packing}
+    return lambda: chunk_gated_delta_rule(*leaves.values(), **options)[:1]
+
+
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    return step(IMPL[provider], leaves_of(x), x)
+    return _call_of(provider)(IMPL[provider], leaves_of(x), x)
+
+
+def _call_of(provider: str) -> Callable[..., Callable[[], tuple[Tensor, ...]]]:
+    return forward if provider == FORWARD else step
 
 
 def _supports(provider: Provider, problem: Setting) -> str | None:
@@ -87,8 +101,8 @@ def tune(problem: Setting) -> None:
 
 
 def of_heads(leaves: dict[str, Tensor], heads: list[int], group: int) -> dict[str, Tensor]:
-    """The parts of LEAVES, or of their gradients, of some heads of q and k and of the value heads that share them, in
-    fp64."""
+    """The parts of LEAVES, of their gradients or of o, of some heads of q and k and of the value heads that share them,
+    in fp64."""
     values = [group * head + i for head in heads for i in range(group)]
     return {
         name: x[:, :, heads if name in ("q", "k") else values].double()
@@ -97,17 +111,18 @@ def of_heads(leaves: dict[str, Tensor], heads: list[int], group: int) -> dict[st
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
-    """The relative RMSE of every gradient against the reference in fp64, for the worst of some heads."""
+    """The relative RMSE of every gradient, or of o, against the reference in fp64, for the worst of some heads."""
     x = delta.make_inputs(problem, device, seed=checks.SEED)
-    found = dict(zip(LEAVES, provider.bind(problem, x)(), strict=True))
+    names = ("o",) if provider.name == FORWARD else LEAVES
+    found = dict(zip(names, provider.bind(problem, x)(), strict=True))
     checks.require_finite(problem, **found)
     heads_q = seq.query_heads(problem)
     heads, group = checks.checked_heads(heads_q), problem.params["H"] // heads_q
     exact = of_heads(leaves_of(x), heads, group)
-    want = dict(zip(LEAVES, step("reference", exact, x)(), strict=True))
+    want = dict(zip(names, _call_of(provider.name)("reference", exact, x)(), strict=True))
     found = of_heads(found, heads, group)
-    errors = {name: checks.worst_head(found[name], want[name], 2) for name in LEAVES}
-    checks.require_within(problem, errors, dict.fromkeys(LEAVES, LIMIT))
+    errors = {name: checks.worst_head(found[name], want[name], 2) for name in names}
+    checks.require_within(problem, errors, dict.fromkeys(names, LIMIT))
     return errors
 
 
@@ -122,10 +137,22 @@ def settings(quick: bool) -> list[Setting]:
         return [setting(1024)]
     dense = [setting(4096), setting(16384), setting(8192, heads=16)]
     grouped = [setting(t, heads=32, heads_q=16) for t in (4096, 16384)]
-    return [*dense, *grouped, setting(8192, sequences=10, lengths="skewed")]
+    return [*dense, *grouped, setting(8192, sequences=10, lengths="skewed"), *_published()]
 
 
-def _trained(provider: Provider, **changes: Any) -> Provider:
+def _published() -> list[Setting]:
+    """What FlashQLA publishes times of its backward pass for: sequences of one length, few heads and many."""
+    return [
+        setting(tokens, heads=2 * heads, heads_q=heads, sequences=None if count == 1 else count)
+        for heads in (16, 8, 4, 2)
+        for tokens in (8192, 32768)
+        for count in (1, 2, 4, 8)
+    ]
+
+
+def _trained(
+    provider: Provider, moved: Callable[[Setting], int] = moved, **changes: Any
+) -> Provider:
     name = changes.get("name", provider.name)
     return dataclasses.replace(
         provider, bind=functools.partial(_bind, name), moved=moved,
@@ -140,14 +167,20 @@ OP = dataclasses.replace(
     settings=settings,
     providers=(
         _trained(gated_prefill.CULA),
+        _trained(
+            gated_prefill.CULA,
+            lambda problem: delta.moved(problem, 2),
+            name=FORWARD,
+            role="variant",
+        ),
         _trained(delta_providers.FLA_DELTA, name="fla", prepare=tune),
     ),
     check=check,
     peaks=True,
     notes=(
         "A forward and a backward pass, without states: gradients of q, k, v, log decays and strengths, with q and k "
-        "normalised inside. cula is our kernels for both, fla is FLA's for both. peak_mib: the most memory that one "
-        "such call takes beside what it is given, its results included.",
+        "normalised inside. cula is our kernels for both, cula_forward those of the forward pass alone, fla is FLA's "
+        "for both. peak_mib: the most memory that one such call takes beside what it is given, its results included.",
         "bytes: inputs, o and the gradients of both once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",
         f"Checked: relative RMSE of gradients of the worst head against the reference in fp64, within {LIMIT:.0e}.",

@@ -31,6 +31,28 @@ def test_gradients_are_checked_one_by_one(problem):
                 training.check(bound(name), problem, "cpu")
 
 
+def test_the_forward_alone_is_that_of_a_step():
+    def bind(problem, x):
+        return training.forward("reference", training.leaves_of(x), x)
+
+    provider = dataclasses.replace(training.OP.providers[1], bind=bind)
+    assert provider.name == training.FORWARD
+    problem = setting(70, heads=4, heads_q=2)
+    with torch.inference_mode():
+        assert set(training.check(provider, problem, "cpu")) == {"o"}
+        wrong = dataclasses.replace(
+            provider, bind=lambda *given: lambda: (1.03 * bind(*given)()[0],)
+        )
+        with pytest.raises(CheckFailed, match="o"):
+            training.check(wrong, problem, "cpu")
+
+
+def test_every_published_shape_is_a_setting_once():
+    names = [problem.name for problem in training.settings(quick=False)]
+    assert len(names) == len(set(names)) == 6 + 32
+    assert {"B1-T32768-H4-Q2", "N8-T8192-uniform-H32-Q16"} <= set(names)
+
+
 def test_bytes_are_those_of_inputs_and_gradients():
     """q, k, v, o of 2 bytes, two numbers per token and head of 4, and as many gradients."""
     tokens = 512 * 64
@@ -38,7 +60,7 @@ def test_bytes_are_those_of_inputs_and_gradients():
 
 
 def test_who_trains_and_who_cannot():
-    ours, fla = training.OP.providers
-    assert (ours.name, fla.name) == ("cula", "fla")
-    for provider in (ours, fla):
+    providers = training.OP.providers
+    assert [provider.name for provider in providers] == ["cula", "cula_forward", "fla"]
+    for provider in providers:
         assert provider.supports(setting(512)) is not None  # without a GPU
