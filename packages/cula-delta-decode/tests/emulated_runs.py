@@ -12,8 +12,9 @@ from torch import Tensor
 from cula_core.reference.decode_fused import GatedNorm, ShortConvolution
 from cula_core.reference.delta_decode import Replay
 from cula_delta_decode import launch
-from cula_delta_decode.config import Fused, Problem
+from cula_delta_decode.config import Config, Fused, Problem
 from cula_delta_decode.plan import MANY_STATES, select
+from cula_emulator.pytest_plugin import BoundKernel, Emulated
 from cula_testing.compiled import emulated_kernel
 
 
@@ -83,12 +84,19 @@ def run(emulated) -> Callable[..., Tensor]:
 
     def compiled(problem: Problem, arch: str, few: int = MANY_STATES):
         assert problem.illegal() is None
-        unit = launch.unit(select(problem, arch, few=few), arch)
-        # Offsets of 64 bits cost a few bytes.
-        return emulated_kernel(emulated, unit, may_spill=problem.long)
+        return emulated_kernel_of(emulated, select(problem, arch, few=few), arch)
 
     run.compiled = compiled
     return run
+
+
+def emulated_kernel_of(emulated: Emulated, config: Config, arch: str) -> BoundKernel:
+    """Returns the kernel of a config as the emulator runs it.
+
+    It may spill a few bytes with offsets of 64 bits, and where three CTAs of 256 threads share the registers.
+    """
+    may_spill = config.problem.long or config.resident == 3
+    return emulated_kernel(emulated, launch.unit(config, arch), may_spill=may_spill)
 
 
 def fused_of(convolution: ShortConvolution | None, norm: GatedNorm | None) -> Fused:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from delta_problems import Case, exact, make_inputs, public
+from emulated_runs import emulated_kernel_of
 from fused_problems import (
     EITHER_WAY,
     LIVE,
@@ -23,7 +24,6 @@ from cula_delta_decode import delta_rule_decode, launch, new_replay, ops
 from cula_delta_decode.config import Fused
 from cula_delta_decode.plan import select
 from cula_testing.comparing import same
-from cula_testing.compiled import emulated_kernel
 
 pytestmark = pytest.mark.emulated(schedules="immediate")
 
@@ -36,7 +36,7 @@ def problems(emulated, monkeypatch) -> list:
     def kernel_for(problem, device, few):
         assert problem.illegal() is None
         asked.append(problem)
-        return emulated_kernel(emulated, launch.unit(select(problem, "sm_90a", few=few), "sm_90a"))
+        return emulated_kernel_of(emulated, select(problem, "sm_90a", few=few), "sm_90a")
 
     monkeypatch.setattr(launch, "kernel_for", kernel_for)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
