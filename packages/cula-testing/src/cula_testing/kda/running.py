@@ -37,7 +37,9 @@ def compiler(emulated: Emulated, target: Target, arch: str) -> Callable[[Config]
     """Returns what compiles a config for an architecture, once for all tests, and runs it under a test's schedule."""
 
     def compiled(config: Config) -> BoundKernel:
-        return emulated_kernel(emulated, launch.unit(target, config, arch))
+        # Those of the chunk-parallel kernel that spill are marked where its machine code is tested.
+        chunks = isinstance(config, PrepareConfig)
+        return emulated_kernel(emulated, launch.unit(target, config, arch), may_spill=chunks)
 
     return compiled
 
