@@ -128,7 +128,7 @@ class Tokens:
                 strength = self.strength(mBeta[token + tidx])
             if cutlass.const_expr(self.config.rooted):
                 least = cutlass.max(strength, F32(LEAST_STRENGTH))
-                # One below zero, which nobody has looked for on a GPU, has no root.
+                # One below zero has no root: on a GPU no check refuses it.
                 strength = cute.math.sqrt(cutlass.select_(strength < 0.0, strength, least))
             betas[tidx] = strength
 
