@@ -448,6 +448,15 @@ def test_slow_kernels_are_compiled_when_the_tests_are_over(
     assert ("a slow kernel stays as it is: no room" in text) == bool(error)
 
 
+def test_slow_kernels_of_the_run_around_it_are_left_to_that(run, monkeypatch):
+    monkeypatch.setattr(build, "rebuild", lambda quick: pytest.fail("compiled"))
+    monkeypatch.setattr(levels, "_quick_builds", {})
+    levels.remember(Path("slow"), "slow", None)
+    levels.book(Path("slow"), 2 * levels.SLOW_SECONDS)
+    assert "for the next run" not in run("def test(): pass").stdout.str()
+    assert [one.ptx for one in levels.take_slow()] == ["slow"]
+
+
 def test_loading_it_twice_is_harmless(pytester):
     pytester.makepyfile(test_inner=f'pytest_plugins = ["cula_emulator.pytest_plugin"]\n{USES_IT}')
     pytester.makeconftest('pytest_plugins = ["cula_emulator.pytest_plugin"]')

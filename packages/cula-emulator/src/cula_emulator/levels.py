@@ -67,9 +67,15 @@ def book(path: Path, seconds: float) -> None:
             _quick_builds[path].seconds += seconds
 
 
-def take_slow() -> list[QuickBuild]:
-    """The libraries of the quick level that ran for long; the count begins anew."""
+def counted() -> frozenset[Path]:
+    """The libraries whose time is counted so far."""
     with _lock:
-        every = list(_quick_builds.values())
-        _quick_builds.clear()
+        return frozenset(_quick_builds)
+
+
+def take_slow(but: frozenset[Path] = frozenset()) -> list[QuickBuild]:
+    """The libraries of the quick level that ran for long, without some; the count of these goes on, of others begins
+    anew."""
+    with _lock:
+        every = [_quick_builds.pop(path) for path in _quick_builds.keys() - but]
     return [one for one in every if one.seconds > SLOW_SECONDS]

@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,7 @@ _OWN_ARGUMENTS = ("schedules", "seeds", "arch")
 _GUARD_BYTES = 512
 _KEPT = "emulator_kept_verdicts"
 _compiled: pytest.StashKey[dict[Hashable, Any]] = pytest.StashKey()
+_counted_before: pytest.StashKey[frozenset[Path]] = pytest.StashKey()
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -97,6 +99,8 @@ def pytest_configure(config: pytest.Config) -> None:
         " for the first schedule only. Every test with the fixture has the marker.",
     )
     config.stash[_compiled] = {}
+    # By the tests around a run that is a test itself: theirs to compile.
+    config.stash[_counted_before] = levels.counted()
     levels.quick_first()
 
 
@@ -225,7 +229,7 @@ def _has_the_turn(
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Compiles the kernels that ran for long at the full level, for the next session."""
-    slow = levels.take_slow()
+    slow = levels.take_slow(session.config.stash[_counted_before])
     finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if not slow or not finished or session.config.getoption("emulator_no_rebuild", False):
         return
