@@ -1,9 +1,14 @@
-"""A training step of the gated delta rule: the forward and the backward pass of our kernels, and of FLA's."""
+"""A training step of the gated delta rule: the forward and the backward pass of our kernels, and of FLA's.
+
+On Hopper FLA 0.6 refuses its own backward pass with Triton 3.4 up to 3.7.0, which compiles it wrongly. `fla_lifted` is
+that pass with the refusal lifted: its time can be compared, and its gradients cannot be used.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +27,7 @@ from cula.lightning import chunk_gated_delta_rule
 LIMIT = 5e-3
 LEAVES = ("q", "k", "v", "gate", "beta")
 FORWARD = "cula_forward"  # the forward pass alone, so that a difference of times is that of the backward pass
+LIFTED = "fla_lifted"
 IMPL = {"cula": "cula-lightning-sm90", FORWARD: "cula-lightning-sm90", "fla": "fla"}
 
 
@@ -36,6 +42,12 @@ def step(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tuple[
     Benchmarks run in inference mode, whose tensors cannot have gradients. So the call copies them, and runs outside
     inference mode.
     """
+    return _step(functools.partial(chunk_gated_delta_rule, impl=impl), leaves, x)
+
+
+def _step(
+    function: Callable[..., tuple], leaves: dict[str, Tensor], x: Inputs
+) -> Callable[[], tuple[Tensor, ...]]:
     with torch.inference_mode(False):
         own = [leaf.clone().requires_grad_() for leaf in leaves.values()]
         do = leaves["v"].clone()
@@ -46,7 +58,7 @@ def step(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tuple[
 
     def run() -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.enable_grad():
-            o, _ = chunk_gated_delta_rule(*own, use_qk_l2norm_in_kernel=True, impl=impl, **packing)
+            o, _ = function(*own, use_qk_l2norm_in_kernel=True, **packing)
             return torch.autograd.grad(o, own, do)
 
     return run
@@ -83,6 +95,28 @@ def _supports(provider: Provider, problem: Setting) -> str | None:
     return None if told.chosen else str(told)
 
 
+def _lifted(problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    run = _step(chunk_gated_delta_rule, leaves_of(x), x)
+
+    def lifted() -> tuple[Tensor, ...]:
+        with unittest.mock.patch.object(chunk_o, "TRITON_ABOVE_3_7_1", True):
+            return run()
+
+    return lifted
+
+
+def _supports_lifted(problem: Setting) -> str | None:
+    """Only where FLA refuses its backward for the sake of Triton, and nothing else is missing."""
+    refused = _FLA.supports(problem)
+    if refused is None:
+        return "FLA runs its backward here"
+    missing = delta_providers.FLA_DELTA.supports(problem)
+    return missing or (None if "Triton" in refused else refused)
+
+
 def tune(problem: Setting) -> None:
     """Tunes all kernels of FLA anew: those of the forward pass, some of which run again, and those of the backward."""
     from fla.modules.norm import l2norm
@@ -115,13 +149,18 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
     x = delta.make_inputs(problem, device, seed=checks.SEED)
     names = ("o",) if provider.name == FORWARD else LEAVES
     found = dict(zip(names, provider.bind(problem, x)(), strict=True))
-    checks.require_finite(problem, **found)
+    if provider.name != LIFTED:
+        checks.require_finite(problem, **found)
     heads_q = seq.query_heads(problem)
     heads, group = checks.checked_heads(heads_q), problem.params["H"] // heads_q
     exact = of_heads(leaves_of(x), heads, group)
     want = dict(zip(names, _call_of(provider.name)("reference", exact, x)(), strict=True))
     found = of_heads(found, heads, group)
     errors = {name: checks.worst_head(found[name], want[name], 2) for name in names}
+    if (
+        provider.name == LIFTED
+    ):  # wrong, which is why it is refused: the result file says by how much
+        return errors
     checks.require_within(problem, errors, dict.fromkeys(names, LIMIT))
     return errors
 
@@ -160,6 +199,8 @@ def _trained(
     )  # fmt: skip
 
 
+_FLA = _trained(delta_providers.FLA_DELTA, name="fla", prepare=tune)
+
 OP = dataclasses.replace(
     gated_prefill.OP,
     name="gated_training",
@@ -173,14 +214,17 @@ OP = dataclasses.replace(
             name=FORWARD,
             role="variant",
         ),
-        _trained(delta_providers.FLA_DELTA, name="fla", prepare=tune),
+        _FLA,
+        dataclasses.replace(_FLA, name=LIFTED, bind=_lifted, supports=_supports_lifted),
     ),
     check=check,
     peaks=True,
     notes=(
         "A forward and a backward pass, without states: gradients of q, k, v, log decays and strengths, with q and k "
         "normalised inside. cula is our kernels for both, cula_forward those of the forward pass alone, fla is FLA's "
-        "for both. peak_mib: the most memory that one such call takes beside what it is given, its results included.",
+        "for both, and fla_lifted FLA's with its refusal lifted where it refuses the backward pass for what this "
+        "Triton makes of it: only its time counts, its errors are those of wrong gradients.",
+        "peak_mib: the most memory that one such call takes beside what it is given, its results included.",
         "bytes: inputs, o and the gradients of both once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",
         f"Checked: relative RMSE of gradients of the worst head against the reference in fp64, within {LIMIT:.0e}.",

@@ -173,7 +173,7 @@ def test_gates_that_forget(hopper, kind):
     assert_near([grad], expected(x, do, None, of_decays=True)[3:], LIMIT[torch.bfloat16])
 
 
-@pytest.mark.parametrize("dtype, largest", [(torch.bfloat16, 1e30), (torch.float16, 1e3)])
+@pytest.mark.parametrize("dtype, largest", [(torch.bfloat16, 1e30), (torch.float16, 1e2)])
 @pytest.mark.parametrize("small", [True, False])
 def test_small_and_large_gradients(hopper, dtype, largest, small):
     x = make(hopper, 1, 300, 2, 2, dtype=dtype)

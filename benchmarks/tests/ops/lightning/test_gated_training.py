@@ -53,6 +53,33 @@ def test_every_published_shape_is_a_setting_once():
     assert {"B1-T32768-H4-Q2", "N8-T8192-uniform-H32-Q16"} <= set(names)
 
 
+@pytest.mark.parametrize(
+    "refused, reason",
+    [
+        (None, "FLA runs its backward here"),
+        ("needs Triton 3.7.1 or newer", None),
+        ("another reason", "another reason"),
+    ],
+)
+def test_a_refusal_is_lifted_only_if_it_is_for_triton(monkeypatch, refused, reason):
+    peer = dataclasses.replace(training._FLA, supports=lambda problem: refused)
+    monkeypatch.setattr(training, "_FLA", peer)
+    present = dataclasses.replace(training.delta_providers.FLA_DELTA, supports=lambda problem: None)
+    monkeypatch.setattr(training.delta_providers, "FLA_DELTA", present)
+    assert training.OP.providers[3].supports(setting(512)) == reason
+
+
+def test_wrong_gradients_of_a_lifted_refusal_are_told_and_not_refused():
+    def bind(problem, x):
+        run = training.step("reference", training.leaves_of(x), x)
+        return lambda: tuple(2 * grad for grad in run())
+
+    wrong = dataclasses.replace(training.OP.providers[3], bind=bind)
+    with torch.inference_mode():
+        errors = training.check(wrong, setting(70, heads=4, heads_q=2), "cpu")
+    assert set(errors) == set(training.LEAVES) and min(errors.values()) > 0.5
+
+
 def test_bytes_are_those_of_inputs_and_gradients():
     """q, k, v, o of 2 bytes, two numbers per token and head of 4, and as many gradients."""
     tokens = 512 * 64
@@ -61,6 +88,8 @@ def test_bytes_are_those_of_inputs_and_gradients():
 
 def test_who_trains_and_who_cannot():
     providers = training.OP.providers
-    assert [provider.name for provider in providers] == ["cula", "cula_forward", "fla"]
+    assert [provider.name for provider in providers] == [
+        "cula", "cula_forward", "fla", "fla_lifted",
+    ]  # fmt: skip
     for provider in providers:
         assert provider.supports(setting(512)) is not None  # without a GPU
