@@ -265,7 +265,7 @@ def test_graph_replay_sees_new_contents(hopper, splits):
         fresh = make(hopper, lengths, 0, 2, 2, seed=seed)
         with torch.no_grad():
             for leaf, t in zip(
-                (*leaves, x.decay, cu), (fresh.q, fresh.k, fresh.v, fresh.decay, fresh.cu_seqlens())
+                (*leaves, cu), (fresh.q, fresh.k, fresh.v, fresh.decay, fresh.cu_seqlens())
             ):
                 leaf.copy_(t)
         want = step()
