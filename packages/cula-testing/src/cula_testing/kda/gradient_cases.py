@@ -9,7 +9,7 @@ check(found, case)                                                against the ch
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -241,3 +241,14 @@ def _by_head(name: str, x: Tensor, case: GradientCase) -> Tensor:
     if name == "ddt_bias":
         return x.reshape(case.do.shape[2], -1)
     return x.transpose(0, 1 if name == "dh0" else 2)
+
+
+def through_autograd(chunk_kda: Callable[..., tuple], case: GradientCase) -> Gradients:
+    """Returns the gradients that autograd finds through a package's function; None for an input that is None."""
+    given = dict(case.given)
+    leaves = {n: x.detach().clone().requires_grad_() for n in NAMES if (x := given[n]) is not None}
+    o, final = chunk_kda(**given | leaves, **case.flags, output_final_state=case.dht is not None)
+    pairs = [(o, case.do), *([] if case.dht is None else [(final, case.dht)])]
+    results, grads = zip(*((y, d.to(y.dtype)) for y, d in pairs))
+    found = iter(torch.autograd.grad(results, list(leaves.values()), grads))
+    return Gradients(*(next(found) if name in leaves else None for name in NAMES))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from cula_core.reference.kda_backward import Gradients
 
 from ..comparing import same
 from ..tensors import unsynchronised
-from .gradient_cases import CLASSES, NAMES, GradientCase, check, gradient_case
+from .gradient_cases import CLASSES, NAMES, GradientCase, check, gradient_case, through_autograd
 from .gradients import BOTH, GradientSuite
 from .subject import Subject
 
@@ -22,17 +22,7 @@ class GradientsThroughAutograd(GradientSuite):
     subject: Subject
 
     def differentiate(self, case: GradientCase) -> Gradients:
-        given = dict(case.given)
-        leaves = {
-            n: x.detach().clone().requires_grad_() for n in NAMES if (x := given[n]) is not None
-        }
-        o, final = self.subject.package.chunk_kda(
-            **given | leaves, **case.flags, output_final_state=case.dht is not None
-        )
-        pairs = [(o, case.do), *([] if case.dht is None else [(final, case.dht)])]
-        results, grads = zip(*((y, d.to(y.dtype)) for y, d in pairs))
-        found = iter(torch.autograd.grad(results, list(leaves.values()), grads))
-        return Gradients(*(next(found) if name in leaves else None for name in NAMES))  # type: ignore[arg-type]
+        return through_autograd(self.subject.package.chunk_kda, case)
 
 
 class GradientsOnGpu(GradientsThroughAutograd):

@@ -7,19 +7,23 @@ Inputs and expectations are made on the CPU, so that hardly anything but the ker
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
+from ..sanitizing import run_checks
 from .checks import MAX_BFLOAT16_ERROR, check
+from .gradient_cases import UNBOUNDED, gradient_case, through_autograd
+from .gradient_cases import check as check_gradients
 from .inputs import inputs
 
 LENGTHS = [70, 0, 1, 130, 64]
 FP16, BF16 = torch.float16, torch.bfloat16
 LOGITS = {"use_beta_sigmoid_in_kernel": True}
 PLAIN = {"use_qk_l2norm_in_kernel": False, "bound": MAX_BFLOAT16_ERROR}
+BOTH = {"initial": True, "dht": True}
 KEPT = {"return_intra": True, "disable_recompute": True}
 
 
@@ -92,23 +96,52 @@ def run(
     return check(chunk_kda, x, problem.gate, problem.kind, device=device, **problem.options)
 
 
+# Kinds and options of cases of gradients, for packages that train. Their reference runs on the GPU too.
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gradients, packed": ("mixed", {"size": tuple(LENGTHS), "heads": (1, 2), **BOTH}),
+    "gradients, dense": ("moderate", {"size": (2, 70), "packed": False, "l2norm": False}),
+    "gradients, any decay": (UNBOUNDED, {"size": (130,), "gate": "softplus", "gate_dtype": BF16}),
+    "gradients, one token": (
+        "strong",
+        {"size": (1,), "gate": "log", "state_v_first": True, **BOTH},
+    ),
+}
+
+
+def gradient_errors(
+    chunk_kda: Callable[..., tuple], kind: str, options: dict[str, Any], device: str
+) -> str:
+    """Raises where a gradient is wrong."""
+    case = gradient_case(kind, device=device, **options)
+    check_gradients(through_autograd(chunk_kda, case), case)
+    return "gradients within their bars"
+
+
 def run_here(
-    chunk_kda: Callable[..., tuple], first: int = 0, step: int = 1, device: str = "cuda"
+    chunk_kda: Callable[..., tuple],
+    first: int = 0,
+    step: int = 1,
+    device: str = "cuda",
+    trains: bool = False,
 ) -> int:
-    """Runs every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
-    wrong = 0
-    for seed, problem in list(enumerate(PROBLEMS))[first::step]:
-        try:
-            errors = run(chunk_kda, problem, seed, device)
-            result = "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
-        except AssertionError as error:
-            wrong += 1
-            result = f"WRONG {error}"
-        sys.stdout.write(f"{problem.name:24} {result}\n")
-        sys.stdout.flush()
-    return wrong
+    """Runs every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong.
+
+    trains: gradients too.
+    """
+
+    def errors_of(seed: int, problem: Problem) -> str:
+        errors = run(chunk_kda, problem, seed, device)
+        return "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
+
+    checks = [(p.name, partial(errors_of, seed, p)) for seed, p in enumerate(PROBLEMS)]
+    if trains:
+        checks += [
+            (name, partial(gradient_errors, chunk_kda, *case, device))
+            for name, case in TRAINED.items()
+        ]
+    return run_checks((f"{name:28}", check) for name, check in checks[first::step])
 
 
-def main(chunk_kda: Callable[..., tuple], arguments: list[str]) -> int:
+def main(chunk_kda: Callable[..., tuple], arguments: list[str], trains: bool = False) -> int:
     """Runs the problems that `tools/sanitizer.py` names, as [first, step]; returns the exit status."""
-    return int(run_here(chunk_kda, *map(int, arguments)) > 0)
+    return int(run_here(chunk_kda, *map(int, arguments), trains=trains) > 0)

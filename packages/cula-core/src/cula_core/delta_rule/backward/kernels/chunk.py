@@ -148,11 +148,13 @@ class ChunkKernel:
         d_beta[i] = result.to(d_beta.element_type)
 
     @cute.jit
-    def store_values(self, shared, dv: cute.Tensor, shrunk, left, tidx):
-        """Writes dv = r y."""
+    def store_values(
+        self, shared, dv: cute.Tensor, shrunk, left, tidx, threads: cutlass.Constexpr = THREADS
+    ):
+        """Writes dv = r y; by so many threads."""
         y, wide = cute.make_rmem_tensor(8, self.operand), cute.make_rmem_tensor(8, F32)
         rounded = cute.make_rmem_tensor(8, self.dtype)
-        first, apart = tidx // 8, THREADS // 8
+        first, apart = tidx // 8, threads // 8
         address, step = address_of(dv, first, (tidx % 8 ^ first % 8) * 8, apart)
         for i in cutlass.range_constexpr(CHUNK // apart):
             row = first + apart * i

@@ -50,17 +50,15 @@ from .decays import sum_decays, sums_before, sums_behind
 FIRST_GROUP = BARRIER + 1  # of the named barriers, one for each of two groups
 TILES = CHUNK // 8
 # Where matrices begin in shared memory, in elements of 16 bits.
-DO, Y, Z, Q, K, S, D, PAIRS, END = (i * WIDE for i in (0, 1, 2, 3, 4, 5, 7, 9, 10))
+DO, Y, Z, Q, K, S, D, PAIRS, GIVEN, END = (i * WIDE for i in (0, 1, 2, 3, 4, 5, 7, 9, 10, 13))
 
 
 class Input(IntEnum):
     """What is loaded together, and given back together, in this order."""
 
-    STATES = 0
-    D_STATES = 1
-    Z = 2
-    TOKENS = 3  # q, k, factors
-    OUTPUTS = 4  # do, y
+    TOKENS = 0  # q, k, do, factors
+    ROWS = 1  # z, y
+    STATES = 2  # S, D
 
 
 class Token(IntEnum):
@@ -76,15 +74,20 @@ class Token(IntEnum):
 class Shared(NamedTuple):
     """Shared memory of a CTA.
 
-    full, empty: barriers of every `Input`. do, y, z, q, k, s, d: what is loaded; do, q, k are replaced by operands, and
-    at last do and y by results. pairs: dA and dM by rows, times Gamma. factors [4, token]: as
-    `Tokens.write_factors` has them. sums
-    [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's rows. numbers [Token, token]. largest,
-    kept [warp]: bits of the largest of dA or dM; the sum of S D.
+    full, empty: barriers of every `Input`. begun, done: of sums of decays, and of what the decay's gradient is
+    summed from. given: q, k and do as they are loaded; the next chunk's as soon as q, k, do are made of them, which
+    are operands. y, z, s, d: what is loaded. pairs: dA and dM by rows, times Gamma. At last dq replaces do, and dk
+    the pairs. largest [warp]: bits of the largest of dA or dM.
+
+    There are two places for what follows, and for begun and done; see `of_turn`. factors [4, token]: as
+    `Tokens.write_factors` has them. sums [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's
+    rows. numbers [Token, token]. kept [warp]: the sum of S D.
     """
 
     full: cute.Pointer
     empty: cute.Pointer
+    begun: cute.Pointer
+    done: cute.Pointer
     do: cute.Pointer
     y: cute.Pointer
     z: cute.Pointer
@@ -93,6 +96,7 @@ class Shared(NamedTuple):
     s: cute.Pointer
     d: cute.Pointer
     pairs: cute.Pointer
+    given: cute.Pointer
     factors: cute.Pointer
     sums: cute.Tensor
     columns: cute.Pointer
@@ -138,17 +142,18 @@ class ChunkGradients(ChunkKernel):
 
     | warps | work |
     |---|---|
-    | 0-3 | dA; dq; the decay |
+    | 0-3 | dA; dq; dv |
     | 4-7 | dM; dk |
-    | 0-7 | dv |
     | 8 | loads the inputs of the next chunk as memory is given back |
+    | 9 | sums of the next chunk's decays; the gradient of decays of the chunk before |
 
     | shared memory | bytes |
     |---|---|
-    | do, y, z, q, k | 81,920 |
+    | do, q, k, as they are given and as operands | 98,304 |
+    | y, z | 32,768 |
     | S, D | 65,536 |
     | dA, dM | 16,384 |
-    | factors of tokens, sums over tokens | 4608 |
+    | factors of tokens, sums over tokens | 9472 |
     """
 
     @cute.jit
@@ -217,12 +222,16 @@ class ChunkGradients(ChunkKernel):
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         shared = self.allocate()
+        if tidx == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(shared.begun + i, 32)
+                cute.arch.mbarrier_init(shared.done + i, THREADS)
         self.init_barriers(shared, len(Input), tidx)
         heads, length = mDq.shape[2], mG.shape[1]
         group = mG.shape[2] // heads
-        phase = I32(0)
+        turn = I32(0)  # chunks and value heads so far
         if warp_idx >= WARPS:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(40)
             if warp_idx == WARPS:
                 for number in cutlass.range(first, slots * heads, ctas, unroll=1):
                     slot, head_k = divmod(number, by_head)
@@ -236,10 +245,28 @@ class ChunkGradients(ChunkKernel):
                             images = tuple(
                                 x[slot, head, None, None] for x in (states, d_states, z, minus_y, factors)
                             )  # fmt: skip
-                            self.load(tokens, images, head_k, head, batch, token, shared, phase)
-                            phase = phase ^ 1
+                            self.load(tokens, images, head_k, head, batch, token, shared, turn)
+                            turn = turn + 1
+            if warp_idx == WARPS + 1:
+                past, of_past = Place(I32(0), I32(0), I32(0), I32(0)), F32(0.0)
+                for number in cutlass.range(first, slots * heads, ctas, unroll=1):
+                    slot, head_k = divmod(number, by_head)
+                    sequence, token, left = find_chunk_of_sequence(
+                        cu_seqlens, per_row, slot, length
+                    )
+                    if left > 0:
+                        batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
+                        for member in cutlass.range(group, unroll=1):
+                            place = Place(batch, token, head_k * group + member, left)
+                            self.sum_decays(shared, place.rows(mG), left, turn, tidx % 32)
+                            if turn > 0:
+                                self.store_decays(shared, past, mDg, of_past, turn - 1, tidx % 32)
+                            _, shrunk = scale_of(peaks[sequence, place.head])
+                            past, of_past, turn = place, shrunk, turn + 1
+                if turn > 0:
+                    self.store_decays(shared, past, mDg, of_past, turn - 1, tidx % 32)
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(232)
             for number in cutlass.range(first, slots * heads, ctas, unroll=1):
                 slot, head_k = divmod(number, by_head)
                 sequence, token, left = find_chunk_of_sequence(cu_seqlens, per_row, slot, length)
@@ -257,21 +284,23 @@ class ChunkGradients(ChunkKernel):
                             )  # fmt: skip
                         grown, shrunk = scale_of(peaks[sequence, head])
                         self.compute(
-                            shared, place, keys, mG, mDq, mDk, mDv, mDg, mDbeta, so_far, grown, shrunk, scale, phase,
-                            thread,
+                            self.of_turn(shared, turn), place, keys, mDq, mDk, mDv, mDbeta, so_far, grown, shrunk,
+                            scale, turn, thread,
                         )  # fmt: skip
-                        phase = phase ^ 1
+                        turn = turn + 1
 
     def allocate(self):
         """Returns the shared memory of the CTA."""
         smem = SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * len(Input), byte_alignment=16)
+        barriers = smem.allocate_array(cutlass.Int64, 2 * len(Input) + 4, byte_alignment=16)
         base = smem.allocate_array(self.operand, END, byte_alignment=1024)
-        of_tokens, of_warps = cute.make_layout((CHUNK, 2)), cute.make_layout(WARPS)
-        numbers = cute.make_layout((len(Token), CHUNK), stride=(CHUNK, 1))
+        sums, of_warps = cute.make_layout((CHUNK, 2, 2)), cute.make_layout((WARPS, 2))
+        numbers = cute.make_layout((len(Token), CHUNK, 2), stride=(CHUNK, 1, len(Token) * CHUNK))
         return Shared(
             full=barriers,
             empty=barriers + len(Input),
+            begun=barriers + 2 * len(Input),
+            done=barriers + (2 * len(Input) + 2),
             do=base + DO,
             y=base + Y,
             z=base + Z,
@@ -280,75 +309,82 @@ class ChunkGradients(ChunkKernel):
             s=base + S,
             d=base + D,
             pairs=base + PAIRS,
-            factors=smem.allocate_array(F32, FACTORS * CHUNK, byte_alignment=128),
-            sums=smem.allocate_tensor(F32, of_tokens, byte_alignment=16),
-            columns=smem.allocate_array(F32, WARPS * CHUNK, byte_alignment=16),
+            given=base + GIVEN,
+            factors=smem.allocate_array(F32, 2 * FACTORS * CHUNK, byte_alignment=128),
+            sums=smem.allocate_tensor(F32, sums, byte_alignment=16),
+            columns=smem.allocate_array(F32, 2 * WARPS * CHUNK, byte_alignment=16),
             numbers=smem.allocate_tensor(F32, numbers, byte_alignment=16),
-            largest=smem.allocate_tensor(I32, of_warps, byte_alignment=16),
+            largest=smem.allocate_tensor(I32, cute.make_layout(WARPS), byte_alignment=16),
             kept=smem.allocate_tensor(F32, of_warps, byte_alignment=16),
         )
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, tokens, images, head_k, head, batch, token, shared, phase):
+    def load(self, tokens, images, head_k, head, batch, token, shared, turn):
         """Loads the inputs of a chunk, as the ones before are given back; by a warp."""
+        phase = turn & 1
         (tma_q, mQ), (tma_k, mK), (tma_do, mDo) = tokens
         states, d_states, z, minus_y, factors = images
-        full = self.fill(shared, Input.STATES, 4 * WIDE, phase)
-        self.load_image(states, shared.s, full)
-        full = self.fill(shared, Input.D_STATES, 4 * WIDE, phase)
-        self.load_image(d_states, shared.d, full)
-        full = self.fill(shared, Input.Z, 2 * WIDE, phase)
+        full = self.fill(shared, Input.TOKENS, 6 * WIDE + 4 * FACTORS * CHUNK, phase)
+        self.load_tokens(tma_q, mQ, head_k, batch, token, shared.given, full)
+        self.load_tokens(tma_k, mK, head_k, batch, token, shared.given + WIDE, full)
+        self.load_tokens(tma_do, mDo, head, batch, token, shared.given + 2 * WIDE, full)
+        self.load_image(factors, self.of_turn(shared, turn).factors, full)
+        full = self.fill(shared, Input.ROWS, 4 * WIDE, phase)
         self.load_image(z, shared.z, full)
-        full = self.fill(shared, Input.TOKENS, 4 * WIDE + 4 * FACTORS * CHUNK, phase)
-        self.load_tokens(tma_q, mQ, head_k, batch, token, shared.q, full)
-        self.load_tokens(tma_k, mK, head_k, batch, token, shared.k, full)
-        self.load_image(factors, shared.factors, full)
-        full = self.fill(shared, Input.OUTPUTS, 4 * WIDE, phase)
-        self.load_tokens(tma_do, mDo, head, batch, token, shared.do, full)
         self.load_image(minus_y, shared.y, full)
+        full = self.fill(shared, Input.STATES, 8 * WIDE, phase)
+        self.load_image(states, shared.s, full)
+        self.load_image(d_states, shared.d, full)
+
+    def of_turn(self, shared, turn):
+        """Returns shared memory with the one of two places that belongs to a chunk."""
+        place = turn & 1
+        return shared._replace(
+            begun=shared.begun + place,
+            done=shared.done + place,
+            factors=shared.factors + cute.assume(place * (FACTORS * CHUNK), divby=FACTORS * CHUNK),
+            sums=shared.sums[None, None, place],
+            columns=shared.columns + cute.assume(place * (WARPS * CHUNK), divby=WARPS * CHUNK),
+            numbers=shared.numbers[None, None, place],
+            kept=shared.kept[None, place],
+        )
 
     # ---- the chunk --------------------------------------------------------------------------------------------------
 
     @cute.jit
     def compute(
-        self, shared, place, keys, mG: cute.Tensor, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor,
-        mDg: cute.Tensor, mDbeta: cute.Tensor, so_far, grown, shrunk, scale, phase, thread,
+        self, shared, place, keys, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor, mDbeta: cute.Tensor, so_far,
+        grown, shrunk, scale, turn, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk. place, keys: where it is among value heads, and among those of q and k."""
-        left = place.left
-        if thread.tidx < 32:
-            cute.arch.sync_warp()  # its lanes may read those of the chunk before
-            sum_decays(place.rows(mG), shared.sums, left, thread.lane)
+        left, phase = place.left, turn & 1
         self.wait(shared, Input.TOKENS, phase)
-        self.convert(shared.q, view(shared.factors, CHUNK, CHUNK), scale, left, thread.tidx)
-        self.convert(shared.k, view(shared.factors, 2 * CHUNK, CHUNK), F32(1.0), left, thread.tidx)
-        self.wait(shared, Input.OUTPUTS, phase)
-        self.convert(shared.do, None, grown, left, thread.tidx)
-        cute.arch.fence_view_async_shared()
+        given, norms = shared.given, shared.factors + CHUNK
+        self.convert(given, shared.q, view(norms, 0, CHUNK), scale, left, thread.tidx)
+        self.convert(given + WIDE, shared.k, view(norms, CHUNK, CHUNK), F32(1.0), left, thread.tidx)
+        self.convert(given + 2 * WIDE, shared.do, None, grown, left, thread.tidx)
+        self.give_back(shared, Input.TOKENS)
         self.sync()
-        self.wait(shared, Input.Z, phase)
+        self.wait(shared, Input.ROWS, phase)
+        cute.arch.mbarrier_wait(shared.begun, turn // 2 & 1)
         own, factor = self.pairs(shared, place.rows(mDbeta), shrunk, left, thread)
-        self.store_values(shared, place.rows(mDv), shrunk, left, thread.tidx)
         self.sync()
         self.wait(shared, Input.STATES, phase)
-        self.wait(shared, Input.D_STATES, phase)
         if thread.group == 0:
-            dq = keys.rows(mDq)
-            self.queries(shared, own, so_far, factor, scale, shrunk, dq, left, thread)
+            dq, dv = keys.rows(mDq), place.rows(mDv)
+            self.queries(shared, own, so_far, factor, scale, shrunk, dq, dv, left, thread)
         else:
             self.keys(shared, own, so_far, factor, shrunk, keys.rows(mDk), left, thread)
+        cute.arch.mbarrier_arrive(shared.done)
         self.sync()
-        if thread.tidx < 32:
-            self.store_decays(shared, place.rows(mDg), shrunk, left, thread.lane)
-        self.give_back(shared, Input.TOKENS, Input.OUTPUTS)
 
     @cute.jit
-    def convert(self, matrix: cute.Pointer, factors, common, left, tidx):
-        """Replaces tokens by operands: times a factor, and one of each token where `factors` are given; zero past the
+    def convert(self, given: cute.Pointer, matrix: cute.Pointer, factors, common, left, tidx):
+        """Makes operands of tokens: times a factor, and one of each token where `factors` are given; zero past the
         end."""
-        source, units = cute.recast_ptr(matrix, dtype=self.dtype), WIDE // (8 * THREADS)
+        source, units = cute.recast_ptr(given, dtype=self.dtype), WIDE // (8 * THREADS)
         x, y = cute.make_rmem_tensor((8, units), self.dtype), cute.make_rmem_tensor(8, self.operand)
         for i in cutlass.range_constexpr(units):
             cute.autovec_copy(view(source, 8 * (tidx + THREADS * i), 8), x[None, i])
@@ -490,17 +526,18 @@ class ChunkGradients(ChunkKernel):
 
     @cute.jit
     def queries(
-        self, shared, own: cute.Tensor, so_far, factor, scale, shrunk, dq: cute.Tensor, left, thread
+        self, shared, own: cute.Tensor, so_far, factor, scale, shrunk, dq: cute.Tensor, dv: cute.Tensor, left, thread
     ):  # fmt: skip
-        """Computes dq, and the sum of S D; by the first group."""
-        self.give_back(shared, Input.Z)
+        """Computes dq and dv, and the sum of S D; by the first group."""
         acc, pairs = self.accumulator(HEAD_DIM), self.accumulator(HEAD_DIM)
         warpgroup.fence()
         self.multiply(acc, shared.do, "k", shared.s, "mn", WIDE, 2, True, thread.tidx)
         self.multiply_own(pairs, own, shared.k, thread.tidx)
         self.sum_states(shared, thread)
+        self.store_values(shared, dv, shrunk, left, thread.tidx, GROUP)
+        self.give_back(shared, Input.ROWS)
         warpgroup.wait_group(0)
-        self.give_back(shared, Input.STATES, Input.D_STATES)
+        self.give_back(shared, Input.STATES)
         grown = self.of_rows(shared.sums, 0, thread)
         self.weigh(acc, grown)
         self.note(shared, Token.Q_BY_STATE, self.dots(acc, shared.q, thread), thread)
@@ -517,7 +554,7 @@ class ChunkGradients(ChunkKernel):
         self.multiply(acc, shared.y, "k", shared.s, "mn", WIDE, 2, True, thread.tidx)
         self.multiply(other, shared.z, "k", shared.d, "mn", WIDE, 2, True, thread.tidx)
         warpgroup.wait_group(0)
-        self.give_back(shared, Input.Z, Input.STATES, Input.D_STATES)
+        self.give_back(shared, Input.ROWS, Input.STATES)
         roots = cute.make_rmem_tensor(2, F32)
         for half in cutlass.range_constexpr(2):
             roots[half] = view(shared.factors, thread.row + 8 * half, 1)[0]
@@ -540,7 +577,7 @@ class ChunkGradients(ChunkKernel):
             given = view(shared.factors, 3 * CHUNK + thread.row + 8 * half, 1)[0]
             roots[half] = given * shrunk
         self.weigh(acc, roots)
-        self.finish(acc, so_far, shared, 2, shared.k, F32(1.0), shared.y, dk, left, thread)
+        self.finish(acc, so_far, shared, 2, shared.k, F32(1.0), shared.pairs, dk, left, thread)
 
     @cute.jit
     def multiply_own(self, acc: cute.Tensor, own: cute.Tensor, k: cute.Pointer, tidx):
@@ -619,16 +656,17 @@ class ChunkGradients(ChunkKernel):
         if cutlass.const_expr(so_far is None):
             self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
         else:
-            part = cute.make_rmem_tensor(4, F32)
-            for i in cutlass.range_constexpr(cute.size(acc) // 4):
-                here = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
-                if so_far.begun:
-                    cute.autovec_copy(so_far.own[i, None], part)
-                    here.store(here.load() + part.load())
-                if not so_far.ends:
-                    cute.autovec_copy(here, so_far.own[i, None])
+            parts = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
+            if so_far.begun:
+                before = cute.make_rmem_tensor(parts.layout, F32)
+                for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+                    cute.autovec_copy(so_far.own[i, None], before[None, i])
+                parts.store(parts.load() + before.load())
             if so_far.ends:
                 self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
+            else:
+                for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+                    cute.autovec_copy(parts[None, i], so_far.own[i, None])
 
     @cute.jit
     def store_rows(
@@ -667,9 +705,22 @@ class ChunkGradients(ChunkKernel):
                 cute.autovec_copy(line, elements_at(target, address, 8))
             address = address + step
 
+    # ---- decays -----------------------------------------------------------------------------------------------------
+
     @cute.jit
-    def store_decays(self, shared, dg: cute.Tensor, shrunk, left, lane):
-        """Writes dg; by a warp, whose lanes have two tokens each."""
+    def sum_decays(self, shared, g: cute.Tensor, left, turn, lane):
+        """Sums the decays of a chunk, where those of the one before the last have been; by a warp."""
+        own = self.of_turn(shared, turn)
+        cute.arch.sync_warp()
+        sum_decays(g, own.sums, left, lane)
+        cute.arch.mbarrier_arrive(own.begun)
+
+    @cute.jit
+    def store_decays(self, shared, place, mDg: cute.Tensor, shrunk, turn, lane):
+        """Writes dg of a chunk, once all is there that it is summed from; by a warp, whose lanes have two tokens
+        each."""
+        shared, dg, left = self.of_turn(shared, turn), place.rows(mDg), place.left
+        cute.arch.mbarrier_wait(shared.done, turn // 2 & 1)
         read, written = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
         two = cute.make_rmem_tensor(2, F32)
         read.fill(0.0)
