@@ -136,6 +136,7 @@ def test_gradients(emulated, name):
     assert_right(run(call, emulated), call)
 
 
+@pytest.mark.emulated(schedules="immediate")
 def test_gradients_of_segments(emulated):
     """Sequences of four segments, of two, of one and of none; what a segment begins with matters to its end."""
     problem = replace(PROBLEMS["packed"], lengths=(70, 0, 1, 200), kind="weak", v_first=False)

@@ -73,14 +73,16 @@ def packed_sequences_of(call: Walked) -> int | None:
 
 def slots_of(call: Walked) -> int:
     """Returns how many chunks a call may have."""
-    return chunk_slots(*call.v.shape[:2], packed_sequences_of(call))
+    batch, tokens = call.v.shape[:2]
+    return chunk_slots(batch, tokens, packed_sequences_of(call))
 
 
 def spread_of(call: Walked, multiprocessors: int) -> Spread:
     """Returns how the walks of a call are spread out."""
+    batch, tokens, heads = call.v.shape[:3]
     copy = None if call.cu_seqlens is None else call.cu_seqlens_cpu
     return plan(
-        *call.v.shape[:3], packed_sequences_of(call), multiprocessors, call.intracard_cp,
+        batch, tokens, heads, packed_sequences_of(call), multiprocessors, call.intracard_cp,
         None if copy is None else longest_sequence(copy), call.segment_tokens,
     )  # fmt: skip
 
