@@ -24,7 +24,8 @@ def gradient_case(kind: str, size: tuple[int, ...], device: torch.device, **more
     return replace(case, given=case.given | {"g": g[..., :1].expand_as(g)})
 
 
-def differentiate(case: GradientCase) -> dict[str, Tensor]:
+def differentiate(case: GradientCase, **options) -> dict[str, Tensor]:
+    """Options are those of the function beside the flags of the case."""
     given = {name: x for name, x in case.given.items() if name not in ("A_log", "dt_bias")}
     given["g"] = given["g"][..., 0]  # type: ignore[index]
     leaves = {
@@ -34,7 +35,7 @@ def differentiate(case: GradientCase) -> dict[str, Tensor]:
     }
     flags = {name: x for name, x in case.flags.items() if name not in ("safe_gate", "lower_bound")}
     o, final = chunk_gated_delta_rule(
-        **given | leaves, **flags, output_final_state=case.dht is not None
+        **given | leaves, **flags, **options, output_final_state=case.dht is not None
     )
     pairs = [(o, case.do), *([] if case.dht is None else [(final, case.dht)])]
     results, grads = zip(*((y, d.to(y.dtype)) for y, d in pairs))

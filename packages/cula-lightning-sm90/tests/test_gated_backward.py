@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula_core.delta_rule.config import HEAD_DIM
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
 from cula_emulator import mutation, resources
 from cula_emulator.memory import poisoned_memory
@@ -81,7 +81,7 @@ def called(problem: Problem) -> BackwardCall:
     u = torch.rand(batch, tokens, heads, generator=generator)
     g = {
         "mixed": torch.where(u < 0.5, -4.95, -1e-4), "moderate": -0.2 * u,
-        "resets": torch.where(u < 0.1, -1e4, -0.1 * u),
+        "resets": torch.where(u < 0.1, -1e4, -0.1 * u), "weak": -1e-4 * u,
     }[problem.kind]  # fmt: skip
     beta = random(batch, tokens, heads)
     count = len(problem.lengths)
@@ -133,7 +133,22 @@ def run(call: BackwardCall, emulated, multiprocessors: int = 3, **options) -> Gr
 def test_gradients(emulated, name):
     """Of every input, worst head."""
     call = called(PROBLEMS[name])
-    found, exact = run(call, emulated), expected(call)
+    assert_right(run(call, emulated), call)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_gradients_of_segments(emulated):
+    """Sequences of four segments, of two, of one and of none; what a segment begins with matters to its end."""
+    problem = replace(PROBLEMS["packed"], lengths=(70, 0, 1, 200), kind="weak", v_first=False)
+    call = called(problem)._replace(segment_tokens=CHUNK)
+    cut, whole = run(call, emulated), run(call._replace(segment_tokens=0), emulated)
+    assert_right(cut, call)
+    assert not same(cut.dv, whole.dv)
+
+
+def assert_right(found: Gradients, call: BackwardCall) -> None:
+    """Holds the worst head of every gradient against the oracle."""
+    exact = expected(call)
     of_numbers = OF_NUMBERS[call.g.dtype]
     for which, bound in {**BOUNDS, "dg": of_numbers, "dbeta": of_numbers}.items():
         if getattr(found, which) is not None:

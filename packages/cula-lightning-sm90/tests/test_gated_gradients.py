@@ -137,10 +137,12 @@ class TestOnGpu(Gradients):
         case = self.case("moderate", lengths, place, heads=(1, 2), **BOTH)
         check(differentiate(case), case)
 
+    @pytest.mark.parametrize("cut", [False, True])
     @pytest.mark.parametrize("kind", CLASSES)
-    def test_long_sequences(self, place, kind):
+    def test_long_sequences(self, place, kind, cut):
+        """Whole, and in segments."""
         case = self.case(kind, (4096,), place, heads=(1, 2), **BOTH)
-        check(differentiate(case), case)
+        check(differentiate(case, use_intracard_cp=cut), case)
 
     def test_a_hundred_runs_have_the_same_bits(self, place):
         """Memory full of NaN between them, so that nothing that is not written is read."""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cula_core.reference.common import normalized
 from cula_core.reference.gates import log_decay, write_strength
 from cula_lightning_sm90 import _spec, chunk_gated_delta_rule
+from cula_lightning_sm90.gated.backward import ops
 from cula_lightning_sm90.gated.backward.call import SCHEMA, BackwardCall
 from cula_lightning_sm90.gated.backward.ops import prepared
 
@@ -210,6 +211,24 @@ def test_the_schema_is_the_call():
     schema = torch.ops.cula_lightning_sm90.gated_backward.default._schema
     assert [a.name for a in schema.arguments] == list(inspect.signature(BackwardCall).parameters)
     assert SCHEMA.count("->") == 1 and len(schema.returns) == 6
+
+
+def test_the_backward_is_told_where_to_cut(monkeypatch):
+    """As the forward is, and how long packed sequences are."""
+    calls = []
+
+    def backward(call):
+        calls.append(call)
+        return ops._run_on_cpu(call)
+
+    monkeypatch.setattr(ops, "_backward", backward)
+    x = problem(packed=True)
+    x["cu_seqlens_cpu"] = x["cu_seqlens"]
+    for options in ({}, {"use_intracard_cp": False}, {"segment_tokens": 1024}):
+        chunk_gated_delta_rule(**x | {"v": x["v"].requires_grad_()}, **options)[0].sum().backward()
+    told = [(call.intracard_cp, call.segment_tokens) for call in calls]
+    assert told == [("auto", 0), ("off", 0), ("auto", 1024)]
+    assert all(torch.equal(call.cu_seqlens_cpu, x["cu_seqlens"]) for call in calls)
 
 
 def test_tensors_as_kernels_read_them():

@@ -63,6 +63,7 @@ MERGE = {
     "indexed": BOTH,
     "index_dtype": INDEX_DTYPES,
     "fades": BOTH,
+    "back": BOTH,
 }
 
 
@@ -76,7 +77,8 @@ def prepare_is_possible(case: dict) -> bool:
 
 
 def merge_is_possible(case: dict) -> bool:
-    return case["initial_state"] or not case["indexed"]
+    given = case["initial_state"]
+    return (given or not case["indexed"]) and not (case["back"] and (given or case["fades"]))
 
 
 def anything_is_possible(case: dict) -> bool:

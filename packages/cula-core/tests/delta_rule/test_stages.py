@@ -84,7 +84,7 @@ def test_the_chunk_parallel_stages(emulated, name):
             [70, 1, 2, 3, 0, 1],
             [71, 64, 3, 4, 0, 1],
         ]
-        assert segments[0, :3].tolist() == [len(rows), 0, 0]
+        assert segments[0, :5].tolist() == [len(rows), 0, 0, 0, 0]
         assert sorted(segments[1 : 1 + len(rows)].tolist()) == rows
     with one_thread():
         expected = factors(problem)

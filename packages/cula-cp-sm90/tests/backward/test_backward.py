@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cula_core.delta_rule.backward.config import WalkConfig, heads_at_once, scratch_bytes
-from cula_core.delta_rule.config import HEAD_DIM
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.backward import launch
 from cula_cp_sm90.backward.call import BackwardCall
@@ -32,6 +32,17 @@ PROBLEMS = {
     "mixed": make_problem((130, 130), (2, 2), kind="mixed"),
     "packed": make_problem((70, 0, 1, 65), (2, 2), packed=True, strength="doubled"),
 }
+ROUNDINGS = 2.5e-3  # between a call with segments and one without, whose sums of many tokens cancel
+# Sequences of up to four segments, of one, and of none; what a segment begins with matters to its end.
+CUT = {
+    "cut, dense": make_problem((140, 140), (1, 1), kind="near_zero", v_first=True, final=None),
+    "cut, packed": make_problem(
+        (70, 0, 1, 200), (2, 2), kind="near_zero", packed=True, strength="doubled"
+    ),
+}
+# With a card that has a CTA for every item, and with one that has few.
+MULTIPROCESSORS = {"cut, dense": 132, "cut, packed": 3}
+ALL = PROBLEMS | CUT
 
 
 def called(problem: Problem) -> BackwardCall:
@@ -44,14 +55,15 @@ def called(problem: Problem) -> BackwardCall:
     return BackwardCall(
         **x, initial_state=problem.initial[:count].contiguous(),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.int(), cu_seqlens_cpu=cu_seqlens, do=do.to(x["v"].dtype),
-        dht=dht, bounded=problem.bounded, state_v_first=problem.v_first, operand=problem.operand, **problem.options,
+        dht=dht if problem.final else None, bounded=problem.bounded, state_v_first=problem.v_first,
+        operand=problem.operand, **problem.options,
     )  # fmt: skip
 
 
 @cache
 def expected(name: str) -> Gradients:
     """Returns the gradients in fp64."""
-    call = called(PROBLEMS[name])
+    call = called(ALL[name])
     options = {
         n: getattr(call, n)
         for n in (
@@ -68,9 +80,11 @@ def expected(name: str) -> Gradients:
         return chunk_kda_backward(*call[:9], call.do, call.dht, **options, dtype=torch.float64)
 
 
-def run(problem: Problem, emulated, multiprocessors: int = 3, **options) -> Gradients:
+def run(
+    problem: Problem, emulated, multiprocessors: int = 3, segment_tokens: int = 0, **options
+) -> Gradients:
     """Runs the kernels as they run on a GPU."""
-    ready = prepared(called(problem))
+    ready = prepared(called(problem)._replace(segment_tokens=segment_tokens))
     found = Gradients(*(emulated.empty(x.shape, x.dtype) for x in ready[:8]))
 
     def kernels(config):
@@ -91,15 +105,37 @@ def split(problem: Problem, name: str, x: Tensor) -> list[Tensor]:
     return list(x.unbind(1 if name == "dh0" else 2))
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients(emulated, name):
-    """Of every input, worst head."""
-    found, exact = run(PROBLEMS[name], emulated), expected(name)
+def assert_right(found: Gradients, name: str) -> None:
+    """Holds the worst head of every gradient against the oracle."""
+    problem, exact = ALL[name], expected(name)
     for which, bound in BOUNDS.items():
-        pairs = (split(PROBLEMS[name], which, getattr(side, which)) for side in (found, exact))
+        pairs = (split(problem, which, getattr(side, which)) for side in (found, exact))
         for head, (own, right) in enumerate(zip(*pairs)):
             error = relative_rmse(own, right)
             assert error <= bound, f"{which} of head {head}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients(emulated, name):
+    """Of every input, worst head."""
+    assert_right(run(PROBLEMS[name], emulated), name)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_gradients_of_segments(emulated, name):
+    """Of every input, worst head. What sequences of several segments get is that of whole ones but for roundings, and
+    others get the same bits."""
+    problem, count = CUT[name], MULTIPROCESSORS[name]
+    cut, whole = (run(problem, emulated, count, segment_tokens=n) for n in (CHUNK, 0))
+    assert_right(cut, name)
+    for which in BOUNDS:
+        error = relative_rmse(*(getattr(side, which) for side in (cut, whole)))
+        assert 0 < error <= ROUNDINGS, f"{which}: {error:.1e}"
+    for n in (n for n, length in enumerate(problem.lengths) if length <= CHUNK):
+        for which in ("dq", "dk", "dv", "dg", "dbeta"):
+            pair = (problem.tokens(getattr(side, which), n) for side in (cut, whole))
+            assert same(*pair), f"{which} of sequence {n}"
+        assert same(cut.dh0[n], whole.dh0[n])
 
 
 @pytest.mark.emulated(schedules="immediate")
@@ -148,24 +184,42 @@ UNNOTICED = {
     )
 }
 
+UNNOTICED_OF_SCAN = {False: Counter(), True: Counter({"wgmma.commit_group.sync.aligned": 1})}
+
+
+def mutated(emulated, problem: Problem, back: bool, scan: bool, **options) -> mutation.Report:
+    """Skips waits of one kernel of a call, one by one; all work is one CTA's."""
+    found = []
+
+    def kernels(config):
+        kernel = emulated_kernel(emulated, launch.unit(config, "sm_90a"))
+        wanted = isinstance(config, WalkConfig) and (config.back, config.scan) == (back, scan)
+        if not wanted:
+            return partial(kernel)
+        found.append(Repeated(kernel))
+        return found[-1]
+
+    with poisoned_memory():
+        run(problem, emulated, 1, kernels=kernels, **options)
+    (walk,) = found
+    report = mutation.run(walk.check, walk, schedules=mutation.SCHEDULES[:3])
+    assert not report.not_reached, str(report)
+    return report
+
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("back", UNNOTICED)
 def test_every_wait_of_a_walk_matters(emulated, back):
     """One CTA with more items and chunks than there are slots for; those without a chunk come last."""
     problem = make_problem((130, 0, 70, 1, 0), (1, 1), packed=True, strength="doubled")
-    mutated = []
-
-    def kernels(config):
-        kernel = emulated_kernel(emulated, launch.unit(config, "sm_90a"))
-        if not isinstance(config, WalkConfig) or config.back != back:
-            return partial(kernel)
-        mutated.append(Repeated(kernel))
-        return mutated[-1]
-
-    with poisoned_memory():
-        run(problem, emulated, 1, kernels=kernels)
-    (walk,) = mutated
-    report = mutation.run(walk.check, walk, schedules=mutation.SCHEDULES[:3])
+    report = mutated(emulated, problem, back, scan=False)
     assert mutation.opcodes(report.unnoticed) == UNNOTICED[back], str(report)
-    assert not report.not_reached, str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("back", UNNOTICED)
+def test_every_wait_of_a_scan_matters(emulated, back):
+    """More segments of one chunk than there are slots for."""
+    problem = make_problem((300, 1), (1, 1), kind="near_zero", packed=True, strength="doubled")
+    report = mutated(emulated, problem, back, scan=True, segment_tokens=CHUNK)
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED_OF_SCAN[back], str(report)

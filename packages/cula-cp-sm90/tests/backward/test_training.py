@@ -364,6 +364,15 @@ def test_the_launcher_gets_no_memory_for_what_is_not_there(launched):
     assert (call.gate, call.operand, call.scale) == ("log", "float16", 0.3)
 
 
+def test_the_launcher_is_told_where_to_cut(launched):
+    """As the forward is."""
+    x = problem(dtype=torch.bfloat16, dim_k=128, dim_v=128)
+    for options in ({}, {"use_intracard_cp": False}, {"segment_tokens": 1024}):
+        attend(x, **options)[1][0].float().sum().backward()
+    told = [(call.intracard_cp, call.segment_tokens) for call, _ in launched]
+    assert told == [("auto", 0), ("off", 0), ("auto", 1024)]
+
+
 def test_no_token_launches_nothing(launched):
     x = problem((0, 0))
     found, _, dht = trained(x)

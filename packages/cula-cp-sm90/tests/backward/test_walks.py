@@ -108,7 +108,7 @@ def run(name: str, emulated) -> Memory:
         kept = (memory.d_states, memory.minus_y) if back else (memory.states, memory.z)
         emulated_kernel(emulated, unit(config, "sm_90a"))(
             memory.blocks, do if back else x["v"], None if back else memory.factors, memory.peaks if back else None,
-            start, memory.dh0 if back else None, *kept, segments, longest, 3,
+            start, memory.dh0 if back else None, *kept, None, None, segments, longest, 3,
         )  # fmt: skip
     return memory
 

@@ -9,11 +9,11 @@ from .warp import prefix_sum
 
 THREADS = 256  # and buckets of lengths
 WORDS = THREADS + THREADS // 32  # of shared memory
-COUNTERS = 2  # for passes over the segments
+COUNTERS = 4  # for passes over the segments
 
 
 def counter_of(segments: cute.Tensor | None, number: int) -> cute.Tensor | None:
-    """Returns the counter of the table that hands segments out to a pass, its number 0 or 1. For host code."""
+    """Returns the counter of the table that hands segments out to a pass, by the number of the pass. For host code."""
     if segments is None:
         return None
     return cute.make_tensor(segments.iterator + 1 + number, cute.make_layout(1))

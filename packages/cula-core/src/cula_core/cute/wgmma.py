@@ -30,6 +30,15 @@ def issue(
     warpgroup.commit_group()
 
 
+@cute.jit
+def fill_identity(s: cute.Tensor, part, height: cutlass.Constexpr, width: cutlass.Constexpr, first):
+    """Sets an accumulator [height, width] to the rows of the identity from `first` on. part: the thread's slice of the
+    product."""
+    where = part.partition_C(cute.make_identity_tensor((height, width)))
+    for i in cutlass.range_constexpr(cute.size(s)):
+        s[i] = F32(1.0) if where[i][0] + first == where[i][1] else F32(0.0)
+
+
 def as_operand(registers, a):
     """Returns accumulator registers seen as a first operand: their order is the same."""
     return cute.make_tensor(registers.iterator, a.layout)

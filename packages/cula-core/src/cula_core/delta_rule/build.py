@@ -121,10 +121,10 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
 def merge_arguments(config: MergeConfig) -> tuple:
     """Returns maps, marks of segments that forget [segments, HV], starts, initial, indices, bytes as
     `recurrence_arguments` has them, cu_seqlens [N + 1], null slot, number of sequences, tokens of a dense one, tokens
-    of a segment."""
+    of a segment. Back, maps are [segments, HV, 384, 128]."""
     heads_v = cute.sym_int()
     return (
-        _maps(heads_v),
+        fake.states(heads_v, 3 * HEAD_DIM, HEAD_DIM) if config.back else _maps(heads_v),
         fake.matrix(cutlass.Int32, heads_v) if config.fades else None,
         _states(heads_v),
         _states(heads_v, config.state_dtype) if config.initial_state else None,

@@ -121,9 +121,19 @@ class RecurrenceConfig:
         return HEAD_DIM // self.v_tile
 
     @property
+    def narrow(self) -> bool:
+        """Whether stages lack qg and Aqk."""
+        return self.scan
+
+    @property
+    def halves(self) -> int:
+        """How many matrices [V, K] the columns of a head are: of a scan also the one that M becomes."""
+        return 2 if self.scan else 1
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes that are loaded for one chunk: a block, for a scan without qg and Aqk, and v of every tile."""
-        block = BLOCK_BYTES - (2 * (CHUNK * HEAD_DIM + TRIANGLE) if self.scan else 0)
+        block = BLOCK_BYTES - (2 * (CHUNK * HEAD_DIM + TRIANGLE) if self.narrow else 0)
         return block + 2 * CHUNK * self.v_tile * self.tiles
 
 
@@ -131,7 +141,8 @@ class RecurrenceConfig:
 class MergeConfig:
     """Static facts of the kernel that merges the maps of segments; as in `RecurrenceConfig` and `PrepareConfig`.
 
-    fades: some segments are marked as forgetting what was before them.
+    fades: some segments are marked as forgetting what was before them. back: of gradients of states, from the last
+    segment to the first.
     """
 
     state_v_first: bool = False
@@ -141,6 +152,7 @@ class MergeConfig:
     fades: bool = False
     fresh: bool = False
     state_dtype: str = "float32"
+    back: bool = False
 
 
 Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig

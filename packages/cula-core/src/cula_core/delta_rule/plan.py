@@ -37,6 +37,19 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where the sequences of a call are cut.
+
+    segment_tokens: length of a segment, a multiple of 64; 0 when sequences stay whole. segments: how many there may be
+    in all. alike: how many of the longest hold all tokens.
+    """
+
+    segment_tokens: int
+    segments: int
+    alike: int
+
+
+@dataclass(frozen=True)
 class Costs:
     """The times of an architecture's kernels, in microseconds.
 
@@ -97,9 +110,12 @@ class CostModel:
         length = -(-longest // parts)
         segments = -(-total // length)
         merge = self.costs.merge_us + self.costs.merge_step_us * (parts - 2)
-        # Of the first segment a half is scanned, of the last one nothing.
-        halves = max(1, 2 * segments - 3) + self.maps[0]
+        halves = max(1, self.halves(segments)) + self.maps[0]
         return self.scan_us(length, halves) + merge + self.walk_us(length, segments)
+
+    def halves(self, segments: int) -> int:
+        """Returns the halves of maps that a scan gives: of the first segment one, of the last one nothing."""
+        return 2 * segments - 3
 
     def whole_us(self, longest: int, total: int) -> float:
         """Returns the time of the recurrence over whole sequences, and of a scan of those that go on elsewhere."""
@@ -118,6 +134,32 @@ class CostModel:
         if intracard_cp == "on":
             return best
         return best if costs[best] * GAIN < self.whole_us(longest, total) else 1
+
+    def cut(
+        self,
+        batch: int,
+        tokens: int,
+        sequences: int | None,
+        intracard_cp: str,
+        longest: int | None,
+        segment_tokens: int = 0,
+    ) -> Cut:
+        """Decides where sequences are cut; the arguments are those of `plan`."""
+        if longest is None:
+            longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
+        chunks = max(1, -(-longest // CHUNK))
+        total = max(chunks, batch * -(-tokens // CHUNK))
+        if segment_tokens:
+            length = segment_tokens if longest > segment_tokens else 0
+        else:
+            parts = self.parts_of(chunks, total, intracard_cp)
+            length = -(-chunks // parts) * CHUNK if parts > 1 else 0
+        if not length:
+            return Cut(0, batch if sequences is None else sequences, -(-total // chunks))
+        segments = (
+            batch * -(-tokens // length) if sequences is None else tokens // length + sequences
+        )
+        return Cut(length, segments, -(-total * CHUNK // length))
 
 
 def _pace_us(chain: float, memory: float) -> float:
@@ -145,21 +187,10 @@ def plan(
     segment_tokens: where to cut instead, if not 0. maps: as in `CostModel`.
     """
     model = CostModel(target.costs, target.v_tiles, value_heads, multiprocessors, maps)
-    count = batch if sequences is None else sequences
     slots = chunk_slots(batch, tokens, sequences)
     piece_slots = min(slots, workspace // (value_heads * BLOCK_BYTES), MAX_GRID_Z)
     pieces = -(-slots // piece_slots)
-    if longest is None:
-        longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
-    chunks = max(1, -(-longest // CHUNK))
-    total = max(chunks, batch * -(-tokens // CHUNK))
-    if segment_tokens:
-        length = segment_tokens if longest > segment_tokens else 0
-    else:
-        parts = model.parts_of(chunks, total, intracard_cp) if pieces == 1 else 1
-        length = -(-chunks // parts) * CHUNK if parts > 1 else 0
-    segments = count
-    if length:
-        segments = batch * -(-tokens // length) if sequences is None else tokens // length + count
-    alike = -(-total // chunks) if not length else -(-total * CHUNK // length)
-    return Plan(model.tiles(alike), length, segments, pieces, piece_slots)
+    cut = model.cut(
+        batch, tokens, sequences, intracard_cp if pieces == 1 else "off", longest, segment_tokens
+    )
+    return Plan(model.tiles(cut.alike), cut.segment_tokens, cut.segments, pieces, piece_slots)

@@ -12,7 +12,8 @@ from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import SCRATCH_BYTES, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
-from cula_core.delta_rule.config import HEAD_DIM, PrepareConfig
+from cula_core.delta_rule.backward.launch import Walks, walk_unit
+from cula_core.delta_rule.config import HEAD_DIM, MergeConfig, PrepareConfig
 from cula_core.once import once
 from cula_core.reference.kda_backward import Gradients
 
@@ -20,16 +21,16 @@ from ..arch import TARGET
 from .call import BackwardCall
 from .config import GradientsConfig
 
-Config = PrepareConfig | WalkConfig | GradientsConfig
+Config = PrepareConfig | WalkConfig | MergeConfig | GradientsConfig
 Kernels = Callable[[Config], Callable[..., None]]
 
 
 def unit(config: Config, arch: str) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    if isinstance(config, WalkConfig):
-        return walks.unit(config, arch)
-    shared = isinstance(config, PrepareConfig)
-    module = "cula_core.delta_rule.build" if shared else f"{__package__}.build"
+    if isinstance(config, WalkConfig | MergeConfig):
+        return walk_unit(config, arch)
+    own = isinstance(config, GradientsConfig)
+    module = f"{__package__}.build" if own else "cula_core.delta_rule.build"
     return Unit(module, config, arch, ())
 
 
@@ -69,15 +70,17 @@ def _run(
 ) -> None:
     """Does the heads of a call together."""
     heads, slots = call.v.shape[2], kept.slots
-    peaks, segments, longest = walks.peaks_of(call), walks.segments_of(call), walks.longest_of(call)
+    spread = walks.spread_of(call, multiprocessors)
+    peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
     facts = walks.facts_of(call) | {
         "gate": call.gate, "bounded": call.bounded, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
     }  # fmt: skip
     kernels(PrepareConfig(**facts, rooted=True))(
         call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None, None,
-        call.do, kept.factors, peaks, call.scale, call.lower_bound, longest, longest, 0, slots,
+        call.do, kept.factors, peaks, call.scale, call.lower_bound, spread.segment_tokens,
+        spread.segment_tokens, 0, slots,
     )  # fmt: skip
-    walks.walk_both(kernels, multiprocessors, call, kept, peaks, segments, found.dh0)
+    Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
     grouped = call.q.shape[2] != heads
     dq, dk = found.dq, found.dk
     if grouped:

@@ -29,7 +29,7 @@ def trained(chunk_kda: Callable[..., tuple], given: dict[str, Any]) -> tuple[Ten
 
 def _rules(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     given = rules(q, *(options[name] for name in _RULES))
-    return given | {"state_v_first": options["state_v_first"]}
+    return given | {"state_v_first": options["state_v_first"], **ops.cutting(options)}
 
 
 def _gradients(

@@ -24,7 +24,7 @@ from cula_core.cute.memory import by_token, repeated, swizzled
 from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import DTYPES, F32, I32
-from cula_core.cute.wgmma import as_operand, issue, mma
+from cula_core.cute.wgmma import as_operand, fill_identity, issue, mma
 from cula_core.cute.widen import read, write
 from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
@@ -357,7 +357,4 @@ class KdaRecurrence:
 
     @cute.jit
     def write_identity(self, s: cute.Tensor, column, part_s):
-        where = part_s.partition_C(cute.make_identity_tensor((V_TILE, HEAD_DIM)))
-        first = column * V_TILE
-        for i in cutlass.range_constexpr(cute.size(s)):
-            s[i] = F32(1.0) if where[i][0] + first == where[i][1] else F32(0.0)
+        fill_identity(s, part_s, V_TILE, HEAD_DIM, column * V_TILE)

@@ -243,11 +243,18 @@ def _by_head(name: str, x: Tensor, case: GradientCase) -> Tensor:
     return x.transpose(0, 1 if name == "dh0" else 2)
 
 
-def through_autograd(chunk_kda: Callable[..., tuple], case: GradientCase) -> Gradients:
-    """Returns the gradients that autograd finds through a package's function; None for an input that is None."""
+def through_autograd(
+    chunk_kda: Callable[..., tuple], case: GradientCase, **options: Any
+) -> Gradients:
+    """Returns the gradients that autograd finds through a package's function; None for an input that is None.
+
+    options: those of the function beside the flags of the case.
+    """
     given = dict(case.given)
     leaves = {n: x.detach().clone().requires_grad_() for n in NAMES if (x := given[n]) is not None}
-    o, final = chunk_kda(**given | leaves, **case.flags, output_final_state=case.dht is not None)
+    o, final = chunk_kda(
+        **given | leaves, **case.flags, **options, output_final_state=case.dht is not None
+    )
     pairs = [(o, case.do), *([] if case.dht is None else [(final, case.dht)])]
     results, grads = zip(*((y, d.to(y.dtype)) for y, d in pairs))
     found = iter(torch.autograd.grad(results, list(leaves.values()), grads))

@@ -21,8 +21,9 @@ class GradientsThroughAutograd(GradientSuite):
 
     subject: Subject
 
-    def differentiate(self, case: GradientCase) -> Gradients:
-        return through_autograd(self.subject.package.chunk_kda, case)
+    def differentiate(self, case: GradientCase, **options) -> Gradients:
+        """Options are those of the function beside the flags of the case."""
+        return through_autograd(self.subject.package.chunk_kda, case, **options)
 
 
 class GradientsOnGpu(GradientsThroughAutograd):
@@ -47,10 +48,12 @@ class GradientsOnGpu(GradientsThroughAutograd):
         case = self.case("moderate", lengths, place, heads=(1, 2), **BOTH)
         check(self.differentiate(case), case)
 
+    @pytest.mark.parametrize("cut", [False, True])
     @pytest.mark.parametrize("kind", CLASSES)
-    def test_long_sequences(self, place, kind):
+    def test_long_sequences(self, place, kind, cut):
+        """Whole, and in segments."""
         case = self.case(kind, (4096,), place, heads=(1, 1), **BOTH)
-        check(self.differentiate(case), case)
+        check(self.differentiate(case, use_intracard_cp=cut), case)
 
     def test_a_hundred_runs_have_the_same_bits(self, place):
         """Memory full of NaN between them, so that nothing that is not written is read."""
@@ -77,17 +80,25 @@ class GradientsOnGpu(GradientsThroughAutograd):
         with unsynchronised():
             self.differentiate(case)
 
-    def test_a_step_in_a_cuda_graph(self, place):
+    @pytest.mark.parametrize(
+        "sizes, options",
+        [
+            (((100, 0, 65), (1, 99, 65), (64, 64, 37)), {}),
+            (((3100, 0, 65), (1, 3099, 65), (1024, 1100, 1041)), {"segment_tokens": 1024}),
+        ],
+        ids=["whole", "cut"],
+    )
+    def test_a_step_in_a_cuda_graph(self, place, sizes, options):
         """Replayed on other numbers and other lengths."""
         cases = [
-            gradient_case("moderate", lengths, self.heads, device=place, seed=seed, **BOTH)
-            for seed, lengths in enumerate(((100, 0, 65), (1, 99, 65), (64, 64, 37)))
+            gradient_case("near_zero", lengths, self.heads, device=place, seed=seed, **BOTH)
+            for seed, lengths in enumerate(sizes)
         ]
         static = cases[0]
-        expected = [self.differentiate(case) for case in cases]
+        expected = [self.differentiate(case, **options) for case in cases]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = self.differentiate(static)
+            found = self.differentiate(static, **options)
         for case, wanted in zip(cases, expected):
             pairs = [(static.given[n], case.given[n]) for n in (*NAMES, "cu_seqlens")]
             for there, here in (*pairs, (static.do, case.do), (static.dht, case.dht)):

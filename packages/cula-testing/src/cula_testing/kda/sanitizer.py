@@ -109,11 +109,15 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def gradient_errors(
-    chunk_kda: Callable[..., tuple], kind: str, options: dict[str, Any], device: str
+    chunk_kda: Callable[..., tuple],
+    kind: str,
+    given: dict[str, Any],
+    options: dict[str, Any],
+    device: str,
 ) -> str:
     """Raises where a gradient is wrong."""
-    case = gradient_case(kind, device=device, **options)
-    check_gradients(through_autograd(chunk_kda, case), case)
+    case = gradient_case(kind, device=device, **given)
+    check_gradients(through_autograd(chunk_kda, case, **options), case)
     return "gradients within their bars"
 
 

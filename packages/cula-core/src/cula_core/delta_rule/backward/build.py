@@ -13,7 +13,7 @@ from ...cute import fake
 from ...cute.types import DTYPES, INDICES
 from ..config import CHUNK, HEAD_DIM
 from ..kernels.block import BLOCK, SQUARE, WIDE
-from .config import FACTORS, V_TILES, WalkConfig
+from .config import FACTORS, MAP_ROWS, V_TILES, WalkConfig
 from .kernels.walk import KdaWalk
 
 
@@ -25,7 +25,8 @@ def kernel(config: WalkConfig, arch: str) -> tuple[object, ...]:
 def walk_arguments(config: WalkConfig) -> tuple:
     """Returns blocks [slots, HV, BLOCK], v or do [B, T, HV, 128], forward factors [slots, HV, 4, 64], back peaks
     [N, HV], states [N, HV, K, V] or V, K in front of the walk and behind it, kept states [slots, HV, 2, 64 * 128] and
-    rows [slots, HV, 2, 64 * 64], segment table, tokens of a segment, number of CTAs."""
+    rows [slots, HV, 2, 64 * 64], maps [segments, HV, 384, 128] and starts [segments, HV, 128, 128] of fp32, segment
+    table, tokens of a segment, number of CTAs."""
     batch, tokens, heads_v, slots = (cute.sym_int() for _ in range(4))
 
     def states(wanted: bool):
@@ -38,7 +39,9 @@ def walk_arguments(config: WalkConfig) -> tuple:
         fake.matrix(cutlass.Int32, heads_v) if config.back else None,
         states(config.start),
         states(config.end),
-        *kept(config.operand, slots, heads_v),
+        *((None, None) if config.scan else kept(config.operand, slots, heads_v)),
+        fake.states(heads_v, MAP_ROWS, HEAD_DIM) if config.scan else None,
+        fake.states(heads_v, HEAD_DIM, HEAD_DIM) if config.split else None,
         fake.segment_table() if config.packed else None,
         cutlass.Int32(1),
         cutlass.Int32(1),

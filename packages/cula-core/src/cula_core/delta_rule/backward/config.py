@@ -15,6 +15,9 @@ FACTORS = 4
 FACTOR_BYTES = 4 * CHUNK
 # Of a chunk and value head: a kept state, and kept rows.
 STATE_BYTES, ROW_BYTES = 2 * HEAD_DIM * HEAD_DIM, 2 * CHUNK * HEAD_DIM
+# Rows of the map of a segment [rows, 128] in fp32: transposed, what it adds to a state, the matrix that it applies to
+# one, and what it adds to the gradient of one.
+MAP_ROWS = 3 * HEAD_DIM
 # What a call may take between its kernels, as long as MIN_HEADS heads fit.
 SCRATCH_BYTES = 3 << 30
 MIN_HEADS = 16
@@ -43,7 +46,9 @@ class WalkConfig:
     states. operand: of the blocks and of what is written. tiles: of 64 columns of v per CTA. packed: sequences are in a
     table. start: there is a state in front of the walk (the initial one or, of a walk back, the gradient of the final
     one). end: what is left behind the walk is written. state_v_first: as the public function has it. state_dtype: of
-    both of them.
+    both of them. split: sequences are cut into segments; those that do not come first on the walk start from states
+    that were merged before. scan: the kernel keeps nothing and computes the maps of segments instead: forward what they
+    add and the matrix that they apply, back what they add.
     """
 
     dtype: str
@@ -55,16 +60,23 @@ class WalkConfig:
     end: bool = False
     state_v_first: bool = False
     state_dtype: str = "float32"
+    split: bool = False
+    scan: bool = False
 
-    # As `Stages` asks for them: a walk forward needs of a block what a scan does.
+    # As `Stages` and `Loader` ask for them.
     stages = STAGES
     v_tile = V_TILE
     v_tiles = V_TILES
 
     @property
-    def scan(self) -> bool:
+    def narrow(self) -> bool:
         """Whether stages lack qg and Aqk."""
         return not self.back
+
+    @property
+    def halves(self) -> int:
+        """How many matrices [V, K] the columns of a head are: of a scan forward also the one that M becomes."""
+        return 2 if self.scan and not self.back else 1
 
     @property
     def stage_bytes(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...operators import no_second_derivative, register_fake
 from ...reference.common import work_dtype
 from ...tensors import DENSE, aligned, dense_states, is_plain_cuda_call
+from ..config import INTRACARD_CP
 
 # What a call keeps until its backward: all that is not computed again. All but the last two have gradients.
 KEPT = (
@@ -103,6 +104,14 @@ def as_read(call: Any, **own: Tensor | None) -> Any:
     states = {name: dense_states(getattr(call, name)) for name in ("initial_state", "dht")}
     q, k, v = aligned(call.q), aligned(call.k), aligned(call.v)
     return call._replace(q=q, k=k, v=v, do=aligned(do), **states, **own)
+
+
+def cutting(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a call that say where sequences are cut, from options of the public function."""
+    return {
+        "intracard_cp": INTRACARD_CP[options["use_intracard_cp"]],
+        "segment_tokens": options["segment_tokens"] or 0,
+    }
 
 
 def trained(

@@ -65,8 +65,8 @@ class Stages:
     def __init__(self, config: RecurrenceConfig):
         self.config, self.count = config, config.stages
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
-        self.begin, self.end = (KH, AQK) if config.scan else (QG, BLOCK)
-        self.squares = (STAGED_AQK if config.scan else STAGED_BLOCK) - T_PRIME
+        self.begin, self.end = (KH, AQK) if config.narrow else (QG, BLOCK)
+        self.squares = (STAGED_AQK if config.narrow else STAGED_BLOCK) - T_PRIME
         self.v_at = (T_PRIME + self.squares - self.begin + 511) // 512 * 512
         self.size = self.v_at + config.tiles * CHUNK * config.v_tile
 
@@ -95,8 +95,7 @@ class Loader:
 
     def __init__(self, config: RecurrenceConfig, stages: Stages, states: States):
         self.config, self.stages, self.states = config, stages, states
-        # Tiles of a head: of a scan also those of M.
-        self.columns = config.v_tiles * (2 if config.scan else 1)
+        self.columns = config.v_tiles * config.halves  # tiles of a head
 
     @cute.jit
     def load(

@@ -7,6 +7,11 @@ segment; of the first of a sequence only A, started from the initial state, of t
 
 in tf32 products of three terms, which lose as little as fp32 does.
 
+Gradients D of states go back, from the last segment to the first. A segment turns the D behind it into M^T D + B, and
+`maps` holds B^T [128 V, 128 K] behind M^T; of the last of a sequence only B, started from what is given behind it. So
+
+    D_(P-2) = B_(P-1)        D_(p-1)^T = D_p^T M_p + B_p^T        with D_p behind segment p of P
+
 Where segments may be marked, M of a marked one is zero and not there. S behind it is A, which is not copied to `starts`
 where the next one is marked too.
 """
@@ -30,6 +35,9 @@ class KdaMerge:
 
     def __init__(self, config: MergeConfig):
         self.config = config
+        self.added = (
+            2 * HEAD_DIM if config.back else 0
+        )  # the row of a map where what it adds begins
 
     @cute.jit
     def __call__(
@@ -106,15 +114,15 @@ class KdaMerge:
         sS = smem.allocate_tensor(F32, halves, byte_alignment=16)
         if row >= 0:
             self.store_first(
-                starts[segment, head, None, None], initial, given, row, head, rows, tidx
-            )
+                starts[self.place(segment, 0, parts), head, None, None], initial, given, row, head, rows, tidx
+            )  # fmt: skip
             if parts > 1:
                 for i in cutlass.range_constexpr(ROWS * HEAD_DIM // THREADS):
                     at = i * THREADS + tidx
                     v, k = at // HEAD_DIM, at % HEAD_DIM
-                    state = maps[segment, head, rows + v, k]
+                    state = maps[self.place(segment, 0, parts), head, self.added + rows + v, k]
                     self.split(sS[v, k, None], state)
-                    starts[segment + 1, head, rows + v, k] = state
+                    starts[self.place(segment, 1, parts), head, rows + v, k] = state
                 # The thread's share of a map, loaded while the one before it is applied.
                 ahead = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
                 added = cute.make_rmem_tensor(4, F32)
@@ -122,8 +130,8 @@ class KdaMerge:
                 next_mark = self.mark_of(marks, segment, head, 2, parts)
                 if parts > 2:
                     self.load_map(
-                        maps[segment + 1, head, None, None], ahead, added, mark, rows, tidx
-                    )
+                        maps[self.place(segment, 1, parts), head, None, None], ahead, added, mark, rows, tidx
+                    )  # fmt: skip
                 for part in cutlass.range(1, parts - 1, unroll=1):
                     mapped = cute.make_rmem_tensor((2, HEAD_DIM // 8, 2), F32)
                     acc = cute.make_rmem_tensor((4, 3), F32)
@@ -136,7 +144,8 @@ class KdaMerge:
                     next_mark = self.mark_of(marks, segment, head, part + 2, parts)
                     if (part + 2 < parts) & self.any_clear(mark, next_mark):
                         self.load_map(
-                            maps[segment + part + 1, head, None, None], ahead, added, mark, rows, tidx
+                            maps[self.place(segment, part + 1, parts), head, None, None], ahead, added, mark, rows,
+                            tidx,
                         )  # fmt: skip
                     if self.any_clear(own_mark, mark):
                         cute.arch.sync_threads()
@@ -144,8 +153,13 @@ class KdaMerge:
                             self.apply(sS, mapped, acc, tidx)
                         cute.arch.sync_threads()
                         self.store_state(
-                            sS, starts[segment + part + 1, head, None, None], acc, rows, tidx
-                        )
+                            sS, starts[self.place(segment, part + 1, parts), head, None, None], acc, rows, tidx
+                        )  # fmt: skip
+
+    def place(self, segment, part, parts):
+        """Returns the number of the segment that is a sequence's `part` in the order of the merge. segment: that of its
+        first one."""
+        return segment + (parts - 1 - part if self.config.back else part)
 
     @cute.jit
     def store_first(self, start: cute.Tensor, initial: cute.Tensor, given, row, head, rows, tidx):
@@ -180,15 +194,19 @@ class KdaMerge:
     def load_map(
         self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, mark, rows, tidx
     ):  # fmt: skip
-        """Loads A^T into the registers of a tile, and M^T into those of second operands [register, step]."""
+        """Loads A^T, or B^T, into the registers of a tile, and M^T, or M, into those of second operands [register,
+        step]."""
         lane, first = tidx % 32, tidx // 32 * 8
         for i in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
-                added[2 * r + i] = source[rows + lane // 4 + 8 * r, first + lane % 4 * 2 + i]
+                row = self.added + rows + lane // 4 + 8 * r
+                added[2 * r + i] = source[row, first + lane % 4 * 2 + i]
             if mark == 0:
                 for step in cutlass.range_constexpr(HEAD_DIM // 8):
-                    at = HEAD_DIM + 8 * step + lane % 4 + 4 * i
-                    mapped[i, step] = source[at, first + lane // 4]
+                    k, n = 8 * step + lane % 4 + 4 * i, first + lane // 4
+                    if cutlass.const_expr(self.config.back):
+                        k, n = n, k
+                    mapped[i, step] = source[HEAD_DIM + k, n]
 
     @cute.jit
     def apply(self, sS: cute.Tensor, mapped: cute.Tensor, acc: cute.Tensor, tidx):

@@ -25,8 +25,8 @@ def kernel(config: ChunkConfig, arch: str) -> tuple[object, ...]:
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g, beta [B, T, HV], cu_seqlens [N + 1] and segment table or None, blocks [slots, HV,
-    BLOCK], do [B, T, HV, 128], factors [slots, HV, 4, 64], peaks [N, HV], scale, tokens of the longest sequence, number
-    of slots."""
+    BLOCK], do [B, T, HV, 128], factors [slots, HV, 4, 64], peaks [N, HV], scale, tokens of a segment, number of
+    slots."""
     rows, numbers, heads, heads_v = of_tokens()
     slots = cute.sym_int()
     return (

@@ -12,9 +12,10 @@ class BackwardCall(NamedTuple):
     """The checked arguments. It is a tuple, so that it can be passed to the operator as its arguments.
 
     q, k [B, T, H, K]. v [B, T, HV, V]. g, beta [B, T, HV]: log decays; strengths, or their logits with `beta_sigmoid`.
-    initial_state [N, HV, K, V], or V, K with `state_v_first`. cu_seqlens [N + 1]. do [B, T, HV, V]: the gradient of the
-    outputs, in the dtype of v. dht: that of the final states, laid out like initial_state; None: zero. operand: dtype
-    of the operands of tensor cores.
+    initial_state [N, HV, K, V], or V, K with `state_v_first`. cu_seqlens [N + 1], cu_seqlens_cpu a copy of it. do
+    [B, T, HV, V]: the gradient of the outputs, in the dtype of v. dht: that of the final states, laid out like
+    initial_state; None: zero. operand: dtype of the operands of tensor cores. intracard_cp: "auto", "on" or "off".
+    segment_tokens: where to cut sequences; 0: as a plan says.
     """
 
     q: Tensor
@@ -32,6 +33,9 @@ class BackwardCall(NamedTuple):
     neg_eigval: bool
     state_v_first: bool
     operand: str
+    cu_seqlens_cpu: Tensor | None = None
+    intracard_cp: str = "auto"
+    segment_tokens: int = 0
 
 
 class Gradients(NamedTuple):
@@ -47,6 +51,7 @@ class Gradients(NamedTuple):
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor do, "
-    "Tensor? dht, float scale, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, str operand)"
+    "Tensor? dht, float scale, bool l2norm, bool beta_sigmoid, bool neg_eigval, bool state_v_first, str operand, "
+    "Tensor? cu_seqlens_cpu=None, str intracard_cp='auto', int segment_tokens=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )

@@ -12,20 +12,22 @@ from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import SCRATCH_BYTES, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
+from cula_core.delta_rule.backward.launch import Walks, walk_unit
+from cula_core.delta_rule.config import MergeConfig
 from cula_core.once import once
 
 from ..launch import ARCH
 from .call import BackwardCall, Gradients
 from .config import SUMS, ChunkConfig, GradientsConfig, PrepareConfig
 
-Config = ChunkConfig | WalkConfig
+Config = ChunkConfig | WalkConfig | MergeConfig
 Kernels = Callable[[Config], Callable[..., None]]
 
 
 def unit(config: Config) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    if isinstance(config, WalkConfig):
-        return walks.unit(config, ARCH)
+    if isinstance(config, WalkConfig | MergeConfig):
+        return walk_unit(config, ARCH)
     return Unit(f"{__package__}.build", config, ARCH, ())
 
 
@@ -57,12 +59,13 @@ def _run(
 ) -> None:
     """Does the heads of a call together."""
     heads_k, heads, slots = call.q.shape[2], call.v.shape[2], kept.slots
-    peaks, segments, facts = walks.peaks_of(call), walks.segments_of(call), walks.facts_of(call)
+    spread, facts = walks.spread_of(call, multiprocessors), walks.facts_of(call)
+    peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
     kernels(PrepareConfig(**facts))(
         call.q, call.k, call.g, call.beta, call.cu_seqlens, segments, kept.blocks, call.do, kept.factors, peaks,
-        call.scale, walks.longest_of(call), slots,
+        call.scale, spread.segment_tokens, slots,
     )  # fmt: skip
-    walks.walk_both(kernels, multiprocessors, call, kept, peaks, segments, found.dh0)
+    Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
     ctas, sums = min(multiprocessors, slots * heads_k), None
     if heads_k < heads:
         sums = call.q.new_empty((ctas, *SUMS), dtype=torch.float32)

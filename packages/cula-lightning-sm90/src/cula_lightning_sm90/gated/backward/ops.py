@@ -40,13 +40,14 @@ def _rules(q: Tensor, options: dict[str, Any]) -> _Rules:
         "neg_eigval": options["allow_neg_eigval"],
         "state_v_first": options["state_v_first"],
         "operand": dtype_name(options["operand_dtype"] or torch.float16),
+        **ops.cutting(options),
     }, softplus
 
 
 def _gradients(
     kept: dict[str, Any], rules: _Rules, do: Tensor | None, dht: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, _ = kept.values()
+    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, copy = kept.values()
     fields, softplus = rules
     heads = max(q.shape[2], v.shape[2])
     # Heads of q and k that differ, or that are more than those of v, are repeated.
@@ -63,7 +64,7 @@ def _gradients(
     values = _repeated(v, heads)
     call = BackwardCall(
         _repeated(q, same), _repeated(k, same), values, decay, strength, initial, cu_seqlens,
-        torch.zeros_like(values) if do is None else do, dht, **fields,
+        torch.zeros_like(values) if do is None else do, dht, cu_seqlens_cpu=copy, **fields,
     )  # fmt: skip
     dq, dk, dv, dg, dbeta, dh0 = _backward(call)
     dq, dk, dv = (_of_group(d, x) for d, x in ((dq, q), (dk, k), (dv, v)))

@@ -8,6 +8,11 @@ With keys and values that have the roots of strengths, as `prepare` writes them 
 S is the state before a chunk, D the gradient of the state behind it. As in the forward pass they are transposed, [64 V
 x 128 K] in fp32 registers, and every product takes its first operand from registers. What is kept is what products
 took: rounded once. Gradients are scaled by a power of two (`scaling`).
+
+Where sequences are cut into segments, a scan walks through these first, on states of which it keeps the last alone:
+what a segment adds, A^T forward and B^T back, from zero or from what is given in front of the walk; and forward, from
+the identity and with v = 0, the matrix M^T that it applies. Back it applies M itself, so that needs no scan. Of these
+maps `delta_rule.kernels.merge` makes what segments start from.
 """
 
 from typing import NamedTuple
@@ -22,7 +27,7 @@ from ....cute.memory import by_token, load_tile, repeated, swizzled, view
 from ....cute.output import GROUP
 from ....cute.schedule import counter_of
 from ....cute.types import DTYPES, F32, I32
-from ....cute.wgmma import as_operand, issue, mma
+from ....cute.wgmma import as_operand, fill_identity, issue, mma
 from ....cute.widen import read, write
 from ....cute.work import ITEM_WORDS, SLOTS, draw, post, receive
 from ...config import CHUNK, HEAD_DIM
@@ -37,7 +42,8 @@ FIRST_BARRIER = 1  # of the named ones, one for each tile
 class Item(NamedTuple):
     """What the loading warp announces. An item that is not valid means that there are no more.
 
-    slot, token, length: of its first chunk and token, and its tokens. sequence: whose they are.
+    slot, token, length: of its first chunk and token, and its tokens. sequence: whose they are. segment: its number
+    among those of all sequences. begins, ends: whether it is the first and the last one of its sequence on the walk.
     """
 
     valid: cutlass.Int32
@@ -45,12 +51,15 @@ class Item(NamedTuple):
     token: cutlass.Int32
     length: cutlass.Int32
     sequence: cutlass.Int32
+    segment: cutlass.Int32
+    begins: cutlass.Int32
+    ends: cutlass.Int32
     head: cutlass.Int32
     tile: cutlass.Int32
 
 
 class KdaWalk:
-    """Persistent CTAs over items of work: (sequence, value head, tiles of V).
+    """Persistent CTAs over items of work: (segment or sequence, value head, tiles of V).
 
     | thread role | warps | work |
     |---|---|---|
@@ -61,8 +70,8 @@ class KdaWalk:
     |---|---|---|
     | block with all of T' and Aqk (forward without qg and Aqk), v or do [64, 64] per tile | 2 stage | config.stages |
     | roots of strengths (forward) | 256 | config.stages |
-    | S or D [64 V, 128 K] per tile | 16,384 tiles | 1 |
-    | z or -y [64, 64] per tile | 8192 tiles | 2 |
+    | S or D [64 V, 128 K] per tile, but in a scan | 16,384 tiles | 1 |
+    | z or -y [64, 64] per tile, but in a scan | 8192 tiles | 2 |
     """
 
     def __init__(self, config: WalkConfig):
@@ -85,6 +94,8 @@ class KdaWalk:
         end: cute.Tensor,
         states: cute.Tensor,
         rows: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
         segments: cute.Tensor,
         segment_tokens: cutlass.Int32,
         ctas: cutlass.Int32,
@@ -94,9 +105,10 @@ class KdaWalk:
         tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
-        counter = counter_of(segments, int(self.config.back))
+        counter = counter_of(segments, 2 * int(self.config.scan) + int(self.config.back))
         self.kernel(
-            blocks, tma_v, mV, v, factors, peaks, start, end, states, rows, segments, counter, segment_tokens
+            blocks, tma_v, mV, v, factors, peaks, start, end, states, rows, maps, starts, segments, counter,
+            segment_tokens,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -114,6 +126,8 @@ class KdaWalk:
         end: cute.Tensor,
         states: cute.Tensor,
         rows: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
         segment_tokens: cutlass.Int32,
@@ -130,10 +144,12 @@ class KdaWalk:
                 F32, cute.make_layout((CHUNK, stages.count)), byte_alignment=128
             )
         base = smem.allocate_array(self.operand, stages.count * stages.size, byte_alignment=1024)
-        state_base = smem.allocate_array(self.operand, self.tiles * WIDE, byte_alignment=1024)
-        row_base = smem.allocate_array(
-            self.operand, SLOTS * self.tiles * SQUARE, byte_alignment=1024
-        )
+        state_base = row_base = None
+        if cutlass.const_expr(not self.config.scan):
+            state_base = smem.allocate_array(self.operand, self.tiles * WIDE, byte_alignment=1024)
+            row_base = smem.allocate_array(
+                self.operand, SLOTS * self.tiles * SQUARE, byte_alignment=1024
+            )
         thread = pipeline.Agent.Thread
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -167,8 +183,8 @@ class KdaWalk:
                 cute.arch.setmaxregister_increase(240)
             group = warp_idx // 4
             self.walk(
-                ring, items, base, roots, state_base + group * WIDE, row_base + group * (SLOTS * SQUARE), item_words,
-                peaks, start, end, states, rows, group, tidx % GROUP,
+                ring, items, base, roots, state_base, row_base, item_words, peaks, start, end, states, rows, maps,
+                starts, group, tidx % GROUP,
             )  # fmt: skip
 
     # ---- loads ------------------------------------------------------------------------------------------------------
@@ -199,12 +215,13 @@ class KdaWalk:
         lane = cute.arch.lane_idx()
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
         bulk_f32 = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
-        per_head = self.config.v_tiles // tiles
+        per_head = self.loader.columns // tiles
         columns = heads_v * per_head
+        parts = cute.ceil_div(tokens, segment_tokens)
         if cutlass.const_expr(self.config.packed):
             count = segments[0, 0] * columns
         else:
-            count = batch * columns
+            count = batch * parts * columns
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages.count)
         item_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
         number = block
@@ -212,18 +229,29 @@ class KdaWalk:
             column = number % columns
             head, tile = column // per_head, column % per_head * tiles
             segment = self.loader.segment(
-                segments, number // columns, segment_tokens, I32(1), tokens
+                segments, number // columns, segment_tokens, parts, tokens
             )
-            post(
-                items, item_at, item_words,
-                lambda: Item(
-                    valid=1, slot=segment.slot, token=segment.token, length=segment.length, sequence=segment.sequence,
-                    head=head, tile=tile,
-                ),
-                lane,
-            )  # fmt: skip
-            item_at.advance()
+            begins, ends = segment.part == 0, segment.part + 1 == segment.parts
+            if cutlass.const_expr(self.config.back):
+                begins, ends = ends, begins
             chunks = cute.ceil_div(segment.length, CHUNK)
+            wanted = cutlass.Boolean(True)
+            if cutlass.const_expr(self.config.scan):
+                # Nobody needs what the last segment adds, nor the matrix of the first one.
+                wanted = (not ends) & ((tile < self.config.v_tiles) | (not begins))
+                if not wanted:
+                    chunks = 0
+            if wanted:
+                post(
+                    items, item_at, item_words,
+                    lambda: Item(
+                        valid=1, slot=segment.slot, token=segment.token, length=segment.length,
+                        sequence=segment.sequence, segment=segment.number, begins=begins, ends=ends, head=head,
+                        tile=tile,
+                    ),
+                    lane,
+                )  # fmt: skip
+                item_at.advance()
             for c in cutlass.range(chunks, unroll=1):
                 where = chunks - 1 - c if cutlass.const_expr(self.config.back) else c
                 ring.producer_acquire(at)
@@ -239,8 +267,8 @@ class KdaWalk:
                         base, self.stages.v_at + i * SQUARE, (CHUNK, V_TILE), "k", self.dtype
                     )
                     load_tile(
-                        tma_v, mV, segment.token + where * CHUNK, head, segment.batch, tile + i,
-                        sV[None, None, at.index], full,
+                        tma_v, mV, segment.token + where * CHUNK, head, segment.batch,
+                        (tile + i) % self.config.v_tiles, sV[None, None, at.index], full,
                     )  # fmt: skip
                 at.advance()
             if cutlass.const_expr(self.config.packed):
@@ -265,11 +293,13 @@ class KdaWalk:
         end: cute.Tensor,
         states: cute.Tensor,
         rows: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
         group: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
         """Walks with the states of 64 columns, item after item."""
-        back = self.config.back
+        back, scan = self.config.back, self.config.scan
         lane = tidx % 32
         mma_k = mma(self.operand, CHUNK, OperandMajorMode.K)
         mma_mn = mma(self.operand, CHUNK, OperandMajorMode.MN)
@@ -292,16 +322,18 @@ class KdaWalk:
         v_source = load_v.partition_S(
             self.stages.matrix(base + group * SQUARE, self.stages.v_at, (V_TILE, CHUNK), "mn", self.dtype)
         )  # fmt: skip
-        store_rows = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.operand), mma_k
-        ).get_slice(tidx)
-        store_state = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.operand), mma_s
-        ).get_slice(tidx)
-        row_slots = repeated(row_base, (V_TILE, CHUNK), "mn", self.operand, SLOTS)
-        row_target = store_rows.partition_D(row_slots)
-        state_slot = repeated(state_base, (V_TILE, HEAD_DIM), "k", self.operand, 1)
-        state_target = store_state.partition_D(state_slot)[None, None, None, 0]
+        if cutlass.const_expr(not scan):
+            state_base, row_base = state_base + group * WIDE, row_base + group * (SLOTS * SQUARE)
+            store_rows = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.operand), mma_k
+            ).get_slice(tidx)
+            store_state = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.operand), mma_s
+            ).get_slice(tidx)
+            row_slots = repeated(row_base, (V_TILE, CHUNK), "mn", self.operand, SLOTS)
+            row_target = store_rows.partition_D(row_slots)
+            state_slot = repeated(state_base, (V_TILE, HEAD_DIM), "k", self.operand, 1)
+            state_target = store_state.partition_D(state_slot)[None, None, None, 0]
         # Seen as the accumulator sees it, the same for all columns of v: (2 neighbours, 16 pairs) per thread.
         decays = cute.make_tensor(
             cute.recast_ptr((base + (DECAY - self.stages.begin)).align(16), dtype=F32),
@@ -333,16 +365,17 @@ class KdaWalk:
             grown, shrunk = F32(1.0), F32(1.0)
             if cutlass.const_expr(back):
                 grown, shrunk = scale_of(peaks[item.sequence, head])
-            s.fill(0.0)
-            if cutlass.const_expr(self.config.start):
-                self.read_state(s, start, item, column, grown, part_s)
+            self.read_start(s, start, starts, item, column, grown, part_s)
             for c in cutlass.range(chunks, unroll=1):
                 stage = at.index
                 where = chunks - 1 - c if cutlass.const_expr(back) else c
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
                 ring.consumer_wait(at)
                 cute.copy(load_v, v_source[None, None, None, stage], load_v.retile(v))
-                self.scale_values(v, x, do_a, roots, stage, grown, length - where * CHUNK, lane)
+                left = length - where * CHUNK
+                if cutlass.const_expr(scan and not back):
+                    left = left if column < self.config.v_tiles else I32(0)  # v of M is zero
+                self.scale_values(v, x, do_a, roots, stage, grown, left, lane)
                 cute.autovec_copy(decays[None, None, stage], decay)
                 for n in cutlass.range_constexpr(HEAD_DIM // 8):
                     for a in cutlass.range_constexpr(2):
@@ -353,19 +386,22 @@ class KdaWalk:
                 if cutlass.const_expr(back):
                     issue(mma_mn, x, do_a, aqk[None, None, None, stage], False)
                     issue(mma_s, s, do_a, qg[None, None, None, stage], False)
-                # Under these products the state goes out, and z or -y of the chunk before.
-                self.keep_state(store_state, s_kept, state_target, group, tidx)
-                if tidx < 32:
-                    self.send(
-                        view(state_base, 0, WIDE), states[item.slot + where, head, column, None]
-                    )
-                    if c > 0:
-                        slot = item.slot + (where + 1 if cutlass.const_expr(back) else where - 1)
+                if cutlass.const_expr(not scan):
+                    # Under these products the state goes out, and z or -y of the chunk before.
+                    self.keep_state(store_state, s_kept, state_target, group, tidx)
+                    if tidx < 32:
                         self.send(
-                            view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE),
-                            rows[slot, head, column, None],
+                            view(state_base, 0, WIDE), states[item.slot + where, head, column, None]
                         )
-                    cute.arch.cp_async_bulk_commit_group()
+                        if c > 0:
+                            slot = item.slot + (
+                                where + 1 if cutlass.const_expr(back) else where - 1
+                            )
+                            self.send(
+                                view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE),
+                                rows[slot, head, column, None],
+                            )
+                        cute.arch.cp_async_bulk_commit_group()
                 warpgroup.wait_group(1 if cutlass.const_expr(back) else 0)
                 if cutlass.const_expr(not back):
                     x.store(-x.load())
@@ -378,17 +414,20 @@ class KdaWalk:
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_s, s, x_a, last[None, None, None, stage], False)
-                cute.copy(
-                    store_rows,
-                    store_rows.retile(x_kept),
-                    row_target[None, None, None, turn % SLOTS],
-                )
+                if cutlass.const_expr(not scan):
+                    cute.copy(
+                        store_rows,
+                        store_rows.retile(x_kept),
+                        row_target[None, None, None, turn % SLOTS],
+                    )
                 warpgroup.wait_group(0)
                 # By every thread, for what it has read itself; the pipeline's own release is one lane's for its warp.
                 cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
                 at.advance()
                 turn = turn + 1
-            if chunks > 0:
+            if cutlass.const_expr(scan):
+                self.write_map(s, maps, item, column, part_s)
+            elif chunks > 0:
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
                 if tidx < 32:
@@ -399,11 +438,13 @@ class KdaWalk:
                     )
                     cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(self.config.end):
-                self.write_state(s, end, item, column, shrunk, part_s)
+                if item.ends != 0:
+                    self.write_state(s, end, item, column, shrunk, part_s)
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
-        if tidx < 32:
-            cute.arch.cp_async_bulk_wait_group(0)
+        if cutlass.const_expr(not scan):
+            if tidx < 32:
+                cute.arch.cp_async_bulk_wait_group(0)
 
     def second(self, tiled_mma, part, base, offset, shape, major):
         """Returns a matrix of the block, in every stage, as the second operand of a product."""
@@ -426,7 +467,7 @@ class KdaWalk:
         """Sets x to -r v, as an accumulator; or the first operand do_a to do, scaled, with zeros past the end."""
         shape = cute.make_layout((2, 2, CHUNK // 8))
         values = cute.make_tensor(v.iterator, shape)
-        if cutlass.const_expr(self.config.packed):
+        if cutlass.const_expr(self.config.packed or self.config.halves > 1):
             if (
                 left < CHUNK
             ):  # tokens of the next sequence may hold anything, and 0 * inf is no zero
@@ -475,10 +516,35 @@ class KdaWalk:
         return cute.local_tile(state, (V_TILE, HEAD_DIM), (column, 0))
 
     @cute.jit
+    def read_start(self, s: cute.Tensor, start, starts, item, column, grown, part_s):
+        """Sets the registers to what an item starts from."""
+        s.fill(0.0)
+        own = item.begins != 0
+        if cutlass.const_expr(self.config.halves > 1):
+            if column >= self.config.v_tiles:
+                own = cutlass.Boolean(False)
+                fill_identity(s, part_s, V_TILE, HEAD_DIM, (column - self.config.v_tiles) * V_TILE)
+        if cutlass.const_expr(self.config.split):
+            if not own:
+                merged = starts[item.segment, item.head, None, None]
+                read(
+                    part_s.partition_C(cute.local_tile(merged, (V_TILE, HEAD_DIM), (column, 0))), s
+                )
+        if cutlass.const_expr(self.config.start):
+            if own:
+                self.read_state(s, start, item, column, grown, part_s)
+
+    @cute.jit
     def read_state(self, s: cute.Tensor, states: cute.Tensor, item, column, grown, part_s):
         read(part_s.partition_C(self.of_caller(states, item, column)), s)
         if cutlass.const_expr(self.config.back):
             s.store(s.load() * grown)
+
+    @cute.jit
+    def write_map(self, s: cute.Tensor, maps: cute.Tensor, item, column, part_s):
+        own = maps[item.segment, item.head, None, None]
+        row = column + 2 * self.config.v_tiles if cutlass.const_expr(self.config.back) else column
+        write(s, part_s.partition_C(cute.local_tile(own, (V_TILE, HEAD_DIM), (row, 0))))
 
     @cute.jit
     def write_state(self, s: cute.Tensor, states: cute.Tensor, item, column, shrunk, part_s):

@@ -88,7 +88,7 @@ class ChunkPrepare(KdaPrepare):
         factors: cute.Tensor,
         peaks: cute.Tensor,
         scale: cutlass.Float32,
-        longest: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
         slots: cutlass.Int32,
         stream,
     ):
@@ -97,7 +97,7 @@ class ChunkPrepare(KdaPrepare):
         if cutlass.const_expr(cu_seqlens is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(mQ.shape[1], CHUNK))
         self.kernel(
-            mQ, mK, mG, mBeta, cu_seqlens, segments, per_row, blocks, mDo, factors, peaks, scale, longest
+            mQ, mK, mG, mBeta, cu_seqlens, segments, per_row, blocks, mDo, factors, peaks, scale, segment_tokens
         ).launch(
             grid=(mG.shape[2] // mQ.shape[2], mQ.shape[2], slots + int(segments is not None)),
             block=(THREADS, 1, 1), min_blocks_per_mp=BLOCKS_PER_MP, preferred_smem_carveout=100, stream=stream,
@@ -118,7 +118,7 @@ class ChunkPrepare(KdaPrepare):
         factors: cute.Tensor,
         peaks: cute.Tensor,
         scale: cutlass.Float32,
-        longest: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
     ):
         member, head_k, number = cute.arch.block_idx()
         group, _, layers = cute.arch.grid_dim()
@@ -167,7 +167,9 @@ class ChunkPrepare(KdaPrepare):
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:
                     memory = cute.recast_ptr(shared.base, dtype=I32)
-                    SegmentTable(CHUNK).make(cu_seqlens, segments, longest, longest, memory)
+                    SegmentTable(CHUNK).make(
+                        cu_seqlens, segments, segment_tokens, segment_tokens, memory
+                    )
 
     def allocate(self):
         """Returns the shared memory of the CTA."""

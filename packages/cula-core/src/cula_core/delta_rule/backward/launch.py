@@ -1,0 +1,130 @@
+"""Launches both walks of a backward pass. Where sequences are cut, scans of segments and merges of their maps go before
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compiled.artifacts import Unit
+from ...dtypes import dtype_name
+from ..config import HEAD_DIM, MergeConfig
+from .config import MAP_ROWS, V_TILES, WalkConfig
+from .plan import Spread
+from .walks import Kept, Walked, sequences_of
+
+Kernels = Callable[[WalkConfig | MergeConfig], Callable[..., None]]
+
+
+def walk_unit(config: WalkConfig | MergeConfig, arch: str) -> Unit:
+    """Returns a kernel as something that can be compiled ahead of its first call."""
+    package = __package__ if isinstance(config, WalkConfig) else "cula_core.delta_rule"
+    return Unit(f"{package}.build", config, arch, ())
+
+
+class Way(NamedTuple):
+    """What one of both walks reads and writes: v or do, states in front of it and behind it or None, kept states and
+    rows; and where sequences are cut memory for what segments start from, [segments, HV, V, K] fp32."""
+
+    back: bool
+    v: Tensor
+    start: Tensor | None
+    end: Tensor | None
+    states: Tensor
+    rows: Tensor
+    starts: Tensor | None
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Both walks of a call.
+
+    kernels: returns what to call for a config. kept: memory between the kernels of the call. peaks [N, HV]: bits of
+    the largest gradients. segments: the table of packed segments, made before, or None. dh0: memory for the gradients
+    of initial states, or None.
+    """
+
+    kernels: Kernels
+    multiprocessors: int
+    call: Walked
+    spread: Spread
+    kept: Kept
+    peaks: Tensor
+    segments: Tensor | None
+    dh0: Tensor | None
+
+    def run(self) -> None:
+        """Launches them. Where sequences are cut, the walk back needs of the forward scan what segments apply to
+        states."""
+        call, kept, cut = self.call, self.kept, self.spread.cut
+        starts = [self._matrices(HEAD_DIM) if cut else None for _ in range(2)]
+        forward = Way(False, call.v, call.initial_state, None, kept.states, kept.z, starts[0])
+        back = Way(True, call.do, call.dht, self.dh0, kept.d_states, kept.minus_y, starts[1])
+        maps = None
+        if cut:
+            maps = self._matrices(MAP_ROWS)
+            self._both(partial(self._scan, maps), forward, back)
+        self._both(partial(self._walk, maps), forward, back)
+
+    def _both(self, launch: Callable[[Way], None], forward: Way, back: Way) -> None:
+        """Launches both directions, neither of which reads what the other writes: side by side, where chains of a few
+        heads leave most of the card to others, or segments are as many as it takes for both."""
+        device = self.call.v.device
+        beside = self.spread.cut or 2 * self._ctas(self.spread.tiles) <= self.multiprocessors
+        if device.type != "cuda" or not beside:
+            launch(forward)
+            launch(back)
+            return
+        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            launch(forward)
+        launch(back)
+        current.wait_stream(side)
+
+    def _scan(self, maps: Tensor, way: Way) -> None:
+        """Writes what a direction finds out about segments."""
+        ctas = self._ctas(V_TILES, halves=1 if way.back else 2)
+        self._launch(way._replace(end=None, starts=None), maps, V_TILES, ctas)
+
+    def _walk(self, maps: Tensor | None, way: Way) -> None:
+        """Writes the states and rows of a direction, once it is known what segments start from."""
+        if maps is not None:
+            self._merge(maps, way)
+        self._launch(way, None, self.spread.tiles, self._ctas(self.spread.tiles))
+
+    def _merge(self, maps: Tensor, way: Way) -> None:
+        """Writes what segments start from, but for those that begin a walk."""
+        call = self.call
+        index = None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype)
+        self.kernels(MergeConfig(index_dtype=index, back=way.back))(
+            maps if way.back else maps[:, :, : 2 * HEAD_DIM], None, way.starts, None, None, None, call.cu_seqlens, -1,
+            sequences_of(call), call.v.shape[1], self.spread.segment_tokens,
+        )  # fmt: skip
+
+    def _launch(self, way: Way, maps: Tensor | None, tiles: int, ctas: int) -> None:
+        """Launches a scan, which writes maps, or a walk."""
+        call, scan = self.call, maps is not None
+        config = WalkConfig(
+            dtype_name(way.v.dtype), way.back, call.operand, tiles, self.segments is not None, way.start is not None,
+            way.end is not None, call.state_v_first, split=way.starts is not None, scan=scan,
+        )  # fmt: skip
+        self.kernels(config)(
+            self.kept.blocks, way.v, None if way.back else self.kept.factors, self.peaks if way.back else None,
+            way.start, way.end, *((None, None) if scan else (way.states, way.rows)), maps, way.starts, self.segments,
+            self.spread.segment_tokens, ctas,
+        )  # fmt: skip
+
+    def _ctas(self, tiles: int, halves: int = 1) -> int:
+        """Returns the CTAs of a launch over all segments. halves: matrices [V, K] that a segment has."""
+        items = self.spread.segments * self.call.v.shape[2] * halves * (V_TILES // tiles)
+        return min(self.multiprocessors, items)
+
+    def _matrices(self, height: int) -> Tensor:
+        shape = (self.spread.segments, self.call.v.shape[2], height, HEAD_DIM)
+        return self.call.v.new_empty(shape, dtype=torch.float32)
