@@ -96,16 +96,20 @@ def run(
     return check(chunk_kda, x, problem.gate, problem.kind, device=device, **problem.options)
 
 
-# Kinds and options of cases of gradients, for packages that train. Their reference runs on the GPU too.
-TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gradients, packed": ("mixed", {"size": tuple(LENGTHS), "heads": (1, 2), **BOTH}),
-    "gradients, dense": ("moderate", {"size": (2, 70), "packed": False, "l2norm": False}),
-    "gradients, any decay": (UNBOUNDED, {"size": (130,), "gate": "softplus", "gate_dtype": BF16}),
-    "gradients, one token": (
-        "strong",
-        {"size": (1,), "gate": "log", "state_v_first": True, **BOTH},
+# Cases of gradients, for packages that train: kind, what the case has, options. Their reference runs on the GPU too.
+TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gradients, packed": ("mixed", {"size": tuple(LENGTHS), "heads": (1, 2), **BOTH}, {}),
+    "gradients, dense": ("moderate", {"size": (2, 70), "packed": False, "l2norm": False}, {}),
+    "gradients, any decay": (
+        UNBOUNDED, {"size": (130,), "gate": "softplus", "gate_dtype": BF16}, {},
     ),
-}
+    "gradients, one token": (
+        "strong", {"size": (1,), "gate": "log", "state_v_first": True, **BOTH}, {},
+    ),
+    "gradients, cut": (
+        "near_zero", {"size": (3100, 0, 70), "heads": (1, 1), **BOTH}, {"segment_tokens": 1024},
+    ),
+}  # fmt: skip
 
 
 def gradient_errors(
