@@ -11,8 +11,8 @@ of first calls, `models` that of whole models, `several_gpus` that of calls on s
 losses.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
 `lite_trajectory` (`ops/lite/trajectory_rows.py`), `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
-`kda_h200:published` and `lite_rtx4090:published` (`published.py` of the family), `kda_prefill_flashkda`
-(`ops/kda/flashkda_tables.py`) and `answers:h200` (`answers.py`).
+`kda_h200:published`, `gated_h200:published` and `lite_rtx4090:published` (`published.py` of the family),
+`kda_prefill_flashkda` (`ops/kda/flashkda_tables.py`) and `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
 (`ops/decode/h20_page.py`, `ops/delta/h20_section.py`), and README.md in the folder of a GPU whose figures stand in no
 other document.
@@ -51,6 +51,7 @@ from benchmarks.ops.delta import tables as delta_tables
 from benchmarks.ops.kda import flashkda_tables
 from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lightning import published as gated_published
 from benchmarks.ops.lightning import tables as lightning_tables
 from benchmarks.ops.lite import published as lite_published
 from benchmarks.ops.lite import quality_rows, trajectory_rows
@@ -64,6 +65,10 @@ NOT_GPUS = {"cpu", "predicted", "published", "suite"}
 DOCUMENTED = {"h200"}
 # Tables that `table=NAME` chooses.
 TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES, **delta_tables.TABLES}
+# Modules whose ops have tables of their own.
+OF_THEIR_OWN = (
+    kda_tables, kda_published, flashkda_tables, gated_published, lite_published, trajectory_rows,
+)  # fmt: skip
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
     r"^<!-- bench:(?P<op>[\w-]+):(?P<gpu>[\w-]+)(?P<options>(?: \w+=\S+)*) -->\n"
@@ -84,7 +89,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     path = results.result_path(op, gpu, root)
     if op == answers.OP:
         return answers.region(gpu, root)
-    for others in (kda_tables, kda_published, flashkda_tables, lite_published, trajectory_rows):
+    for others in OF_THEIR_OWN:
         if op == others.OP and path.exists():
             return others.region(path, name, root)
     if name is not None and name not in TABLES:

@@ -26,6 +26,15 @@ DTYPES = ("bfloat16", "float16")
 FLOATS = ("float32", *DTYPES)
 INDEX_DTYPES = (None, "int32", "int64")
 KDA_TARGETS = {"cula-cp-sm90": ("sm_90a",), "cula-kda-sm100": ("sm_100a", "sm_103a")}
+# What a kernel of the delta rule knows of the tokens of a chunk, for any gate.
+TOKENS = {
+    "dtype": DTYPES, "gate_dtype": FLOATS, "beta_dtype": FLOATS, "operand": DTYPES,
+    **dict.fromkeys(("l2norm", "beta_sigmoid", "neg_eigval"), BOTH), "index_dtype": INDEX_DTYPES,
+}  # fmt: skip
+# What KDA's kernels know besides.
+KDA_TOKENS = TOKENS | {
+    "gate": ("log", "softplus", "safe"), **dict.fromkeys(("bounded", "rate", "bias"), BOTH)
+}  # fmt: skip
 
 
 def label(spec: Spec) -> str:
@@ -221,13 +230,54 @@ def lightning_specs(package: str) -> Iterator[Spec]:
     yield from ({"arch": "sm_90a", "kernel": "LightningPrefill", **flat(c)} for c in found)
     for index_dtype in INDEX_DTYPES[1:]:
         yield {"arch": "sm_90a", "kernel": "SegmentTable", "index_dtype": index_dtype}
+    kernels = {"BackwardPrepare": TOKENS, "BackwardGradients": TOKENS | {"grouped": BOTH}}
+    yield from backward_specs(package, kernels, known_strengths)
 
 
 def lightning_unit(package: str, spec: Spec) -> Any:
+    if spec["kernel"].startswith("Backward"):
+        return find(BACKWARD[package], "unit")(backward_config(package, spec))
     unit = find(package, "unit")
     if spec["kernel"] == "SegmentTable":
         return unit(find(package, "TableConfig")(spec["index_dtype"]))
     return unit(build(package, find(package, "Config"), spec))
+
+
+# Where a package has the backward pass of a delta rule.
+BACKWARD = {
+    "cula-cp-sm90": "cula-cp-sm90.backward",
+    "cula-lightning-sm90": "cula-lightning-sm90.gated.backward",
+}
+
+
+def backward_specs(
+    package: str, kernels: dict[str, dict[str, Any]], possible: Callable[[dict], bool]
+) -> Iterator[Spec]:
+    """Kernels of a backward pass, whose configs may have more fields than these tables, with one value each."""
+    for kernel, table in kernels.items():
+        for case in cover(table, possible):
+            spec = {"arch": "sm_90a", "kernel": kernel, **case}
+            yield flat(backward_config(package, spec)) | spec
+
+
+def backward_config(package: str, spec: Spec) -> Any:
+    place = BACKWARD[package]
+    return build(place, find(place, f"{spec['kernel'].removeprefix('Backward')}Config"), spec)
+
+
+def known_strengths(case: dict) -> bool:
+    """Whether strengths above one come from logits."""
+    return case["beta_sigmoid"] or not case["neg_eigval"]
+
+
+def known_gates(case: dict) -> bool:
+    """Whether a gate of KDA has what it is computed from."""
+    log, softplus = case["gate"] == "log", case["gate"] == "softplus"
+    return (
+        not (log and (case["rate"] or case["bias"]))
+        and not (softplus and (case["bounded"] or not case["rate"]))
+        and known_strengths(case)
+    )
 
 
 def kda_specs(package: str) -> Iterator[Spec]:
@@ -237,12 +287,8 @@ def kda_specs(package: str) -> Iterator[Spec]:
     works = [(n, split, False) for n in tiles for split in BOTH] + [(tiles[-1], True, True)]
 
     def prepare(case: dict) -> bool:
-        log, softplus = case["gate"] == "log", case["gate"] == "softplus"
-        return (
-            not (log and (case["rate"] or case["bias"]))
-            and not (softplus and (case["bounded"] or not case["rate"]))
-            and (case["beta_sigmoid"] or not case["neg_eigval"])
-        )
+        """A backward pass wants nothing written for a caller."""
+        return known_gates(case) and not (case["intra"] and case.get("rooted"))
 
     def recurrence(case: dict) -> bool:
         initial, final, scan = case["initial_state"], case["final_state"], case["work"][2]
@@ -255,7 +301,6 @@ def kda_specs(package: str) -> Iterator[Spec]:
             or (case["placed"] and not keeps)
         )
 
-    switches = ("bounded", "l2norm", "beta_sigmoid", "neg_eigval", "rate", "bias", "intra")
     walks = (
         "packed",
         "state_v_first",
@@ -266,10 +311,9 @@ def kda_specs(package: str) -> Iterator[Spec]:
         "redirected",
         "fresh",
     )
-    prepares = {
-        "arch": targets, "dtype": DTYPES, "gate_dtype": FLOATS, "beta_dtype": FLOATS, "operand": DTYPES,
-        "gate": ("log", "softplus", "safe"), **dict.fromkeys(switches, BOTH), "index_dtype": INDEX_DTYPES,
-    }  # fmt: skip
+    prepares = {"arch": targets, **KDA_TOKENS, "intra": BOTH}
+    if package in BACKWARD:
+        prepares["rooted"] = BOTH
     recurrences = {
         "arch": targets, "dtype": DTYPES, "operand": DTYPES, "work": works, **dict.fromkeys(walks, BOTH),
         "checkpoints": (None, "every", "once"), "placed": BOTH, "state_dtype": FLOATS, "kept_dtype": FLOATS,
@@ -294,9 +338,19 @@ def kda_specs(package: str) -> Iterator[Spec]:
         for case in cover(table, possible):
             work = dict(zip(("tiles", "split", "scan"), case.pop("work", ())))
             yield {"kernel": kernel, **case, **work}
+    if package in BACKWARD:
+        gradients = {"BackwardGradients": KDA_TOKENS | {"grouped": BOTH}}
+        flags = ("back", "packed", "start", "end", "state_v_first")
+        walk = {
+            "dtype": DTYPES, "operand": DTYPES, "tiles": (1, 2), **dict.fromkeys(flags, BOTH), "state_dtype": FLOATS,
+        }  # fmt: skip
+        yield from backward_specs(package, gradients, known_gates)
+        yield from backward_specs(package, {"BackwardWalk": walk}, lambda _: True)
 
 
 def kda_unit(package: str, spec: Spec) -> Any:
+    if spec["kernel"].startswith("Backward"):
+        return find(BACKWARD[package], "unit")(backward_config(package, spec), spec["arch"])
     unit, target, arch = find(package, "unit"), find(package, "TARGET"), spec["arch"]
     cls = find(package, f"{spec['kernel']}Config")
     if spec["kernel"] == "Recurrence":

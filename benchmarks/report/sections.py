@@ -538,6 +538,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     mutant_rows.OP: _mutants,
     kda_tables.OP: _prediction,
     kda_tables.PUBLISHED: _published,
+    "gated_h200": _published_tables,
     "kda_h200": _published_tables,
     "lite_rtx4090": _published_tables,
     first_calls.OP: _first_calls,

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report, results
+from benchmarks.harness import results
 from benchmarks.harness.report import Table
+from benchmarks.ops.published import body, milliseconds, ms
 
 OP, MEASURED, CARD = "kda_h200", "kda_prefill", "h200"
 # The figures of cuLA for a setting, of which the lowest is compared with ours.
@@ -31,9 +32,9 @@ def whole_table(rows: list[Row], measured: Mapping[str, Any]) -> Table:
     lines = []
     for row in rows:
         ours, fla = (milliseconds(measured, row["setting"], name) for name in ("cula", "fla"))
-        line = [row["setting"], _ms(ours), *(_ms(row.get(field)) for field in WHOLE)]
+        line = [row["setting"], ms(ours), *(ms(row.get(field)) for field in WHOLE)]
         lines.append(
-            [*line, f"{ratio(row, WHOLE, measured):.2f}", _ms(fla), _ms(row.get("fla_august_ms"))]
+            [*line, f"{ratio(row, WHOLE, measured):.2f}", ms(fla), ms(row.get("fla_august_ms"))]
         )
     return header, lines
 
@@ -51,7 +52,7 @@ def cut_table(rows: list[Row], measured: Mapping[str, Any]) -> Table:
         )
         times = [ours, serial, *(row[field] for field in peers.values())]
         ratios = [f"{ratio(row, (field,), measured):.2f}" for field in peers.values()]
-        lines.append([row["setting"], *map(_ms, times), *ratios])
+        lines.append([row["setting"], *map(ms, times), *ratios])
     return header, lines
 
 
@@ -61,13 +62,6 @@ def ratio(row: Row, fields: tuple[str, ...], measured: Mapping[str, Any]) -> flo
     if ours is None:
         raise ValueError(f"{OP}: {row['setting']} was not measured")
     return min(row[field] for field in fields if field in row) / ours
-
-
-def milliseconds(measured: Mapping[str, Any], setting: str, provider: str) -> float | None:
-    """The measured time of a setting; None where there is none."""
-    method = results.device_method(measured)
-    found = results.rows_of(measured, setting=setting, provider=provider, method=method)
-    return found[0]["median_us"] / 1e3 if found else None
 
 
 def region(path: Path, name: str | None, root: Path) -> str:
@@ -83,13 +77,6 @@ def region(path: Path, name: str | None, root: Path) -> str:
     what = "cuLA's time, cut," if name else "cuLA's lowest time"
     caption = (
         f"Geometric mean of {what} over ours, {len(rows)} settings: {mean:.2f}. cuLA and FLA, if not said to be "
-        f"measured "
-        f"here: {content[f'{kind}source']} Ours: medians of {results.device_method(measured)}, device time alone, "
-        f"caches "
-        f"cold. {report.origin(measured)}"
+        f"measured here: {content[f'{kind}source']}"
     )
-    return f"\n{report.as_markdown(table(rows, measured))}\n\n{caption}\n\n"
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return body(table(rows, measured), caption, measured)

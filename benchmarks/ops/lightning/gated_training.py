@@ -180,7 +180,10 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def _published() -> list[Setting]:
-    """What FlashQLA publishes times of its backward pass for: sequences of one length, few heads and many."""
+    """What FlashQLA publishes times of its backward pass for: tokens in all, few heads and many.
+
+    Several sequences have lengths there that were drawn at random, and here the same length.
+    """
     return [
         setting(tokens, heads=2 * heads, heads_q=heads, sequences=None if count == 1 else count)
         for heads in (16, 8, 4, 2)

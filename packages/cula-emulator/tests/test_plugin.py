@@ -79,12 +79,8 @@ def test_default_schedules(run):
         ("schedules=('immediate', 'lazy')", (), ["immediate", "lazy-0", "lazy-1"]),
         ("schedules='immediate'", (), ["immediate"]),
         ("schedules=('lazy',), seeds=3", (), ["lazy-0", "lazy-1", "lazy-2"]),
-        (
-            "seeds=2",
-            ("--emulator-in-turn",),
-            ["immediate", "random-0", "random-1", "lazy-0", "lazy-1"],
-        ),
         ("", ("--emulator-in-turn",), ["immediate", "lazy-0"]),
+        ("schedules=('random', 'lazy'), seeds=1", ("--emulator-in-turn",), ["random-0", "lazy-0"]),
         ("schedules=('lazy-7', 'random-2')", ("--emulator-seeds=9",), ["lazy-7", "random-2"]),
         ("schedules=('random',), seeds=1", ("--emulator-seeds=2",), ["random-0", "random-1"]),
         (
@@ -105,6 +101,10 @@ def test_cases_take_turns_at_the_deferred_schedules(run):
     @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
     def test(n, emulated): pass
 
+    @pytest.mark.emulated(seeds=1)
+    @pytest.mark.parametrize("n", [1, 2, 3])
+    def test_seed(n, emulated): pass
+
     @pytest.mark.emulated(schedules="random")
     def test_named(emulated): pass
 
@@ -115,11 +115,13 @@ def test_cases_take_turns_at_the_deferred_schedules(run):
     result = run(source, "--collect-only", "-q", "--emulator-in-turn")
     turns = ("lazy-0", "random-0", "lazy-1", "random-1", "lazy-0")
     cases = {f"test[{n}-{s}]" for n, turn in enumerate(turns, 1) for s in ("immediate", turn)}
+    turns = ("lazy-0", "random-0", "lazy-0")
+    cases |= {f"test_seed[{n}-{s}]" for n, turn in enumerate(turns, 1) for s in ("immediate", turn)}
     named = {"test_named[random-0]", "test_named[random-1]"}
     assert set(names(result)) == cases | named | {
         "test_other[immediate]", "test_other[lazy-0]", "test_plain",
     }  # fmt: skip
-    assert "15/33 tests" in str(result.stdout)
+    assert "21/42 tests" in str(result.stdout)
 
 
 def test_the_closest_marker_wins_and_the_others_fill_in(run):

@@ -69,20 +69,18 @@ def config_of(case: dict) -> Config:
     return Config(problem, *case["work"])
 
 
-# Every value once: pairs are for the emulator, which spares no kernel that spills either.
-COVERING = covering_cases(FACTORS, possible, strength=1)
 # What asks most of registers and shared memory: the largest matrices with everything that a call can want.
 HEAVY = [
-    config
+    {
+        "dims": (128, 128), "mode": ("float32", True), "packed": packed, "states": (True, True, True, True),
+        "state_v_first": False, "kept": ("once", True), "l2norm": True, "exact_state": True, "fresh": True,
+        "dtype": "bfloat16", "state_dtype": states, "work": work,
+    }
     for packed, states in ((True, "bfloat16"), (False, "float32"))
-    for config in candidates(
-        Problem(
-            "bfloat16", 128, 128, "float32", packed=packed, initial_state=True, indexed=True,
-            in_place=True, checkpoints="once", placed=True, l2norm=True, exact_state=True, fresh=True,
-            state_dtype=states,
-        )
-    )
+    for work in FACTORS["work"]
 ]  # fmt: skip
+# The other values once: pairs are for the emulator, which spares no kernel that spills either.
+COVERING = covering_cases(FACTORS, possible, list(filter(possible, HEAVY)), strength=1)
 # Against time, with all that a gradient can want: every second kind of work.
 REVERSED = [
     config
@@ -94,7 +92,7 @@ REVERSED = [
         )
     )[::2]
 ]  # fmt: skip
-CONFIGS = [config_of(case) for case in COVERING] + HEAVY + REVERSED
+CONFIGS = [config_of(case) for case in COVERING] + REVERSED
 
 
 def label(config: Config) -> str:
@@ -131,7 +129,7 @@ def products(config: Config) -> dict[str, int]:
 
 def test_the_cases_hold_every_value():
     for name, values in FACTORS.items():
-        assert {case[name] for case in COVERING} == set(values)
+        assert {case[name] for case in COVERING} >= set(values)
     assert all(config.illegal() is None for config in CONFIGS)
 
 

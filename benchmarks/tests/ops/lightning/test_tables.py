@@ -1,7 +1,5 @@
 """The table of Lightning prefill beside the gated delta rule, from a result that no GPU gave."""
 
-import dataclasses
-
 import pytest
 
 from benchmarks import tables
@@ -24,23 +22,13 @@ SETTINGS = OP.settings(False)
 
 
 @pytest.fixture
-def result(measured):
-    """The op on the fake device, where cula takes four times as long for the first setting; nothing is checked."""
+def result(timed_alone):
+    """The op on the fake device, where cula takes four times as long for the first setting."""
 
     def cost(name, problem):
         return COSTS[name] * (4 if (name, problem.name) == ("cula", SETTINGS[0].name) else 1)
 
-    return measured(
-        OP,
-        cost,
-        SETTINGS,
-        providers=[
-            dataclasses.replace(p, supports=lambda problem: None, prepare=lambda problem: None)
-            for p in OP.providers
-        ],
-        make_inputs=lambda problem, device, seed: seed,
-        check=lambda provider, problem, device: {},
-    )
+    return timed_alone(OP, cost)
 
 
 def test_every_setting_has_a_line_and_the_last_one_has_the_means(result):

@@ -1,6 +1,8 @@
 """The kernels that all architectures share cross-compile, and the machine code is what it is meant to be.
 
-One covering set for all architectures, in which every kernel that the emulator runs is contained.
+One set for all architectures, with every value of every option, in which every kernel that the emulator runs is
+contained. Pairs of options are for the emulator, which asks each of its kernels for spills; those of the chunk-parallel
+kernel, of which some are known to spill, are asked here.
 """
 
 from __future__ import annotations
@@ -106,9 +108,10 @@ def emulated(kind: type) -> list[tuple[str, Config]]:
 def covering(
     kind: type, factors: dict, possible, hardest: tuple[tuple[str, Config], ...] = ()
 ) -> list[tuple[str, Config]]:
-    """Returns architectures and configs in which every two values meet, what is emulated among them."""
-    first = [{"arch": arch} | asdict(config) for arch, config in (*hardest, *emulated(kind))]
-    cases = covering_cases(factors, possible, first)
+    """Returns architectures and configs with every value, what is hardest and what is emulated among them."""
+    known = dict.fromkeys((*hardest, *emulated(kind)))
+    first = [{"arch": arch} | asdict(config) for arch, config in known]
+    cases = covering_cases(factors, possible, first, strength=1)
     return [(case.pop("arch"), kind(**case)) for case in map(dict, cases)]
 
 
@@ -124,7 +127,6 @@ HARDEST = tuple(
     for dtype in ACTIVATION_DTYPES
     for gate in ("safe", "softplus")
 )  # fmt: skip
-PREPARES = covering(PrepareConfig, PREPARE, prepare_is_possible, HARDEST)
 # With these the compiler finds too few registers for three CTAs; the marks go when the kernel needs fewer.
 SPILLS = (
     ("sm_90a", PrepareConfig(
@@ -140,6 +142,7 @@ SPILLS = (
         bias=False, index_dtype="int64",
     )),
 )  # fmt: skip
+PREPARES = covering(PrepareConfig, PREPARE, prepare_is_possible, (*HARDEST, *SPILLS))
 FACTORS_CASES = covering(FactorsConfig, FACTORS, anything_is_possible)
 MERGES = covering(MergeConfig, MERGE, merge_is_possible)
 

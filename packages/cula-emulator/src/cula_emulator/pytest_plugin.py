@@ -215,7 +215,7 @@ def _has_the_turn(
     if options is None:
         return True
     arguments = _marker_arguments(item, item.nodeid)
-    if not arguments.keys().isdisjoint(("schedules", "seeds")):
+    if "schedules" in arguments:
         return True
     case = _test_without_schedule(item)
     numbers = cases.setdefault(item.nodeid.partition("[")[0], {})

@@ -37,8 +37,10 @@ def is_possible(case: dict) -> bool:
 
 
 def recurrences(subject: Subject) -> list[tuple[str, RecurrenceConfig]]:
-    """Returns architectures and configs in which every two values meet: what is emulated, and what asks most, among
-    them."""
+    """Returns architectures and configs with every value: what asks most, what is emulated, and what these leave.
+
+    Pairs of values are for the emulator, which asks each of its kernels for spills.
+    """
     target, most = subject.target, subject.tiles[-1]
     first = []
     # (tiles, split, scan)
@@ -75,7 +77,7 @@ def recurrences(subject: Subject) -> list[tuple[str, RecurrenceConfig]]:
         "placed": BOTH,
     }
     found = {}
-    for case in covering_cases(factors, is_possible, first):
+    for case in covering_cases(factors, is_possible, first, strength=1):
         fields = dict(case)
         arch, (tiles, split, scan) = fields.pop("arch"), fields.pop("work")
         config = target.recurrence_config(tiles=tiles, split=split, scan=scan, **fields)

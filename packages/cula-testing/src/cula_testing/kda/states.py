@@ -146,6 +146,18 @@ CASES = {
 }  # fmt: skip
 
 
+def launches(every: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Returns cases with the tiles of v per CTA that they are emulated with.
+
+    They take turns at the tiles, so that every option meets all of them; states in fp16 are in one case alone.
+    """
+    return [
+        (name, tiles)
+        for n, name in enumerate(CASES)
+        for tiles in (every if name == "16 bits" else (every[n % len(every)],))
+    ]
+
+
 def configs_of(target: Target, case: Case, tiles: int) -> list[Config]:
     """Returns the configs of the kernels that a case launches."""
     configs: list[Config] = []
@@ -163,9 +175,8 @@ def engine_configs(target: Target) -> tuple[RecurrenceConfig, ...]:
     """Returns the configs of an architecture's recurrence in all cases; tests of machine code have them too."""
     found = (
         config
-        for case in CASES.values()
-        for tiles in sorted({1, target.v_tiles})
-        for config in configs_of(target, case, tiles)
+        for name, tiles in launches(tuple(sorted({1, target.v_tiles})))
+        for config in configs_of(target, CASES[name], tiles)
         if isinstance(config, RecurrenceConfig)
     )
     return tuple(dict.fromkeys(found))
@@ -235,8 +246,8 @@ class EngineStates:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrizes with what depends on the subject."""
         if "tiles" in metafunc.fixturenames:
-            metafunc.parametrize("tiles", self.subject.tiles)
-        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name, tiles", launches(self.subject.tiles))
+        elif "name" in metafunc.fixturenames:
             metafunc.parametrize("name", CASES)
 
     def expected(self, case: Case) -> dict[str, Tensor]:
@@ -301,3 +312,9 @@ class EngineStates:
             assert {config.kept_dtype for config in of} >= kinds - {"float16"}
             for flag in ("fresh", "packed", *(() if split else ("redirected", "placed"))):
                 assert {getattr(config, flag) for config in of} == {False, True}, flag
+        fields = ("checkpoints", "state_dtype", "kept_dtype", "fresh", "packed", "redirected")
+        fields += ("placed", "split", "indexed", "in_place", "state_v_first")
+        for field in fields:
+            for value in {getattr(config, field) for config in found}:
+                of = [config for config in found if getattr(config, field) == value]
+                assert {config.tiles for config in of} == set(self.subject.tiles), (field, value)
