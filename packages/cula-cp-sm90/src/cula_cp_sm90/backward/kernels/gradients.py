@@ -204,8 +204,13 @@ class KdaGradients(ChunkKernel):
                         phase = phase ^ 1
         else:
             cute.arch.setmaxregister_increase(232)
+            ahead = cute.make_rmem_tensor(3, F32)
+            self.fetch_gate(rate, bias, divmod(first, by_head)[1], ahead, tidx)
             for number in cutlass.range(first, slots * heads_v, ctas, unroll=1):
                 slot, head = divmod(number, by_head)
+                gate = cute.make_rmem_tensor(3, F32)
+                gate.store(ahead.load())
+                self.fetch_gate(rate, bias, divmod(number + ctas, by_head)[1], ahead, tidx)
                 sequence, token, left = find_chunk_of_sequence(
                     cu_seqlens, per_row, first_slot + slot, length
                 )
@@ -217,7 +222,7 @@ class KdaGradients(ChunkKernel):
                     place = Place(batch, token, head, left)
                     grown, shrunk = scale_of(peaks[sequence, head])
                     self.compute(
-                        shared, place, mG, rate, bias, mDq, mDk, mDv, mDg, mDbeta, grown, shrunk, scale, lower_bound,
+                        shared, place, mG, gate, bias, mDq, mDk, mDv, mDg, mDbeta, grown, shrunk, scale, lower_bound,
                         phase, thread,
                     )  # fmt: skip
                     if cutlass.const_expr(self.config.rate or self.config.bias):
@@ -297,13 +302,13 @@ class KdaGradients(ChunkKernel):
 
     @cute.jit
     def compute(
-        self, shared, place, mG: cute.Tensor, rate, bias, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor,
-        mDg: cute.Tensor, mDbeta: cute.Tensor, grown, shrunk, scale, lower_bound, phase, thread,
+        self, shared, place, mG: cute.Tensor, gate: cute.Tensor, bias, mDq: cute.Tensor, mDk: cute.Tensor,
+        mDv: cute.Tensor, mDg: cute.Tensor, mDbeta: cute.Tensor, grown, shrunk, scale, lower_bound, phase, thread,
     ):  # fmt: skip
-        """Computes the gradients of a chunk."""
+        """Computes the gradients of a chunk. gate: from `fetch_gate`."""
         tidx, lane, w, left = thread.tidx, thread.lane, thread.w, place.left
-        rate, bias = self.gate_of(rate, bias, place.head)
-        g = self.decays(shared, rate, bias, lower_bound, left, phase, thread)
+        rate = gate[2]
+        g = self.decays(shared, gate, lower_bound, left, phase, thread)
         if cutlass.const_expr(self.apart):
             self.give_back(shared, Input.GATES)
         sum_tokens(g, lane, inside=True)
@@ -355,7 +360,8 @@ class KdaGradients(ChunkKernel):
         )
         sum_tokens(sums, lane, back=True)
         sum_tokens(handed, lane, exclusive=True)
-        gates = self.rows.load_gates(place.rows(mG), left, w, lane)
+        own_bias = bias[place.head, None] if self.config.bias else None
+        gates, shift = self.rows.load_gates(place.rows(mG), own_bias, left, w, lane)
         self.sync()
         for half in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(TILES):
@@ -371,8 +377,8 @@ class KdaGradients(ChunkKernel):
         self.rows.store_gates(
             shared.planes,
             gates,
+            shift,
             rate,
-            bias,
             lower_bound,
             place.rows(mDg),
             left,
@@ -383,25 +389,26 @@ class KdaGradients(ChunkKernel):
         if cutlass.const_expr(not self.apart):
             self.give_back(shared, Input.GATES)
 
-    def gate_of(self, rate, bias, head):
-        """Returns A_log and dt_bias of a head, None where there is none."""
-        return rate[head] if self.config.rate else None, bias[
-            head, None
-        ] if self.config.bias else None
+    @cute.jit
+    def fetch_gate(self, rate, bias, head, gate: cute.Tensor, tidx):
+        """Loads what gates are computed with of a head, while the chunk before is computed: dt_bias of the thread's two
+        channels, and A_log; zeros where there are none."""
+        gate.fill(0.0)
+        channel = tidx // 32 * 16 + tidx % 32 // 4
+        if cutlass.const_expr(self.config.bias):
+            for half in cutlass.range_constexpr(2):
+                gate[half] = bias[head, channel + 8 * half]
+        if cutlass.const_expr(self.config.rate):
+            gate[2] = rate[head]
 
     @cute.jit
-    def decays(self, shared, rate, bias, lower_bound, left, phase, thread):
+    def decays(self, shared, gate, lower_bound, left, phase, thread):
         """Waits for the gates and returns own elements of the log2 decays; zero past the end."""
         lane, w = thread.lane, thread.w
         speed = F32(1.0)
         if cutlass.const_expr(self.config.rate):
-            speed = exp2(rate * LOG2_E)
+            speed = exp2(gate[2] * LOG2_E)
         speed = speed * -LOG2_E
-        shift = cute.make_rmem_tensor(2, F32)
-        shift.fill(0.0)
-        for half in cutlass.range_constexpr(2):
-            if cutlass.const_expr(self.config.bias):
-                shift[half] = bias[16 * w + lane // 4 + 8 * half]
         self.wait(shared, Input.GATES, phase)
         g = cute.make_rmem_tensor(OWN, F32)
         places = cute.make_rmem_tensor(
@@ -423,10 +430,10 @@ class KdaGradients(ChunkKernel):
             for b, half, m in SUB_INDICES:
                 row = SUB * sub + 8 * m + thread.token + b
                 if cutlass.const_expr(self.config.gate == "safe"):
-                    y = x[b, half, m] * speed + shift[half] * speed
+                    y = x[b, half, m] * speed + gate[half] * speed
                     step = (lower_bound * LOG2_E) * cute.arch.rcp_approx(1.0 + exp2(y))
                 elif cutlass.const_expr(self.config.gate == "softplus"):
-                    y = (x[b, half, m] + shift[half]) * LOG2_E
+                    y = (x[b, half, m] + gate[half]) * LOG2_E
                     grown = cute.math.log2(1.0 + exp2(-cute.math.absf(y)), fastmath=True)
                     step = (speed / LOG2_E) * (grown + cutlass.max(y, F32(0.0)))
                 else:

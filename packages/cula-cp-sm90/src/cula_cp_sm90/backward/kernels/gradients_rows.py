@@ -92,10 +92,15 @@ class Rows:
                 address = address + step
 
     @cute.jit
-    def load_gates(self, gates: cute.Tensor, left, w, lane):
-        """Returns the thread's elements of the caller's gates, zeros past the end. None for decays."""
+    def load_gates(self, gates: cute.Tensor, bias, left, w, lane):
+        """Returns the thread's elements of the caller's gates, zeros past the end, and of dt_bias, zeros without one.
+        None for decays."""
+        shift = cute.make_rmem_tensor(UNIT, F32)
+        shift.fill(0.0)
         if cutlass.const_expr(not self.gated):
-            return None
+            return None, shift
+        if cutlass.const_expr(self.config.bias):
+            cute.autovec_copy(view(bias.iterator, UNIT * lane, UNIT), shift)
         raw = cute.make_rmem_tensor((UNIT, ROUNDS), gates.element_type)
         raw.fill(0.0)
         address, step = address_of(gates, w, UNIT * lane, WARPS)
@@ -103,15 +108,15 @@ class Rows:
             if w + WARPS * j < left:
                 cute.autovec_copy(elements_at(gates, address, UNIT), raw[None, j])
             address = address + step
-        return raw
+        return raw, shift
 
     @cute.jit
     def store_gates(
         self,
         matrix: cute.Pointer,
         raw,
+        shift,
         rate,
-        bias,
         lower_bound,
         target: cute.Tensor,
         left,
@@ -120,14 +125,10 @@ class Rows:
         lane,
     ):
         """Writes dg of the staged gradient of log decays, and the sums over the warp's rows: of bias [channel, warp],
-        of rate behind them. raw: from `load_gates`. rate: A_log of the head. bias: dt_bias of the head."""
+        of rate behind them. raw, shift: from `load_gates`. rate: A_log of the head."""
         speed = F32(1.0)
         if cutlass.const_expr(self.config.rate):
             speed = exp2(rate * LOG2_E)
-        shift = cute.make_rmem_tensor(UNIT, F32)
-        shift.fill(0.0)
-        if cutlass.const_expr(self.config.bias):
-            cute.autovec_copy(view(bias.iterator, UNIT * lane, UNIT), shift)
         place = place_of(w, lane)
         of_bias, of_rate = cute.make_rmem_tensor(UNIT, F32), F32(0.0)
         of_bias.fill(0.0)
