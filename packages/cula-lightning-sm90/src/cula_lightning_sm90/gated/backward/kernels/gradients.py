@@ -81,7 +81,7 @@ class Shared(NamedTuple):
 
     There are two places for what follows, and for begun and done; see `of_turn`. factors [4, token]: as
     `Tokens.write_factors` has them. sums [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's
-    rows. numbers [Token, token]. kept [warp]: the sum of S D.
+    rows. numbers [Token, token]. kept [warp]: the sum of S D. peak: bits of the largest gradient.
     """
 
     full: cute.Pointer
@@ -103,6 +103,7 @@ class Shared(NamedTuple):
     numbers: cute.Tensor
     largest: cute.Tensor
     kept: cute.Tensor
+    peak: cute.Tensor
 
 
 class Thread(NamedTuple):
@@ -248,7 +249,7 @@ class ChunkGradients(ChunkKernel):
                             self.load(tokens, images, head_k, head, batch, token, shared, turn)
                             turn = turn + 1
             if warp_idx == WARPS + 1:
-                past, of_past = Place(I32(0), I32(0), I32(0), I32(0)), F32(0.0)
+                past = Place(I32(0), I32(0), I32(0), I32(0))
                 for number in cutlass.range(first, slots * heads, ctas, unroll=1):
                     slot, head_k = divmod(number, by_head)
                     sequence, token, left = find_chunk_of_sequence(
@@ -258,13 +259,13 @@ class ChunkGradients(ChunkKernel):
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
                         for member in cutlass.range(group, unroll=1):
                             place = Place(batch, token, head_k * group + member, left)
-                            self.sum_decays(shared, place.rows(mG), left, turn, tidx % 32)
+                            peak = peaks[sequence, place.head]
+                            self.begin(shared, place.rows(mG), peak, left, turn, tidx % 32)
                             if turn > 0:
-                                self.store_decays(shared, past, mDg, of_past, turn - 1, tidx % 32)
-                            _, shrunk = scale_of(peaks[sequence, place.head])
-                            past, of_past, turn = place, shrunk, turn + 1
+                                self.store_decays(shared, past, mDg, turn - 1, tidx % 32)
+                            past, turn = place, turn + 1
                 if turn > 0:
-                    self.store_decays(shared, past, mDg, of_past, turn - 1, tidx % 32)
+                    self.store_decays(shared, past, mDg, turn - 1, tidx % 32)
         else:
             cute.arch.setmaxregister_increase(232)
             for number in cutlass.range(first, slots * heads, ctas, unroll=1):
@@ -282,10 +283,8 @@ class ChunkGradients(ChunkKernel):
                             so_far = SoFar(
                                 sums[first, thread.group, None, tidx % GROUP, None], member > 0, member + 1 == group
                             )  # fmt: skip
-                        grown, shrunk = scale_of(peaks[sequence, head])
                         self.compute(
-                            self.of_turn(shared, turn), place, keys, mDq, mDk, mDv, mDbeta, so_far, grown, shrunk,
-                            scale, turn, thread,
+                            self.of_turn(shared, turn), place, keys, mDq, mDk, mDv, mDbeta, so_far, scale, turn, thread
                         )  # fmt: skip
                         turn = turn + 1
 
@@ -316,6 +315,7 @@ class ChunkGradients(ChunkKernel):
             numbers=smem.allocate_tensor(F32, numbers, byte_alignment=16),
             largest=smem.allocate_tensor(I32, cute.make_layout(WARPS), byte_alignment=16),
             kept=smem.allocate_tensor(F32, of_warps, byte_alignment=16),
+            peak=smem.allocate_tensor(I32, cute.make_layout((1, 2)), byte_alignment=16),
         )
 
     # ---- loads ------------------------------------------------------------------------------------------------------
@@ -349,6 +349,7 @@ class ChunkGradients(ChunkKernel):
             columns=shared.columns + cute.assume(place * (WARPS * CHUNK), divby=WARPS * CHUNK),
             numbers=shared.numbers[None, None, place],
             kept=shared.kept[None, place],
+            peak=shared.peak[None, place],
         )
 
     # ---- the chunk --------------------------------------------------------------------------------------------------
@@ -356,10 +357,12 @@ class ChunkGradients(ChunkKernel):
     @cute.jit
     def compute(
         self, shared, place, keys, mDq: cute.Tensor, mDk: cute.Tensor, mDv: cute.Tensor, mDbeta: cute.Tensor, so_far,
-        grown, shrunk, scale, turn, thread,
+        scale, turn, thread,
     ):  # fmt: skip
         """Computes the gradients of a chunk. place, keys: where it is among value heads, and among those of q and k."""
         left, phase = place.left, turn & 1
+        cute.arch.mbarrier_wait(shared.begun, turn // 2 & 1)
+        grown, shrunk = scale_of(shared.peak[0])
         self.wait(shared, Input.TOKENS, phase)
         given, norms = shared.given, shared.factors + CHUNK
         self.convert(given, shared.q, view(norms, 0, CHUNK), scale, left, thread.tidx)
@@ -368,7 +371,6 @@ class ChunkGradients(ChunkKernel):
         self.give_back(shared, Input.TOKENS)
         self.sync()
         self.wait(shared, Input.ROWS, phase)
-        cute.arch.mbarrier_wait(shared.begun, turn // 2 & 1)
         own, factor = self.pairs(shared, place.rows(mDbeta), shrunk, left, thread)
         self.sync()
         self.wait(shared, Input.STATES, phase)
@@ -536,6 +538,7 @@ class ChunkGradients(ChunkKernel):
         self.sum_states(shared, thread)
         self.store_values(shared, dv, shrunk, left, thread.tidx, GROUP)
         self.give_back(shared, Input.ROWS)
+        before = self.recall(so_far)
         warpgroup.wait_group(0)
         self.give_back(shared, Input.STATES)
         grown = self.of_rows(shared.sums, 0, thread)
@@ -544,7 +547,7 @@ class ChunkGradients(ChunkKernel):
         self.add(acc, pairs, factor)
         inverse = F32(0.0) if scale == 0.0 else 1.0 / scale
         acc.store(acc.load() * (scale * shrunk))
-        self.finish(acc, so_far, shared, 1, shared.q, inverse, shared.do, dq, left, thread)
+        self.finish(acc, so_far, before, shared, 1, shared.q, inverse, shared.do, dq, left, thread)
 
     @cute.jit
     def keys(self, shared, own: cute.Tensor, so_far, factor, shrunk, dk: cute.Tensor, left, thread):
@@ -571,13 +574,16 @@ class ChunkGradients(ChunkKernel):
         dA, dM = shared.pairs, shared.pairs + SQUARE
         self.multiply(other, dA, "mn", shared.q, "mn", WIDE, 1, False, thread.tidx)
         self.multiply(other, dM, "mn", shared.k, "mn", WIDE, 1, False, thread.tidx)
+        before = self.recall(so_far)
         warpgroup.wait_group(0)
         self.add(acc, other, factor)
         for half in cutlass.range_constexpr(2):
             given = view(shared.factors, 3 * CHUNK + thread.row + 8 * half, 1)[0]
             roots[half] = given * shrunk
         self.weigh(acc, roots)
-        self.finish(acc, so_far, shared, 2, shared.k, F32(1.0), shared.pairs, dk, left, thread)
+        self.finish(
+            acc, so_far, before, shared, 2, shared.k, F32(1.0), shared.pairs, dk, left, thread
+        )
 
     @cute.jit
     def multiply_own(self, acc: cute.Tensor, own: cute.Tensor, k: cute.Pointer, tidx):
@@ -647,21 +653,29 @@ class ChunkGradients(ChunkKernel):
             shared.kept[thread.w] = total
 
     @cute.jit
+    def recall(self, so_far):
+        """Loads the sums over the value heads before, zeros for the first one."""
+        before = None
+        if cutlass.const_expr(so_far is not None):
+            before = cute.make_rmem_tensor((4, CHUNK * HEAD_DIM // (4 * GROUP)), F32)
+            before.fill(0.0)
+            if so_far.begun:
+                for i in cutlass.range_constexpr(cute.size(before, mode=[1])):
+                    cute.autovec_copy(so_far.own[i, None], before[None, i])
+        return before
+
+    @cute.jit
     def finish(
-        self, acc: cute.Tensor, so_far, shared, which: cutlass.Constexpr, matrix: cute.Pointer, inverse,
+        self, acc: cute.Tensor, so_far, before, shared, which: cutlass.Constexpr, matrix: cute.Pointer, inverse,
         slot: cute.Pointer, target: cute.Tensor, left, thread,
     ):  # fmt: skip
         """Adds the gradient of normalized q or k to those of the value heads before, and behind the last one writes dq
-        or dk. See `SoFar`, and `store_rows` for the other arguments."""
+        or dk. See `SoFar` and `recall`, and `store_rows` for the other arguments."""
         if cutlass.const_expr(so_far is None):
             self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
         else:
-            parts = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
-            if so_far.begun:
-                before = cute.make_rmem_tensor(parts.layout, F32)
-                for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-                    cute.autovec_copy(so_far.own[i, None], before[None, i])
-                parts.store(parts.load() + before.load())
+            parts = cute.make_tensor(acc.iterator, before.layout)
+            parts.store(parts.load() + before.load())
             if so_far.ends:
                 self.store_rows(acc, shared, which, matrix, inverse, slot, target, left, thread)
             else:
@@ -708,19 +722,23 @@ class ChunkGradients(ChunkKernel):
     # ---- decays -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def sum_decays(self, shared, g: cute.Tensor, left, turn, lane):
-        """Sums the decays of a chunk, where those of the one before the last have been; by a warp."""
+    def begin(self, shared, g: cute.Tensor, peak, left, turn, lane):
+        """Sums the decays of a chunk, and hands on its peak, where those of the one before the last have been; by a
+        warp."""
         own = self.of_turn(shared, turn)
         cute.arch.sync_warp()
         sum_decays(g, own.sums, left, lane)
+        if lane == 0:
+            own.peak[0] = peak
         cute.arch.mbarrier_arrive(own.begun)
 
     @cute.jit
-    def store_decays(self, shared, place, mDg: cute.Tensor, shrunk, turn, lane):
+    def store_decays(self, shared, place, mDg: cute.Tensor, turn, lane):
         """Writes dg of a chunk, once all is there that it is summed from; by a warp, whose lanes have two tokens
         each."""
         shared, dg, left = self.of_turn(shared, turn), place.rows(mDg), place.left
         cute.arch.mbarrier_wait(shared.done, turn // 2 & 1)
+        _, shrunk = scale_of(shared.peak[0])
         read, written = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
         two = cute.make_rmem_tensor(2, F32)
         read.fill(0.0)
