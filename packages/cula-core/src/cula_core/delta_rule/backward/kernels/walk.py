@@ -371,21 +371,25 @@ class KdaWalk:
                 where = chunks - 1 - c if cutlass.const_expr(back) else c
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
                 ring.consumer_wait(at)
-                cute.copy(load_v, v_source[None, None, None, stage], load_v.retile(v))
-                left = length - where * CHUNK
-                if cutlass.const_expr(scan and not back):
-                    left = left if column < self.config.v_tiles else I32(0)  # v of M is zero
-                self.scale_values(v, x, do_a, roots, stage, grown, left, lane)
                 cute.autovec_copy(decays[None, None, stage], decay)
                 for n in cutlass.range_constexpr(HEAD_DIM // 8):
                     for a in cutlass.range_constexpr(2):
                         for b in cutlass.range_constexpr(2):
                             by_pairs[a, b, n] = by_pairs[a, b, n] * decay[a, n]
+                if cutlass.const_expr(back):
+                    warpgroup.fence()
+                    issue(mma_k, x, s_a, first[None, None, None, stage], True)
+                cute.copy(load_v, v_source[None, None, None, stage], load_v.retile(v))
+                left = length - where * CHUNK
+                if cutlass.const_expr(scan and not back):
+                    left = left if column < self.config.v_tiles else I32(0)  # v of M is zero
+                self.scale_values(v, x, do_a, roots, stage, grown, left, lane)
                 warpgroup.fence()
-                issue(mma_k, x, s_a, first[None, None, None, stage], back)
                 if cutlass.const_expr(back):
                     issue(mma_mn, x, do_a, aqk[None, None, None, stage], False)
                     issue(mma_s, s, do_a, qg[None, None, None, stage], False)
+                else:
+                    issue(mma_k, x, s_a, first[None, None, None, stage], False)
                 if cutlass.const_expr(not scan):
                     # Under these products the state goes out, and z or -y of the chunk before.
                     self.keep_state(store_state, s_kept, state_target, group, tidx)
