@@ -101,7 +101,7 @@ def of_log_decays(
         number = (t - start) // EVERY
         row = (start // EVERY + number - 1).clamp(0, known.shape[1] - 1)
         opened = torch.where(certain, opened, known.transpose(1, 2)[..., row])
-        certain = (t == start + number * EVERY) & (t < end)
+        certain = t == start + number * EVERY
     begins = (t == first) & (forgets | certain)
     too_much = torch.where(forgets, passing, b[..., first] - a[..., first] - opened)
     since = torch.where(begins, t, -1).cummax(2).values
