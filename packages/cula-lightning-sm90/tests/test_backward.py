@@ -142,6 +142,26 @@ def test_gradients_of_decays(lengths, packed, kind, decays, state):
     assert_near(got[-len(decays) :], want[-len(decays) :], 1e-6)
 
 
+@pytest.mark.parametrize("state, turned", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kind", ["gentle", "mixed", "none"])
+@pytest.mark.parametrize(
+    "lengths, packed", [((192, 192), False), ((70, 0, 1, 150, 128, 129), True)], ids=str
+)
+def test_gradients_of_decays_from_states(lengths, packed, kind, state, turned, monkeypatch):
+    """Sequences of several intervals after which both passes leave states, ends at an interval and behind it."""
+    monkeypatch.setattr("cula_lightning_sm90.decays.EVERY", 64)
+    x: dict[str, Any] = make(lengths, packed) | {"gamma": None}
+    x["g"] = rates(kind, x)
+    wanted: tuple[str, ...] = ("q", "k", "v", "initial", "g")
+    if not state:
+        x |= {"initial": None, "dht": None}
+        wanted = ("q", "k", "v", "g")
+    cu = int32(0, *torch.tensor(lengths).cumsum(0).tolist()) if packed else None
+    options = {"cu_seqlens": cu, "output_final_state": state, "state_v_first": turned}
+    got = found(chunk_simple_gla, x, wanted, turned, **options)
+    assert_near(got, expected(x, lengths, packed, ("g",)), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["gentle", "strong", "mixed", "none"])
 def test_gradients_of_decays_from_16_bits(dtype, kind):

@@ -88,7 +88,7 @@ REVERSED = [
     for config in candidates(
         Problem(
             "bfloat16", 128, 128, gate, packed=packed, initial_state=True, exact_state=not packed, reverse=True,
-            dots=True,
+            dots=True, checkpoints="every",
         )
     )[::2]
 ]  # fmt: skip

@@ -6,7 +6,7 @@ the outputs and dS of the final state,
     dq = f(do, v, k, S0^T)      dk = f'(v, do, q, dS^T)      dv = f'(k, q, do, dS), whose final state is that of S0
 
 so that a backward needs the inputs of its forward alone, and has the forward's options and precision. Where decays want
-gradients, the passes of dq and dk also give the sums that `decays.py` makes these from.
+gradients, the passes of dq and dk also give the sums and states that `decays.py` makes these from.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cula_core.operators import register_fake
 from cula_core.reference.common import work_dtype
 from cula_core.tensors import DENSE, live_rows, new_states
 
+from . import decays
 from .call import Call
-from .decays import log_decays, new_dots, of_log_decays
 
 _NAME = "cula_lightning_sm90::prefill_backward"
 _SCHEMA = (
@@ -114,6 +114,8 @@ def gradients(
     With of_decays those of g and head_decay follow, if they are there. do [B, T, HV, V], dht [N, HV, K, V] (or V, K):
     gradients of the results, None for zero. The others: as in `Call`.
     With float16 they are computed from do and dht times a power of two, which brings the largest of them near to 1.
+    With of_decays, batches of more than 512 tokens take memory for states, 128 KiB per value head and 512 tokens with
+    K = V = 128.
     """
     heads, work = v.shape[2], work_dtype(q)
     given = (q, k)
@@ -144,21 +146,29 @@ def gradients(
 
     def attend(
         a: Tensor, b: Tensor, c: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, turned: bool,
-        reverse: bool, of: Tensor | None = None, dots: Tensor | None = None,
+        reverse: bool, of: Tensor | None = None, dots: Tensor | None = None, states: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         indices = None if start is None else state_indices
         run(
             Call(
-                a, b, c, g, head_decay, start, None, indices, end, None, cu_seqlens, out, scale, decay_sign,
-                state_v_first != turned, False, exact_state, 0, num_splits, segment_tokens=segment_tokens,
-                reverse=reverse, dot_with=None if dots is None else of, dots=dots,
+                a, b, c, g, head_decay, start, None, indices, end, states, cu_seqlens, out, scale, decay_sign,
+                state_v_first != turned, False, exact_state, 0 if states is None else decays.EVERY, num_splits,
+                segment_tokens=segment_tokens, reverse=reverse, dot_with=None if dots is None else of, dots=dots,
             )
         )  # fmt: skip
         return out if unit is None else torch.div(out, unit, out=out)
 
-    dots_q, dots_k = (new_dots(x, v, work) if of_decays else None for x in (q, k))
-    dq = attend(do, v, k, result(q), initial_state, None, True, False, q, dots_q)
-    dk = attend(v, do, q, result(k), dht, None, True, True, k, dots_k)
+    dots_q = dots_k = states = d_states = None
+    start = initial_state
+    if of_decays:
+        dots_q, dots_k = (decays.new_dots(x, v, work) for x in (q, k))
+        states, d_states = (
+            decays.new_states(q, v, work, state_v_first, state_indices is not None)
+            for _ in range(2)
+        )
+        start = None if initial_state is None else initial_state.to(work)  # as all states of a call
+    dq = attend(do, v, k, result(q), start, None, True, False, q, dots_q, states)
+    dk = attend(v, do, q, result(k), dht, None, True, True, k, dots_k, d_states)
     dv = attend(k, q, do, result(v), dht, dh0, False, True)
     found = [
         _before_norm(_of_group(d, x), y, inverse)
@@ -171,8 +181,11 @@ def gradients(
         started = (dh0 * initial_state).sum((2, 3))
         found.append((dh0 if unit is None else dh0 / unit).to(initial_state.dtype))
     if dots_q is not None and dots_k is not None:
-        decays = log_decays(g, head_decay, decay_sign, v)
-        dg = of_log_decays(dots_q, dots_k, decays, started, cu_seqlens)
+        known = None
+        if states is not None and d_states is not None:
+            known = scale * states.mul_(d_states).sum((3, 4), dtype=torch.float64)
+        rates = decays.log_decays(g, head_decay, decay_sign, v)
+        dg = decays.of_log_decays(dots_q, dots_k, rates, started, cu_seqlens, known)
         dg = dg if unit is None else dg / unit.squeeze(0)
         if g is not None:
             found.append(dg.to(g.dtype).contiguous())

@@ -22,17 +22,19 @@ SCHEMA = (
 class Call(NamedTuple):
     """The checked arguments of `prefill`. It is a tuple, so that it can be passed to the operator as its arguments.
 
-    q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV], head_decay [HV]: the log decay per token is g plus
-    decay_sign * head_decay. initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`;
-    state_pool is updated in place, at the rows that state_indices [N] name (negative or null_slot: padding), and
-    replaces both others. has_initial_state [N]: False where a sequence begins from zero. checkpoints [B, T // n, HV, K,
-    V] with n = checkpoint_every, or None and 0; [rows, HV, K, V] with checkpoint_rows [N], the row of each sequence's
-    first one, or with checkpoint_offsets [N], which keep one state per sequence, after so many tokens; then None is the
-    pool. cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as num_splits says. reverse: time runs
-    backwards: with the state S_T = initial_state behind the last token, S_t = exp(d_t) (S_(t+1) + k_t v_t^T) is final
-    at t = 0, and o_t = scale * q_t (S_(t+1) + k_t v_t^T). v may have fewer heads than out, as q and k may. dots [B, HV,
-    4 ceil(V / 64), 2, T] fp32, written: parts of sums over V of dot_with [B, T, H or HV, V] times the unrounded
-    outputs, first of their share of the state with which a chunk begins, then of the whole.
+    q, k [B, T, H, K]. v, out [B, T, HV, V]. g [B, T, HV], head_decay [HV]: the log decay per token is g plus decay_sign
+    * head_decay. initial_state, final_state, state_pool: [rows, HV, K, V], or V, K with `state_v_first`; state_pool is
+    updated in place, at the rows that state_indices [N] name (negative or null_slot: padding), and replaces both
+    others. has_initial_state [N]: False where a sequence begins from zero. checkpoints [B, T // n, HV, K, V] with n =
+    checkpoint_every, or None and 0; [rows, HV, K, V] with checkpoint_rows [N], the row of each sequence's first one, or
+    with checkpoint_offsets [N], which keep one state per sequence, after so many tokens; then None is the pool.
+    cu_seqlens [N + 1]. segment_tokens: where to cut sequences; 0: as num_splits says. reverse: time runs backwards:
+    with the state S_T = initial_state behind the last token, S_t = exp(d_t) (S_(t+1) + k_t v_t^T) is final at t = 0,
+    and o_t = scale * q_t (S_(t+1) + k_t v_t^T). Then the checkpoints are S_n, S_2n, ... up to the last in front of a
+    token, in the rows where the states after so many tokens are otherwise; without checkpoint_offsets. v may have fewer
+    heads than out, as q and k may. dots [B, HV, 4 ceil(V / 64), 2, T] fp32, written: parts of sums over V of dot_with
+    [B, T, H or HV, V] times the unrounded outputs, first of their share of the state with which a chunk begins, then of
+    the whole.
     """
 
     q: Tensor

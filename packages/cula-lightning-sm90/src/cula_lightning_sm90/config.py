@@ -71,8 +71,8 @@ class Problem:
             return "an in-place state is a final state"
         if self.placed and self.checkpoints is None:
             return "rows are named for states that are kept"
-        if self.reverse and (self.checkpoints or self.in_place or self.l2norm):
-            return "against time no states are kept or replaced, and nothing is normalised"
+        if self.reverse and (self.checkpoints == "once" or self.in_place or self.l2norm):
+            return "against time states are kept every so many tokens or not, none is replaced, nothing normalised"
         return None
 
 

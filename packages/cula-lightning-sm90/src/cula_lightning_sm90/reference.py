@@ -142,7 +142,7 @@ def chunked_prefill(
     """`recurrent_prefill` by chunks of 64 tokens, in fp64 if an argument is fp64 and in fp32 otherwise.
 
     Arguments and results are the same. A dense batch runs its sequences together, a packed one each for itself.
-    reverse, dot_with, dots [B, HV, 2, T]: see `Call`; without checkpoints.
+    reverse, dot_with, dots [B, HV, 2, T]: see `Call`.
     """
     batch, tokens, _, dim_k = q.shape
     heads_v, dim_v = v.shape[2:]
@@ -187,8 +187,9 @@ def chunked_prefill(
                     dots[rows, :, i, piece] = (x * o).sum(-1).transpose(1, 2)
             if kept is None:
                 continue
+            done = (piece.start if reverse else piece.stop) - start
             for n, own in zip(members, state):
-                if (place := kept.row(n, piece.stop - start)) >= 0:
+                if done > 0 and (place := kept.row(n, done)) >= 0:
                     kept.buffer[place] = own.mT if state_v_first else own
         finals[members] = state
     return outputs, finals.transpose(2, 3) if state_v_first else finals

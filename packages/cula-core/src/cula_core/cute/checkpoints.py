@@ -28,8 +28,20 @@ class Checkpoints:
             tokens = cutlass.select_(tokens % self.chunk == 0, tokens, I32(0))
         return tokens // self.chunk - 1
 
+    @cute.jit
+    def last(self, every, begun, chunks):
+        """Returns the last chunk of an item in front of which a state is kept after "every" so many tokens.
+
+        For kernels that run against time. Negative for none, and the first chunk of a sequence does not count. begun:
+        tokens of the sequence in front of the item. chunks: of the item.
+        """
+        return chunks - 1 - (begun // self.chunk + chunks - 1) % (every // self.chunk)
+
     def following(self, due, every):
-        """Returns the chunk behind which the state is kept that comes after that of chunk `due`."""
+        """Returns the chunk behind which the state is kept that comes after that of chunk `due`.
+
+        Against time, with -every, that of the state in front of it.
+        """
         return due if self.kind == "once" else due + every // self.chunk
 
     @cute.jit

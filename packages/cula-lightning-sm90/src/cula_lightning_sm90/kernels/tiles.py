@@ -115,8 +115,11 @@ class Tiles(Layout):
             rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
             gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             if cutlass.const_expr(self.problem.checkpoints is not None):
-                begun = part * segment_tokens
-                due = self.kept.first(sequence, checkpoint_offsets, checkpoint_every, begun)
+                begun = self.place(part, parts) * segment_tokens
+                if cutlass.const_expr(self.reverse):
+                    due = self.kept.last(checkpoint_every, begun, chunks)
+                else:
+                    due = self.kept.first(sequence, checkpoint_offsets, checkpoint_every, begun)
             for c in cutlass.range(chunks, unroll=1):
                 left = cutlass.min(length - self.place(c, chunks) * CHUNK, CHUNK)
                 ring.consumer_wait(at)
@@ -170,14 +173,17 @@ class Tiles(Layout):
                 self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
                 turn = turn + 1
                 if cutlass.const_expr(self.problem.checkpoints is not None):
-                    if (c == due) & (left == CHUNK):
+                    # A state behind a whole chunk, or against time in front of any but a sequence's first one.
+                    here = self.place(c, chunks)
+                    done = begun + (here + int(not self.reverse)) * CHUNK
+                    if (here == due) & (done > 0 if self.reverse else left == CHUNK):
                         at_row = self.kept.row(
-                            sequence, token - begun, out.shape[1], checkpoint_rows, checkpoint_every,
-                            begun + (c + 1) * CHUNK,
+                            sequence, token - begun, out.shape[1], checkpoint_rows, checkpoint_every, done
                         )  # fmt: skip
                         if at_row >= 0:
                             self.put(s, part_s, checkpoints, at_row, head, column)
-                        due = self.kept.following(due, checkpoint_every)
+                        step = -checkpoint_every if self.reverse else checkpoint_every
+                        due = self.kept.following(due, step)
             if chunks > 0:
                 last = self.place(chunks - 1, chunks)
                 self.outputs.finish(
