@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -183,9 +185,11 @@ def test_packed_sequences_equal_one_by_one():
         alone = {name: x[name][:, start:stop] for name in (*TOKENS, "do")}
         alone |= {name: x[name][n : n + 1] for name in ("initial_state", "dht")}
         one = backward(x | alone | {"cu_seqlens": None}, options)
+        # BLAS may sum in another order where a matrix begins elsewhere in memory.
+        close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
         for name in ("dq", "dk", "dv", "dg", "dbeta"):
-            assert torch.equal(getattr(found, name)[:, start:stop], getattr(one, name)), name
-        assert torch.equal(found.dh0[n : n + 1], one.dh0)
+            close(getattr(found, name)[:, start:stop], getattr(one, name))
+        close(found.dh0[n : n + 1], one.dh0)
 
 
 def test_no_token_at_all():
