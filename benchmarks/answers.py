@@ -211,12 +211,19 @@ def delta_decode(gpu: str, root: Path) -> list[list[str]]:
 def training(gpu: str, root: Path) -> list[list[str]]:
     """A training step by our own kernels, where it has been measured."""
     parts = []
-    for kind, name in (("KDA", "kda_training"), ("Lightning attention", "lightning_training")):
+    for kind, name, peer, of in (
+        ("KDA", "kda_training", "fla", "FLA"),
+        ("Lightning attention", "lightning_training", "fla", "FLA"),
+        # FLA refuses this backward with the Triton of most results.
+        ("the gated delta rule", "gated_training", "fla_lifted", "FLA with its refusal lifted"),
+    ):
         path = results.result_path(name, gpu, root)
         if path.exists():
             result = results.load(path)
-            told = report.ratios(result, results.device_method(result), "*", "fla")
-            parts.append(f"{kind} {min(told.values()):.2f} to {max(told.values()):.2f} x FLA")
+            rows = results.rows_of(result, role="ours", method=results.device_method(result))
+            told = [r[f"ratio_{peer}"] for r in rows if r.get(f"ratio_{peer}")]
+            if told:
+                parts.append(f"{kind} {min(told):.2f} to {max(told):.2f} x {of}")
     if not parts:
         return []
     return [

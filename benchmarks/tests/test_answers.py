@@ -21,7 +21,7 @@ def root(tmp_path):
     names += ("h200/kda_prefill_cut", "h200/kda_prefill_flashkda", "h200/lightning_prefill")
     names += ("h200/lightning_prefill_delta", "h200/gated_prefill", "h200/lite_attention")
     names += ("h200/lite_training", "h200/lite_trajectory")
-    names += ("h200/kda_training", "h200/lightning_training")
+    names += ("h200/kda_training", "h200/lightning_training", "h200/gated_training")
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
     names += DELTA
     for name in names:
@@ -100,7 +100,11 @@ def test_the_figures_are_those_of_the_files(root):
 def test_training_is_compared_with_fla(root):
     be_faster(root / "h200" / "kda_training.json", "ratio_fla", 3.5, "*-H16", 7.0)
     assert "| KDA 3.50 to 7.00 x FLA; Lightning attention " in answers.region("h200", root)
+    be_faster(root / "h200" / "gated_training.json", "ratio_fla_lifted", 2.5, "*-H16", 3.0)
     (root / "h200" / "lightning_training.json").unlink()
+    told = "| KDA 3.50 to 7.00 x FLA; the gated delta rule 2.50 to 3.00 x FLA with its refusal lifted; nothing but"
+    assert told in answers.region("h200", root)
+    (root / "h200" / "gated_training.json").unlink()
     assert "| KDA 3.50 to 7.00 x FLA; nothing but" in answers.region("h200", root)
 
 
