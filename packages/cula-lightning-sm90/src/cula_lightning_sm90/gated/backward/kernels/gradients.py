@@ -539,11 +539,12 @@ class ChunkGradients(ChunkKernel):
         self.store_values(shared, dv, shrunk, left, thread.tidx, GROUP)
         self.give_back(shared, Input.ROWS)
         before = self.recall(so_far)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(1)
         self.give_back(shared, Input.STATES)
         grown = self.of_rows(shared.sums, 0, thread)
         self.weigh(acc, grown)
         self.note(shared, Token.Q_BY_STATE, self.dots(acc, shared.q, thread), thread)
+        warpgroup.wait_group(0)
         self.add(acc, pairs, factor)
         inverse = F32(0.0) if scale == 0.0 else 1.0 / scale
         acc.store(acc.load() * (scale * shrunk))
@@ -556,8 +557,7 @@ class ChunkGradients(ChunkKernel):
         warpgroup.fence()
         self.multiply(acc, shared.y, "k", shared.s, "mn", WIDE, 2, True, thread.tidx)
         self.multiply(other, shared.z, "k", shared.d, "mn", WIDE, 2, True, thread.tidx)
-        warpgroup.wait_group(0)
-        self.give_back(shared, Input.ROWS, Input.STATES)
+        warpgroup.wait_group(2)
         roots = cute.make_rmem_tensor(2, F32)
         for half in cutlass.range_constexpr(2):
             roots[half] = view(shared.factors, thread.row + 8 * half, 1)[0]
@@ -565,6 +565,8 @@ class ChunkGradients(ChunkKernel):
         dots = self.dots(acc, shared.k, thread)
         dots.store(dots.load() * roots.load())
         self.note(shared, Token.K_BY_STATE, dots, thread)
+        warpgroup.wait_group(0)
+        self.give_back(shared, Input.ROWS, Input.STATES)
         self.weigh(other, self.of_rows(shared.sums, 1, thread))
         dots = self.dots(other, shared.k, thread)
         dots.store(dots.load() * roots.load())
