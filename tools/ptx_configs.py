@@ -287,8 +287,13 @@ def kda_specs(package: str) -> Iterator[Spec]:
     works = [(n, split, False) for n in tiles for split in BOTH] + [(tiles[-1], True, True)]
 
     def prepare(case: dict) -> bool:
-        """A backward pass wants nothing written for a caller."""
-        return known_gates(case) and not (case["intra"] and case.get("rooted"))
+        """A backward pass wants nothing written for a caller, and the largest gradients are for it alone."""
+        rooted = case.get("rooted", False)
+        return (
+            known_gates(case)
+            and not (case["intra"] and rooted)
+            and rooted >= case.get("peaks", False)
+        )
 
     def recurrence(case: dict) -> bool:
         initial, final, scan = case["initial_state"], case["final_state"], case["work"][2]
@@ -313,11 +318,13 @@ def kda_specs(package: str) -> Iterator[Spec]:
     )
     prepares = {"arch": targets, **KDA_TOKENS, "intra": BOTH}
     if package in BACKWARD:
-        prepares["rooted"] = BOTH
+        prepares |= {"rooted": BOTH, "peaks": BOTH}
     recurrences = {
         "arch": targets, "dtype": DTYPES, "operand": DTYPES, "work": works, **dict.fromkeys(walks, BOTH),
         "checkpoints": (None, "every", "once"), "placed": BOTH, "state_dtype": FLOATS, "kept_dtype": FLOATS,
     }  # fmt: skip
+    if package in BACKWARD:
+        recurrences["rooted"] = BOTH
     factors = {"arch": targets, "dtype": DTYPES, "operand": DTYPES, "index_dtype": INDEX_DTYPES}
     merges = {
         "arch": targets, "index_dtype": INDEX_DTYPES, "state_dtype": FLOATS,

@@ -96,8 +96,9 @@ def chunk_kda(
         safe_gate: promises decays in [-5, 0), which lets kernels use wider matrix instructions. A gate computed inside
             then needs `lower_bound`.
         lower_bound: bound of the safe gate, in [-5, 0) with `safe_gate`, else finite and < 0. None: the softplus form.
-        disable_recompute: keep more for the backward pass of flash-linear-attention: behind a kernel w, u, qg and kg,
-            behind its own forward all intermediates. It changes nothing for a kernel with a backward of its own.
+        disable_recompute: keep more for the backward pass. Kernels with one of their own keep the blocks of all chunks,
+            60,928 bytes per chunk of 64 tokens and value head. In front of the backward of flash-linear-attention a
+            kernel keeps w, u, qg and kg, and its own forward all intermediates.
         return_intermediate_states: also return the state before each chunk; inference only. It has the dtype of the
             states, where flash-linear-attention rounds it to that of the activations.
         state_v_first: states are stored `[.., V, K]` instead of `[.., K, V]`.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cula_core.delta_rule.backward.config import WalkConfig, heads_at_once, scratch_bytes
-from cula_core.delta_rule.config import CHUNK, HEAD_DIM
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM, chunk_slots
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
+from cula_cp_sm90.arch import TARGET
 from cula_cp_sm90.backward import launch
 from cula_cp_sm90.backward.call import BackwardCall
 from cula_cp_sm90.backward.ops import prepared
@@ -20,6 +21,8 @@ from cula_emulator.memory import poisoned_memory
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
 from cula_testing.kda.problems import Problem, make_problem
+from cula_testing.kda.problems import assert_right as assert_outputs
+from cula_testing.kda.running import Run, compiler
 from cula_testing.repeating import Repeated
 from cula_testing.tensors import one_thread
 
@@ -81,10 +84,15 @@ def expected(name: str) -> Gradients:
 
 
 def run(
-    problem: Problem, emulated, multiprocessors: int = 3, segment_tokens: int = 0, **options
+    problem: Problem,
+    emulated,
+    multiprocessors: int = 3,
+    segment_tokens: int = 0,
+    kept: dict[str, Tensor] | None = None,
+    **options,
 ) -> Gradients:
     """Runs the kernels as they run on a GPU."""
-    ready = prepared(called(problem)._replace(segment_tokens=segment_tokens))
+    ready = prepared(called(problem)._replace(segment_tokens=segment_tokens, **kept or {}))
     found = Gradients(*(emulated.empty(x.shape, x.dtype) for x in ready[:8]))
 
     def kernels(config):
@@ -93,6 +101,18 @@ def run(
     options = {"kernels": kernels, **options}
     launch.run(ready, found, multiprocessors=multiprocessors, **options)
     return found
+
+
+def kept_by_the_forward(problem: Problem, emulated, segment_chunks: int) -> dict[str, Tensor]:
+    """Runs a forward pass on blocks for a backward pass, and returns these and the factors of tokens."""
+    batch, tokens, heads = problem.given["v"].shape[:3]
+    slots = chunk_slots(batch, tokens, len(problem.lengths) if problem.packed else None)
+    factors = emulated.empty((slots, heads, 4, CHUNK), torch.float32)
+    forward = Run(TARGET, problem, emulated.empty, segment_chunks=segment_chunks, multiprocessors=3)
+    with poisoned_memory():
+        blocks = forward.launch(compiler(emulated, TARGET, "sm_90a"), factors)
+    assert_outputs(problem, forward.outcome())
+    return {"blocks": blocks, "factors": factors}
 
 
 def split(problem: Problem, name: str, x: Tensor) -> list[Tensor]:
@@ -119,6 +139,25 @@ def assert_right(found: Gradients, name: str) -> None:
 def test_gradients(emulated, name):
     """Of every input, worst head."""
     assert_right(run(PROBLEMS[name], emulated), name)
+
+
+@pytest.mark.parametrize("name, segment_chunks", [("mixed", 0), ("packed", 0), ("cut, packed", 1)])
+def test_what_the_forward_keeps(emulated, monkeypatch, name, segment_chunks):
+    """Outputs and final states are right, and gradients have the same bits as without what was kept; also where heads
+    are done one after the other."""
+    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
+    problem, cut = ALL[name], CHUNK * segment_chunks
+    kept = kept_by_the_forward(problem, emulated, segment_chunks)
+    found = run(problem, emulated, segment_tokens=cut, kept=kept)
+    again = run(problem, emulated, segment_tokens=cut)
+    assert all(map(same, found, again))
+    in_groups = run(problem, emulated, segment_tokens=cut, kept=kept, scratch=0)
+    for which in BOUNDS:
+        pair = getattr(found, which), getattr(in_groups, which)
+        # Sums of parameters' parts are torch's, whose order on a CPU depends on the number of heads.
+        assert relative_rmse(*pair) <= 1e-6 if which in ("dA_log", "ddt_bias") else same(*pair), (
+            which
+        )
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -13,12 +13,19 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
+# What stands in for a GPU stands in their places.
+import cula_core.delta_rule.launch  # noqa: F401
 import cula_cp_sm90
+import cula_cp_sm90.backward.launch
 from cula_core.delta_rule.backward import ops
+from cula_core.delta_rule.backward.config import WalkConfig
+from cula_core.delta_rule.config import BLOCK_BYTES, PrepareConfig, RecurrenceConfig
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.arch import TARGET
 from cula_cp_sm90.backward.call import SCHEMA, BackwardCall
+from cula_cp_sm90.backward.config import GradientsConfig
 from cula_testing.kda.inputs import LOWER_BOUNDS, flags, inputs
+from cula_testing.shortcuts import pretended_gpu
 from cula_testing.tensors import spaced, turned
 
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -377,3 +384,46 @@ def test_no_token_launches_nothing(launched):
     x = problem((0, 0))
     found, _, dht = trained(x)
     assert launched == [] and torch.equal(found["initial_state"], dht) and not found["A_log"].any()
+
+
+@pytest.mark.parametrize("lengths", [None, RAGGED], ids=["dense", "packed"])
+def test_what_the_forward_keeps_is_not_computed_again(lengths):
+    """Walks read the very blocks of the forward; of packed sequences the table of segments is made alone."""
+    x = problem(lengths, dtype=torch.bfloat16, dim_k=128, dim_v=128)
+    told = {}
+    with pretended_gpu() as launches:
+        for keep in (False, True):
+            launches.begin([])
+            attend(x, disable_recompute=keep)[1][0].float().sum().backward()
+            told[keep] = list(launches.seen)
+
+    def of(kind: type, keep: bool) -> list[tuple]:
+        """The configs of a kind and their arguments."""
+        return [(unit.config, *rest) for unit, *rest in told[keep] if isinstance(unit.config, kind)]
+
+    assert [config.rooted for config, *_ in of(PrepareConfig, False)] == [False, True]
+    forward, *table = of(PrepareConfig, True)
+    assert forward[0].rooted and not forward[0].peaks
+    assert [(config == forward[0], rest[-1]) for config, *rest in table] == [(True, 0)] * bool(
+        lengths
+    )
+    (chain,) = of(RecurrenceConfig, True)
+    assert chain[0].rooted and not of(RecurrenceConfig, False)[0][0].rooted
+    walks = of(WalkConfig, True)
+    assert len(walks) == 2 and {walk[1] for walk in walks} == {chain[1]}
+    assert of(GradientsConfig, True)[0][0] == of(GradientsConfig, False)[0][0]
+
+
+def test_more_is_kept_only_where_it_is_asked_for():
+    x, kept = problem(None, dtype=torch.bfloat16, dim_k=128, dim_v=128), []
+    with (
+        pretended_gpu(),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda y: kept.append(tuple(y.shape)) or y, lambda y: y
+        ),
+    ):
+        attend(x)
+        before = len(kept)
+        attend(x, disable_recompute=True)
+    slots, heads = 4, 2
+    assert kept[2 * before :] == [(slots, heads, BLOCK_BYTES // 2), (slots, heads, 4, 64)]

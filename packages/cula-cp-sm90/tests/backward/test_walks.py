@@ -89,7 +89,7 @@ def run(name: str, emulated) -> Memory:
         empty(slots, heads, 2, SQUARE),
         empty(*dht.shape, dtype=torch.float32),
     )
-    config = dataclasses.replace(prepare_config(problem), rooted=True)
+    config = dataclasses.replace(prepare_config(problem), rooted=True, peaks=True)
     # Without the norm the roots cost 8 bytes.
     kernel = emulated_kernel(emulated, unit(config, "sm_90a"), may_spill=not config.l2norm)
     longest = max(tokens, CHUNK)

@@ -41,7 +41,7 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
 
 def prepare_arguments(config: PrepareConfig) -> tuple:
     """Returns q, k [B, T, H, 128], g [B, T, HV, 128], beta [B, T, HV], rate [HV], bias [HV * 128], cu_seqlens [N + 1],
-    segment table, blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, of a backward pass do [B, T,
+    segment table, blocks [slots, HV, BLOCK], Aqk and (I + Akk)^-1 [B, T, HV, 64] or None, for a backward pass do [B, T,
     HV, 128], factors [slots, HV, 4, 64] and peaks [N, HV], scale, lower_bound, tokens of a segment, of the longest one,
     first slot, number of slots."""
     batch, tokens, heads, heads_v = (cute.sym_int() for _ in range(4))
@@ -65,9 +65,9 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         fake.segment_table() if config.index_dtype else None,
         _blocks(config.operand, heads_v),
         *(rows(config.dtype, heads_v, CHUNK) if config.intra else None for _ in range(2)),
-        rows(config.dtype, heads_v) if config.rooted else None,
+        rows(config.dtype, heads_v) if config.peaks else None,
         fake.states(heads_v, 4, CHUNK) if config.rooted else None,
-        fake.matrix(cutlass.Int32, heads_v) if config.rooted else None,
+        fake.matrix(cutlass.Int32, heads_v) if config.peaks else None,
         *(cutlass.Float32(1.0) for _ in range(2)),
         *(cutlass.Int32(1) for _ in range(4)),
     )
@@ -92,8 +92,8 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
     """Returns blocks [slots, HV, BLOCK], v and out [B, T, HV, 128], initial [rows, HV, K, V] or V, K, indices of
     initial and of final states [N], bytes [N] that are 0 where a sequence has no initial state, final and checkpoints
     like initial, rows of checkpoints and tokens in front of them [N], maps [segments, HV, 256, 128] and starts
-    [segments, HV, 128, 128] of fp32, segment table, null slot, tokens between checkpoints, tokens of a
-    segment, first slot of the blocks, number of CTAs."""
+    [segments, HV, 128, 128] of fp32, factors of rooted blocks [slots, HV, 4, 64], segment table, null slot, tokens
+    between checkpoints, tokens of a segment, first slot of the blocks, number of CTAs."""
     batch, tokens, heads_v = (cute.sym_int() for _ in range(3))
     shape = (batch, tokens, heads_v, HEAD_DIM)
     packed, forward = config.packed, not config.scan
@@ -113,6 +113,7 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         fake.strided_vector(cutlass.Int32) if config.checkpoints == "once" else None,
         _maps(heads_v) if config.scan else None,
         _states(heads_v) if config.split and forward else None,
+        fake.states(heads_v, 4, CHUNK) if config.rooted else None,
         fake.segment_table() if packed else None,
         *(cutlass.Int32(1) for _ in range(5)),
     )

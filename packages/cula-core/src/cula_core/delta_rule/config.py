@@ -63,11 +63,12 @@ class PrepareConfig(TokensConfig):
     """Static facts of the kernel that writes the blocks of chunks.
 
     intra: Aqk and (I + Akk)^-1 are written for the caller too. rooted: for a backward pass, keys have the roots of
-    strengths, whose factors are written too, with the largest |do|.
+    strengths, and factors of tokens are written too. peaks: so are the largest |do|.
     """
 
     intra: bool = False
     rooted: bool = False
+    peaks: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ class RecurrenceConfig:
     instead: what it adds to a state, and the matrix that it applies to one. v_tile and stages are facts of the
     architecture (`Target`). redirected: final states have rows of their own. fresh: sequences say whether they have an
     initial state. checkpoints: states on the way are kept after "every" so many tokens, or "once"; placed: in rows that
-    the caller names. state_dtype, kept_dtype: of initial and final states, and of those on the way. The others say
-    which states there are, as the public function has them.
+    the caller names. rooted: blocks are those for a backward pass, and factors of tokens say what values are multiplied
+    with. state_dtype, kept_dtype: of initial and final states, and of those on the way. The others say which states
+    there are, as the public function has them.
     """
 
     dtype: str
@@ -110,6 +112,7 @@ class RecurrenceConfig:
     fresh: bool = False
     checkpoints: str | None = None
     placed: bool = False
+    rooted: bool = False
     state_dtype: str = "float32"
     kept_dtype: str = "float32"
     v_tile: int = field(kw_only=True)
@@ -132,9 +135,9 @@ class RecurrenceConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that are loaded for one chunk: a block, for a scan without qg and Aqk, and v of every tile."""
+        """Bytes that are loaded for one chunk: a block, for a scan without qg and Aqk, v of every tile, and roots."""
         block = BLOCK_BYTES - (2 * (CHUNK * HEAD_DIM + TRIANGLE) if self.narrow else 0)
-        return block + 2 * CHUNK * self.v_tile * self.tiles
+        return block + 2 * CHUNK * self.v_tile * self.tiles + (4 * CHUNK if self.rooted else 0)
 
 
 @dataclass(frozen=True)

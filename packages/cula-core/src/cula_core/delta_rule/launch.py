@@ -61,7 +61,8 @@ class Launch:
 
     initial, final, indices, targets, fresh: states as the recurrence reads and writes them, their rows, and bytes that
     are 0 where a sequence begins from zero. They are the call's own or, in a call of several pieces, those that one
-    piece hands to the next. segment_tokens: a length that no segment exceeds.
+    piece hands to the next. segment_tokens: a length that no segment exceeds. factors: memory for factors of tokens
+    where blocks are those for a backward pass, else None.
     """
 
     target: Target
@@ -78,6 +79,7 @@ class Launch:
     in_place: bool
     segment_tokens: int
     blocks: Tensor
+    factors: Tensor | None = None
 
     def run(self) -> None:
         """Launches every kernel of the call, piece by piece."""
@@ -113,10 +115,11 @@ class Launch:
             bias=call.dt_bias is not None,
             index_dtype=self._index_dtype,
             intra=call.Aqk is not None,
+            rooted=self.factors is not None,
         )
         self.kernels(config)(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, self.blocks,
-            call.Aqk, call.Akk, None, None, None, call.scale, call.lower_bound, self.segment_tokens,
+            call.Aqk, call.Akk, None, self.factors, None, call.scale, call.lower_bound, self.segment_tokens,
             min(call.q.shape[1], self.segment_tokens), first, held,
         )  # fmt: skip
 
@@ -133,7 +136,7 @@ class Launch:
         ctas = min(self.multiprocessors, 2 * self.spread.segments * self.call.v.shape[2])
         self.kernels(self._config(scan=True, tiles=self.target.v_tiles))(
             self.blocks, self.call.v, self.call.out, self.initial, self.indices, None, self.fresh, None, None, None,
-            None, maps, None, segments, self.null_slot, CHUNK, self.segment_tokens, first, ctas,
+            None, maps, None, self.factors, segments, self.null_slot, CHUNK, self.segment_tokens, first, ctas,
         )  # fmt: skip
         return maps
 
@@ -169,7 +172,7 @@ class Launch:
         self.kernels(self._config(scan=False, tiles=spread.tiles))(
             blocks, call.v, call.out, None if spread.split else self.initial, self.indices, self.targets,
             self.fresh, self.final, *self._checkpoints, None, starts,
-            segments, self.null_slot, max(call.checkpoint_every, CHUNK),
+            self.factors, segments, self.null_slot, max(call.checkpoint_every, CHUNK),
             self.segment_tokens, first, ctas,
         )  # fmt: skip
 
@@ -190,6 +193,7 @@ class Launch:
             fresh=self.fresh is not None,
             checkpoints=self._kept if not scan else None,
             placed=self._kept is not None and self.call.checkpoint_rows is not None and not scan,
+            rooted=self.factors is not None,
             state_dtype=tensors.states_dtype(self.initial, None if scan else self.final),
             kept_dtype=tensors.states_dtype(None if scan else self.call.checkpoints),
         )
@@ -226,11 +230,13 @@ def run(
     multiprocessors: int | None = None,
     kernels: Kernels | None = None,
     planner: Callable[..., Plan] = plan,
-) -> None:
-    """Launches one call on torch's current stream.
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Launches one call on torch's current stream, and returns the blocks of its chunks, of a call in one piece of all.
 
-    The call has tensors as the kernels read them. Tests without a GPU pass the number of multiprocessors, `kernels`,
-    which returns what to call for a config, and a planner.
+    The call has tensors as the kernels read them. factors [slots, HV, 4, 64] fp32, for a call in one piece: blocks are
+    those for a backward pass, and factors of tokens are written there. Tests without a GPU pass the number of
+    multiprocessors, `kernels`, which returns what to call for a config, and a planner.
     """
     batch, tokens, heads_v = call.v.shape[:3]
     workspace, device = call.workspace, call.q.device
@@ -275,15 +281,17 @@ def run(
         in_place,
         spread.segment_tokens or max(tokens, CHUNK),
         blocks,
+        factors,
     ).run()
     if not carried or final is None:
-        return
+        return blocks
     if call.state_pool is not None:
         tensors.scatter_states(
             call.state_pool, final, call.state_indices, call.output_state_indices, call.null_slot
         )
     elif call.final_state is not None and call.final_state is not final:
         call.final_state.copy_(final)
+    return blocks
 
 
 def new_blocks(call: Call, slots: int) -> Tensor:

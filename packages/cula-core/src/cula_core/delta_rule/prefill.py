@@ -27,7 +27,7 @@ from ..tensors import (
 )
 from .before_chunks import chunk_rows
 from .call import SCHEMA, Call, Slice
-from .config import CHUNK, INTRACARD_CP, workspace_bytes
+from .config import CHUNK, INTRACARD_CP, MAX_GRID_Z, chunk_slots, workspace_bytes
 from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes, check_trained
 from .target import Target
 
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
     from .slices import Begun
 
 Trained = Callable[[Callable[..., tuple], dict[str, Any]], tuple]
+# Options of `chunk_kda` that say how its numbers are meant, as `rules` takes them.
+RULES = (
+    "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+    "safe_gate", "lower_bound", "operand_dtype",
+)  # fmt: skip
+# Options of a call that is trained that are checked one by one; the others are flags.
+_CHECKED = (
+    "scale", "lower_bound", "cp_context", "use_intracard_cp", "segment_tokens", "operand_dtype", "workspace",
+)  # fmt: skip
 
 
 class Prefill:
@@ -129,8 +138,9 @@ class Prefill:
                 computed inside with a lower_bound of at least -5; any other decay is served right, but slower. A gate
                 computed inside needs `lower_bound` beside this.
             lower_bound: bound of the gate, below 0, and at least -5 with `safe_gate`.
-            disable_recompute: with `return_intra`, keep more for another backward pass. That of the package itself
-                keeps its inputs alone, and computes the rest again.
+            disable_recompute: with `return_intra`, keep more for another backward pass. Where gradients are wanted on a
+                GPU, keep the blocks of all chunks for that of the package (60,928 bytes per chunk of 64 tokens and
+                value head), which then computes less again. Without it, only the inputs are kept.
             return_intermediate_states: also return the state before each chunk of 64 tokens. Not with a state_pool or
                 state_checkpoints, which keep states in memory of the caller, and not with `return_intra` or
                 `disable_recompute`.
@@ -216,7 +226,7 @@ class Prefill:
                 return_intermediate_states=return_intermediate_states,
             )  # fmt: skip
             return self._trained(
-                self.chunk_kda,
+                self._keeping if disable_recompute and is_plain_cuda_call(q) else self.chunk_kda,
                 {
                     "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
                     "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -309,6 +319,59 @@ class Prefill:
             return out, states, begun.transpose(3, 4) if turned else begun
         put_back(saved, state_checkpoints, turned)
         return out, states if pool is None else state_pool, *call.intra
+
+    def _keeping(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Calls `chunk_kda` on a GPU with arguments that are fit for training, and returns besides what a backward pass
+        would compute again: blocks of chunks, and factors of tokens. Of a call without a token, or with more chunks
+        than one launch takes, it returns nothing more."""
+        given = {
+            "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
+            "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+        }  # fmt: skip
+        self._require_target(q.device)
+        check_prefill(
+            **given, **{name: options[name] for name in _CHECKED},
+            **dict.fromkeys(("state_pool", "indices", "out", "output_indices", "null_slot", "has_initial_state")),
+            **dict.fromkeys(("checkpoints", "checkpoint_every", "checkpoint_rows", "checkpoint_offsets")),
+            flags={name: x for name, x in options.items() if name not in _CHECKED}
+            | {"return_intermediate_states": False, "return_intra": False},
+        )  # fmt: skip
+        sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        slots = chunk_slots(v.shape[0], v.shape[1], sequences)
+        if slots > MAX_GRID_Z or v.numel() == 0:
+            return self.chunk_kda(**given, **options)
+        initial, turned = as_stored(initial_state)
+        v_first, final = options["state_v_first"] != turned, None
+        if options["output_final_state"]:
+            count = q.shape[0] if sequences is None else sequences
+            final = new_states(count, q, v, v_first, initial)
+        call = Call(
+            q, k, v, g, beta, A_log, dt_bias, initial, None, None, final, cu_seqlens, cu_seqlens_cpu,
+            torch.empty_like(v, memory_format=DENSE), None, None, None, None, None, None, None,
+            **rules(q, *(options[name] for name in RULES)),
+            state_v_first=v_first,
+            intracard_cp=INTRACARD_CP[options["use_intracard_cp"]],
+            segment_tokens=options["segment_tokens"] or 0,
+        )  # fmt: skip
+        from .launch import run
+
+        factors = v.new_empty((slots, v.shape[2], 4, CHUNK), dtype=torch.float32)
+        blocks = run(self._target, prepared(call), factors=factors)
+        states = final.transpose(2, 3) if turned and final is not None else final
+        return call.out, states, blocks, factors
 
     def begin_chunk_kda(
         self,

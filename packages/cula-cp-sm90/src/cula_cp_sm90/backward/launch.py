@@ -71,15 +71,19 @@ def _run(
     """Does the heads of a call together."""
     heads, slots = call.v.shape[2], kept.slots
     spread = walks.spread_of(call, multiprocessors)
-    peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
+    segments = walks.segments_of(call, spread)
     facts = walks.facts_of(call) | {
         "gate": call.gate, "bounded": call.bounded, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
     }  # fmt: skip
-    kernels(PrepareConfig(**facts, rooted=True))(
-        call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None, None,
-        call.do, kept.factors, peaks, call.scale, call.lower_bound, spread.segment_tokens,
-        spread.segment_tokens, 0, slots,
-    )  # fmt: skip
+    # Of blocks that were kept nothing is left to do but the table of segments.
+    again = call.blocks is None
+    peaks = walks.peaks_of(call) if again else walks.all_peaks_of(call)
+    if again or segments is not None:
+        kernels(PrepareConfig(**facts, rooted=True, peaks=again))(
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None,
+            None, call.do if again else None, kept.factors, peaks if again else None, call.scale, call.lower_bound,
+            spread.segment_tokens, spread.segment_tokens, 0, slots if again else 0,
+        )  # fmt: skip
     Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
     grouped = call.q.shape[2] != heads
     dq, dk = found.dq, found.dk

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from cula_core.delta_rule.backward import ops
-from cula_core.delta_rule.prefill import as_kernels_read, rules
+from cula_core.delta_rule.prefill import RULES, as_kernels_read, rules
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 
 from .call import SCHEMA, BackwardCall
-
-# Options of `chunk_kda` that say how its numbers are meant, as `rules` takes them.
-_RULES = (
-    "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
-    "safe_gate", "lower_bound", "operand_dtype",
-)  # fmt: skip
 
 
 def trained(chunk_kda: Callable[..., tuple], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -28,7 +22,7 @@ def trained(chunk_kda: Callable[..., tuple], given: dict[str, Any]) -> tuple[Ten
 
 
 def _rules(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    given = rules(q, *(options[name] for name in _RULES))
+    given = rules(q, *(options[name] for name in RULES))
     return given | {"state_v_first": options["state_v_first"], **ops.cutting(options)}
 
 

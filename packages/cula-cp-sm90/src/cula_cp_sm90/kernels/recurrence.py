@@ -20,7 +20,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.memory import by_token, repeated, swizzled
+from cula_core.cute.memory import by_token, repeated, swizzled, view
 from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import DTYPES, F32, I32
@@ -49,6 +49,7 @@ class KdaRecurrence:
     | shared memory | bytes | slots |
     |---|---|---|
     | block with all of T' and Aqk (in a scan without qg and Aqk), v [64, 64] per tile | 2 stage | config.stages |
+    | roots of strengths, of rooted blocks | 256 | config.stages |
     | o [64, 64] per tile | 8192 tiles | 2 |
     """
 
@@ -79,6 +80,7 @@ class KdaRecurrence:
         checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
+        factors: cute.Tensor,
         segments: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
@@ -95,7 +97,7 @@ class KdaRecurrence:
         counter = counter_of(segments, int(not self.config.scan))
         self.kernel(
             blocks, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows,
-            checkpoint_offsets, maps, starts, segments, counter, null_slot, checkpoint_every, segment_tokens,
+            checkpoint_offsets, maps, starts, factors, segments, counter, null_slot, checkpoint_every, segment_tokens,
             first_slot,
         ).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -120,6 +122,7 @@ class KdaRecurrence:
         checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
+        factors: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
         null_slot: cutlass.Int32,
@@ -140,6 +143,10 @@ class KdaRecurrence:
                 self.dtype, SLOTS * self.tiles * SQUARE, byte_alignment=1024
             )
         item_words = smem.allocate_array(I32, SLOTS * ITEM_WORDS, byte_alignment=16)
+        roots = None
+        if cutlass.const_expr(self.config.rooted):
+            layout = cute.make_layout((CHUNK, self.stages.count))
+            roots = smem.allocate_tensor(F32, layout, byte_alignment=128)
         thread = pipeline.Agent.Thread
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -165,15 +172,15 @@ class KdaRecurrence:
                 cute.arch.setmaxregister_decrease(24)
             if warp_idx == 4 * self.tiles:
                 self.loader.load(
-                    ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, segments, counter,
-                    null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
+                    ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, factors, roots, segments,
+                    counter, null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(240)
             self.walk(
-                ring, items, base, o_base, item_words, tma_o, mO, out, initial, final, checkpoints, checkpoint_rows,
-                checkpoint_offsets, checkpoint_every, maps, starts, warp_idx // 4, tidx % GROUP,
+                ring, items, base, o_base, roots, item_words, tma_o, mO, out, initial, final, checkpoints,
+                checkpoint_rows, checkpoint_offsets, checkpoint_every, maps, starts, warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
     # ---- the chain --------------------------------------------------------------------------------------------------
@@ -185,6 +192,7 @@ class KdaRecurrence:
         items,
         base: cute.Pointer,
         o_base: cute.Pointer,
+        roots: cute.Tensor,
         item_words: cute.Pointer,
         tma_o,
         mO: cute.Tensor,
@@ -284,7 +292,10 @@ class KdaRecurrence:
                     if c > 0:
                         self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(1)
-                x.store(v.load().to(F32) - x.load())
+                if cutlass.const_expr(self.config.rooted):
+                    self.take_values(x, v, roots, stage, lane)
+                else:
+                    x.store(v.load().to(F32) - x.load())
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_x, x, x_a, tt[None, None, None, stage], True)
@@ -342,6 +353,19 @@ class KdaRecurrence:
                         for b in cutlass.range_constexpr(2):
                             beyond = 8 * n + lane % 4 * 2 + a >= left
                             values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
+
+    @cute.jit
+    def take_values(self, x: cute.Tensor, v: cute.Tensor, roots: cute.Tensor, stage, lane):
+        """Sets x to r v - x."""
+        shape = cute.make_layout((2, 2, CHUNK // 8))
+        wide, values = cute.make_tensor(x.iterator, shape), cute.make_tensor(v.iterator, shape)
+        pair = cute.make_rmem_tensor(2, F32)
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            own = view(roots[None, stage].iterator, 8 * n + lane % 4 * 2, 2)
+            cute.autovec_copy(own, pair)
+            for a in cutlass.range_constexpr(2):
+                for b in cutlass.range_constexpr(2):
+                    wide[a, b, n] = pair[a] * values[a, b, n].to(F32) - wide[a, b, n]
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

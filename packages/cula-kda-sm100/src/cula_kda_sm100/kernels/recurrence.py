@@ -109,6 +109,7 @@ class KdaRecurrence:
         checkpoint_offsets: cute.Tensor,
         maps: cute.Tensor,
         starts: cute.Tensor,
+        factors: cute.Tensor,
         segments: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
@@ -206,8 +207,8 @@ class KdaRecurrence:
                 self.multiply(ring, items, base, item_words, signals, tmem)
             elif warp_idx == THREADS // 32 + 1:
                 self.loader.load(
-                    ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, segments, counter,
-                    null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
+                    ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, None, None, segments,
+                    counter, null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(216)

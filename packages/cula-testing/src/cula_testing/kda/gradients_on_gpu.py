@@ -74,6 +74,16 @@ class GradientsOnGpu(GradientsThroughAutograd):
         twin = GradientCase(case.kind, views, one.expand_as(case.do), None, case.rules)
         assert all(a is None or same(a, b) for a, b in zip(dense, self.differentiate(twin)))
 
+    @pytest.mark.parametrize("options", [{}, {"segment_tokens": 1024}], ids=["whole", "cut"])
+    def test_what_the_forward_keeps(self, place, options):
+        """Gradients have the same bits as without it."""
+        case = self.case("moderate", (3100, 1, 0, 65), place, heads=(1, 2), **BOTH)
+        kept, again = (
+            self.differentiate(case, disable_recompute=keep, **options) for keep in (True, False)
+        )
+        check(kept, case)
+        assert all(map(same, kept, again))
+
     def test_nothing_waits_for_the_gpu(self, place):
         case = self.case("moderate", self.lengths, place, **BOTH)
         self.differentiate(case)

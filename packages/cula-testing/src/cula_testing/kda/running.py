@@ -171,10 +171,12 @@ class Run:
         assert not copied, f"{copied}: copied, so that the kernels would not see how they lie"
         return ready
 
-    def launch(self, kernels: launch.Kernels) -> None:
-        """Launches the kernels; kernels turns a config into what is called."""
-        launch.run(
-            self._target, self._call, multiprocessors=self._multiprocessors, kernels=kernels, planner=self._planner
+    def launch(self, kernels: launch.Kernels, factors: Tensor | None = None) -> Tensor:
+        """Launches the kernels; kernels turns a config into what is called. Returns blocks of chunks, with `factors`
+        those for a backward pass."""
+        return launch.run(
+            self._target, self._call, multiprocessors=self._multiprocessors, kernels=kernels, planner=self._planner,
+            factors=factors,
         )  # fmt: skip
 
     def outcome(self) -> Outcome:

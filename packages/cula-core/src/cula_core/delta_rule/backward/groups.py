@@ -10,14 +10,15 @@ from torch import Tensor
 
 from ..config import BLOCK_BYTES, CHUNK
 from .config import FACTORS, ROW_BYTES, STATE_BYTES, V_TILES, heads_at_once
-from .walks import Kept, Walked, slots_of
+from .walks import Kept, Walked, blocks_of, slots_of
 
 Call = TypeVar("Call", bound=Walked)
 Found = TypeVar("Found")
 
-# Tensors of a call that are divided: heads are the third dimension of all but parameters and states.
-_PARAMETERS, _STATES, _KEYS = ("A_log", "dt_bias"), ("initial_state", "dht"), ("q", "k")
-_TENSORS = frozenset((*_KEYS, "v", "g", "beta", "do", *_PARAMETERS, *_STATES))
+# Tensors of a call that are divided: heads are the second dimension of some, the third of all others but parameters.
+_PARAMETERS, _KEYS = ("A_log", "dt_bias"), ("q", "k")
+_SECOND = ("initial_state", "dht", "blocks", "factors")
+_TENSORS = frozenset((*_KEYS, "v", "g", "beta", "do", *_PARAMETERS, *_SECOND))
 
 
 def in_groups(call: Call, found: Found, scratch: int) -> Iterator[tuple[Call, Found, Kept]]:
@@ -35,10 +36,12 @@ def in_groups(call: Call, found: Found, scratch: int) -> Iterator[tuple[Call, Fo
     for start in range(0, heads, together):
         count = min(together, heads - start)
         kept = memory if count == together else Kept(*(_of_heads(x, count) for x in memory))
-        if count == heads:
-            yield call, found, kept
-        else:
-            yield *_parts(call, found, slice(start, start + count), shared), kept
+        own = call, found
+        if count < heads:
+            own = _parts(call, found, slice(start, start + count), shared)
+        if blocks_of(own[0]) is not None:
+            kept = kept._replace(blocks=own[0].blocks, factors=own[0].factors)
+        yield *own, kept
 
 
 def _memory(call: Walked, slots: int, heads: int) -> Kept:
@@ -50,10 +53,10 @@ def _memory(call: Walked, slots: int, heads: int) -> Kept:
     def kept(size: int) -> Tensor:
         return empty(V_TILES, size // 2 // V_TILES)
 
-    return Kept(
-        empty(BLOCK_BYTES // 2), empty(FACTORS, CHUNK, dtype=torch.float32), kept(STATE_BYTES), kept(ROW_BYTES),
-        kept(STATE_BYTES), kept(ROW_BYTES),
-    )  # fmt: skip
+    first = empty(0), empty(0)
+    if blocks_of(call) is None:
+        first = empty(BLOCK_BYTES // 2), empty(FACTORS, CHUNK, dtype=torch.float32)
+    return Kept(*first, kept(STATE_BYTES), kept(ROW_BYTES), kept(STATE_BYTES), kept(ROW_BYTES))
 
 
 def _of_heads(x: Tensor, heads: int) -> Tensor:
@@ -73,7 +76,7 @@ def _parts(call: Any, found: Any, heads: slice, shared: int) -> tuple[Any, Any]:
             return None
         if name in _PARAMETERS:
             return x.view(call.v.shape[2], -1)[heads].flatten()
-        if name in _STATES:
+        if name in _SECOND:
             return x[:, heads]
         return x[:, :, keys if name in _KEYS else heads]
 

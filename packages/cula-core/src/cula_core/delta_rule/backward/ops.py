@@ -14,10 +14,12 @@ from ...reference.common import work_dtype
 from ...tensors import DENSE, aligned, dense_states, is_plain_cuda_call
 from ..config import INTRACARD_CP
 
-# What a call keeps until its backward: all that is not computed again. All but the last two have gradients.
+# What a call keeps until its backward. All but the last two have gradients.
 KEPT = (
     "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
 )  # fmt: skip
+# What a forward pass may keep besides, so that it is not computed again: see `Kept`.
+MORE = ("blocks", "factors")
 # Of tokens are the first inputs of a call: q, k, v, g, beta.
 _OF_TOKENS = 5
 
@@ -122,7 +124,8 @@ def trained(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls a function with arguments by name that are fit for training, so that autograd finds the way back.
 
-    rules: returns, of q and of the arguments that are not in KEPT, what the backward has to know of them. gradients:
+    function: returns both results and nothing, or MORE, which is kept. rules: returns, of q and of the arguments that
+    are not in KEPT, what the backward has to know of them. gradients:
     returns those of the first eight in KEPT, of what was kept by name, rules, and the gradients of both results.
     """
     options = {name: x for name, x in given.items() if name not in KEPT}
@@ -131,14 +134,14 @@ def trained(
 
 
 class _Trained(torch.autograd.Function):
-    """The forward keeps nothing but its inputs."""
+    """The forward keeps its inputs, and what its function returns beside the results."""
 
     @staticmethod
     def forward(
         ctx: Any, function: Callable, options: dict, rules: Callable, gradients: Callable, *kept: Any
     ) -> Any:  # fmt: skip
-        o, final = function(**dict(zip(KEPT, kept)), **options)
-        ctx.save_for_backward(*kept)
+        o, final, *more = function(**dict(zip(KEPT, kept)), **options)
+        ctx.save_for_backward(*kept, *more)
         ctx.rules, ctx.gradients = rules(kept[0], options), gradients
         ctx.set_materialize_grads(False)
         return o, final
@@ -146,5 +149,5 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
         # Read once: under a checkpoint of activations a second time fails.
-        kept = dict(zip(KEPT, ctx.saved_tensors))
+        kept = dict(zip((*KEPT, *MORE), ctx.saved_tensors))
         return *[None] * 4, *ctx.gradients(kept, ctx.rules, do, dht), None, None

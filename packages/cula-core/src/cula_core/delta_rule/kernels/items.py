@@ -8,7 +8,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...cute.memory import load_tile, repeated, view
-from ...cute.types import DTYPES, I32
+from ...cute.types import DTYPES, F32, I32
 from ...cute.work import SLOTS, draw, post
 from ..config import CHUNK, COMES_ON, GOES_ON, RecurrenceConfig
 from .block import AQK, BLOCK, KH, QG, STAGED_AQK, STAGED_BLOCK, T_PRIME, runs
@@ -110,6 +110,8 @@ class Loader:
         indices: cute.Tensor,
         targets: cute.Tensor,
         fresh: cute.Tensor,
+        factors: cute.Tensor,
+        roots: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
         null_slot: cutlass.Int32,
@@ -119,7 +121,8 @@ class Loader:
         tokens: cutlass.Int32,
         batch: cutlass.Int32,
     ):
-        """Announces items to the other warps and loads their chunks, ahead of them."""
+        """Announces items to the other warps and loads their chunks, ahead of them. factors, roots: of rooted blocks,
+        in global memory, and where every stage has the roots."""
         tiles = self.config.tiles
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -181,6 +184,10 @@ class Loader:
                     full = ring.producer_get_barrier(at)
                     with cute.arch.elect_one():
                         self.fetch_block(bulk, blocks[slot + c, head, None], base, at.index, full)
+                        if cutlass.const_expr(self.config.rooted):
+                            self.fetch_roots(
+                                factors[slot + c, head, 0, None], roots, at.index, full
+                            )
                     for i in cutlass.range_constexpr(tiles):
                         sV = self.stages.matrix(
                             base,
@@ -222,6 +229,14 @@ class Loader:
             length = cutlass.min(segment_tokens, tokens - token)
             slot = sequence * cute.ceil_div(tokens, CHUNK) + token // CHUNK
             return Segment(token, sequence, length, sequence, number, part, parts, slot)
+
+    @cute.jit
+    def fetch_roots(self, source: cute.Tensor, roots: cute.Tensor, stage, barrier):
+        """Loads the roots of a chunk's strengths, of which every stage has [64]."""
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
+        cute.copy(
+            bulk, view(source.iterator.align(16), 0, CHUNK), roots[None, stage], mbar_ptr=barrier
+        )
 
     @cute.jit
     def fetch_block(self, bulk, block: cute.Tensor, base: cute.Pointer, stage, barrier):

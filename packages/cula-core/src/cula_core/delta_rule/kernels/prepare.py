@@ -248,7 +248,7 @@ class KdaPrepare:
             raw = self.tokens.load_gates(gate, shared, rows, channel, token, left, thread)
             self.load_bias(bias, head, shared, thread.tidx)
             cute.arch.cp_async_commit_group()
-            if cutlass.const_expr(self.config.rooted):
+            if cutlass.const_expr(self.config.peaks):
                 self.tokens.raise_peak(
                     mDo[batch, None, head, None], peaks[sequence, None], head, rows, channel, lanes
                 )

@@ -214,7 +214,6 @@ class KdaWalk:
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.operand)
-        bulk_f32 = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
         per_head = self.loader.columns // tiles
         columns = heads_v * per_head
         parts = cute.ceil_div(tokens, segment_tokens)
@@ -260,8 +259,7 @@ class KdaWalk:
                 with cute.arch.elect_one():
                     self.loader.fetch_block(bulk, blocks[slot, head, None], base, at.index, full)
                     if cutlass.const_expr(not self.config.back):
-                        source = view(factors[slot, head, 0, None].iterator.align(16), 0, CHUNK)
-                        cute.copy(bulk_f32, source, roots[None, at.index], mbar_ptr=full)
+                        self.loader.fetch_roots(factors[slot, head, 0, None], roots, at.index, full)
                 for i in cutlass.range_constexpr(tiles):
                     sV = self.stages.matrix(
                         base, self.stages.v_at + i * SQUARE, (CHUNK, V_TILE), "k", self.dtype
