@@ -48,7 +48,7 @@ class Recurrence:
             dtype_name(v.dtype), operand=problem.operand, tiles=tiles, initial_state=True
         )
         compiler(emulated, target, self.subject.architectures[0])(config)(
-            blocks, v, out, initial, None, None, None, final, *[None] * 6, -1, CHUNK, max(v.shape[1], CHUNK), 0,
+            blocks, v, out, initial, None, None, None, final, *[None] * 7, -1, CHUNK, max(v.shape[1], CHUNK), 0,
             len(problem.lengths) * heads_v,
         )  # fmt: skip
         assert relative_rmse(out, problem.expected.out) <= ERROR
