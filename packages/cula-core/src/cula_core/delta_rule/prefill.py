@@ -40,7 +40,15 @@ RULES = (
     "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
     "safe_gate", "lower_bound", "operand_dtype",
 )  # fmt: skip
-# Options of a call that is trained that are checked one by one; the others are flags.
+# Arguments of a call that is trained: its tensors; what it does not have, as `check_prefill` calls it; and options that
+# are checked one by one, where others are flags.
+_INPUTS = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
+)  # fmt: skip
+_ABSENT = (
+    "state_pool", "indices", "out", "output_indices", "null_slot", "has_initial_state", "checkpoints",
+    "checkpoint_every", "checkpoint_rows", "checkpoint_offsets",
+)  # fmt: skip
 _CHECKED = (
     "scale", "lower_bound", "cp_context", "use_intracard_cp", "segment_tokens", "operand_dtype", "workspace",
 )  # fmt: skip
@@ -320,47 +328,31 @@ class Prefill:
         put_back(saved, state_checkpoints, turned)
         return out, states if pool is None else state_pool, *call.intra
 
-    def _keeping(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cu_seqlens_cpu: Tensor | None,
-        **options: Any,
-    ) -> tuple[Any, ...]:
+    def _keeping(self, **options: Any) -> tuple[Any, ...]:
         """Calls `chunk_kda` on a GPU with arguments that are fit for training, and returns besides what a backward pass
         would compute again: blocks of chunks, and factors of tokens. Of a call without a token, or with more chunks
         than one launch takes, it returns nothing more."""
-        given = {
-            "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
-            "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
-        }  # fmt: skip
+        given = {name: options.pop(name) for name in _INPUTS}
+        q, v, cu_seqlens = given["q"], given["v"], given["cu_seqlens"]
         self._require_target(q.device)
         check_prefill(
-            **given, **{name: options[name] for name in _CHECKED},
-            **dict.fromkeys(("state_pool", "indices", "out", "output_indices", "null_slot", "has_initial_state")),
-            **dict.fromkeys(("checkpoints", "checkpoint_every", "checkpoint_rows", "checkpoint_offsets")),
+            **given, **{name: options[name] for name in _CHECKED}, **dict.fromkeys(_ABSENT),
             flags={name: x for name, x in options.items() if name not in _CHECKED}
             | {"return_intermediate_states": False, "return_intra": False},
         )  # fmt: skip
-        sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        slots = chunk_slots(v.shape[0], v.shape[1], sequences)
+        packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        slots = chunk_slots(v.shape[0], v.shape[1], packed)
         if slots > MAX_GRID_Z or v.numel() == 0:
             return self.chunk_kda(**given, **options)
-        initial, turned = as_stored(initial_state)
+        initial, turned = as_stored(given["initial_state"])
         v_first, final = options["state_v_first"] != turned, None
         if options["output_final_state"]:
-            count = q.shape[0] if sequences is None else sequences
-            final = new_states(count, q, v, v_first, initial)
+            final = new_states(q.shape[0] if packed is None else packed, q, v, v_first, initial)
         call = Call(
-            q, k, v, g, beta, A_log, dt_bias, initial, None, None, final, cu_seqlens, cu_seqlens_cpu,
-            torch.empty_like(v, memory_format=DENSE), None, None, None, None, None, None, None,
+            **given | {"initial_state": initial},
+            final_state=final,
+            out=torch.empty_like(v, memory_format=DENSE),
+            **dict.fromkeys(("state_pool", "state_indices", "workspace", "Aqk", "Akk", "w", "u", "qg", "kg")),
             **rules(q, *(options[name] for name in RULES)),
             state_v_first=v_first,
             intracard_cp=INTRACARD_CP[options["use_intracard_cp"]],
