@@ -270,6 +270,11 @@ def known_strengths(case: dict) -> bool:
     return case["beta_sigmoid"] or not case["neg_eigval"]
 
 
+def known_walk(case: dict) -> bool:
+    """Whether a scan begins where nothing was merged, and writes maps alone, in CTAs with both tiles."""
+    return not (case["scan"] and (case["split"] or case["end"] or case["tiles"] == 1))
+
+
 def known_gates(case: dict) -> bool:
     """Whether a gate of KDA has what it is computed from."""
     log, softplus = case["gate"] == "log", case["gate"] == "softplus"
@@ -347,12 +352,12 @@ def kda_specs(package: str) -> Iterator[Spec]:
             yield {"kernel": kernel, **case, **work}
     if package in BACKWARD:
         gradients = {"BackwardGradients": KDA_TOKENS | {"grouped": BOTH}}
-        flags = ("back", "packed", "start", "end", "state_v_first")
+        flags = ("back", "packed", "start", "end", "state_v_first", "split", "scan")
         walk = {
             "dtype": DTYPES, "operand": DTYPES, "tiles": (1, 2), **dict.fromkeys(flags, BOTH), "state_dtype": FLOATS,
         }  # fmt: skip
         yield from backward_specs(package, gradients, known_gates)
-        yield from backward_specs(package, {"BackwardWalk": walk}, lambda _: True)
+        yield from backward_specs(package, {"BackwardWalk": walk}, known_walk)
 
 
 def kda_unit(package: str, spec: Spec) -> Any:
