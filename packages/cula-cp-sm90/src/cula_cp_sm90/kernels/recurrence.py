@@ -20,7 +20,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.memory import by_token, repeated, swizzled, view
+from cula_core.cute.memory import by_token, repeated, swizzled
 from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import DTYPES, F32, I32
@@ -293,7 +293,7 @@ class KdaRecurrence:
                         self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(1)
                 if cutlass.const_expr(self.config.rooted):
-                    self.take_values(x, v, roots, stage, lane)
+                    x.store(self.stages.rooted(v, roots, stage, lane).load() - x.load())
                 else:
                     x.store(v.load().to(F32) - x.load())
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
@@ -353,19 +353,6 @@ class KdaRecurrence:
                         for b in cutlass.range_constexpr(2):
                             beyond = 8 * n + lane % 4 * 2 + a >= left
                             values[a, b, n] = self.dtype(0.0) if beyond else values[a, b, n]
-
-    @cute.jit
-    def take_values(self, x: cute.Tensor, v: cute.Tensor, roots: cute.Tensor, stage, lane):
-        """Sets x to r v - x."""
-        shape = cute.make_layout((2, 2, CHUNK // 8))
-        wide, values = cute.make_tensor(x.iterator, shape), cute.make_tensor(v.iterator, shape)
-        pair = cute.make_rmem_tensor(2, F32)
-        for n in cutlass.range_constexpr(CHUNK // 8):
-            own = view(roots[None, stage].iterator, 8 * n + lane % 4 * 2, 2)
-            cute.autovec_copy(own, pair)
-            for a in cutlass.range_constexpr(2):
-                for b in cutlass.range_constexpr(2):
-                    wide[a, b, n] = pair[a] * values[a, b, n].to(F32) - wide[a, b, n]
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

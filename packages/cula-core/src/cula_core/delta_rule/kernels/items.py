@@ -81,6 +81,20 @@ class Stages:
                 cute.autovec_copy(zeros, view(base, first + 8 * unit, 8))
         cute.arch.fence_view_async_shared()
 
+    @cute.jit
+    def rooted(self, v: cute.Tensor, roots: cute.Tensor, stage, lane):
+        """Returns r v in fp32, of v^T [v_tile, 64] in the order of an accumulator. roots [64, stage]: r of tokens."""
+        shape = cute.make_layout((2, 2, CHUNK // 8))
+        values, found = cute.make_tensor(v.iterator, shape), cute.make_rmem_tensor(shape, F32)
+        pair = cute.make_rmem_tensor(2, F32)
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            own = view(roots[None, stage].iterator, 8 * n + lane % 4 * 2, 2)
+            cute.autovec_copy(own, pair)
+            for a in cutlass.range_constexpr(2):
+                for b in cutlass.range_constexpr(2):
+                    found[a, b, n] = pair[a] * values[a, b, n].to(F32)
+        return cute.make_tensor(found.iterator, v.layout)
+
     def matrix(self, base, offset, shape, major, dtype):
         """Returns a matrix of every stage, as [rows, columns, stage]."""
         return repeated(base + offset, shape, major, dtype, self.count, self.size)

@@ -35,9 +35,8 @@ class KdaMerge:
 
     def __init__(self, config: MergeConfig):
         self.config = config
-        self.added = (
-            2 * HEAD_DIM if config.back else 0
-        )  # the row of a map where what it adds begins
+        # The row of a map where what it adds begins.
+        self.added = 2 * HEAD_DIM if config.back else 0
 
     @cute.jit
     def __call__(

@@ -481,14 +481,7 @@ class KdaWalk:
         if cutlass.const_expr(self.config.back):
             do_a.store((as_operand(v, do_a).load().to(F32) * grown).to(self.operand))
         else:
-            wide = cute.make_tensor(x.iterator, shape)
-            pair = cute.make_rmem_tensor(2, F32)
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                own = view(roots[None, stage].iterator, 8 * n + lane % 4 * 2, 2)
-                cute.autovec_copy(own, pair)
-                for a in cutlass.range_constexpr(2):
-                    for b in cutlass.range_constexpr(2):
-                        wide[a, b, n] = -(pair[a] * values[a, b, n].to(F32))
+            x.store(-self.stages.rooted(v, roots, stage, lane).load())
 
     # ---- results ----------------------------------------------------------------------------------------------------
 

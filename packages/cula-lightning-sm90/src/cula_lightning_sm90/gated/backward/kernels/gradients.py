@@ -233,22 +233,7 @@ class ChunkGradients(ChunkKernel):
         turn = I32(0)  # chunks and value heads so far
         if warp_idx >= WARPS:
             cute.arch.setmaxregister_decrease(40)
-            if warp_idx == WARPS:
-                for number in cutlass.range(first, slots * heads, ctas, unroll=1):
-                    slot, head_k = divmod(number, by_head)
-                    sequence, token, left = find_chunk_of_sequence(
-                        cu_seqlens, per_row, slot, length
-                    )
-                    if left > 0:
-                        batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
-                        for member in cutlass.range(group, unroll=1):
-                            head = head_k * group + member
-                            images = tuple(
-                                x[slot, head, None, None] for x in (states, d_states, z, minus_y, factors)
-                            )  # fmt: skip
-                            self.load(tokens, images, head_k, head, batch, token, shared, turn)
-                            turn = turn + 1
-            if warp_idx == WARPS + 1:
+            if warp_idx < WARPS + 2:
                 past = Place(I32(0), I32(0), I32(0), I32(0))
                 for number in cutlass.range(first, slots * heads, ctas, unroll=1):
                     slot, head_k = divmod(number, by_head)
@@ -258,13 +243,20 @@ class ChunkGradients(ChunkKernel):
                     if left > 0:
                         batch = sequence if cutlass.const_expr(cu_seqlens is None) else I32(0)
                         for member in cutlass.range(group, unroll=1):
-                            place = Place(batch, token, head_k * group + member, left)
-                            peak = peaks[sequence, place.head]
-                            self.begin(shared, place.rows(mG), peak, left, turn, tidx % 32)
-                            if turn > 0:
-                                self.store_decays(shared, past, mDg, turn - 1, tidx % 32)
+                            head = head_k * group + member
+                            place = Place(batch, token, head, left)
+                            if warp_idx == WARPS:
+                                images = tuple(
+                                    x[slot, head, None, None] for x in (states, d_states, z, minus_y, factors)
+                                )  # fmt: skip
+                                self.load(tokens, images, head_k, place, shared, turn)
+                            else:
+                                peak = peaks[sequence, head]
+                                self.begin(shared, place.rows(mG), peak, left, turn, tidx % 32)
+                                if turn > 0:
+                                    self.store_decays(shared, past, mDg, turn - 1, tidx % 32)
                             past, turn = place, turn + 1
-                if turn > 0:
+                if (warp_idx > WARPS) & (turn > 0):
                     self.store_decays(shared, past, mDg, turn - 1, tidx % 32)
         else:
             cute.arch.setmaxregister_increase(232)
@@ -321,15 +313,15 @@ class ChunkGradients(ChunkKernel):
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, tokens, images, head_k, head, batch, token, shared, turn):
+    def load(self, tokens, images, head_k, place, shared, turn):
         """Loads the inputs of a chunk, as the ones before are given back; by a warp."""
-        phase = turn & 1
+        phase, batch, token = turn & 1, place.batch, place.token
         (tma_q, mQ), (tma_k, mK), (tma_do, mDo) = tokens
         states, d_states, z, minus_y, factors = images
         full = self.fill(shared, Input.TOKENS, 6 * WIDE + 4 * FACTORS * CHUNK, phase)
         self.load_tokens(tma_q, mQ, head_k, batch, token, shared.given, full)
         self.load_tokens(tma_k, mK, head_k, batch, token, shared.given + WIDE, full)
-        self.load_tokens(tma_do, mDo, head, batch, token, shared.given + 2 * WIDE, full)
+        self.load_tokens(tma_do, mDo, place.head, batch, token, shared.given + 2 * WIDE, full)
         self.load_image(factors, self.of_turn(shared, turn).factors, full)
         full = self.fill(shared, Input.ROWS, 4 * WIDE, phase)
         self.load_image(z, shared.z, full)
