@@ -23,15 +23,18 @@ from benchmarks.ops.tuning import TUNING_MS, tune_anew
 from cula.kda import chunk_kda
 
 LIMIT, FLA_LIMIT = 5e-3, 5e-2
+KEPT = "cula_kept"  # the forward pass keeps its blocks for the backward pass
 # The tensors that have gradients, and the dimension of each that counts heads.
 LEAVES = {"q": 2, "k": 2, "v": 2, "gate": 2, "beta": 2, "A_log": 0, "dt_bias": 0}
 
 
-def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+def step(
+    impl: str, problem: Setting, x: Inputs, **arguments: Any
+) -> Callable[[], tuple[Tensor, ...]]:
     """A call that runs a forward and a backward pass, with v for the derivative of o, and returns gradients of LEAVES.
 
     Benchmarks run in inference mode, whose tensors cannot have gradients. So the call copies them, and runs outside
-    inference mode.
+    inference mode. arguments: more of them for `chunk_kda`.
     """
     with torch.inference_mode(False):
         leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
@@ -42,7 +45,7 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
             packing = {name: tensor.clone() for name, tensor in packing.items()}
     q, k, v, g, beta, A_log, dt_bias = leaves
     options = kda_providers.gate_arguments(problem, x) | {"impl": impl, **packing}
-    options |= {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    options |= {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, **arguments}
 
     def run() -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.enable_grad():
@@ -58,7 +61,7 @@ def impl(provider: str) -> str:
 
 
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    return step(impl(provider), problem, x)
+    return step(impl(provider), problem, x, disable_recompute=provider == KEPT)
 
 
 def _supports(provider: Provider, problem: Setting) -> str | None:
@@ -117,7 +120,7 @@ def errors_of(provider: Provider, problem: Setting, device: Any) -> dict[str, fl
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """Compares gradients with limits."""
     errors = errors_of(provider, problem, device)
-    limit = LIMIT if provider.role == "ours" else FLA_LIMIT
+    limit = FLA_LIMIT if provider.name == "fla" else LIMIT
     for name, error in errors.items():
         if not error <= limit:
             told = f"gradient of {name} of {provider.name}: {error:.2e}, limit {limit:.2e}"
@@ -140,7 +143,7 @@ def settings(quick: bool) -> list[Setting]:
 def _trained(provider: Provider, **changes: Any) -> Provider:
     return dataclasses.replace(
         provider,
-        bind=functools.partial(_bind, provider.name),
+        bind=functools.partial(_bind, changes.get("name", provider.name)),
         moved=moved,
         supports=functools.partial(_supports, provider),
         **changes,
@@ -152,12 +155,17 @@ OP = dataclasses.replace(
     name="kda_training",
     title="KDA prefill and its gradients, K=V=128",
     settings=settings,
-    providers=(_trained(CULA), _trained(FLA, prepare=tune)),
+    providers=(
+        _trained(CULA),
+        _trained(CULA, name=KEPT, role="variant"),
+        _trained(FLA, prepare=tune),
+    ),
     check=check,
     peaks=True,
     notes=(
         "A forward and a backward pass: gradients of q, k, v, g, beta, A_log and dt_bias. peak_mib: the most memory "
-        "that one such call takes beside what it is given, its results included.",
+        "that one such call takes beside what it is given, its results included. cula_kept: with disable_recompute, "
+        "the forward pass keeps blocks for the backward pass.",
         "bytes: inputs, o and the gradients of both once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",
         *kda_prefill.NOTES[:1],

@@ -126,9 +126,11 @@ OP = dataclasses.replace(
     settings=settings,
     providers=(_trained(CULA), _trained(FLA, prepare=tune)),
     check=check,
+    peaks=True,
     notes=(
         "A forward and a backward pass, without states: gradients of q, k and v, and of gates per token. cula is our "
-        "kernels for both, fla is FLA's for both.",
+        "kernels for both, fla is FLA's for both. peak_mib: the most memory that one such call takes beside what it is "
+        "given, its results included.",
         "bytes: q, k, v, o, gates and the gradients of all of them once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",
         f"Checked: relative RMSE of gradients of the worst head against the reference in fp64, within {LIMIT:.0e}.",

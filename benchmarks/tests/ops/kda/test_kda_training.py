@@ -28,7 +28,7 @@ def in_bf16(problem, x, spoil=None):
 
 @pytest.mark.parametrize("problem", [setting(100, heads=4), setting(100, heads=4, sequences=3)])
 def test_gradients_are_checked_one_by_one(small, problem):
-    ours, fla = (dataclasses.replace(p, bind=in_bf16) for p in kda_training.OP.providers)
+    ours, kept, fla = (dataclasses.replace(p, bind=in_bf16) for p in kda_training.OP.providers)
     with torch.inference_mode():  # as every benchmark runs
         errors = kda_training.check(ours, problem, "cpu")
     assert set(errors) == set(kda_training.LEAVES) and max(errors.values()) < 5e-3
@@ -37,6 +37,8 @@ def test_gradients_are_checked_one_by_one(small, problem):
         wrong = dataclasses.replace(ours, bind=bind)
         with pytest.raises(CheckFailed, match=f"gradient of {name} of cula: .*, limit 5.00e-03"):
             kda_training.check(wrong, problem, "cpu")
+        with pytest.raises(CheckFailed, match="of cula_kept: .*, limit 5.00e-03"):
+            kda_training.check(dataclasses.replace(kept, bind=bind), problem, "cpu")
         # FLA may be so far off.
         theirs = dataclasses.replace(fla, bind=bind)
         assert kda_training.check(theirs, problem, "cpu")[name] > kda_training.LIMIT
@@ -61,7 +63,8 @@ def test_a_step_is_the_derivative_of_the_outputs(small):
 
 
 def test_who_trains_and_who_cannot(monkeypatch):
-    ours, fla = kda_training.OP.providers
+    ours, kept, fla = kda_training.OP.providers
+    assert kda_training.impl(kept.name) == kda_training.impl(ours.name)
     assert kda_training.impl(ours.name) == "cula-cp-sm90" and kda_training.impl(fla.name) == "fla"
     assert ours.moved(setting(512)) == 2 * CULA.moved(setting(512))
     monkeypatch.setitem(kda_providers._MISSING, "cula_cp_sm90", lambda: "not installed")
@@ -69,3 +72,11 @@ def test_who_trains_and_who_cannot(monkeypatch):
     monkeypatch.setitem(kda_providers._MISSING, "cula_cp_sm90", lambda: None)
     monkeypatch.setattr(kda_providers, "_fla_missing", lambda: None)
     assert "needs a CUDA device" in ours.supports(setting(512))
+
+
+def test_only_one_provider_keeps_blocks(monkeypatch):
+    told = []
+    monkeypatch.setattr(kda_training, "step", lambda *args, **named: told.append(named))
+    for provider in kda_training.OP.providers:
+        provider.bind(setting(512), None)
+    assert [named["disable_recompute"] for named in told] == [False, True, False]
