@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import unittest.mock
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,10 @@ from cula.lightning import chunk_gated_delta_rule
 LIMIT = 5e-3
 LEAVES = ("q", "k", "v", "gate", "beta")
 FORWARD = "cula_forward"  # the forward pass alone, so that a difference of times is that of the backward pass
+HALVES = "cula_halves"  # heads in two groups, so that what lies between the backward's kernels takes half the memory
 LIFTED = "fla_lifted"
-IMPL = {"cula": "cula-lightning-sm90", FORWARD: "cula-lightning-sm90", "fla": "fla"}
+OURS = ("cula", FORWARD, HALVES)
+IMPL = {**dict.fromkeys(OURS, "cula-lightning-sm90"), "fla": "fla"}
 
 
 def leaves_of(x: Inputs) -> dict[str, Tensor]:
@@ -73,8 +76,27 @@ def forward(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tup
     return lambda: chunk_gated_delta_rule(*leaves.values(), **options)[:1]
 
 
+def half_of(problem: Setting) -> int:
+    """Half of the bytes that lie between the kernels of the backward pass."""
+    from cula_core.delta_rule.backward.config import scratch_bytes
+    from cula_core.delta_rule.config import chunk_slots
+
+    p = problem.params
+    slots = chunk_slots(seq.batch_of(problem), p["T"], p.get("N"))
+    return scratch_bytes(slots, p["H"]) // 2
+
+
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    return _call_of(provider)(IMPL[provider], leaves_of(x), x)
+    call = _call_of(provider)(IMPL[provider], leaves_of(x), x)
+    if provider != HALVES:
+        return call
+    limit = {"CULA_SCRATCH_LIMIT": str(half_of(problem))}
+
+    def limited() -> tuple[Tensor, ...]:
+        with unittest.mock.patch.dict(os.environ, limit):
+            return call()
+
+    return limited
 
 
 def _call_of(provider: str) -> Callable[..., Callable[[], tuple[Tensor, ...]]]:
@@ -215,6 +237,7 @@ OP = dataclasses.replace(
             name=FORWARD,
             role="variant",
         ),
+        _trained(gated_prefill.CULA, name=HALVES, role="variant"),
         _FLA,
         dataclasses.replace(_FLA, name=LIFTED, bind=_lifted, supports=_supports_lifted),
     ),
@@ -222,7 +245,8 @@ OP = dataclasses.replace(
     peaks=True,
     notes=(
         "A forward and a backward pass, without states: gradients of q, k, v, log decays and strengths, with q and k "
-        "normalised inside. cula is our kernels for both, cula_forward those of the forward pass alone, fla is FLA's "
+        "normalised inside. cula is our kernels for both, cula_forward those of the forward pass alone, cula_halves is "
+        "cula with heads in two groups, which halves the memory between the backward's kernels. fla is FLA's "
         "for both, and fla_lifted FLA's with its refusal lifted where it refuses the backward pass for what this "
         "Triton may make of it: its errors are written down and not judged.",
         "peak_mib: the most memory that one such call takes beside what it is given, its results included.",

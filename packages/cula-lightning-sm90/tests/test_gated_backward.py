@@ -174,9 +174,8 @@ def test_neighbours_that_are_broken(emulated):
 
 
 @pytest.mark.emulated(schedules="immediate")
-def test_groups_of_heads(emulated, monkeypatch):
+def test_groups_of_heads(emulated):
     """Heads that are done one after the other have the same bits."""
-    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
     call = called(PROBLEMS["resets"])
     for one, other in zip(run(call, emulated), run(call, emulated, scratch=0)):
         assert one is None or same(one, other)

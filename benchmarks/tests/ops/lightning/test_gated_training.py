@@ -1,6 +1,7 @@
 """The gated delta rule with its gradients."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_a_refusal_is_lifted_only_if_it_is_for_triton(monkeypatch, refused, reas
     monkeypatch.setattr(training, "_FLA", peer)
     present = dataclasses.replace(training.delta_providers.FLA_DELTA, supports=lambda problem: None)
     monkeypatch.setattr(training.delta_providers, "FLA_DELTA", present)
-    assert training.OP.providers[3].supports(setting(512)) == reason
+    assert training.OP.providers[4].supports(setting(512)) == reason
 
 
 def test_gradients_of_a_lifted_refusal_are_written_down_and_not_judged():
@@ -74,7 +75,7 @@ def test_gradients_of_a_lifted_refusal_are_written_down_and_not_judged():
         run = training.step("reference", training.leaves_of(x), x)
         return lambda: tuple(2 * grad for grad in run())
 
-    wrong = dataclasses.replace(training.OP.providers[3], bind=bind)
+    wrong = dataclasses.replace(training.OP.providers[4], bind=bind)
     with torch.inference_mode():
         errors = training.check(wrong, setting(70, heads=4, heads_q=2), "cpu")
     assert set(errors) == set(training.LEAVES) and min(errors.values()) > 0.5
@@ -86,10 +87,27 @@ def test_bytes_are_those_of_inputs_and_gradients():
     assert training.moved(setting(512)) == 2 * tokens * (4 * 2 * 128 + 2 * 4)
 
 
+@pytest.mark.parametrize(
+    "problem, slots", [(setting(4096), 64), (setting(4096, heads=32, sequences=3), 67)]
+)
+def test_halves_of_the_heads_share_memory(monkeypatch, problem, slots):
+    """The limit is there while the call runs, and is what half of the heads take."""
+    seen = []
+    monkeypatch.delenv("CULA_SCRATCH_LIMIT", raising=False)
+    monkeypatch.setattr(training, "leaves_of", lambda x: {})
+    call = lambda *given: lambda: seen.append(os.environ.get("CULA_SCRATCH_LIMIT"))  # noqa: E731
+    monkeypatch.setattr(training, "step", call)
+    for provider in training.OP.providers[0], training.OP.providers[2]:
+        provider.bind(problem, None)()
+    half = problem.params["H"] // 2
+    assert seen == [None, str(slots * half * 159_232)]
+    assert "CULA_SCRATCH_LIMIT" not in os.environ
+
+
 def test_who_trains_and_who_cannot():
     providers = training.OP.providers
     assert [provider.name for provider in providers] == [
-        "cula", "cula_forward", "fla", "fla_lifted",
+        "cula", "cula_forward", "cula_halves", "fla", "fla_lifted",
     ]  # fmt: skip
     for provider in providers:
         assert provider.supports(setting(512)) is not None  # without a GPU

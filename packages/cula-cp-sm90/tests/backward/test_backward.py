@@ -142,10 +142,9 @@ def test_gradients(emulated, name):
 
 
 @pytest.mark.parametrize("name, segment_chunks", [("mixed", 0), ("packed", 0), ("cut, packed", 1)])
-def test_what_the_forward_keeps(emulated, monkeypatch, name, segment_chunks):
+def test_what_the_forward_keeps(emulated, name, segment_chunks):
     """Outputs and final states are right, and gradients have the same bits as without what was kept; also where heads
     are done one after the other."""
-    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
     problem, cut = ALL[name], CHUNK * segment_chunks
     kept = kept_by_the_forward(problem, emulated, segment_chunks)
     found = run(problem, emulated, segment_tokens=cut, kept=kept)
@@ -190,9 +189,8 @@ def test_a_negative_strength_is_not_taken_for_another(emulated):
         assert same(own[0, :65, 0], before[0, :65, 0]) and same(own[0, 65:], before[0, 65:]), name
 
 
-def test_groups_of_heads(emulated, monkeypatch):
+def test_groups_of_heads(emulated):
     """Heads that are done one after the other have the same bits."""
-    monkeypatch.setattr("cula_core.delta_rule.backward.config.MIN_HEADS", 1)
     for problem in (PROBLEMS["packed"], PROBLEMS["shared keys"]):
         together, apart = run(problem, emulated), run(problem, emulated, scratch=0)
         for name, one, other in zip(Gradients._fields, together, apart):
@@ -200,14 +198,18 @@ def test_groups_of_heads(emulated, monkeypatch):
 
 
 def test_how_many_heads_at_once():
-    """Groups are as few as the scratch allows, equal, and of 16 heads at least."""
+    """Groups are as few as the scratch allows, and equal; unless it was chosen, of 16 heads at least."""
     assert heads_at_once(256, 64, 1 << 40) == 64
     assert heads_at_once(256, 64, scratch_bytes(256, 63)) == 32
-    assert heads_at_once(256, 64, 0) == 16
-    assert heads_at_once(256, 40, 0) == 14
-    assert heads_at_once(1, 8, 0) == 8
-    assert heads_at_once(256, 48, 0, multiple=3) == 12
+    assert heads_at_once(256, 64, scratch_bytes(256, 9)) == 8
+    assert heads_at_once(256, 64, 0) == 1
+    assert heads_at_once(256, 48, scratch_bytes(256, 14), multiple=3) == 12
     assert heads_at_once(256, 64, 0, multiple=64) == 64
+    assert scratch_bytes(256, 64) < 3 << 30 < scratch_bytes(512, 64)
+    assert [heads_at_once(slots, 64) for slots in (256, 512, 4096)] == [64, 32, 16]
+    assert heads_at_once(4096, 40) == 14
+    assert heads_at_once(4096, 8) == 8
+    assert heads_at_once(4096, 48, multiple=3) == 12
 
 
 # ---- which waits matter ----------------------------------------------------------------------------------------------

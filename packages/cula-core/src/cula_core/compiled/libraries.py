@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from ..environment import bytes_of
 from ..shortcuts import Launcher
 from .artifacts import ENTRY, Unit, artifacts, is_uncached
 from .bundles import find, record
@@ -70,15 +70,9 @@ def _keep(name: str, unit: Unit) -> Path:
         kept = STORE.publish(fresh, f"{name}.so")
         STORE.publish(told, f"{name}.json")
     remember(unit.modules)
-    STORE.trim(_limit())
+    limit = bytes_of("CULA_CACHE_LIMIT")
+    STORE.trim(LIMIT if limit is None else limit)
     return kept
-
-
-def _limit() -> int:
-    text = os.environ.get("CULA_CACHE_LIMIT", str(LIMIT))
-    if not text.isdecimal():
-        raise ValueError(f"CULA_CACHE_LIMIT: expected a number of bytes, got {text!r}")
-    return int(text)
 
 
 def _linked(unit: Unit, place: Path) -> tuple[Path, dict]:

@@ -18,9 +18,10 @@ STATE_BYTES, ROW_BYTES = 2 * HEAD_DIM * HEAD_DIM, 2 * CHUNK * HEAD_DIM
 # Rows of the map of a segment [rows, 128] in fp32: transposed, what it adds to a state, the matrix that it applies to
 # one, and what it adds to the gradient of one.
 MAP_ROWS = 3 * HEAD_DIM
-# What a call may take between its kernels, as long as MIN_HEADS heads fit.
+# What a call may take between its kernels, as long as MIN_HEADS heads fit, unless a user says another number.
 SCRATCH_BYTES = 3 << 30
 MIN_HEADS = 16
+SCRATCH_LIMIT = "CULA_SCRATCH_LIMIT"  # the environment variable
 
 
 def scratch_bytes(slots: int, heads: int) -> int:
@@ -28,13 +29,15 @@ def scratch_bytes(slots: int, heads: int) -> int:
     return slots * heads * (BLOCK_BYTES + FACTORS * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
 
 
-def heads_at_once(slots: int, heads: int, scratch: int, multiple: int = 1) -> int:
+def heads_at_once(slots: int, heads: int, scratch: int | None = None, multiple: int = 1) -> int:
     """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
 
-    multiple: value heads that share a query head, and stay together.
+    scratch: bytes; None: SCRATCH_BYTES, and more for MIN_HEADS heads. multiple: value heads that share a query head,
+    and stay together.
     """
-    units = heads // multiple
-    most = max(max(scratch // scratch_bytes(slots, 1), MIN_HEADS) // multiple, 1)
+    units, one = heads // multiple, scratch_bytes(slots, 1)
+    most = max(SCRATCH_BYTES // one, MIN_HEADS) if scratch is None else scratch // one
+    most = max(most // multiple, 1)
     return -(-units // -(-units // most)) * multiple
 
 

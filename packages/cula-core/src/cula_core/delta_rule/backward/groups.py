@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...environment import bytes_of
 from ..config import BLOCK_BYTES, CHUNK
-from .config import FACTORS, ROW_BYTES, STATE_BYTES, V_TILES, heads_at_once
+from .config import FACTORS, ROW_BYTES, SCRATCH_LIMIT, STATE_BYTES, V_TILES, heads_at_once
 from .walks import Kept, Walked, blocks_of, slots_of
 
 Call = TypeVar("Call", bound=Walked)
@@ -21,13 +22,18 @@ _SECOND = ("initial_state", "dht", "blocks", "factors")
 _TENSORS = frozenset((*_KEYS, "v", "g", "beta", "do", *_PARAMETERS, *_SECOND))
 
 
-def in_groups(call: Call, found: Found, scratch: int) -> Iterator[tuple[Call, Found, Kept]]:
+def in_groups(
+    call: Call, found: Found, scratch: int | None = None
+) -> Iterator[tuple[Call, Found, Kept]]:
     """Yields groups of value heads, which are independent: the part of a call and of its results that belongs to them,
     and memory for what lies between their kernels. All groups use the same memory, one after the other.
 
     The call has tensors as the kernels read them; found: memory of the gradients of its first fields. scratch: bytes of
-    memory that are not exceeded as long as a few heads fit.
+    memory that are not exceeded as long as the value heads of one head of q and k fit; None: what SCRATCH_LIMIT of the
+    environment says, and else as `heads_at_once` does.
     """
+    if scratch is None:
+        scratch = bytes_of(SCRATCH_LIMIT)
     heads = call.v.shape[2]
     shared = heads // call.q.shape[2]
     slots = slots_of(call)

@@ -10,7 +10,7 @@ from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
-from cula_core.delta_rule.backward.config import SCRATCH_BYTES, WalkConfig
+from cula_core.delta_rule.backward.config import WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.delta_rule.backward.launch import Walks, walk_unit
 from cula_core.delta_rule.config import MergeConfig
@@ -43,7 +43,7 @@ def run(
     *,
     multiprocessors: int | None = None,
     kernels: Kernels = compile,
-    scratch: int = SCRATCH_BYTES,
+    scratch: int | None = None,
 ) -> None:
     """Writes the gradients of a call, on torch's current stream; `in_groups` says how.
 
