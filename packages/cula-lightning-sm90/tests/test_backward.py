@@ -11,7 +11,13 @@ from gradient_oracle import gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cula_lightning_sm90 import chunk_lightning_attn, chunk_simple_gla, lightning_attn_fwd_varlen
+from cula_lightning_sm90 import (
+    chunk_lightning_attn,
+    chunk_simple_gla,
+    lightning_attn_fwd_varlen,
+    ops,
+)
+from cula_lightning_sm90.call import Call
 from cula_lightning_sm90.ops import lightning_attn_fwd
 from cula_testing.tensors import int32
 
@@ -400,3 +406,40 @@ def test_one_graph_for_every_length():
         )
     assert len(count) == 2
     torch._dynamo.reset()
+
+
+# ---- on a GPU: side by side ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens, heads, batch, packed, options, beside",
+    [
+        (8192, 16, 1, False, {}, True),  # 32 of 44 multiprocessors each
+        (8192, 11, 2, False, {}, True),
+        (8192, 12, 2, False, {}, False),
+        (8192, 24, 1, False, {}, False),
+        (8192, 8, 1, False, {}, False),  # two segments each would fit
+        (8192, 8, 1, False, {"num_splits": 1}, True),
+        (2047, 8, 1, False, {}, True),  # too short to be cut
+        (2047, 8, 1, False, {"num_splits": 2}, False),
+        (2047, 8, 1, False, {"segment_tokens": 1024}, False),
+        (8192, 16, 1, True, {}, True),
+        (0, 16, 1, False, {}, True),
+    ],
+)
+def test_passes_run_side_by_side_where_a_third_of_the_card_is_enough_for_each(
+    monkeypatch, tokens, heads, batch, packed, options, beside
+):
+    ran = []
+    monkeypatch.setattr(ops, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ops, "_run_on_gpu", lambda *given: ran.append(given))
+    monkeypatch.setattr(ops, "side_by_side", lambda device, *work: [do() for do in work])
+    x = torch.empty(batch, tokens, heads, 128, device="meta", dtype=torch.bfloat16)
+    given = {"num_splits": None, "segment_tokens": 0} | options
+    ends = torch.empty(4, device="meta") if packed else None
+    call = Call(
+        x, x, x, None, None, None, None, None, None, None, ends, x, 1.0, 1, False, False, False, 0, **given
+    )  # fmt: skip
+    calls = [call._replace(scale=n) for n in range(3)]
+    ops._run_all_on_gpu(calls)
+    assert ran == [(call, 44) if beside else (call,) for call in calls]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -81,6 +80,10 @@ def run(emulated) -> Callable[..., Any]:
             run.configs.append(config)
             return emulated_kernel(emulated, launch.unit(config))
 
+        def launched(calls):
+            for call in calls:
+                launch.run(call, multiprocessors=multiprocessors, kernels=kernels)
+
         def stored(x: Tensor | None) -> Tensor | None:
             return x.mT.contiguous() if x is not None and v_first else x
 
@@ -91,7 +94,7 @@ def run(emulated) -> Callable[..., Any]:
         given = call.g if call.g is None or not gate_rows else in_rows(call.g)
         with poisoned_memory():
             found = backward.gradients(
-                partial(launch.run, multiprocessors=multiprocessors, kernels=kernels),
+                launched,
                 do, stored(dht), call.q, call.k, call.v, given, call.decay, stored(initial), indices,
                 int32(*starts) if packed else None, call.scale, -1, v_first, False, exact_state, splits, 0, of_decays,
             )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,13 +31,14 @@ def of_gate(tokens: int, noise: float, cu_seqlens: Tensor | None = None) -> Tens
 
     q, k, v, do = (normal(1, tokens, heads, DIM) for _ in range(4))
 
-    def run(call: Call) -> None:
-        ops._run_on_cpu(call)
-        if call.dots is not None:
-            of_state = call.dots[:, :, :, 0]
-            call.dots.add_((noise * of_state * normal(*of_state.shape)).unsqueeze(3))
-        if call.checkpoints is not None:
-            call.checkpoints.mul_(1 + noise * normal(*call.checkpoints.shape))
+    def run(calls: Sequence[Call]) -> None:
+        for call in calls:
+            ops._run_on_cpu(call)
+            if call.dots is not None:
+                of_state = call.dots[:, :, :, 0]
+                call.dots.add_((noise * of_state * normal(*of_state.shape)).unsqueeze(3))
+            if call.checkpoints is not None:
+                call.checkpoints.mul_(1 + noise * normal(*call.checkpoints.shape))
 
     gate = torch.zeros(1, tokens, heads, dtype=torch.float64)
     with one_thread():

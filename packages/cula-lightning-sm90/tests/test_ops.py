@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,13 +266,14 @@ def launched(monkeypatch) -> list[Call]:
     """Sends CPU calls down the way of CUDA calls, to a launcher that records and computes what it was given."""
     calls: list[Call] = []
 
-    def run(call: Call) -> None:
+    def run(call: Call, multiprocessors: int | None) -> None:
+        assert multiprocessors is None
         calls.append(call)
         ops._run_on_cpu(call)
 
     monkeypatch.setattr(ops, "is_plain_cuda_call", lambda q: type(q) is Tensor)
     monkeypatch.setattr(ops, "require_hopper", lambda device: None)
-    monkeypatch.setattr(ops, "_launch", lambda: run)
+    monkeypatch.setattr(ops, "_launch", lambda: SimpleNamespace(run=run))
     return calls
 
 
@@ -393,7 +395,7 @@ def test_an_error_of_the_launcher_is_passed_on(make_inputs, launched, monkeypatc
     def run(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ops, "_launch", lambda: run)
+    monkeypatch.setattr(ops, "_launch", lambda: SimpleNamespace(run=run))
     a = kernel_inputs(make_inputs)
     with pytest.raises(RuntimeError, match="^out of memory$"):
         lightning_attn_fwd(a["q"], a["k"], a["v"], a["decay"])

@@ -11,7 +11,7 @@ gradients, the passes of dq and dk also give the sums and states that `decays.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ _SCHEMA = (
     "bool exact_state, int? num_splits, int segment_tokens, bool of_decays) -> Tensor[]"
 )
 Run = Callable[[Call], None]
+# Calls of which none reads what another one writes.
+RunAll = Callable[[Sequence[Call]], None]
 
 
-def register(on_cpu: Run, on_gpu: Run) -> None:
-    """Defines the operator of the gradients. on_cpu, on_gpu: what runs the prefill on tensors there."""
+def register(on_cpu: RunAll, on_gpu: RunAll) -> None:
+    """Defines the operator of the gradients. on_cpu, on_gpu: what runs prefills on tensors there."""
     torch.library.define(_NAME, _SCHEMA)
     torch.library.impl(_NAME, "CPU", lambda *values: gradients(on_cpu, *values))
     torch.library.impl(_NAME, "CUDA", lambda *values: gradients(on_gpu, *values))
@@ -89,7 +91,7 @@ class Prefill(torch.autograd.Function):
 
 
 def gradients(
-    run: Run,
+    run: RunAll,
     do: Tensor | None,
     dht: Tensor | None,
     q: Tensor,
@@ -147,16 +149,13 @@ def gradients(
     def attend(
         a: Tensor, b: Tensor, c: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, turned: bool,
         reverse: bool, of: Tensor | None = None, dots: Tensor | None = None, states: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Call:  # fmt: skip
         indices = None if start is None else state_indices
-        run(
-            Call(
-                a, b, c, g, head_decay, start, None, indices, end, states, cu_seqlens, out, scale, decay_sign,
-                state_v_first != turned, False, exact_state, 0 if states is None else decays.EVERY, num_splits,
-                segment_tokens=segment_tokens, reverse=reverse, dot_with=None if dots is None else of, dots=dots,
-            )
+        return Call(
+            a, b, c, g, head_decay, start, None, indices, end, states, cu_seqlens, out, scale, decay_sign,
+            state_v_first != turned, False, exact_state, 0 if states is None else decays.EVERY, num_splits,
+            segment_tokens=segment_tokens, reverse=reverse, dot_with=None if dots is None else of, dots=dots,
         )  # fmt: skip
-        return out if unit is None else torch.div(out, unit, out=out)
 
     dots_q = dots_k = states = d_states = None
     start = initial_state
@@ -167,9 +166,17 @@ def gradients(
             for _ in range(2)
         )
         start = None if initial_state is None else initial_state.to(work)  # as all states of a call
-    dq = attend(do, v, k, result(q), start, None, True, False, q, dots_q, states)
-    dk = attend(v, do, q, result(k), dht, None, True, True, k, dots_k, d_states)
-    dv = attend(k, q, do, result(v), dht, dh0, False, True)
+    dq, dk, dv = result(q), result(k), result(v)
+    run(
+        (
+            attend(do, v, k, dq, start, None, True, False, q, dots_q, states),
+            attend(v, do, q, dk, dht, None, True, True, k, dots_k, d_states),
+            attend(k, q, do, dv, dht, dh0, False, True),
+        )
+    )
+    if unit is not None:
+        for d in (dq, dk, dv):
+            torch.div(d, unit, out=d)
     found = [
         _before_norm(_of_group(d, x), y, inverse)
         for d, x, (y, inverse) in zip((dq, dk), given, normal)

@@ -16,7 +16,7 @@ from cula_core.once import once
 
 from .call import Call
 from .config import CHUNK, V_TILE, Config, Problem, TableConfig
-from .plan import configs, plan
+from .plan import configs, plan, segment_length
 
 ARCH = "sm_90a"
 Kernels = Callable[[Config | TableConfig], Callable[..., None]]
@@ -110,6 +110,16 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
             call.scale, call.decay_sign * LOG2_E, -1 if call.null_slot is None else call.null_slot, segment_tokens,
             piece_tokens, max(call.checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
+
+
+def fits(call: Call, multiprocessors: int) -> bool:
+    """Returns whether so many multiprocessors are enough for a call, with sequences that stay whole."""
+    batch, tokens, heads, dim_v = call.out.shape
+    columns = heads * (dim_v // V_TILE) * (batch if call.cu_seqlens is None else 1)
+    if columns > multiprocessors:
+        return False
+    cut = segment_length(columns, tokens, multiprocessors, call.num_splits, call.segment_tokens)
+    return cut == 0
 
 
 def _in_rows(g: Tensor | None) -> bool:

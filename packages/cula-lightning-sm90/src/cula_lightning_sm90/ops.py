@@ -45,13 +45,15 @@ compute capability is not 9.0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from cula_core.operators import register_fake
 from cula_core.shortcuts import shortcut
+from cula_core.streams import side_by_side
 from cula_core.tensors import (
     DENSE,
     aligned,
@@ -59,6 +61,7 @@ from cula_core.tensors import (
     is_aligned,
     is_plain_cuda_call,
     move_states,
+    multiprocessors,
     new_states,
     put_back,
     stored_alike,
@@ -82,7 +85,8 @@ def _run_on_cpu(call: Call) -> None:
     )  # fmt: skip
 
 
-def _run_on_gpu(call: Call) -> None:
+def _run_on_gpu(call: Call, multiprocessors: int | None = None) -> None:
+    """multiprocessors: how many there are for the call; None: all."""
     require_hopper(call.q.device)
     if call.out.numel() == 0 or (call.initial is not None and call.initial.shape[0] == 0):
         # No token at all, or nothing but padding.
@@ -107,22 +111,38 @@ def _run_on_gpu(call: Call) -> None:
     if not is_aligned(out):
         changes["out"] = torch.empty_like(out, memory_format=DENSE)
     call = call._replace(**changes)
-    _launch()(call)
+    _launch().run(call, multiprocessors=multiprocessors)
     if call.out is not out:
         out.copy_(call.out)
 
 
-@functools.cache
-def _launch() -> Callable[[Call], None]:
-    from .launch import run
+def _run_all_on_cpu(calls: Sequence[Call]) -> None:
+    for call in calls:
+        _run_on_cpu(call)
 
-    return run
+
+def _run_all_on_gpu(calls: Sequence[Call]) -> None:
+    """Side by side, where a part of the multiprocessors is enough for each of them."""
+    device = calls[0].q.device
+    part = multiprocessors(device) // len(calls)
+    if all(_launch().fits(call, part) for call in calls):
+        side_by_side(device, *(functools.partial(_run_on_gpu, call, part) for call in calls))
+        return
+    for call in calls:
+        _run_on_gpu(call)
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    from . import launch
+
+    return launch
 
 
 torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
 torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
 register_fake(_PREFILL)
-backward.register(_run_on_cpu, _run_on_gpu)
+backward.register(_run_all_on_cpu, _run_all_on_gpu)
 
 
 def _run(call: Call) -> None:

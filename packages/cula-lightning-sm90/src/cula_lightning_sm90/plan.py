@@ -65,13 +65,7 @@ def plan(
     """
     v_tiles = problem.head_dim_v // V_TILE
     columns = heads_v * v_tiles * (1 if problem.packed else batch)
-    if num_splits is None:
-        num_splits = max(1, min(multiprocessors // columns, tokens // _MIN_SEGMENT, _MAX_SEGMENTS))
-    length = -(-tokens // (num_splits * CHUNK)) * CHUNK if num_splits > 1 else 0
-    if segment_tokens:
-        length = segment_tokens
-    if length >= tokens:
-        length = 0
+    length = segment_length(columns, tokens, multiprocessors, num_splits, segment_tokens)
     parts = -(-tokens // length) if length else 1
     piece = length
     if length and problem.forgets and not problem.packed and not segment_tokens:
@@ -92,6 +86,20 @@ def plan(
     if paired or shared:
         ctas = ctas // 2 * 2
     return Plan(tiles, segments, length, piece, parts, ctas, paired, shared)
+
+
+def segment_length(
+    columns: int, tokens: int, multiprocessors: int, num_splits: int | None, segment_tokens: int
+) -> int:
+    """Returns the length of the segments that sequences are cut into, 0 where they stay whole.
+
+    columns: V tiles of all heads, and of all sequences of a dense batch. The others are those of `plan`.
+    """
+    if num_splits is None:
+        num_splits = max(1, min(multiprocessors // columns, tokens // _MIN_SEGMENT, _MAX_SEGMENTS))
+    length = -(-tokens // (num_splits * CHUNK)) * CHUNK if num_splits > 1 else 0
+    length = segment_tokens or length
+    return length if length < tokens else 0
 
 
 def configs(problem: Problem, spread: Plan) -> tuple[Config, ...]:

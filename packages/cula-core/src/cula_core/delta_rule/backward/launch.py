@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...compiled.artifacts import Unit
 from ...dtypes import dtype_name
+from ...streams import side_by_side
 from ..config import HEAD_DIM, MergeConfig
 from .config import MAP_ROWS, V_TILES, WalkConfig
 from .plan import Spread
@@ -80,12 +81,7 @@ class Walks:
             launch(forward)
             launch(back)
             return
-        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            launch(forward)
-        launch(back)
-        current.wait_stream(side)
+        side_by_side(device, partial(launch, forward), partial(launch, back))
 
     def _scan(self, maps: Tensor, way: Way) -> None:
         """Writes what a direction finds out about segments."""
