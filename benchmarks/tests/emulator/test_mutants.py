@@ -116,7 +116,7 @@ def record(pytester, monkeypatch):
     """record(reasons, races) -> (rows, what pytest printed, its status) of the tests above."""
 
     def record(reasons, races=True):
-        monkeypatch.setattr(mutant_rows, "REASONS", {"test_toy": reasons})
+        monkeypatch.setattr(mutant_rows, "REASONS", {"test_toy.py::test_toy": reasons})
         pytester.makeini("[pytest]\n")
         path = pytester.mkdir("packages").joinpath("toy", "tests", "test_toy.py")
         path.parent.mkdir(parents=True)
@@ -232,9 +232,7 @@ def test_the_committed_file_bears_out_what_documents_say():
     # README of cula-emulator: the first schedule finds the races of all.
     assert all(row["noticed_first"] == row["noticed_every"] for row in rows)
     used = {
-        (row["test"].rpartition("::")[2].partition("[")[0], u["instruction"])
-        for row in rows
-        for u in row["unnoticed"]
+        (mutant_rows.key(row["test"]), u["instruction"]) for row in rows for u in row["unnoticed"]
     }
     assert used == {(test, name) for test, names in mutant_rows.REASONS.items() for name in names}
     assert {row["package"] for row in rows} >= {"cula-core", "cula-cp-sm90", "cula-kda-sm100"}

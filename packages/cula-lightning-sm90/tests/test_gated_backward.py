@@ -226,8 +226,8 @@ def test_the_keys_of_kernels_hold_every_source_that_makes_them():
 
 # What goes unnoticed of the gradients, and why:
 # - Products are waited for together.
-# - The emulator asks for no fence between ordinary writes and copies that overwrite what these wrote, and takes a later
-#   fence of another thread for that of the writer of dA and dM.
+# - The emulator asks for no fence between reads of inputs and copies that overwrite these, and takes a later fence of
+#   another thread for that of the writer of dA and dM.
 # - It lets a warp of a product read no row of the first operand but its own 16, where the results will be.
 UNNOTICED = Counter(
     {

@@ -602,10 +602,10 @@ def test_tokens_behind_the_last_sequence_are_nobodys(run, segment):
 #   begins.
 # - Products that one wait waits for may be one group: those of k with k and with q. At the beginning of a chunk nothing
 #   runs, and the wait there is for the compiler.
-# - It takes a later fence of another thread for one of the writer: the fence behind reads of k and q, and that behind
-#   zeros of T' and Aqk where keys are converted.
-# - It runs a warp's matrix copies in step, so that barriers of a warp before its lane arrives change nothing, and keeps
-#   memory longer than its CTA: the wait for the last outputs.
+# - It asks for no fence between reads of k and q and copies that overwrite these, and takes a later fence of another
+#   thread for that of the writer of zeros of T' and Aqk, where keys are converted.
+# - Behind its last reads of k and q, and of gates, a warp has met before it does so again to give them back.
+# - The emulator keeps memory longer than its CTA: the wait for the last outputs.
 # - Behind the barrier of the tile that clears keys, where these are not converted, comes that of all tiles; where there
 #   is one it is needed.
 UNNOTICED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -228,39 +229,44 @@ UNNOTICED = {
 UNNOTICED_OF_SCAN = {False: Counter(), True: Counter({"wgmma.commit_group.sync.aligned": 1})}
 
 
-def mutated(emulated, problem: Problem, back: bool, scan: bool, **options) -> mutation.Report:
-    """Skips waits of one kernel of a call, one by one; all work is one CTA's."""
-    found = []
+@pytest.fixture
+def mutate(emulated) -> Callable[..., mutation.Report]:
+    """mutate(problem, back, scan, **options) skips waits of one kernel of a call, one by one; all work is one CTA's."""
 
-    def kernels(config):
-        kernel = emulated_kernel(emulated, launch.unit(config, "sm_90a"))
-        wanted = isinstance(config, WalkConfig) and (config.back, config.scan) == (back, scan)
-        if not wanted:
-            return partial(kernel)
-        found.append(Repeated(kernel))
-        return found[-1]
+    def make(problem: Problem, back: bool, scan: bool, **options) -> mutation.Report:
+        found = []
 
-    with poisoned_memory():
-        run(problem, emulated, 1, kernels=kernels, **options)
-    (walk,) = found
-    report = mutation.run(walk.check, walk, schedules=mutation.SCHEDULES[:3])
-    assert not report.not_reached, str(report)
-    return report
+        def kernels(config):
+            kernel = emulated_kernel(emulated, launch.unit(config, "sm_90a"))
+            wanted = isinstance(config, WalkConfig) and (config.back, config.scan) == (back, scan)
+            if not wanted:
+                return partial(kernel)
+            found.append(Repeated(kernel))
+            return found[-1]
+
+        with poisoned_memory():
+            run(problem, emulated, 1, kernels=kernels, **options)
+        (walk,) = found
+        report = mutation.run(walk.check, walk, schedules=mutation.SCHEDULES[:3])
+        assert not report.not_reached, str(report)
+        return report
+
+    return make
 
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("back", UNNOTICED)
-def test_every_wait_of_a_walk_matters(emulated, back):
+def test_every_wait_of_a_walk_matters(mutate, back):
     """One CTA with more items and chunks than there are slots for; those without a chunk come last."""
     problem = make_problem((130, 0, 70, 1, 0), (1, 1), packed=True, strength="doubled")
-    report = mutated(emulated, problem, back, scan=False)
+    report = mutate(problem, back, scan=False)
     assert mutation.opcodes(report.unnoticed) == UNNOTICED[back], str(report)
 
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("back", UNNOTICED)
-def test_every_wait_of_a_scan_matters(emulated, back):
+def test_every_wait_of_a_scan_matters(mutate, back):
     """More segments of one chunk than there are slots for."""
     problem = make_problem((300, 1), (1, 1), kind="near_zero", packed=True, strength="doubled")
-    report = mutated(emulated, problem, back, scan=True, segment_tokens=CHUNK)
+    report = mutate(problem, back, scan=True, segment_tokens=CHUNK)
     assert mutation.opcodes(report.unnoticed) == UNNOTICED_OF_SCAN[back], str(report)

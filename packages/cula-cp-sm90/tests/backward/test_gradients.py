@@ -316,7 +316,7 @@ def test_operands_of_wide_range(emulated):
 # What goes unnoticed, and why:
 # - Of inputs that are given back together, one alone need be waited for before they are overwritten.
 # - Products of S with do and y are waited for together, as are both tiles of V of a product.
-# - The emulator asks for no fence between ordinary writes and copies that overwrite what these wrote.
+# - The emulator asks for no fence between ordinary accesses and copies that overwrite the same memory.
 # - Warps meet where they load rows for the sake of the compiler.
 UNNOTICED = Counter(
     {
