@@ -10,7 +10,7 @@ from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
-from cula_core.delta_rule.backward.config import WalkConfig
+from cula_core.delta_rule.backward.config import PeaksConfig, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.delta_rule.backward.launch import Walks, walk_unit
 from cula_core.delta_rule.config import HEAD_DIM, MergeConfig, PrepareConfig
@@ -21,13 +21,13 @@ from ..arch import TARGET
 from .call import BackwardCall
 from .config import GradientsConfig
 
-Config = PrepareConfig | WalkConfig | MergeConfig | GradientsConfig
+Config = PrepareConfig | PeaksConfig | WalkConfig | MergeConfig | GradientsConfig
 Kernels = Callable[[Config], Callable[..., None]]
 
 
 def unit(config: Config, arch: str) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    if isinstance(config, WalkConfig | MergeConfig):
+    if isinstance(config, WalkConfig | MergeConfig | PeaksConfig):
         return walk_unit(config, arch)
     own = isinstance(config, GradientsConfig)
     module = f"{__package__}.build" if own else "cula_core.delta_rule.build"
@@ -75,15 +75,18 @@ def _run(
     facts = walks.facts_of(call) | {
         "gate": call.gate, "bounded": call.bounded, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
     }  # fmt: skip
-    # Of blocks that were kept nothing is left to do but the table of segments.
-    again = call.blocks is None
-    peaks = walks.peaks_of(call) if again else walks.all_peaks_of(call)
+    # Where blocks were kept, nothing is left to do for them but the table of segments.
+    again, peaks = call.blocks is None, walks.peaks_of(call)
     if again or segments is not None:
         kernels(PrepareConfig(**facts, rooted=True, peaks=again))(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None,
             None, call.do if again else None, kept.factors, peaks if again else None, call.scale, call.lower_bound,
             spread.segment_tokens, spread.segment_tokens, 0, slots if again else 0,
         )  # fmt: skip
+    if not again:
+        kernels(PeaksConfig(facts["dtype"], facts["index_dtype"]))(
+            call.do, call.cu_seqlens, peaks, slots
+        )
     Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
     grouped = call.q.shape[2] != heads
     dq, dk = found.dq, found.dk

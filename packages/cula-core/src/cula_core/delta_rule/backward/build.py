@@ -1,5 +1,5 @@
-"""What is compiled for a walk, and fake arguments of the kernels around it. The only host module of this folder that
-imports the DSL, and only a compile imports it."""
+"""What is compiled for a walk and for the largest gradients, and fake arguments of the kernels around it. The only host
+module of this folder that imports the DSL, and only a compile imports it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,27 @@ from ...cute import fake
 from ...cute.types import DTYPES, INDICES
 from ..config import CHUNK, HEAD_DIM
 from ..kernels.block import BLOCK, SQUARE, WIDE
-from .config import FACTORS, MAP_ROWS, V_TILES, WalkConfig
+from .config import FACTORS, MAP_ROWS, V_TILES, PeaksConfig, WalkConfig
+from .kernels.peaks import Peaks
 from .kernels.walk import KdaWalk
 
 
-def kernel(config: WalkConfig, arch: str) -> tuple[object, ...]:
+def kernel(config: WalkConfig | PeaksConfig, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    if isinstance(config, PeaksConfig):
+        return Peaks(config), *peaks_arguments(config)
     return KdaWalk(config), *walk_arguments(config)
+
+
+def peaks_arguments(config: PeaksConfig) -> tuple:
+    """Returns do [B, T, HV, 128], cu_seqlens [N + 1] or None, peaks [N, HV] int32, number of chunks."""
+    heads_v = cute.sym_int()
+    return (
+        fake.rows(config.dtype, (cute.sym_int(), cute.sym_int(), heads_v, HEAD_DIM)),
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        fake.matrix(cutlass.Int32, heads_v),
+        cutlass.Int32(1),
+    )
 
 
 def walk_arguments(config: WalkConfig) -> tuple:

@@ -42,6 +42,15 @@ def heads_at_once(slots: int, heads: int, scratch: int | None = None, multiple: 
 
 
 @dataclass(frozen=True)
+class PeaksConfig:
+    """Static facts of the kernel that finds the largest |do|: the dtypes of do and of cu_seqlens, None for a dense
+    batch."""
+
+    dtype: str
+    index_dtype: str | None = None
+
+
+@dataclass(frozen=True)
 class WalkConfig:
     """Static facts of a walk through the chunks.
 

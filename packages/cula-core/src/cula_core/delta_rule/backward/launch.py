@@ -15,16 +15,16 @@ from ...compiled.artifacts import Unit
 from ...dtypes import dtype_name
 from ...streams import side_by_side
 from ..config import HEAD_DIM, MergeConfig
-from .config import MAP_ROWS, V_TILES, WalkConfig
+from .config import MAP_ROWS, V_TILES, PeaksConfig, WalkConfig
 from .plan import Spread
 from .walks import Kept, Walked, sequences_of
 
 Kernels = Callable[[WalkConfig | MergeConfig], Callable[..., None]]
 
 
-def walk_unit(config: WalkConfig | MergeConfig, arch: str) -> Unit:
+def walk_unit(config: WalkConfig | MergeConfig | PeaksConfig, arch: str) -> Unit:
     """Returns a kernel as something that can be compiled ahead of its first call."""
-    package = __package__ if isinstance(config, WalkConfig) else "cula_core.delta_rule"
+    package = "cula_core.delta_rule" if isinstance(config, MergeConfig) else __package__
     return Unit(f"{package}.build", config, arch, ())
 
 

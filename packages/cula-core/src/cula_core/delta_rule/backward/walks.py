@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,25 +90,6 @@ def spread_of(call: Walked, multiprocessors: int) -> Spread:
 def blocks_of(call: Any) -> Tensor | None:
     """Returns the blocks that a forward pass has kept for a call, if there are any."""
     return getattr(call, "blocks", None)
-
-
-def all_peaks_of(call: Walked) -> Tensor:
-    """Returns the bits of the largest magnitude of every sequence and head, of the gradients of outputs and of final
-    states."""
-    largest_of = partial(torch.linalg.vector_norm, ord=torch.inf, dtype=torch.float32)
-    if call.cu_seqlens is None:  # over tokens first, which is faster
-        found = largest_of(call.do, dim=1).amax(-1)
-    else:
-        largest = largest_of(call.do, dim=-1)
-        count, tokens = sequences_of(call), torch.arange(call.do.shape[1], device=call.do.device)
-        sequence = torch.searchsorted(
-            call.cu_seqlens[1:], tokens.to(call.cu_seqlens.dtype), right=True
-        )
-        # Tokens behind the last sequence are nobody's.
-        own = torch.where((sequence < count)[:, None], largest[0], 0.0)
-        index = sequence.clamp(max=count - 1)[:, None].expand_as(own)
-        found = own.new_zeros(count, own.shape[1]).scatter_reduce(0, index, own, "amax")
-    return torch.maximum(found, peaks_of(call).view(torch.float32)).view(torch.int32)
 
 
 def peaks_of(call: Walked) -> Tensor:

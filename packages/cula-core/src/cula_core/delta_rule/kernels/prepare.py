@@ -51,6 +51,7 @@ from .fragments import (
     write_columns,
 )
 from .inverse import GROUP, INVERSE_BYTES, SUBS, Barrier, Inverse
+from .peaks import raise_peak
 from .tokens import Gate, Tokens
 
 THREADS = 2 * GROUP
@@ -249,9 +250,8 @@ class KdaPrepare:
             self.load_bias(bias, head, shared, thread.tidx)
             cute.arch.cp_async_commit_group()
             if cutlass.const_expr(self.config.peaks):
-                self.tokens.raise_peak(
-                    mDo[batch, None, head, None], peaks[sequence, None], head, rows, channel, lanes
-                )
+                own = mDo[batch, None, head, None]
+                raise_peak(own, peaks[sequence, None], head, rows, channel, lanes.lane)
             self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             speed = F32(1.0)
             if cutlass.const_expr(self.config.rate):

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 from ...constants import LOG2_E
 from ...cute.functions import exp2, sigmoid
 from ...cute.memory import copy_async, view
-from ...cute.types import DTYPES, F32, I32
+from ...cute.types import DTYPES, F32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
     LINE,
@@ -97,27 +97,6 @@ class Tokens:
         for j in cutlass.range_constexpr(ROUNDS):
             source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
             copy_async(source, units[None, thread.lines + place_in_line(thread.lane, j)])
-
-    @cute.jit
-    def raise_peak(self, x: cute.Tensor, peaks: cute.Tensor, head, rows, channel, thread):
-        """Raises the head's peak to the largest magnitude of the rows: bits of fp32, among which a NaN is largest."""
-        count = 128 // x.element_type.width
-        words = cute.make_rmem_tensor((count // 2, ROUNDS), I32)
-        for j in cutlass.range_constexpr(ROUNDS):
-            target = cute.recast_tensor(words[None, j], x.element_type)
-            cute.autovec_copy(view(x[rows[j], None].iterator, channel, count), target)
-        largest = I32(0)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            largest = cutlass.max(largest, words[i] & 0x7FFF)
-            largest = cutlass.max(largest, words[i] >> 16 & 0x7FFF)
-        largest = cute.arch.warp_redux_sync(largest, "max")
-        if thread.lane == 0:
-            bits = cute.make_rmem_tensor(1, I32)
-            bits[0] = largest
-            value = cute.make_rmem_tensor(1, F32)
-            value[0] = cute.recast_tensor(bits, x.element_type)[0].to(F32)
-            peak = cute.recast_tensor(value, I32)[0]
-            cute.arch.atomic_max((peaks.iterator + head).llvm_ptr, peak)
 
     @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):

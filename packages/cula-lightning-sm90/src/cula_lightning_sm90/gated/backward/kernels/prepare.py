@@ -34,6 +34,7 @@ from cula_core.delta_rule.kernels.fragments import (
     unit_of_panel,
 )
 from cula_core.delta_rule.kernels.inverse import INVERSE_BYTES, SUBS
+from cula_core.delta_rule.kernels.peaks import raise_peak
 from cula_core.delta_rule.kernels.prepare import PLACES, THREADS, KdaPrepare
 
 from .decays import sum_decays
@@ -144,9 +145,8 @@ class ChunkPrepare(KdaPrepare):
                 source = x[batch, None, head_k, None]
                 self.tokens.load(source, shared.raw[None, None, which], rows, channel, thread)
             cute.arch.cp_async_commit_group()
-            self.tokens.raise_peak(
-                mDo[batch, None, head, None], peaks[sequence, None], head, rows, channel, lanes
-            )
+            own = mDo[batch, None, head, None]
+            raise_peak(own, peaks[sequence, None], head, rows, channel, lanes.lane)
             self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             if thread.tidx >= THREADS - 32:
                 own = cute.domain_offset((token,), mG[batch, None, head])
