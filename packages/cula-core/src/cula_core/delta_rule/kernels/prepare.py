@@ -250,8 +250,8 @@ class KdaPrepare:
             self.load_bias(bias, head, shared, thread.tidx)
             cute.arch.cp_async_commit_group()
             if cutlass.const_expr(self.config.peaks):
-                own = mDo[batch, None, head, None]
-                raise_peak(own, peaks[sequence, None], head, rows, channel, lanes.lane)
+                incoming = mDo[batch, None, head, None]
+                raise_peak(incoming, peaks[sequence, None], head, rows, channel, lanes.lane)
             self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             speed = F32(1.0)
             if cutlass.const_expr(self.config.rate):

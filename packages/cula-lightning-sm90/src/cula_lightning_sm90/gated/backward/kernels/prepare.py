@@ -145,8 +145,8 @@ class ChunkPrepare(KdaPrepare):
                 source = x[batch, None, head_k, None]
                 self.tokens.load(source, shared.raw[None, None, which], rows, channel, thread)
             cute.arch.cp_async_commit_group()
-            own = mDo[batch, None, head, None]
-            raise_peak(own, peaks[sequence, None], head, rows, channel, lanes.lane)
+            incoming = mDo[batch, None, head, None]
+            raise_peak(incoming, peaks[sequence, None], head, rows, channel, lanes.lane)
             self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
             if thread.tidx >= THREADS - 32:
                 own = cute.domain_offset((token,), mG[batch, None, head])
