@@ -111,7 +111,10 @@ def test_the_internals_of_kernel_packages_are_imported_in_one_module_per_family(
     found |= {m for m in MODULES if family_of(m) and imports_by_name(m)}
     assert found == {
         "benchmarks.emulator.workloads",
-        *(f"benchmarks.ops.{family}.internals" for family in ("decode", "delta", "kda", "lite")),
+        *(
+            f"benchmarks.ops.{family}.internals"
+            for family in ("decode", "delta", "kda", "lightning", "lite")
+        ),
     }
 
 

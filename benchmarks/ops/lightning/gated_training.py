@@ -22,6 +22,7 @@ from benchmarks.ops import checks
 from benchmarks.ops import sequences as seq
 from benchmarks.ops.lightning import delta, delta_providers, gated_prefill
 from benchmarks.ops.lightning.delta import Inputs, setting
+from benchmarks.ops.lightning.internals import scratch_bytes
 from benchmarks.ops.tuning import TUNING_MS, tune_anew
 from cula.lightning import chunk_gated_delta_rule
 
@@ -78,12 +79,8 @@ def forward(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tup
 
 def half_of(problem: Setting) -> int:
     """Half of the bytes that lie between the kernels of the backward pass."""
-    from cula_core.delta_rule.backward.config import scratch_bytes
-    from cula_core.delta_rule.config import chunk_slots
-
     p = problem.params
-    slots = chunk_slots(seq.batch_of(problem), p["T"], p.get("N"))
-    return scratch_bytes(slots, p["H"]) // 2
+    return scratch_bytes(seq.batch_of(problem), p["T"], p["H"], p.get("N")) // 2
 
 
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
