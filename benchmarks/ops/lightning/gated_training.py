@@ -31,8 +31,7 @@ LEAVES = ("q", "k", "v", "gate", "beta")
 FORWARD = "cula_forward"  # the forward pass alone, so that a difference of times is that of the backward pass
 HALVES = "cula_halves"  # heads in two groups, so that what lies between the backward's kernels takes half the memory
 LIFTED = "fla_lifted"
-OURS = ("cula", FORWARD, HALVES)
-IMPL = {**dict.fromkeys(OURS, "cula-lightning-sm90"), "fla": "fla"}
+IMPL = {**dict.fromkeys(("cula", FORWARD, HALVES), "cula-lightning-sm90"), "fla": "fla"}
 
 
 def leaves_of(x: Inputs) -> dict[str, Tensor]:

@@ -70,8 +70,7 @@ def _keep(name: str, unit: Unit) -> Path:
         kept = STORE.publish(fresh, f"{name}.so")
         STORE.publish(told, f"{name}.json")
     remember(unit.modules)
-    limit = bytes_of("CULA_CACHE_LIMIT")
-    STORE.trim(LIMIT if limit is None else limit)
+    STORE.trim(bytes_of("CULA_CACHE_LIMIT", LIMIT))
     return kept
 
 

@@ -25,6 +25,7 @@ from ..tensors import (
     put_back,
     stored_alike,
 )
+from .backward.ops import KEPT
 from .before_chunks import chunk_rows
 from .call import SCHEMA, Call, Slice
 from .config import CHUNK, INTRACARD_CP, MAX_GRID_Z, chunk_slots, workspace_bytes
@@ -40,11 +41,8 @@ RULES = (
     "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
     "safe_gate", "lower_bound", "operand_dtype",
 )  # fmt: skip
-# Arguments of a call that is trained: its tensors; what it does not have, as `check_prefill` calls it; and options that
-# are checked one by one, where others are flags.
-_INPUTS = (
-    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
-)  # fmt: skip
+# Arguments of a call that is trained: what it does not have, as `check_prefill` calls it; and options that are checked
+# one by one, where others are flags. Its tensors are KEPT.
 _ABSENT = (
     "state_pool", "indices", "out", "output_indices", "null_slot", "has_initial_state", "checkpoints",
     "checkpoint_every", "checkpoint_rows", "checkpoint_offsets",
@@ -332,7 +330,7 @@ class Prefill:
         """Calls `chunk_kda` on a GPU with arguments that are fit for training, and returns besides what a backward pass
         would compute again: blocks of chunks, and factors of tokens. Of a call without a token, or with more chunks
         than one launch takes, it returns nothing more."""
-        given = {name: options.pop(name) for name in _INPUTS}
+        given = {name: options.pop(name) for name in KEPT}
         q, v, cu_seqlens = given["q"], given["v"], given["cu_seqlens"]
         self._require_target(q.device)
         check_prefill(

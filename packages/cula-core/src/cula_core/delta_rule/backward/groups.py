@@ -54,7 +54,7 @@ def in_groups(
     environment says, and else as `heads_at_once` does.
     """
     if scratch is None:
-        scratch = bytes_of(SCRATCH_LIMIT)
+        scratch = bytes_of(SCRATCH_LIMIT, None)
     heads = call.v.shape[2]
     shared = heads // call.q.shape[2]
     slots = slots_of(call)

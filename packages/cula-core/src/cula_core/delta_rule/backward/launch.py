@@ -59,7 +59,7 @@ class Walks:
     segments: Tensor | None
     dh0: Tensor | None
 
-    def start(self, apart: bool = False) -> Callable[[], None]:
+    def start(self, apart: bool) -> Callable[[], None]:
         """Launches them, and returns what makes torch's current stream wait for both, if it does not yet.
 
         Where sequences are cut, the walk back needs of the forward scan what segments apply to states. apart: both have

@@ -125,8 +125,8 @@ def trained(
     """Calls a function with arguments by name that are fit for training, so that autograd finds the way back.
 
     function: returns both results and nothing, or MORE, which is kept. rules: returns, of q and of the arguments that
-    are not in KEPT, what the backward has to know of them. gradients:
-    returns those of the first eight in KEPT, of what was kept by name, rules, and the gradients of both results.
+    are not in KEPT, what the backward has to know of them. gradients: returns those of the first eight in KEPT, of what
+    was kept by name, rules, and the gradients of both results.
     """
     options = {name: x for name, x in given.items() if name not in KEPT}
     kept = (given[name] for name in KEPT)
