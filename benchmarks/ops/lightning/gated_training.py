@@ -1,7 +1,6 @@
 """A training step of the gated delta rule: the forward and the backward pass of our kernels, and of FLA's.
 
-On Hopper FLA 0.6 refuses its own backward pass with Triton 3.4 up to 3.7.0, which may compile it wrongly. `fla_lifted`
-is that pass with the refusal lifted: a time to compare with, whose errors are written down and not judged.
+`fla_lifted` is FLA's pass where FLA refuses it (lifted.py).
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ import cula
 from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops import checks
 from benchmarks.ops import sequences as seq
-from benchmarks.ops.lightning import delta, delta_providers, gated_prefill
+from benchmarks.ops.lightning import delta, delta_providers, gated_prefill, lifted
 from benchmarks.ops.lightning.delta import Inputs, setting
 from benchmarks.ops.lightning.internals import scratch_bytes
+from benchmarks.ops.lightning.lifted import LIFTED
 from benchmarks.ops.tuning import TUNING_MS, tune_anew
 from cula.lightning import chunk_gated_delta_rule
 
@@ -30,7 +30,6 @@ LIMIT = 5e-3
 LEAVES = ("q", "k", "v", "gate", "beta")
 FORWARD = "cula_forward"  # the forward pass alone, so that a difference of times is that of the backward pass
 HALVES = "cula_halves"  # heads in two groups, so that what lies between the backward's kernels takes half the memory
-LIFTED = "fla_lifted"
 IMPL = {**dict.fromkeys(("cula", FORWARD, HALVES), "cula-lightning-sm90"), "fla": "fla"}
 
 
@@ -113,26 +112,10 @@ def _supports(provider: Provider, problem: Setting) -> str | None:
     return None if told.chosen else str(told)
 
 
-def _lifted(problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    from fla.ops.common import chunk_o
+def _lifted(problem: Setting, x: Inputs) -> lifted.Step:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    run = _step(chunk_gated_delta_rule, leaves_of(x), x)
-
-    def lifted() -> tuple[Tensor, ...]:
-        with unittest.mock.patch.object(chunk_o, "TRITON_ABOVE_3_7_1", True):
-            return run()
-
-    return lifted
-
-
-def _supports_lifted(problem: Setting) -> str | None:
-    """Only where FLA refuses its backward for the sake of Triton, and nothing else is missing."""
-    refused = _FLA.supports(problem)
-    if refused is None:
-        return "FLA runs its backward here"
-    missing = delta_providers.FLA_DELTA.supports(problem)
-    return missing or (None if "Triton" in refused else refused)
+    return lifted.lifted(_step(chunk_gated_delta_rule, leaves_of(x), x))
 
 
 def tune(problem: Setting) -> None:
@@ -235,7 +218,12 @@ OP = dataclasses.replace(
         ),
         _trained(gated_prefill.CULA, name=HALVES, role="variant"),
         _FLA,
-        dataclasses.replace(_FLA, name=LIFTED, bind=_lifted, supports=_supports_lifted),
+        dataclasses.replace(
+            _FLA,
+            name=LIFTED,
+            bind=_lifted,
+            supports=functools.partial(lifted.supports, delta_providers.FLA_DELTA, _FLA),
+        ),
     ),
     check=check,
     peaks=True,

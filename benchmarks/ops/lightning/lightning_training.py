@@ -1,4 +1,7 @@
-"""A training step of Lightning attention: the forward and the backward pass of our kernels, and of FLA's."""
+"""A training step of Lightning attention: the forward and the backward pass of our kernels, and of FLA's.
+
+`fla_lifted` is FLA's pass where FLA refuses it, which it does with gates per token (lifted.py).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ import cula
 from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops import checks
 from benchmarks.ops import sequences as seq
-from benchmarks.ops.lightning import lightning_prefill
+from benchmarks.ops.lightning import lifted, lightning_prefill
 from benchmarks.ops.lightning import problem as lightning
+from benchmarks.ops.lightning.lifted import LIFTED
 from benchmarks.ops.lightning.problem import DIM, Inputs, setting
 from benchmarks.ops.lightning.providers import CULA, FLA
 from benchmarks.ops.tuning import TUNING_MS, tune_anew
@@ -32,6 +36,12 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
     Benchmarks run in inference mode, whose tensors cannot have gradients. So the call copies them, and runs outside
     inference mode.
     """
+    return _step(functools.partial(chunk_simple_gla, impl=impl), problem, x)
+
+
+def _step(
+    function: Callable[..., tuple], problem: Setting, x: Inputs
+) -> Callable[[], tuple[Tensor, ...]]:
     with torch.inference_mode(False):
         leaves = [
             getattr(x, name).clone().requires_grad_() for name in LEAVES[problem.params["mode"]]
@@ -44,7 +54,7 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
 
     def run() -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.enable_grad():
-            o, _ = chunk_simple_gla(*leaves, g_gamma=g_gamma, impl=impl, **packing)
+            o, _ = function(*leaves, g_gamma=g_gamma, **packing)
             return torch.autograd.grad(o, leaves, do)
 
     return run
@@ -52,6 +62,12 @@ def step(impl: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, .
 
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     return step(IMPL[provider], problem, x)
+
+
+def _lifted(problem: Setting, x: Inputs) -> lifted.Step:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return lifted.lifted(_step(chunk_simple_gla, problem, x))
 
 
 def _supports(provider: Provider, problem: Setting) -> str | None:
@@ -87,14 +103,16 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
     x = lightning.make_inputs(problem, device, seed=checks.SEED)
     leaves = LEAVES[problem.params["mode"]]
     found = dict(zip(leaves, provider.bind(problem, x)(), strict=True))
-    checks.require_finite(problem, **found)
+    if provider.name != LIFTED:
+        checks.require_finite(problem, **found)
     heads = checks.checked_heads(problem.params["H"])
     of_heads = {name: getattr(x, name)[:, :, heads].double() for name in leaves}
     decay = None if x.decay is None else x.decay[heads]
     exact = dataclasses.replace(x, decay=decay, **of_heads)
     want = dict(zip(leaves, step("reference", problem, exact)(), strict=True))
     errors = {name: checks.worst_head(found[name][:, :, heads], want[name], 2) for name in leaves}
-    checks.require_within(problem, errors, dict.fromkeys(leaves, LIMIT))
+    if provider.name != LIFTED:  # they may be wrong, which is why FLA refuses
+        checks.require_within(problem, errors, dict.fromkeys(leaves, LIMIT))
     return errors
 
 
@@ -119,18 +137,30 @@ def _trained(provider: Provider, **changes: Any) -> Provider:
     )  # fmt: skip
 
 
+_FLA = _trained(FLA, prepare=tune)
+
 OP = dataclasses.replace(
     lightning_prefill.OP,
     name="lightning_training",
     title="Lightning attention and its gradients, K=V=128",
     settings=settings,
-    providers=(_trained(CULA), _trained(FLA, prepare=tune)),
+    providers=(
+        _trained(CULA),
+        _FLA,
+        dataclasses.replace(
+            _FLA,
+            name=LIFTED,
+            bind=_lifted,
+            supports=functools.partial(lifted.supports, FLA, _FLA),
+        ),
+    ),
     check=check,
     peaks=True,
     notes=(
         "A forward and a backward pass, without states: gradients of q, k and v, and of gates per token. cula is our "
-        "kernels for both, fla is FLA's for both. peak_mib: the most memory that one such call takes beside what it is "
-        "given, its results included.",
+        "kernels for both, fla is FLA's for both, and fla_lifted FLA's with its refusal lifted where it refuses the "
+        "backward pass for what this Triton may make of it: its errors are written down and not judged.",
+        "peak_mib: the most memory that one such call takes beside what it is given, its results included.",
         "bytes: q, k, v, o, gates and the gradients of all of them once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",
         f"Checked: relative RMSE of gradients of the worst head against the reference in fp64, within {LIMIT:.0e}.",

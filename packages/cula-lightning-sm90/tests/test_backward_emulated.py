@@ -84,6 +84,10 @@ def run(emulated) -> Callable[..., Any]:
             for call in calls:
                 launch.run(call, multiprocessors=multiprocessors, kernels=kernels)
 
+        where = backward.Where(
+            launched, lambda sums: launch.gradients_of_decays(sums, kernels=kernels)
+        )
+
         def stored(x: Tensor | None) -> Tensor | None:
             return x.mT.contiguous() if x is not None and v_first else x
 
@@ -94,7 +98,7 @@ def run(emulated) -> Callable[..., Any]:
         given = call.g if call.g is None or not gate_rows else in_rows(call.g)
         with poisoned_memory():
             found = backward.gradients(
-                launched,
+                where,
                 do, stored(dht), call.q, call.k, call.v, given, call.decay, stored(initial), indices,
                 int32(*starts) if packed else None, call.scale, -1, v_first, False, exact_state, splits, 0, of_decays,
             )  # fmt: skip

@@ -67,7 +67,7 @@ def expected(
     doubles = [t.double() for t in (x.q, x.k, x.v)]
     initial = None if dht is None else x.initial.double()
     return backward.gradients(
-        ops._run_all_on_cpu, do.double(), None if dht is None else dht.double(), *doubles,
+        ops.ON_CPU, do.double(), None if dht is None else dht.double(), *doubles,
         None if x.gate is None else x.gate.double(), x.decay, initial, None,
         None if x.lengths is None else x.cu_seqlens(), x.q.shape[3] ** -0.5, -1, False, l2norm, False, None, 0,
         of_decays,

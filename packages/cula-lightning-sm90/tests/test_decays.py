@@ -43,7 +43,8 @@ def of_gate(tokens: int, noise: float, cu_seqlens: Tensor | None = None) -> Tens
     gate = torch.zeros(1, tokens, heads, dtype=torch.float64)
     with one_thread():
         found = backward.gradients(
-            run, do, None, q, k, v, gate, RATES, None, None, cu_seqlens, 0.25, -1, False, False, False, None, 0, True
+            backward.Where(run, decays.on_cpu), do, None, q, k, v, gate, RATES, None, None, cu_seqlens, 0.25, -1,
+            False, False, False, None, 0, True,
         )  # fmt: skip
     return found[3][0]
 

@@ -54,20 +54,8 @@ def test_every_published_shape_is_a_setting_once():
     assert {"B1-T32768-H4-Q2", "N8-T8192-uniform-H32-Q16"} <= set(names)
 
 
-@pytest.mark.parametrize(
-    "refused, reason",
-    [
-        (None, "FLA runs its backward here"),
-        ("needs Triton 3.7.1 or newer", None),
-        ("another reason", "another reason"),
-    ],
-)
-def test_a_refusal_is_lifted_only_if_it_is_for_triton(monkeypatch, refused, reason):
-    peer = dataclasses.replace(training._FLA, supports=lambda problem: refused)
-    monkeypatch.setattr(training, "_FLA", peer)
-    present = dataclasses.replace(training.delta_providers.FLA_DELTA, supports=lambda problem: None)
-    monkeypatch.setattr(training.delta_providers, "FLA_DELTA", present)
-    assert training.OP.providers[4].supports(setting(512)) == reason
+def named(name):
+    return next(provider for provider in training.OP.providers if provider.name == name)
 
 
 def test_gradients_of_a_lifted_refusal_are_written_down_and_not_judged():
@@ -75,7 +63,7 @@ def test_gradients_of_a_lifted_refusal_are_written_down_and_not_judged():
         run = training.step("reference", training.leaves_of(x), x)
         return lambda: tuple(2 * grad for grad in run())
 
-    wrong = dataclasses.replace(training.OP.providers[4], bind=bind)
+    wrong = dataclasses.replace(named(training.LIFTED), bind=bind)
     with torch.inference_mode():
         errors = training.check(wrong, setting(70, heads=4, heads_q=2), "cpu")
     assert set(errors) == set(training.LEAVES) and min(errors.values()) > 0.5

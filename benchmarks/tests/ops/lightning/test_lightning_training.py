@@ -64,3 +64,16 @@ def test_who_trains_and_who_cannot(monkeypatch):
     ours, fla = (dataclasses.replace(p, supports=lambda _: None) for p in (CULA, FLA))
     assert "needs a CUDA device" in training._supports(ours, setting(512))
     assert "needs a CUDA device" in training._supports(fla, setting(512, mode="gate"))
+
+
+def test_gradients_of_a_lifted_refusal_are_written_down_and_not_judged():
+    def bind(problem, x):
+        run = training.step("reference", problem, x)
+        return lambda: tuple(2 * grad for grad in run())
+
+    peer = next(p for p in training.OP.providers if p.name == training.LIFTED)
+    with torch.inference_mode():
+        errors = training.check(
+            dataclasses.replace(peer, bind=bind), setting(70, heads=4, mode="gate"), "cpu"
+        )
+    assert set(errors) == {"q", "k", "v", "gate"} and min(errors.values()) > 0.5

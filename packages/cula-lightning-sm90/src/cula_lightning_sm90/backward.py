@@ -6,13 +6,13 @@ the outputs and dS of the final state,
     dq = f(do, v, k, S0^T)      dk = f'(v, do, q, dS^T)      dv = f'(k, q, do, dS), whose final state is that of S0
 
 so that a backward needs the inputs of its forward alone, and has the forward's options and precision. Where decays want
-gradients, the passes of dq and dk also give the sums and states that `decays.py` makes these from.
+gradients, the passes of dq and dk also give the sums and states that these are made from (decays.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,18 @@ _SCHEMA = (
     "bool exact_state, int? num_splits, int segment_tokens, bool of_decays) -> Tensor[]"
 )
 Run = Callable[[Call], None]
-# Calls of which none reads what another one writes.
-RunAll = Callable[[Sequence[Call]], None]
 
 
-def register(on_cpu: RunAll, on_gpu: RunAll) -> None:
-    """Defines the operator of the gradients. on_cpu, on_gpu: what runs prefills on tensors there."""
+class Where(NamedTuple):
+    """What does the work on a kind of device: runs calls of which none reads what another one writes, and makes
+    gradients of decays."""
+
+    run: Callable[[Sequence[Call]], None]
+    decays: Callable[[decays.Sums], decays.Found]
+
+
+def register(on_cpu: Where, on_gpu: Where) -> None:
+    """Defines the operator of the gradients."""
     torch.library.define(_NAME, _SCHEMA)
     torch.library.impl(_NAME, "CPU", lambda *values: gradients(on_cpu, *values))
     torch.library.impl(_NAME, "CUDA", lambda *values: gradients(on_gpu, *values))
@@ -91,7 +97,7 @@ class Prefill(torch.autograd.Function):
 
 
 def gradients(
-    run: RunAll,
+    where: Where,
     do: Tensor | None,
     dht: Tensor | None,
     q: Tensor,
@@ -129,6 +135,7 @@ def gradients(
         do, scale = torch.zeros_like(v, memory_format=DENSE), scale or 1.0
     do = do.contiguous()
     unit = None
+    ends = dht is not None
     if dht is not None:
         dht = dht.to(work).contiguous()
     if q.dtype == torch.float16:
@@ -157,19 +164,19 @@ def gradients(
             segment_tokens=segment_tokens, reverse=reverse, dot_with=None if dots is None else of, dots=dots,
         )  # fmt: skip
 
-    dots_q = dots_k = states = d_states = None
+    dots_q = dots_k = states = d_states = final = None
     start = initial_state
     if of_decays:
-        dots_q, dots_k = (decays.new_dots(x, v, work) for x in (q, k))
-        states, d_states = (
-            decays.new_states(q, v, work, state_v_first, state_indices is not None)
-            for _ in range(2)
-        )
+        padded = state_indices is not None
+        dots_q, dots_k = (decays.new_dots(x, v, work, padded) for x in (q, k))
+        states, d_states = (decays.new_states(q, v, work, state_v_first, padded) for _ in range(2))
         start = None if initial_state is None else initial_state.to(work)  # as all states of a call
+        if ends and dht is not None:
+            final = (torch.zeros_like if padded else torch.empty_like)(dht)
     dq, dk, dv = result(q), result(k), result(v)
-    run(
+    where.run(
         (
-            attend(do, v, k, dq, start, None, True, False, q, dots_q, states),
+            attend(do, v, k, dq, start, final, True, False, q, dots_q, states),
             attend(v, do, q, dk, dht, None, True, True, k, dots_k, d_states),
             attend(k, q, do, dv, dht, dh0, False, True),
         )
@@ -188,16 +195,18 @@ def gradients(
         started = (dh0 * initial_state).sum((2, 3))
         found.append((dh0 if unit is None else dh0 / unit).to(initial_state.dtype))
     if dots_q is not None and dots_k is not None:
-        known = None
-        if states is not None and d_states is not None:
-            known = scale * states.mul_(d_states).sum((3, 4), dtype=torch.float64)
-        rates = decays.log_decays(g, head_decay, decay_sign, v)
-        dg = decays.of_log_decays(dots_q, dots_k, rates, started, cu_seqlens, known)
-        dg = dg if unit is None else dg / unit.squeeze(0)
-        if g is not None:
-            found.append(dg.to(g.dtype).contiguous())
-        if head_decay is not None:
-            found.append(decay_sign * dg.sum((0, 1)).to(head_decay.dtype))
+        ended = None
+        if final is not None and dht is not None:
+            ended = scale * (final * dht).sum((2, 3))
+        of_tokens, of_heads = where.decays(
+            decays.Sums(
+                dots_q, dots_k, states, d_states, started, ended, g, head_decay, decay_sign, cu_seqlens, scale
+            )
+        )  # fmt: skip
+        for x, d in ((g, of_tokens), (head_decay, of_heads)):
+            if x is not None and d is not None:
+                d = d if unit is None else d / unit.flatten()
+                found.append(d.to(x.dtype).contiguous())
     return found
 
 

@@ -12,14 +12,17 @@ from cula_core.cute import fake
 from cula_core.cute.schedule import SegmentTable
 from cula_core.cute.types import DTYPES, INDICES
 
-from .config import CHUNK, V_TILE, WARPS, Config, TableConfig
+from .config import CHUNK, V_TILE, WARPS, Config, DecaysConfig, TableConfig
+from .kernels.decays import GradientsOfDecays
 from .kernels.prefill import LightningPrefill
 
 
-def kernel(config: Config | TableConfig, arch: str) -> tuple[object, ...]:
+def kernel(config: Config | TableConfig | DecaysConfig, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
     if isinstance(config, TableConfig):
         return SegmentTable(CHUNK), *fake.segment_table_arguments(INDICES[config.index_dtype])
+    if isinstance(config, DecaysConfig):
+        return GradientsOfDecays(config), *decays_arguments(config)
     return LightningPrefill(config), *fake_arguments(config)
 
 
@@ -55,7 +58,7 @@ def fake_arguments(config: Config) -> tuple:
         activation(values, problem.head_dim_v),
         activation(heads, problem.head_dim_v),
         activation(cute.sym_int(), problem.head_dim_v) if problem.dots and forward else None,
-        _dots(heads, v_tiles) if problem.dots and forward else None,
+        _dots(heads, WARPS * v_tiles) if problem.dots and forward else None,
         gate() if problem.gate_dtype else None,
         fake.vector(cutlass.Float32, heads) if problem.decay else None,
         state() if problem.initial_state else None,
@@ -74,9 +77,42 @@ def fake_arguments(config: Config) -> tuple:
     )
 
 
-def _dots(heads: object, v_tiles: int):
+def decays_arguments(config: DecaysConfig) -> tuple:
+    """Returns sums of dq with q and of dk with k [B, HV, parts, 2, T], states and gradients of states [rows, HV, K V],
+    sums of initial and final states [N, HV], g and its gradient [B, T, HV], head_decay [HV], segment table, sums over
+    tokens [slots, HV], scale, sign of head_decay, number of segments; all but g in fp32."""
+    heads = cute.sym_int()
+
+    def numbers(dtype: str):
+        shape, strides = (
+            (cute.sym_int(), cute.sym_int(), heads),
+            (cute.sym_int64() for _ in range(3)),
+        )
+        return make_fake_tensor(DTYPES[dtype], shape, stride=tuple(strides))
+
+    def pair(wanted: bool, make):
+        return [make() if wanted else None for _ in range(2)]
+
+    f32, gate = cutlass.Float32, config.gate_dtype
+    return (
+        *pair(True, lambda: _dots(heads, config.parts)),
+        *pair(config.size is not None, lambda: _workspace(cute.sym_int(), heads, config.size)),
+        fake.matrix(f32, heads) if config.started else None,
+        fake.matrix(f32, heads) if config.ended else None,
+        numbers(gate) if gate else None,
+        fake.vector(f32, heads) if config.decay else None,
+        fake.segment_table() if config.packed else None,
+        numbers("float32") if gate else None,
+        fake.matrix(f32, heads) if config.decay else None,
+        f32(1.0),
+        f32(1.0),
+        cutlass.Int32(1),
+    )
+
+
+def _dots(heads: object, parts: int):
     """Sums over columns [B, heads, parts, 2, T], a part per warp of a tile; tokens lie side by side."""
-    shape = (cute.sym_int(), heads, WARPS * v_tiles, 2, cute.sym_int())
+    shape = (cute.sym_int(), heads, parts, 2, cute.sym_int())
     strides = (*(cute.sym_int64() for _ in range(4)), 1)
     return make_fake_tensor(cutlass.Float32, shape, stride=strides)
 

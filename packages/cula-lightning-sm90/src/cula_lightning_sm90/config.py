@@ -9,6 +9,14 @@ from cula_core.constants import STATE_DTYPES
 CHUNK = 64
 V_TILE = 64
 WARPS = 4  # of a tile
+# Tokens of a sequence between two states that a pass leaves for gradients of decays, a multiple of CHUNK. A state of
+# 128 x 128 takes 64 KiB in fp32, which is as much as 256 tokens of q, so that the states of both passes take half as
+# much memory as q and k.
+EVERY = 512
+# A log decay over a chunk behind which nothing of what lies before it is left in fp32.
+FORGOTTEN = -16.0
+# Below any log decay that the kernel tells from it.
+FLOOR = -104.0
 HEAD_DIMS = (64, 128)
 ACTIVATION_DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -161,3 +169,19 @@ class TableConfig:
     """The kernel that makes the segment table of packed sequences. index_dtype: of cu_seqlens."""
 
     index_dtype: str
+
+
+@dataclass(frozen=True)
+class DecaysConfig:
+    """The kernel that makes gradients of log decays. parts: of the sums of every token. size: elements of a state, or
+    None where none is left. started, ended: sums of initial states, and of final ones, with their gradients are given.
+    gate_dtype: of the log decays per token, which then have gradients; decay: so have those per head. packed: sequences
+    are in a table."""
+
+    parts: int
+    size: int | None
+    started: bool
+    ended: bool
+    gate_dtype: str | None
+    decay: bool
+    packed: bool

@@ -15,20 +15,22 @@ from cula_core.dtypes import dtype_name
 from cula_core.once import once
 
 from .call import Call
-from .config import CHUNK, V_TILE, Config, Problem, TableConfig
+from .config import CHUNK, EVERY, V_TILE, Config, DecaysConfig, Problem, TableConfig
+from .decays import Found, Sums
 from .plan import configs, plan, segment_length
 
 ARCH = "sm_90a"
-Kernels = Callable[[Config | TableConfig], Callable[..., None]]
+AnyConfig = Config | TableConfig | DecaysConfig
+Kernels = Callable[[AnyConfig], Callable[..., None]]
 
 
-def unit(config: Config | TableConfig) -> Unit:
+def unit(config: AnyConfig) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
     return Unit(f"{__package__}.build", config, ARCH)
 
 
 @once
-def compile(config: Config | TableConfig) -> Callable[..., None]:
+def compile(config: AnyConfig) -> Callable[..., None]:
     """Returns a callable for one config, reused for every size and stride."""
     return kernel(unit(config))
 
@@ -110,6 +112,39 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
             call.scale, call.decay_sign * LOG2_E, -1 if call.null_slot is None else call.null_slot, segment_tokens,
             piece_tokens, max(call.checkpoint_every, CHUNK), spread.ctas,
         )  # fmt: skip
+
+
+def gradients_of_decays(sums: Sums, *, kernels: Kernels = compile) -> Found:
+    """Makes gradients of decays in fp32 on torch's current stream, as `decays.on_cpu` does."""
+    (batch, heads, parts, _, tokens), cu_seqlens = sums.of_q.shape, sums.cu_seqlens
+    g = sums.g.float() if sums.g is not None and sums.g.dtype == torch.float64 else sums.g
+    count, segments, new = batch * -(-tokens // EVERY), None, sums.of_q.new_empty
+    if cu_seqlens is not None:
+        count, new = tokens // EVERY + cu_seqlens.shape[0] - 1, sums.of_q.new_zeros
+        segments = sums.of_q.new_empty((1 + count, COLUMNS), dtype=torch.int32)
+    dg = None if g is None else new((batch, tokens, heads))
+    of_heads = None if sums.head_decay is None else new((count, heads))
+    if tokens and count * heads:
+        if cu_seqlens is not None:
+            table = kernels(TableConfig(dtype_name(cu_seqlens.dtype)))
+            table(cu_seqlens, segments, EVERY, min(tokens, EVERY))
+        states = [
+            None if x is None else x.flatten(0, 1).flatten(2) for x in (sums.states, sums.d_states)
+        ]
+        config = DecaysConfig(
+            parts,
+            None if states[0] is None else states[0].shape[2],
+            sums.started is not None,
+            sums.ended is not None,
+            None if g is None else dtype_name(g.dtype),
+            sums.head_decay is not None,
+            cu_seqlens is not None,
+        )
+        kernels(config)(
+            sums.of_q, sums.of_k, *states, sums.started, sums.ended, g, sums.head_decay, segments, dg, of_heads,
+            sums.scale, float(sums.sign), count,
+        )  # fmt: skip
+    return dg, None if of_heads is None else sums.sign * of_heads.sum(0)
 
 
 def fits(call: Call, multiprocessors: int) -> bool:

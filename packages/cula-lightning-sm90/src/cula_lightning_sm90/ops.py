@@ -67,7 +67,7 @@ from cula_core.tensors import (
     stored_alike,
 )
 
-from . import backward, reference
+from . import backward, decays, reference
 from .call import SCHEMA, Call
 from .check import check_layer, check_packed, check_prefill, wants_gradients
 
@@ -142,7 +142,10 @@ def _launch() -> ModuleType:
 torch.library.impl(_PREFILL, "CPU", lambda *values: _run_on_cpu(Call(*values)))
 torch.library.impl(_PREFILL, "CUDA", lambda *values: _run_on_gpu(Call(*values)))
 register_fake(_PREFILL)
-backward.register(_run_all_on_cpu, _run_all_on_gpu)
+ON_CPU = backward.Where(_run_all_on_cpu, decays.on_cpu)
+backward.register(
+    ON_CPU, backward.Where(_run_all_on_gpu, lambda sums: _launch().gradients_of_decays(sums))
+)
 
 
 def _run(call: Call) -> None:
