@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula_core.delta_rule.backward import groups
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
 from cula_emulator import mutation, resources
@@ -179,16 +178,6 @@ def test_groups_of_heads(emulated):
     """Heads that are done one after the other have the same bits."""
     call = called(PROBLEMS["resets"])
     for one, other in zip(run(call, emulated), run(call, emulated, scratch=0)):
-        assert one is None or same(one, other)
-
-
-@pytest.mark.emulated(schedules="immediate")
-def test_waves_of_heads(emulated, monkeypatch):
-    """Heads that go one part behind the other have the same bits."""
-    call = called(PROBLEMS["resets"])
-    together = run(call, emulated)
-    monkeypatch.setattr(groups, "waves_of", lambda *_: 2)
-    for one, other in zip(together, run(call, emulated)):
         assert one is None or same(one, other)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from gated_gradients import NAMES, check, differentiate, gradient_case
 
-from cula_core.delta_rule.backward import walks
 from cula_lightning_sm90.gated.backward import launch
 from cula_lightning_sm90.gated.backward.call import BackwardCall
 from cula_lightning_sm90.gated.backward.ops import prepared
@@ -130,15 +129,6 @@ class TestOnGpu(Gradients):
     def test_heads(self, place, heads):
         case = self.case("moderate", (300, 77), place, heads=heads, **BOTH)
         check(differentiate(case), case)
-
-    def test_heads_behind_each_other(self, place, monkeypatch):
-        """Have the same bits as together."""
-        case = self.case("moderate", (1, 700), place, packed=False, heads=(4, 8), **BOTH)
-        together = differentiate(case)
-        monkeypatch.setattr(walks, "LEAST_OF_WAVES", 0)
-        for _ in range(20):
-            apart = differentiate(case)
-            assert all(same(together[name], apart[name]) for name in NAMES)
 
     @pytest.mark.parametrize(
         "lengths", [(1,) * 70, (64,) * 9, (0,) * 20 + (100,), (63, 65, 127, 129)], ids=len

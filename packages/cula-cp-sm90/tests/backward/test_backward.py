@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula_core.delta_rule.backward import groups, walks
 from cula_core.delta_rule.backward.config import WalkConfig, heads_at_once, scratch_bytes
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, chunk_slots
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
@@ -197,36 +196,6 @@ def test_groups_of_heads(emulated):
         together, apart = run(problem, emulated), run(problem, emulated, scratch=0)
         for name, one, other in zip(Gradients._fields, together, apart):
             assert same(one, other), name
-
-
-def test_waves_of_heads(emulated, monkeypatch):
-    """Heads that go one part behind the other have the same bits."""
-    problem = PROBLEMS["packed"]
-    together = run(problem, emulated)
-    monkeypatch.setattr(groups, "waves_of", lambda *_: 2)
-    for name, one, other in zip(Gradients._fields, together, run(problem, emulated)):
-        assert same(one, other), name
-
-
-@pytest.mark.parametrize(
-    "tokens, heads, heads_v, count, waves",
-    [
-        (16_384, 16, 16, 1, 4),
-        (16_384, 8, 16, 1, 4),
-        (16_384, 2, 16, 1, 2),
-        (16_384, 1, 16, 1, 1),
-        (16_320, 16, 16, 1, 1),  # over before the host has launched more
-        (16_384, 32, 32, 1, 1),  # walks take more than half of the card
-        (65_536, 8, 8, 1, 1),  # cut
-        (65_536, 8, 8, 2, 4),
-    ],
-)
-def test_how_many_waves(tokens, heads, heads_v, count, waves):
-    q, v = (torch.empty(count, tokens // count, h, 128, device="meta") for h in (heads, heads_v))
-    call = BackwardCall(*[None] * len(BackwardCall._fields))._replace(
-        q=q, v=v, intracard_cp="auto", segment_tokens=0
-    )
-    assert walks.waves_of(call, walks.spread_of(call, 132), 132) == waves
 
 
 def test_how_many_heads_at_once():

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import PeaksConfig, WalkConfig
-from cula_core.delta_rule.backward.groups import in_parts
+from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.delta_rule.backward.launch import Walks, walk_unit
-from cula_core.delta_rule.backward.plan import Spread
 from cula_core.delta_rule.config import HEAD_DIM, MergeConfig, PrepareConfig
 from cula_core.once import once
 from cula_core.reference.kda_backward import Gradients
@@ -59,27 +55,22 @@ def run(
     kernels: Kernels | None = None,
     scratch: int | None = None,
 ) -> None:
-    """Writes the gradients of a call, on torch's current stream; `in_parts` says how.
+    """Writes the gradients of a call, on torch's current stream; `in_groups` says how.
 
     Tests without a GPU pass the number of multiprocessors and `kernels`.
     """
     kernels = kernels or kernels_of(call.q.device)
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
-    begin = partial(_begin, kernels, multiprocessors)
-    in_parts(call, found, scratch, multiprocessors, begin)
+    for part in in_groups(call, found, scratch):
+        _run(*part, multiprocessors, kernels)
 
 
-def _begin(
-    kernels: Kernels,
-    multiprocessors: int,
-    call: BackwardCall,
-    found: Gradients,
-    kept: walks.Kept,
-    spread: Spread,
-    apart: bool,
-) -> Callable[[], None]:
-    """As `in_parts` asks for it."""
+def _run(
+    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
+) -> None:
+    """Does the heads of a call together."""
     heads, slots = call.v.shape[2], kept.slots
+    spread = walks.spread_of(call, multiprocessors)
     segments = walks.segments_of(call, spread)
     facts = walks.facts_of(call) | {
         "gate": call.gate, "bounded": call.bounded, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
@@ -96,27 +87,7 @@ def _begin(
         kernels(PeaksConfig(facts["dtype"], facts["index_dtype"]))(
             call.do, call.cu_seqlens, peaks, slots
         )
-    both = Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
-    join = both.start(apart)
-
-    def finish() -> None:
-        join()
-        _gradients(call, found, kept, peaks, facts, multiprocessors, kernels)
-
-    return finish
-
-
-def _gradients(
-    call: BackwardCall,
-    found: Gradients,
-    kept: walks.Kept,
-    peaks: Tensor,
-    facts: dict[str, Any],
-    multiprocessors: int,
-    kernels: Kernels,
-) -> None:
-    """Launches the kernel of the gradients of chunks, and sums what it leaves in parts."""
-    heads, slots = call.v.shape[2], kept.slots
+    Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
     grouped = call.q.shape[2] != heads
     dq, dk = found.dq, found.dk
     if grouped:

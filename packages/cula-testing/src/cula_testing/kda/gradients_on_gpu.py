@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from cula_core.delta_rule.backward import walks
 from cula_core.reference.kda_backward import Gradients
 
 from ..comparing import same
@@ -84,19 +83,6 @@ class GradientsOnGpu(GradientsThroughAutograd):
         )
         check(kept, case)
         assert all(map(same, kept, again))
-
-    def test_heads_behind_each_other(self, place, monkeypatch):
-        """Have the same bits as together; in a graph too."""
-        case = self.case("moderate", (1, 700), place, packed=False, heads=(8, 8), **BOTH)
-        together = self.differentiate(case)
-        monkeypatch.setattr(walks, "LEAST_OF_WAVES", 0)
-        assert all(map(same, together, self.differentiate(case)))  # type: ignore[arg-type]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = self.differentiate(case)
-        for _ in range(20):
-            graph.replay()
-            assert all(map(same, together, found))  # type: ignore[arg-type]
 
     def test_nothing_waits_for_the_gpu(self, place):
         case = self.case("moderate", self.lengths, place, **BOTH)

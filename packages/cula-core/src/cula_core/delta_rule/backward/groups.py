@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 from ...environment import bytes_of
 from ..config import BLOCK_BYTES, CHUNK
 from .config import FACTORS, ROW_BYTES, SCRATCH_LIMIT, STATE_BYTES, V_TILES, heads_at_once
-from .plan import Spread
-from .walks import Kept, Walked, blocks_of, slots_of, spread_of, waves_of
+from .walks import Kept, Walked, blocks_of, slots_of
 
 Call = TypeVar("Call", bound=Walked)
 Found = TypeVar("Found")
@@ -21,26 +20,6 @@ Found = TypeVar("Found")
 _PARAMETERS, _KEYS = ("A_log", "dt_bias"), ("q", "k")
 _SECOND = ("initial_state", "dht", "blocks", "factors")
 _TENSORS = frozenset((*_KEYS, "v", "g", "beta", "do", *_PARAMETERS, *_SECOND))
-
-
-def in_parts(
-    call: Call,
-    found: Found,
-    scratch: int | None,
-    multiprocessors: int,
-    begin: Callable[[Call, Found, Kept, Spread, bool], Callable[[], None]],
-) -> None:
-    """Does the heads of a call in the groups of `in_groups`, and those of a group in the waves of `in_waves`.
-
-    begin: launches all but the gradients of chunks, and returns what launches these. Of the call it has a part, and
-    memory, how the walks are spread, and whether what comes before the gradients runs beside the walks.
-    """
-    for group in in_groups(call, found, scratch):
-        spread = spread_of(group[0], multiprocessors)
-        waves = waves_of(group[0], spread, multiprocessors)
-        begun = [begin(*wave, spread, waves > 1) for wave in in_waves(*group, waves)]
-        for finish in begun:
-            finish()
 
 
 def in_groups(
@@ -69,20 +48,6 @@ def in_groups(
         if blocks_of(own[0]) is not None:
             kept = kept._replace(blocks=own[0].blocks, factors=own[0].factors)
         yield *own, kept
-
-
-def in_waves(
-    call: Call, found: Found, kept: Kept, waves: int
-) -> Iterator[tuple[Call, Found, Kept]]:
-    """Yields equal parts of the heads of a group, each with its own part of the memory."""
-    if waves == 1:
-        yield call, found, kept
-        return
-    heads = call.v.shape[2]
-    for start in range(0, heads, heads // waves):
-        own = slice(start, start + heads // waves)
-        parts = _parts(call, found, own, heads // call.q.shape[2])
-        yield *parts, Kept(*(x[:, own] for x in kept))
 
 
 def _memory(call: Walked, slots: int, heads: int) -> Kept:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compiled.artifacts import Unit
 from ...dtypes import dtype_name
-from ...streams import fork, side_by_side
+from ...streams import side_by_side
 from ..config import HEAD_DIM, MergeConfig
 from .config import MAP_ROWS, V_TILES, PeaksConfig, WalkConfig
 from .plan import Spread
@@ -59,12 +59,9 @@ class Walks:
     segments: Tensor | None
     dh0: Tensor | None
 
-    def start(self, apart: bool) -> Callable[[], None]:
-        """Launches them, and returns what makes torch's current stream wait for both, if it does not yet.
-
-        Where sequences are cut, the walk back needs of the forward scan what segments apply to states. apart: both have
-        streams of their own, so that what comes on the current one meanwhile runs beside them.
-        """
+    def run(self) -> None:
+        """Launches them. Where sequences are cut, the walk back needs of the forward scan what segments apply to
+        states."""
         call, kept, cut = self.call, self.kept, self.spread.cut
         starts = [self._matrices(HEAD_DIM) if cut else None for _ in range(2)]
         forward = Way(False, call.v, call.initial_state, None, kept.states, kept.z, starts[0])
@@ -73,24 +70,18 @@ class Walks:
         if cut:
             maps = self._matrices(MAP_ROWS)
             self._both(partial(self._scan, maps), forward, back)
-        return self._both(partial(self._walk, maps), forward, back, apart)
+        self._both(partial(self._walk, maps), forward, back)
 
-    def _both(
-        self, launch: Callable[[Way], None], forward: Way, back: Way, apart: bool = False
-    ) -> Callable[[], None]:
+    def _both(self, launch: Callable[[Way], None], forward: Way, back: Way) -> None:
         """Launches both directions, neither of which reads what the other writes: side by side, where chains of a few
-        heads leave most of the card to others, or segments are as many as it takes for both. Returns as `start`
-        does."""
+        heads leave most of the card to others, or segments are as many as it takes for both."""
         device = self.call.v.device
         beside = self.spread.cut or 2 * self._ctas(self.spread.tiles) <= self.multiprocessors
         if device.type != "cuda" or not beside:
             launch(forward)
             launch(back)
-        elif apart:
-            return fork(device, partial(launch, forward), partial(launch, back))
-        else:
-            side_by_side(device, partial(launch, forward), partial(launch, back))
-        return lambda: None
+            return
+        side_by_side(device, partial(launch, forward), partial(launch, back))
 
     def _scan(self, maps: Tensor, way: Way) -> None:
         """Writes what a direction finds out about segments."""

@@ -11,10 +11,7 @@ from ...constants import COLUMNS
 from ...dtypes import dtype_name
 from ...tensors import longest_sequence
 from ..config import chunk_slots
-from .config import V_TILES
 from .plan import Spread, plan
-
-LEAST_OF_WAVES = 1 << 18  # tokens times heads of a call whose heads are divided
 
 
 class Walked(Protocol):
@@ -88,17 +85,6 @@ def spread_of(call: Walked, multiprocessors: int) -> Spread:
         batch, tokens, heads, packed_sequences_of(call), multiprocessors, call.intracard_cp,
         None if copy is None else longest_sequence(copy), call.segment_tokens,
     )  # fmt: skip
-
-
-def waves_of(call: Walked, spread: Spread, multiprocessors: int) -> int:
-    """Returns in how many parts value heads go one behind the other: where walks of whole sequences take half of the
-    card, the other half has other parts' chunk-parallel kernels meanwhile. Short calls do not last as long as the
-    host needs to launch more kernels."""
-    batch, tokens, heads = call.v.shape[:3]
-    ctas = 2 * spread.segments * heads * (V_TILES // spread.tiles)
-    if spread.cut or 2 * ctas > multiprocessors or batch * tokens * heads < LEAST_OF_WAVES:
-        return 1
-    return next(n for n in (4, 2, 1) if call.q.shape[2] % n == 0)
 
 
 def blocks_of(call: Any) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -12,9 +11,8 @@ from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import WalkConfig
-from cula_core.delta_rule.backward.groups import in_parts
+from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.delta_rule.backward.launch import Walks, walk_unit
-from cula_core.delta_rule.backward.plan import Spread
 from cula_core.delta_rule.config import MergeConfig
 from cula_core.once import once
 
@@ -47,43 +45,31 @@ def run(
     kernels: Kernels = compile,
     scratch: int | None = None,
 ) -> None:
-    """Writes the gradients of a call, on torch's current stream; `in_parts` says how.
+    """Writes the gradients of a call, on torch's current stream; `in_groups` says how.
 
     Tests without a GPU pass the number of multiprocessors and `kernels`.
     """
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
-    begin = partial(_begin, kernels, multiprocessors)
-    in_parts(call, found, scratch, multiprocessors, begin)
+    for part in in_groups(call, found, scratch):
+        _run(*part, multiprocessors, kernels)
 
 
-def _begin(
-    kernels: Kernels,
-    multiprocessors: int,
-    call: BackwardCall,
-    found: Gradients,
-    kept: walks.Kept,
-    spread: Spread,
-    apart: bool,
-) -> Callable[[], None]:
-    """As `in_parts` asks for it."""
+def _run(
+    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
+) -> None:
+    """Does the heads of a call together."""
     heads_k, heads, slots = call.q.shape[2], call.v.shape[2], kept.slots
-    facts = walks.facts_of(call)
+    spread, facts = walks.spread_of(call, multiprocessors), walks.facts_of(call)
     peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
     kernels(PrepareConfig(**facts))(
         call.q, call.k, call.g, call.beta, call.cu_seqlens, segments, kept.blocks, call.do, kept.factors, peaks,
         call.scale, spread.segment_tokens, slots,
     )  # fmt: skip
-    both = Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
-    join = both.start(apart)
-
-    def finish() -> None:
-        join()
-        ctas, sums = min(multiprocessors, slots * heads_k), None
-        if heads_k < heads:
-            sums = call.q.new_empty((ctas, *SUMS), dtype=torch.float32)
-        kernels(GradientsConfig(**facts, grouped=sums is not None))(
-            call.q, call.k, call.g, call.do, kept.factors, peaks, kept.states, kept.d_states, kept.z, kept.minus_y,
-            call.cu_seqlens, *found[:5], sums, call.scale, slots, ctas,
-        )  # fmt: skip
-
-    return finish
+    Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
+    ctas, sums = min(multiprocessors, slots * heads_k), None
+    if heads_k < heads:
+        sums = call.q.new_empty((ctas, *SUMS), dtype=torch.float32)
+    kernels(GradientsConfig(**facts, grouped=sums is not None))(
+        call.q, call.k, call.g, call.do, kept.factors, peaks, kept.states, kept.d_states, kept.z, kept.minus_y,
+        call.cu_seqlens, *found[:5], sums, call.scale, slots, ctas,
+    )  # fmt: skip
