@@ -29,8 +29,10 @@ from cula.lightning import chunk_gated_delta_rule
 LIMIT = 5e-3
 LEAVES = ("q", "k", "v", "gate", "beta")
 FORWARD = "cula_forward"  # the forward pass alone, so that a difference of times is that of the backward pass
-HALVES = "cula_halves"  # heads in two groups, so that what lies between the backward's kernels takes half the memory
-IMPL = {**dict.fromkeys(("cula", FORWARD, HALVES), "cula-lightning-sm90"), "fla": "fla"}
+# Heads in so many groups, which share the memory between the backward's kernels; `cula` chooses by itself.
+HALVES, WHOLE = "cula_halves", "cula_whole"
+GROUPS = {HALVES: 2, WHOLE: 1}
+IMPL = {**dict.fromkeys(("cula", FORWARD, *GROUPS), "cula-lightning-sm90"), "fla": "fla"}
 
 
 def leaves_of(x: Inputs) -> dict[str, Tensor]:
@@ -75,17 +77,18 @@ def forward(impl: str, leaves: dict[str, Tensor], x: Inputs) -> Callable[[], tup
     return lambda: chunk_gated_delta_rule(*leaves.values(), **options)[:1]
 
 
-def half_of(problem: Setting) -> int:
-    """Half of the bytes that lie between the kernels of the backward pass."""
+def limit_of(provider: str, problem: Setting) -> int:
+    """Bytes that lie between the kernels of the backward pass with as many groups of heads as a provider has."""
     p = problem.params
-    return scratch_bytes(seq.batch_of(problem), p["T"], p["H"], p.get("N")) // 2
+    whole = scratch_bytes(seq.batch_of(problem), p["T"], p["H"], p.get("N"))
+    return whole // GROUPS[provider]
 
 
 def _bind(provider: str, problem: Setting, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     call = _call_of(provider)(IMPL[provider], leaves_of(x), x)
-    if provider != HALVES:
+    if provider not in GROUPS:
         return call
-    limit = {"CULA_SCRATCH_LIMIT": str(half_of(problem))}
+    limit = {"CULA_SCRATCH_LIMIT": str(limit_of(provider, problem))}
 
     def limited() -> tuple[Tensor, ...]:
         with unittest.mock.patch.dict(os.environ, limit):
@@ -216,7 +219,7 @@ OP = dataclasses.replace(
             name=FORWARD,
             role="variant",
         ),
-        _trained(gated_prefill.CULA, name=HALVES, role="variant"),
+        *(_trained(gated_prefill.CULA, name=name, role="variant") for name in GROUPS),
         _FLA,
         dataclasses.replace(
             _FLA,
@@ -229,10 +232,11 @@ OP = dataclasses.replace(
     peaks=True,
     notes=(
         "A forward and a backward pass, without states: gradients of q, k, v, log decays and strengths, with q and k "
-        "normalised inside. cula is our kernels for both, cula_forward those of the forward pass alone, cula_halves is "
-        "cula with heads in two groups, which halves the memory between the backward's kernels. fla is FLA's "
-        "for both, and fla_lifted FLA's with its refusal lifted where it refuses the backward pass for what this "
-        "Triton may make of it: its errors are written down and not judged.",
+        "normalised inside. cula is our kernels for both, cula_forward those of the forward pass alone. cula_halves "
+        "is cula with heads in two groups, which halves the memory between the backward's kernels, and cula_whole with "
+        "heads in one; cula chooses by shapes. fla is FLA's for both, and fla_lifted FLA's with its refusal lifted "
+        "where it refuses the backward pass for what this Triton may make of it: its errors are written down and not "
+        "judged.",
         "peak_mib: the most memory that one such call takes beside what it is given, its results included.",
         "bytes: inputs, o and the gradients of both once each, for every provider.",
         f"FLA's kernels are tuned anew for every setting: all candidates, {TUNING_MS['rep']} ms each.",

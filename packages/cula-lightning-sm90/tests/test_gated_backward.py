@@ -15,7 +15,7 @@ from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
 from cula_emulator import mutation, resources
 from cula_emulator.memory import poisoned_memory
-from cula_lightning_sm90.gated.backward import launch
+from cula_lightning_sm90.gated.backward import launch, plan
 from cula_lightning_sm90.gated.backward.call import BackwardCall, Gradients
 from cula_lightning_sm90.gated.backward.config import (
     ChunkConfig,
@@ -174,11 +174,76 @@ def test_neighbours_that_are_broken(emulated):
 
 
 @pytest.mark.emulated(schedules="immediate")
-def test_groups_of_heads(emulated):
-    """Heads that are done one after the other have the same bits."""
+def test_groups_of_heads(emulated, monkeypatch):
+    """Heads that are done one after the other have the same bits, by a limit of memory and without one."""
     call = called(PROBLEMS["resets"])
-    for one, other in zip(run(call, emulated), run(call, emulated, scratch=0)):
-        assert one is None or same(one, other)
+    assert heads_of_groups(call, multiprocessors=3) == [2]
+    together, limited = run(call, emulated), run(call, emulated, scratch=0)
+    monkeypatch.setattr(plan, "LEAST", 1)
+    assert heads_of_groups(call, multiprocessors=3) == [1, 1]
+    for one, *others in zip(together, limited, run(call, emulated)):
+        assert one is None or all(same(one, other) for other in others)
+
+
+def heads_of_groups(call: BackwardCall, multiprocessors: int) -> list[int]:
+    """Returns how many value heads the first kernel gets in each of its launches, without any kernel."""
+    heads: list[int] = []
+
+    def kernels(config):
+        first = isinstance(config, PrepareConfig)
+        return lambda q, k, g, beta, *rest: heads.append(beta.shape[2]) if first else None
+
+    found = Gradients(*map(torch.empty_like, call[:5]), None)
+    launch.run(call, found, multiprocessors=multiprocessors, kernels=kernels)
+    return heads
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, heads, sequences, groups",
+    [
+        (1, 4096, (64, 64), None, [32, 32]),
+        (1, 16_384, (64, 64), None, [32, 32]),
+        (1, 4032, (64, 64), None, [64]),  # small
+        (1, 16_384, (32, 32), None, [32]),  # walks of 16 heads leave half of the card idle
+        (1, 16_384, (16, 32), None, [32]),
+        (1, 32_768, (16, 16), None, [16]),
+        (2, 8192, (32, 32), None, [16, 16]),
+        (2, 8192, (16, 32), None, [16, 16]),
+        (1, 8192, (2, 64), None, [32, 32]),
+        (1, 8192, (1, 64), None, [64]),  # all have the same head of q and k
+        (1, 8192, (3, 96), None, [64, 32]),
+        (1, 8192, (64, 64), 10, [64]),  # packed
+        (1, 65_536, (64, 64), None, [16] * 4),  # more than three GiB
+    ],
+)
+def test_groups_by_default(monkeypatch, batch, tokens, heads, sequences, groups):
+    """On a card of 132 multiprocessors. A limit that a user sets comes first."""
+    monkeypatch.delenv("CULA_SCRATCH_LIMIT", raising=False)
+
+    def empty(of: int, *inner: int) -> Tensor:
+        return torch.empty(batch, tokens, of, *inner, device="meta")
+
+    q, k, v, do = (empty(of, HEAD_DIM) for of in (*heads[:1] * 2, *heads[1:] * 2))
+    cu_seqlens = None if sequences is None else torch.zeros(sequences + 1, dtype=torch.int32)
+    call = called(PROBLEMS["resets"])._replace(
+        q=q, k=k, v=v, do=do, g=empty(heads[1]), beta=empty(heads[1]), cu_seqlens=cu_seqlens
+    )
+    assert heads_of_groups(call, 132) == groups
+    monkeypatch.setenv("CULA_SCRATCH_LIMIT", str(1 << 40))
+    assert heads_of_groups(call, 132) == [heads[1]]
+
+
+def test_other_cards_are_full_of_fewer_heads():
+    shape = {"batch": 1, "tokens": 16_384, "packed": False}
+    least = {
+        count: next(
+            heads
+            for heads in range(2, 257, 2)
+            if plan.groups(heads_k=heads, heads=heads, multiprocessors=count, **shape) == 2
+        )
+        for count in (78, 114, 132)
+    }
+    assert least == {78: 38, 114: 56, 132: 64}
 
 
 def chunk_facts(config: ChunkConfig) -> tuple:

@@ -130,6 +130,15 @@ class TestOnGpu(Gradients):
         case = self.case("moderate", (300, 77), place, heads=heads, **BOTH)
         check(differentiate(case), case)
 
+    def test_groups_of_heads(self, place, monkeypatch):
+        """Have the same bits as all heads together."""
+        case = self.case("moderate", (1, 700), place, packed=False, heads=(4, 8), **BOTH)
+        together = differentiate(case)
+        monkeypatch.setenv("CULA_SCRATCH_LIMIT", "0")
+        for _ in range(20):
+            apart = differentiate(case)
+            assert all(same(together[name], apart[name]) for name in NAMES)
+
     @pytest.mark.parametrize(
         "lengths", [(1,) * 70, (64,) * 9, (0,) * 20 + (100,), (63, 65, 127, 129)], ids=len
     )

@@ -78,24 +78,24 @@ def test_bytes_are_those_of_inputs_and_gradients():
 @pytest.mark.parametrize(
     "problem, slots", [(setting(4096), 64), (setting(4096, heads=32, sequences=3), 67)]
 )
-def test_halves_of_the_heads_share_memory(monkeypatch, problem, slots):
-    """The limit is there while the call runs, and is what half of the heads take."""
+def test_groups_of_heads_share_memory(monkeypatch, problem, slots):
+    """The limit is there while the call runs, and is what the heads of a group take."""
     seen = []
     monkeypatch.delenv("CULA_SCRATCH_LIMIT", raising=False)
     monkeypatch.setattr(training, "leaves_of", lambda x: {})
     call = lambda *given: lambda: seen.append(os.environ.get("CULA_SCRATCH_LIMIT"))  # noqa: E731
     monkeypatch.setattr(training, "step", call)
-    for provider in training.OP.providers[0], training.OP.providers[2]:
-        provider.bind(problem, None)()
-    half = problem.params["H"] // 2
-    assert seen == [None, str(slots * half * 159_232)]
+    for name in "cula", training.HALVES, training.WHOLE:
+        named(name).bind(problem, None)()
+    heads = problem.params["H"]
+    assert seen == [None, *(str(slots * of * 159_232) for of in (heads // 2, heads))]
     assert "CULA_SCRATCH_LIMIT" not in os.environ
 
 
 def test_who_trains_and_who_cannot():
     providers = training.OP.providers
     assert [provider.name for provider in providers] == [
-        "cula", "cula_forward", "cula_halves", "fla", "fla_lifted",
+        "cula", "cula_forward", "cula_halves", "cula_whole", "fla", "fla_lifted",
     ]  # fmt: skip
     for provider in providers:
         assert provider.supports(setting(512)) is not None  # without a GPU

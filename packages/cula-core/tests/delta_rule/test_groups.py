@@ -81,6 +81,16 @@ def test_an_argument_comes_before_the_environment(monkeypatch):
     assert heads_of(list(in_groups(*made(1)))) == [list(range(HEADS))]
 
 
+def test_limits_come_before_a_number_of_groups(monkeypatch):
+    """The number is what a package takes by itself."""
+    halves, thirds = [[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5]]
+    monkeypatch.delenv("CULA_SCRATCH_LIMIT", raising=False)
+    assert heads_of(list(in_groups(*made(1), groups=2))) == halves
+    assert heads_of(list(in_groups(*made(1), scratch_bytes(SLOTS, 2), groups=2))) == thirds
+    monkeypatch.setenv("CULA_SCRATCH_LIMIT", str(scratch_bytes(SLOTS, HEADS)))
+    assert heads_of(list(in_groups(*made(1), groups=2))) == [list(range(HEADS))]
+
+
 @pytest.mark.parametrize("text", ["", "1 GB", "-1"])
 def test_a_limit_that_is_none(monkeypatch, text):
     monkeypatch.setenv("CULA_SCRATCH_LIMIT", text)

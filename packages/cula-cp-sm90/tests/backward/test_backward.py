@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cula_core.delta_rule.backward.config import WalkConfig, heads_at_once, scratch_bytes
-from cula_core.delta_rule.config import CHUNK, HEAD_DIM, chunk_slots
+from cula_core.delta_rule.config import CHUNK, HEAD_DIM, PrepareConfig, chunk_slots
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.arch import TARGET
 from cula_cp_sm90.backward import launch
@@ -211,6 +211,32 @@ def test_how_many_heads_at_once():
     assert heads_at_once(4096, 40) == 14
     assert heads_at_once(4096, 8) == 8
     assert heads_at_once(4096, 48, multiple=3) == 12
+    assert [heads_at_once(slots, 64, groups=2) for slots in (64, 256, 512, 4096)] == [32] * 3 + [16]
+    assert heads_at_once(64, 96, multiple=32, groups=2) == 64
+    assert heads_at_once(64, 64, multiple=64, groups=2) == 64
+    assert heads_at_once(64, 64, 1 << 40, groups=2) == 64
+
+
+@pytest.mark.parametrize("tokens, groups", [(4096, [64]), (16_384, [64]), (32_768, [32, 32])])
+def test_groups_by_default(monkeypatch, tokens, groups):
+    """Nothing but memory divides heads."""
+    monkeypatch.delenv("CULA_SCRATCH_LIMIT", raising=False)
+    heads = []
+
+    def kernels(config):
+        first = isinstance(config, PrepareConfig)
+        return lambda q, k, g, *rest: heads.append(g.shape[2]) if first else None
+
+    def wide() -> Tensor:
+        return torch.empty(1, tokens, 64, HEAD_DIM, device="meta")
+
+    call = called(PROBLEMS["mixed"])._replace(
+        q=wide(), k=wide(), v=wide(), g=wide(), do=wide(), beta=wide()[..., 0], A_log=None, dt_bias=None,
+        initial_state=None, dht=None,
+    )  # fmt: skip
+    found = Gradients(*map(torch.empty_like, call[:5]), None, None, None)
+    launch.run(call, found, multiprocessors=132, kernels=kernels)
+    assert heads == groups
 
 
 # ---- which waits matter ----------------------------------------------------------------------------------------------

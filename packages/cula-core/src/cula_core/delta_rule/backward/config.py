@@ -29,16 +29,20 @@ def scratch_bytes(slots: int, heads: int) -> int:
     return slots * heads * (BLOCK_BYTES + FACTORS * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
 
 
-def heads_at_once(slots: int, heads: int, scratch: int | None = None, multiple: int = 1) -> int:
+def heads_at_once(
+    slots: int, heads: int, scratch: int | None = None, multiple: int = 1, groups: int = 1
+) -> int:
     """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
 
     scratch: bytes; None: SCRATCH_BYTES, and more for MIN_HEADS heads. multiple: value heads that share a query head,
-    and stay together.
+    and stay together. groups: how many there are at least where scratch is None, if value heads can be divided so.
     """
     units, one = heads // multiple, scratch_bytes(slots, 1)
     most = max(SCRATCH_BYTES // one, MIN_HEADS) if scratch is None else scratch // one
-    most = max(most // multiple, 1)
-    return -(-units // -(-units // most)) * multiple
+    count = -(-units // max(most // multiple, 1))
+    if scratch is None:
+        count = max(count, groups)
+    return -(-units // count) * multiple
 
 
 @dataclass(frozen=True)

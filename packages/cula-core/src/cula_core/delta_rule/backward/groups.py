@@ -23,26 +23,26 @@ _TENSORS = frozenset((*_KEYS, "v", "g", "beta", "do", *_PARAMETERS, *_SECOND))
 
 
 def in_groups(
-    call: Call, found: Found, scratch: int | None = None
+    call: Call, found: Found, scratch: int | None = None, groups: int = 1
 ) -> Iterator[tuple[Call, Found, Kept]]:
     """Yields groups of value heads, which are independent: the part of a call and of its results that belongs to them,
     and memory for what lies between their kernels. All groups use the same memory, one after the other.
 
     The call has tensors as the kernels read them; found: memory of the gradients of its first fields. scratch: bytes of
     memory that are not exceeded as long as the value heads of one head of q and k fit; None: what SCRATCH_LIMIT of the
-    environment says, and else as `heads_at_once` does.
+    environment says, and else as `heads_at_once` does. groups: how many there are at least where neither says anything.
     """
     if scratch is None:
         scratch = bytes_of(SCRATCH_LIMIT, None)
     heads = call.v.shape[2]
     shared = heads // call.q.shape[2]
     slots = slots_of(call)
-    together = heads_at_once(slots, heads, scratch, shared)
+    together = heads_at_once(slots, heads, scratch, shared, groups)
     memory = _memory(call, slots, together)
     for start in range(0, heads, together):
         count = min(together, heads - start)
         kept = memory if count == together else Kept(*(_of_heads(x, count) for x in memory))
-        own = call, found
+        own: tuple[Any, Any] = call, found
         if count < heads:
             own = _parts(call, found, slice(start, start + count), shared)
         if blocks_of(own[0]) is not None:

@@ -17,6 +17,7 @@ from cula_core.delta_rule.config import MergeConfig
 from cula_core.once import once
 
 from ..launch import ARCH
+from . import plan
 from .call import BackwardCall, Gradients
 from .config import SUMS, ChunkConfig, GradientsConfig, PrepareConfig
 
@@ -45,12 +46,15 @@ def run(
     kernels: Kernels = compile,
     scratch: int | None = None,
 ) -> None:
-    """Writes the gradients of a call, on torch's current stream; `in_groups` says how.
+    """Writes the gradients of a call, on torch's current stream; `in_groups` and `plan.groups` say how.
 
     Tests without a GPU pass the number of multiprocessors and `kernels`.
     """
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
-    for part in in_groups(call, found, scratch):
+    batch, tokens, heads = call.v.shape[:3]
+    packed = call.cu_seqlens is not None
+    least = plan.groups(batch, tokens, call.q.shape[2], heads, packed, multiprocessors)
+    for part in in_groups(call, found, scratch, least):
         _run(*part, multiprocessors, kernels)
 
 
