@@ -176,7 +176,7 @@ def test_heads_that_forget(run, packed, lengths):
     "packed, lengths, states, options",
     [
         (False, (1100,), (True, True), {"dims": (64, 128), "v_first": True}),
-        (False, (1024,), (False, False), {"dims": (64, 64)}),
+        (False, (1024,), (False, False), {"dims": (128, 128)}),
         # Segments that end between states that are kept; a sequence that ends at one; padding, the last.
         (True, (70, 0, 1300, 512, 600), (True, True), {"dims": (64, 64), "splits": 4, "padding": 4}),
     ],
