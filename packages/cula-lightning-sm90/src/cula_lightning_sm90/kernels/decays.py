@@ -45,21 +45,8 @@ class GradientsOfDecays:
         if cutlass.const_expr(segments is None):
             per_row = cute.fast_divmod_create_divisor_v2(cute.ceil_div(of_q.shape[4], EVERY))
         self.kernel(
-            of_q,
-            of_k,
-            states,
-            d_states,
-            started,
-            ended,
-            g,
-            head_decay,
-            segments,
-            per_row,
-            dg,
-            sums,
-            scale,
-            sign,
-        ).launch(grid=(of_q.shape[1], count, 1), block=(THREADS, 1, 1), stream=stream)
+            of_q, of_k, states, d_states, started, ended, g, head_decay, segments, per_row, dg, sums, scale, sign
+        ).launch(grid=(of_q.shape[1], count, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -121,18 +108,16 @@ class GradientsOfDecays:
                     if cutlass.const_expr(g is not None):
                         step = step + g[batch, token, head].to(F32)
                     steps[i] = cutlass.max(step, FLOOR)
-            found = self.dots_of_states(states, d_states, row, head, part, parts, tidx)
+            plain = [x[0] + x[1] for x in (a, b)]
             squares = [x[0] * x[0] + x[1] * x[1] for x in (a, b)]
-            plain = [x[0] + x[1] for x in (a, b, steps)]
-            found = all_sums([*plain[:2], *squares, plain[2], *found], 32)
+            dots = self.dots_of_states(states, d_states, row, head, part, parts, tidx)
+            totals = all_sums([*plain, *squares, steps[0] + steps[1], *dots], 32)
             if lane == 0:
                 for i in cutlass.range_constexpr(TOTALS + 2):
-                    of_warps[i, warp] = found[i]
+                    of_warps[i, warp] = totals[i]
             cute.arch.sync_threads()
-            before, after = (
-                F32(0.0),
-                F32(0.0),
-            )  # of the state in front of these tokens and its gradient, and behind
+            # Of the state in front of these tokens and its gradient, and behind.
+            before, after = F32(0.0), F32(0.0)
             for w in cutlass.range_constexpr(CHUNKS):
                 before = before + of_warps[TOTALS, w] * scale
                 after = after + of_warps[TOTALS + 1, w] * scale
