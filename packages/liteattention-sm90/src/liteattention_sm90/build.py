@@ -1,0 +1,52 @@
+"""What is compiled for a config. The only host file that imports the DSL, and only a compile imports it."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cula_core.cute import fake
+
+from .config import ForwardConfig
+from .kernels.forward import LiteForward
+
+
+def kernel(config: ForwardConfig, arch: str) -> tuple[object, ...]:
+    """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    return LiteForward(config), *forward_arguments(config)
+
+
+def forward_arguments(config: ForwardConfig) -> tuple:
+    """Returns stand-ins for the arguments of `LiteForward`.
+
+    They are q, k, v, out, lse, read mask, must_do, write mask, direction_at, counter, scale in log2 units, margin,
+    direction, number of CTAs.
+    """
+    batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
+
+    def activation(length: object, heads: object):
+        return fake.rows(config.dtype, (batch, length, heads, config.head_dim))
+
+    def mask(wanted: bool):
+        if not wanted:
+            return None
+        strides = (*(cute.sym_int64() for _ in range(3)), 1)
+        shape = (cute.sym_int(), heads, cute.sym_int(), cute.sym_int())
+        return make_fake_tensor(cutlass.Int32, shape, stride=strides)
+
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    return (
+        activation(rows, heads),
+        activation(keys, heads_k),
+        activation(keys, heads_k),
+        activation(rows, heads),
+        make_fake_tensor(cutlass.Float32, (batch, heads, rows), stride=strides),
+        mask(config.skip),
+        mask(config.must_do),
+        mask(config.skip),
+        fake.vector(cutlass.Int32, 1) if config.on_device else None,
+        fake.vector(cutlass.Int32, 1),
+        *(cutlass.Float32(1.0),) * 2,
+        *(cutlass.Int32(1),) * 2,
+    )

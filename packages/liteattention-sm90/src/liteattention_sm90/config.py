@@ -1,0 +1,51 @@
+"""What is fixed when the forward kernel is compiled. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("bfloat16", "float16")
+BLOCK_M = 128
+BLOCK_N = (64, 128)  # keys of a tile
+UNIT = 64  # keys of half a step
+STEP = 128
+MAX_DIM = 128
+MAX_WORDS = 128  # of 32 tiles in a row of a mask: what shared memory has votes for
+STAGES = 2  # of k, of v and of queries
+THREADS = 384
+REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """The static facts of a call: batch, lengths, head counts, strides, scale and threshold are not among them.
+
+    head_dim: of q, k and v, a multiple of 8. skip: only listed key tiles are visited, and the list for the next call is
+    written. must_do: some tiles stay listed whatever their scores. on_device: the direction is an element in device
+    memory.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    skip: bool = False
+    block_n: int = BLOCK_N[0]
+    must_do: bool = False
+    on_device: bool = False
+
+    @property
+    def width(self) -> int:
+        """The head dimension, padded to what one box of TMA has or two."""
+        return 64 if self.head_dim <= 64 else 128
+
+    def illegal(self) -> str | None:
+        """Why no kernel serves this problem, or None."""
+        if self.dtype not in DTYPES:
+            return f"q, k and v must be {' or '.join(DTYPES)}, not {self.dtype}"
+        if self.head_dim % 8 or not 8 <= self.head_dim <= MAX_DIM:
+            return f"the head dimension must be a multiple of 8 up to {MAX_DIM}, not {self.head_dim}"
+        if self.block_n not in BLOCK_N:
+            return f"key tiles must have {' or '.join(map(str, BLOCK_N))} keys, not {self.block_n}"
+        if self.must_do and not self.skip:
+            return "tiles are only held on a list"
+        return None

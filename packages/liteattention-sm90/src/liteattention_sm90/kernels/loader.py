@@ -1,0 +1,320 @@
+"""The warps that load, store and make lists."""
+
+import functools
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from cula_core.cute.memory import load_tile
+from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.work import draw
+
+from ..config import BLOCK_M, STAGES, STEP, UNIT, ForwardConfig
+from .steps import END, FIRST, MASK, NONE, ROUNDS, Place, Steps
+
+# Where the loading warp is in its list, in registers: the round of words, those not empty, the word's number and the
+# word; and in its stream: steps so far, query tiles so far, and units, head and batch of the step before.
+ROUND, FILLED, NUMBER, WORD = range(4)
+STEPS, TILES, LAST_A, LAST_B, LAST_HEAD, LAST_BATCH = range(6)
+
+
+class Loader(Steps):
+    """Warps of the loading warpgroup."""
+
+    def __init__(self, config: ForwardConfig):
+        super().__init__(config)
+        self.columns = config.width // UNIT
+        self.bytes = 2 * STEP * config.width
+
+    # ---- loading ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(
+        self, shared, tma_q, mQ, tma_k, mK, tma_v, mV, out: cute.Tensor, lse: cute.Tensor, read: cute.Tensor,
+        write: cute.Tensor, counter: cute.Tensor, direction,
+    ):  # fmt: skip
+        """Turns query tiles into a stream of steps, and loads what they need."""
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        length_q, length_k, heads = mQ.shape[0], mK.shape[0], mQ.shape[2]
+        query_tiles = cute.ceil_div(length_q, BLOCK_M)
+        total = query_tiles * heads * mQ.shape[3]
+        group = heads // mK.shape[2]
+        at = cute.make_rmem_tensor(6, I32)
+        at.fill(0)
+        bits = cute.make_rmem_tensor(ROUNDS, I32)
+        inside = cute.make_rmem_tensor(4, I32)
+        number = I32(block)
+        while number < total:
+            tile, head, batch = self.place(number, heads, query_tiles)
+            reach, clear = self.reach(tile, length_q, length_k)
+            tiles = cute.ceil_div(reach, self.per_tile * UNIT)
+            listed = tiles
+            if cutlass.const_expr(self.config.skip):
+                row = read[batch, head, tile, None]
+                listed = I32(0)
+                for i in cutlass.range_constexpr(ROUNDS):
+                    bits[i] = self.word(row, tiles, direction, 32 * i + lane)
+                    listed = listed + cute.arch.popc(bits[i])
+                listed = cute.arch.warp_reduction_sum(listed)
+            if listed == 0:
+                self.nothing(out, lse, write, tile, head, batch, lane)
+            else:
+                head_k = head // group
+                self.wait(shared, "q_free", at[TILES], free=True)
+                if cutlass.const_expr(self.config.skip):
+                    self.wait(shared, "votes_free", at[TILES], free=True)
+                slot = at[TILES] % STAGES
+                if lane == 0:
+                    self.tell(shared, slot, Place(I32(1), tile, head, batch, listed))
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        self.barrier(shared, "q_full", slot), self.bytes
+                    )
+                flags = I32(FIRST)
+                if cutlass.const_expr(self.config.skip):
+                    for i in cutlass.range_constexpr(4):
+                        inside[i] = I32(0)
+                    inside[ROUND] = I32(-1)
+                    unit = self.next_tile(inside, bits, tiles, direction)
+                    while unit >= 0:
+                        other = I32(NONE)
+                        if cutlass.const_expr(self.per_tile == 1):
+                            other = self.next_tile(inside, bits, tiles, direction)
+                        else:
+                            unit = 2 * unit
+                            other = unit + 1
+                        self.step(
+                            shared, at, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+                        )  # fmt: skip
+                        if flags != 0:
+                            self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
+                        flags = I32(0)
+                        unit = self.next_tile(inside, bits, tiles, direction)
+                else:
+                    for i in cutlass.range(tiles, unroll=1):
+                        unit = 2 * (tiles - 1 - i)
+                        self.step(
+                            shared, at, unit, unit + 1, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+                        )  # fmt: skip
+                        if flags != 0:
+                            self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
+                        flags = I32(0)
+                at[TILES] = at[TILES] + 1
+            number = draw(counter, lane) + ctas
+        # The end: no keys, and a query tile that is none.
+        stage, slot = at[STEPS] % STAGES, at[TILES] % STAGES
+        self.wait(shared, "k_free", at[STEPS], free=True)
+        self.wait(shared, "q_free", at[TILES], free=True)
+        if cutlass.const_expr(self.config.skip):
+            self.wait(shared, "votes_free", at[TILES], free=True)
+        if lane == 0:
+            self.tell(shared, slot, Place(*(I32(0),) * 5))
+            words = self.records(shared)
+            words[2, stage] = END + 8 * slot
+            cute.arch.mbarrier_arrive(self.barrier(shared, "k_full", stage))
+        if at[STEPS] > 0:
+            self.load_values(shared, at, tma_v, mV, lane)
+
+    @cute.jit
+    def tell(self, shared, slot, place):
+        """Writes a `Place` for the other warps."""
+        words = self.places(shared)
+        for i in cutlass.range_constexpr(len(Place._fields)):
+            words[i, slot] = place[i]
+
+    @cute.jit
+    def step(
+        self, shared, at: cute.Tensor, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+    ):  # fmt: skip
+        """Loads the keys of a step, and the values of the step before."""
+        stage = at[STEPS] % STAGES
+        self.wait(shared, "k_free", at[STEPS], free=True)
+        end = UNIT * (cutlass.max(unit, other) + 1)
+        mask = (other < 0) | (end > clear)
+        if lane == 0:
+            words = self.records(shared)
+            words[0, stage] = unit
+            words[1, stage] = other
+            words[2, stage] = flags + (I32(MASK) if mask else I32(0)) + 8 * slot
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(shared, "k_full", stage), self.bytes)
+        full = self.barrier(shared, "k_full", stage)
+        present = unit if other < 0 else other
+        self.load_units(tma_k, mK, shared, shared.k, stage, unit, present, head_k, batch, full)
+        if at[STEPS] > 0:
+            self.load_values(shared, at, tma_v, mV, lane)
+        at[STEPS] = at[STEPS] + 1
+        at[LAST_A] = unit
+        at[LAST_B] = present
+        at[LAST_HEAD] = head_k
+        at[LAST_BATCH] = batch
+
+    @cute.jit
+    def load_values(self, shared, at: cute.Tensor, tma_v, mV, lane):
+        """Loads the values of the step before."""
+        before = at[STEPS] - 1
+        stage = before % STAGES
+        self.wait(shared, "v_free", before, free=True)
+        full = self.barrier(shared, "v_full", stage)
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
+        self.load_units(
+            tma_v, mV, shared, shared.v, stage, at[LAST_A], at[LAST_B], at[LAST_HEAD], at[LAST_BATCH], full
+        )  # fmt: skip
+
+    @cute.jit
+    def load_units(self, tma, whole, shared, base, stage, unit, other, head, batch, full):
+        """Loads two units of 64 keys."""
+        for column in cutlass.range_constexpr(self.columns):
+            for half in cutlass.range_constexpr(2):
+                box = self.box(base, 2 * (stage * self.columns + column) + half)
+                load_tile(
+                    tma, whole, (other if half else unit) * UNIT, head, batch, column, box, full
+                )
+
+    @cute.jit
+    def load_queries(self, shared, tma_q, mQ, tile, head, batch, slot):
+        full = self.barrier(shared, "q_full", slot)
+        for half in cutlass.range_constexpr(2):
+            for column in cutlass.range_constexpr(self.columns):
+                box = self.box(shared.q, (2 * slot + half) * self.columns + column)
+                load_tile(
+                    tma_q, mQ, tile * BLOCK_M + half * UNIT, head, batch, column, box, full
+                )
+
+    @cute.jit
+    def next_tile(self, inside: cute.Tensor, bits: cute.Tensor, tiles, direction):
+        """Returns the next listed tile, NONE behind the last one; every lane has the same."""
+        while (inside[WORD] == 0) & (inside[ROUND] < ROUNDS):
+            words = bits[0]
+            for i in cutlass.range_constexpr(1, ROUNDS):
+                words = bits[i] if inside[ROUND] == i else words
+            if inside[FILLED] == 0:
+                inside[ROUND] = inside[ROUND] + 1
+                words = bits[0]
+                for i in cutlass.range_constexpr(1, ROUNDS):
+                    words = bits[i] if inside[ROUND] == i else words
+                if inside[ROUND] < ROUNDS:
+                    inside[FILLED] = I32(cute.arch.vote_ballot_sync(words != 0))
+            else:
+                lane = self.lowest(inside[FILLED])
+                inside[FILLED] = inside[FILLED] & (inside[FILLED] - 1)
+                inside[NUMBER] = 32 * inside[ROUND] + lane
+                inside[WORD] = I32(cute.arch.shuffle_sync(words, lane))
+        found = I32(NONE)
+        if inside[WORD] != 0:
+            found = self.tile_of(inside[NUMBER], self.lowest(inside[WORD]), tiles, direction)
+            inside[WORD] = inside[WORD] & (inside[WORD] - 1)
+        return found
+
+    @cute.jit
+    def nothing(self, out: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, lane):
+        """Stores the results of a query tile that sees no key."""
+        first, length_q = tile * BLOCK_M, out.shape[1]
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        units = self.config.head_dim // 8
+        rows = cutlass.min(BLOCK_M, length_q - first)
+        for i in cutlass.range(lane, rows * units, 32, unroll=1):
+            row = out[batch, first + i // units, head, None]
+            cute.autovec_copy(zeros, cute.local_tile(row, (8,), (i % units,)))
+        for i in cutlass.range(lane, rows, 32, unroll=1):
+            lse[batch, head, first + i] = -F32.inf
+        if cutlass.const_expr(self.config.skip):
+            for word in cutlass.range(lane, write.shape[3], 32, unroll=1):
+                write[batch, head, tile, word] = I32(0)
+
+    # ---- storing ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, shared, tma_o, mO, length_q):
+        """Sends outputs away, and frees the queries whose place they take."""
+        lane, words = cute.arch.lane_idx(), self.places(shared)
+        count, valid = I32(0), I32(1)
+        while valid != 0:
+            slot = count % STAGES
+            self.wait(shared, "o_full", count)
+            valid = words[0, slot]
+            if valid != 0:
+                tile, head, batch = words[1, slot], words[2, slot], words[3, slot]
+                rows = cute.domain_offset((tile * BLOCK_M, 0), mO[None, None, head, batch])
+                for half in cutlass.range_constexpr(2):
+                    for column in cutlass.range_constexpr(self.columns):
+                        box = self.box(shared.q, (2 * slot + half) * self.columns + column)
+                        target = cute.local_tile(rows, (UNIT, UNIT), (half, column))
+                        s, g = cpasync.tma_partition(
+                            tma_o, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
+                        )  # fmt: skip
+                        cute.copy(tma_o, s, g)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(self.barrier(shared, "q_free", slot))
+                count = count + 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    # ---- the list ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def write(self, shared, read: cute.Tensor, must_do: cute.Tensor, write: cute.Tensor, direction, mQ, mK):
+        """Makes lists for the next call: of visited tiles those that a warp voted for, the first, and the held ones."""
+        lane, words = cute.arch.lane_idx(), self.places(shared)
+        votes = self.votes(shared)
+        count, valid = I32(0), I32(1)
+        while valid != 0:
+            slot = count % STAGES
+            self.wait(shared, "votes_full", count)
+            valid = words[0, slot]
+            if valid != 0:
+                tile, head, batch, listed = (words[i, slot] for i in range(1, 5))
+                reach, _ = self.reach(tile, mQ.shape[0], mK.shape[0])
+                tiles = cute.ceil_div(reach, self.per_tile * UNIT)
+                row, target = read[batch, head, tile, None], write[batch, head, tile, None]
+                visits = cute.round_up(listed, 2 // self.per_tile)
+                so_far = I32(0)
+                number_of = cute.ceil_div(tiles, 32)
+                for first in cutlass.range(0, write.shape[3], 32, unroll=1):
+                    number = first + lane
+                    bits = self.word(row, tiles, direction, number)
+                    own = cute.arch.popc(bits)
+                    visit = so_far + self.before(own, lane)
+                    so_far = so_far + cute.arch.warp_reduction_sum(own)
+                    held = I32(0)
+                    if cutlass.const_expr(self.config.must_do):
+                        held = self.word(must_do[batch, head, tile, None], tiles, direction, number)
+                    kept = I32(0)
+                    while bits != 0:
+                        low = bits & -bits
+                        wanted = self.voted(votes, slot, visit, visits) | I32(visit == 0)
+                        wanted = wanted | I32((held & low) != 0)
+                        kept = kept | (low if wanted != 0 else I32(0))
+                        bits = bits ^ low
+                        visit = visit + 1
+                    at = number
+                    if direction < 0:
+                        kept = cute.arch.brev(kept)
+                        at = number_of - 1 - number if number < number_of else number
+                    if number < write.shape[3]:
+                        target[at] = kept
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(self.barrier(shared, "votes_free", slot))
+                count = count + 1
+
+    @cute.jit
+    def before(self, value, lane):
+        """Returns the sum of the values of the lanes below."""
+        upto = value
+        for i in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
+            upto = upto + below if lane >= 1 << i else upto
+        return upto - value
+
+    def voted(self, votes, slot, visit, visits):
+        """Returns 1 if any warp voted for a visit; the last one of 32, or of all, is in the lowest bit."""
+        bit = cutlass.min((visit >> 5) * 32 + 32, visits) - 1 - visit
+        words = [votes[visit >> 5, w, slot] for w in range(8)]
+        return (functools.reduce(operator.or_, words) >> bit) & 1

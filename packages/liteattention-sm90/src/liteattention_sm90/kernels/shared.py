@@ -1,0 +1,82 @@
+"""The shared memory of a CTA: tiles, barriers, and what its warps tell each other."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+
+from cula_core.cute.memory import repeated, swizzled
+from cula_core.cute.types import DTYPES, I32
+
+from ..config import MAX_WORDS, STAGES, STEP, UNIT, ForwardConfig
+
+# Barriers, each with a number of arrivals: of stages of k and v, slots of queries, outputs and votes.
+BARRIERS = {
+    "k_full": 1, "k_free": 8, "v_full": 1, "v_free": 8, "q_full": 1, "q_free": 1, "o_full": 256, "votes_full": 8,
+    "votes_free": 1,
+}  # fmt: skip
+
+
+def barrier_counts() -> list[int]:
+    return [count for count in BARRIERS.values() for _ in range(STAGES)]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Pointers to shared memory."""
+
+    barriers: cute.Pointer
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    records: cute.Pointer
+    places: cute.Pointer
+    votes: cute.Pointer
+
+
+class Layout:
+    """Static facts of a config, and views of its shared memory."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config, self.dtype, self.width = config, DTYPES[config.dtype], config.width
+
+    def barrier(self, shared, name: str, number):
+        """Returns the barrier of a stage or slot."""
+        return shared.barriers + (STAGES * list(BARRIERS).index(name) + number)
+
+    def wait(self, shared, name: str, count, free: bool = False):
+        """Waits for the use `count` of a barrier, or that the one before the last of its stage is over."""
+        phase = (count // STAGES) % 2
+        cute.arch.mbarrier_wait(
+            self.barrier(shared, name, count % STAGES), phase ^ 1 if free else phase
+        )
+
+    def box(self, base, offset):
+        """Returns a box [64, 64] as TMA writes it, so many boxes behind a pointer."""
+        layout = swizzled((UNIT, UNIT), "k", self.dtype)
+        pointer = base + cute.assume(offset * (UNIT * UNIT), divby=UNIT * UNIT)
+        return cute.make_tensor(
+            cute.recast_ptr(pointer.align(1024), layout.inner, dtype=self.dtype), layout.outer
+        )
+
+    def queries(self, shared):
+        """Returns q, and later o, as [64, D, slot and half]."""
+        return repeated(shared.q, (UNIT, self.width), "k", self.dtype, 2 * STAGES)
+
+    def keys(self, shared):
+        return repeated(shared.k, (STEP, self.width), "k", self.dtype, STAGES)
+
+    def values(self, shared):
+        return repeated(shared.v, (self.width, STEP), "mn", self.dtype, STAGES)
+
+    def records(self, shared):
+        """Returns the words of a step by stage: both units, and flags with the slot of the queries above them."""
+        return cute.make_tensor(shared.records, cute.make_layout((4, STAGES)))
+
+    def places(self, shared):
+        """Returns the words of a `Place` by slot."""
+        return cute.make_tensor(shared.places, cute.make_layout((8, STAGES)))
+
+    def votes(self, shared):
+        """Returns votes as [word, warp, slot]."""
+        return cute.make_tensor(shared.votes, cute.make_layout((MAX_WORDS, 8, STAGES)))
