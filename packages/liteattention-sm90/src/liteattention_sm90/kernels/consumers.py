@@ -72,6 +72,7 @@ class Consumers(Layout):
             unit, other = records[0, 0], records[1, 0]
             self.multiply(mma_s, s, tQ[None, None, None, flags // 8 * 2 + group], tK[None, None, None, 0])
             warpgroup.wait_group(0)
+            cute.arch.sync_warp()  # later a turn stands between reading a record and releasing its stage
             self.release(shared, "k_free", 0)
             self.weigh(
                 shared, s_rows, origins, total, old_origins, old_total, shrinks, limit, flags_of, flags, unit, other,
@@ -149,8 +150,7 @@ class Consumers(Layout):
 
     @cute.jit
     def release(self, shared, name: cutlass.Constexpr, stage):
-        """Tells the loading warp that this warp has done with a stage."""
-        cute.arch.sync_warp()
+        """Tells the loading warp that this warp has done with a stage, and its lanes with what they have read there."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.barrier(shared, name, stage))
 
@@ -287,6 +287,5 @@ class Consumers(Layout):
         """Tells the storing warp, and that which makes lists, that a slot has all they need."""
         cute.arch.mbarrier_arrive(self.barrier(shared, "o_full", slot))
         if cutlass.const_expr(self.config.skip):
-            cute.arch.sync_warp()
             if tidx % 32 == 0:
                 cute.arch.mbarrier_arrive(self.barrier(shared, "votes_full", slot))
