@@ -8,12 +8,15 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
 
-from .config import ForwardConfig
+from .config import BackwardConfig, ForwardConfig
+from .kernels.backward import LiteBackward
 from .kernels.forward import LiteForward
 
 
-def kernel(config: ForwardConfig, arch: str) -> tuple[object, ...]:
+def kernel(config: ForwardConfig | BackwardConfig, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
+    if isinstance(config, BackwardConfig):
+        return LiteBackward(config), *backward_arguments(config)
     return LiteForward(config), *forward_arguments(config)
 
 
@@ -49,4 +52,43 @@ def forward_arguments(config: ForwardConfig) -> tuple:
         fake.vector(cutlass.Int32, 1),
         *(cutlass.Float32(1.0),) * 2,
         *(cutlass.Int32(1),) * 2,
+    )
+
+
+def backward_arguments(config: BackwardConfig) -> tuple:
+    """Returns stand-ins for the arguments of `LiteBackward`.
+
+    They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
+    accumulated gradients of q [B, Sq, Hq, 128] in fp32, dk, dv, scale, the same in log2 units.
+    """
+    batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
+
+    def activation(
+        length: object, heads: object, dtype: str = config.dtype, dim: int = config.head_dim
+    ):
+        return fake.rows(dtype, (batch, length, heads, dim))
+
+    def sums():
+        strides = (*(cute.sym_int64(divisibility=64) for _ in range(2)), 1)
+        return make_fake_tensor(
+            cutlass.Float32, (batch, heads, cute.sym_int()), stride=strides, assumed_align=16
+        )
+
+    mask = None
+    if config.skip:
+        strides = (*(cute.sym_int64() for _ in range(3)), 1)
+        shape = (cute.sym_int(), heads, cute.sym_int(), cute.sym_int())
+        mask = make_fake_tensor(cutlass.Int32, shape, stride=strides)
+    return (
+        activation(rows, heads),
+        activation(keys, heads_k),
+        activation(keys, heads_k),
+        activation(rows, heads),
+        sums(),
+        sums(),
+        mask,
+        activation(rows, heads, "float32", config.width),
+        activation(keys, heads_k),
+        activation(keys, heads_k),
+        *(cutlass.Float32(1.0),) * 2,
     )

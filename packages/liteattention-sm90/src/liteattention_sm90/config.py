@@ -11,6 +11,7 @@ UNIT = 64  # keys of half a step
 STEP = 128
 MAX_DIM = 128
 MAX_WORDS = 128  # of 32 tiles in a row of a mask: what shared memory has votes for
+MAX_TILES = 32 * MAX_WORDS
 STAGES = 2  # of k, of v and of queries
 THREADS = 384
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
@@ -43,9 +44,32 @@ class ForwardConfig:
         if self.dtype not in DTYPES:
             return f"q, k and v must be {' or '.join(DTYPES)}, not {self.dtype}"
         if self.head_dim % 8 or not 8 <= self.head_dim <= MAX_DIM:
-            return f"the head dimension must be a multiple of 8 up to {MAX_DIM}, not {self.head_dim}"
+            return (
+                f"the head dimension must be a multiple of 8 up to {MAX_DIM}, not {self.head_dim}"
+            )
         if self.block_n not in BLOCK_N:
             return f"key tiles must have {' or '.join(map(str, BLOCK_N))} keys, not {self.block_n}"
         if self.must_do and not self.skip:
             return "tiles are only held on a list"
         return None
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The static facts of a backward pass: as of `ForwardConfig`; skip: only listed tiles count."""
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    skip: bool = False
+    block_n: int = BLOCK_N[0]
+
+    @property
+    def width(self) -> int:
+        """The head dimension, padded to what one box of TMA has or two."""
+        return UNIT if self.head_dim <= UNIT else MAX_DIM
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether warpgroups compute gradients of q in turns, and not half of their columns each."""
+        return self.width == UNIT
