@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from lite_helpers import Call, Inputs, make_inputs
 from torch import Tensor
 
+from cula_testing.lite import Call, Inputs, make_inputs
 from liteattention_sm89 import masks, reference
 
 MAX_GRADIENT_ERROR = 5e-3  # of all, by the root of the mean square

@@ -7,14 +7,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lite_launch
 import torch
-from lite_helpers import Call, Inputs, make_inputs
-from lite_launch import Empty
 from torch import Tensor
 
 from cula_testing.comparing import relative_rmse
-from liteattention_sm89 import reference
+from cula_testing.lite import Call, Empty, Inputs, Subject, make_inputs
+from liteattention_sm89 import launch, reference
 
 MAX_OUTPUT_ERROR = 4e-3  # beside the attention of what was rounded
 MAX_LSE_ERROR = 1e-3
@@ -159,7 +157,7 @@ def launched(
 
     if scale is not None:
         kernels["scale"] = scale
-    out, lse, write = lite_launch.forward(
+    out, lse, write = Subject(launch.forward, reference.lite_attention).forward(
         call, x, empty, int8=True, max_seqlen_k=x.most[1], kernel_for=remembering, **kernels
     )
     ((q, k, *_),) = handed

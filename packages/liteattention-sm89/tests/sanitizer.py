@@ -9,15 +9,14 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import lite_helpers
 import lite_int8
-import lite_launch
 from lite_gradients import Backward, assert_gradients, problem
-from lite_helpers import Call, make_inputs
-from lite_launch import empty_on
 
+from cula_testing.lite import Call, Subject, empty_on, make_inputs
 from cula_testing.sanitizing import run_checks
-from liteattention_sm89 import launch
+from liteattention_sm89 import launch, reference
+
+SUBJECT = Subject(launch.forward, reference.lite_attention)
 
 PACKED = ((100, 170), (0, 5), (200, 300), (7, 0))
 FORWARD = [
@@ -52,9 +51,9 @@ empty = empty_on("cuda")
 def check_forward(call: Call) -> str:
     x = make_inputs(call)
     y = x.to("cuda")
-    out, lse, write = lite_launch.forward(call, y, empty)
+    out, lse, write = SUBJECT.forward(call, y, empty)
     lse = lse.squeeze(0).cpu() if call.lengths else lse.cpu()
-    lite_helpers.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
+    SUBJECT.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
     return "right"
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import lite_launch
 import pytest
 import torch
-from lite_helpers import DENSE, LISTED, Call, Inputs, assert_right, make_inputs, without_unlisted
 from torch import Tensor
 
 from cula_emulator import mutation
 from cula_testing.compiled import emulated_kernel
-from liteattention_sm89 import launch, masks
+from cula_testing.lite import DENSE, LISTED, Call, Inputs, Subject, make_inputs, without_unlisted
+from liteattention_sm89 import launch, masks, reference
+
+SUBJECT = Subject(launch.forward, reference.lite_attention)
 
 
 @pytest.fixture
@@ -30,9 +31,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
             run.configs.append(config)
             return lambda *arguments: compiled(config, arch)(*arguments, **changes)
 
-        out, lse, write = lite_launch.forward(
-            call, x, emulated.empty, kernel_for=kernel_for, arch=arch
-        )
+        out, lse, write = SUBJECT.forward(call, x, emulated.empty, kernel_for=kernel_for, arch=arch)
         return out, lse if call.lengths is None else lse[0], write
 
     run.compiled = compiled
@@ -42,7 +41,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
 @pytest.mark.parametrize("call", DENSE + LISTED, ids=str)
 def test_numbers(run, call):
     x = make_inputs(call)
-    assert_right(call, x, *run(call, x))
+    SUBJECT.assert_right(call, x, *run(call, x))
 
 
 @pytest.mark.emulated(seeds=1)
@@ -50,7 +49,7 @@ def test_numbers(run, call):
 def test_numbers_with_two_blocks_of_rows_per_warp(run, call):
     """The kernel of cards with more shared memory."""
     x = make_inputs(call)
-    assert_right(call, x, *run(call, x, arch="sm_90a"))
+    SUBJECT.assert_right(call, x, *run(call, x, arch="sm_90a"))
     assert [config.rows for config in run.configs] == [32]
 
 
@@ -69,7 +68,7 @@ def test_lists_settle(run):
     for step in range(6):
         call = replace(call, direction=1 - step % 2 * 2)
         out, lse, write = run(call, x)
-        assert_right(call, x, out, lse, write)
+        SUBJECT.assert_right(call, x, out, lse, write)
         assert not (write & ~x.read).any(), "a dropped tile came back"
         seen.append((out, lse, x.read))
         x = replace(x, read=write)

@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from lite_helpers import DENSE, LISTED, Call, assert_right, make_inputs
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cula_testing.comparing import relative_rmse
+from cula_testing.lite import DENSE, LISTED, Call, Subject, make_inputs
 from cula_testing.tensors import unsynchronised
-from liteattention_sm89 import lite_attention, masks
+from liteattention_sm89 import launch, lite_attention, masks, reference
 
 pytestmark = pytest.mark.gpu
+SUBJECT = Subject(launch.forward, reference.lite_attention)
 
 LARGER = [
     Call(1000, 1333, listed=0.6, heads=8, heads_k=2, batch=2),
@@ -46,7 +47,7 @@ def attend(call: Call, device: torch.device) -> tuple:
 @pytest.mark.parametrize("call", DENSE + LISTED + LARGER, ids=str)
 def test_numbers(cuda, call):
     x, results = attend(call, cuda)
-    assert_right(call, x, *results)
+    SUBJECT.assert_right(call, x, *results)
 
 
 def many(cuda: torch.device, keys: int = 8192) -> tuple[Tensor, Tensor, Tensor]:

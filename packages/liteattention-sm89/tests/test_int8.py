@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lite_helpers import Call, Inputs, make_inputs
 from lite_int8 import (
     MAX_LSE_ERROR,
     MAX_LSE_ROUNDING_ERROR,
@@ -37,6 +36,7 @@ from torch import Tensor
 from cula_emulator import mutation
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
+from cula_testing.lite import Call, Inputs, make_inputs
 from liteattention_sm89 import launch, lite_attention, masks, reference
 from liteattention_sm89.config import Problem
 from liteattention_sm89.module import LiteAttention, SeqParallelLiteAttention, merge

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lite_helpers import Call, Inputs, make_inputs
 from lite_int8 import (
     MAX_LSE_ROUNDING_ERROR,
     MAX_OUTPUT_ERROR,
@@ -19,9 +18,9 @@ from lite_int8 import (
     launched,
     with_offsets,
 )
-from lite_launch import empty_on
 
 from cula_testing.comparing import relative_rmse
+from cula_testing.lite import Call, Inputs, empty_on, make_inputs
 from liteattention_sm89 import (
     LiteAttention,
     SeqParallelLiteAttention,

@@ -147,7 +147,7 @@ def launched(monkeypatch) -> Iterator[list[dict]]:
             if target is not None:
                 target.copy_(result)
 
-    monkeypatch.setattr(ops, "_launch", lambda: run)
+    monkeypatch.setattr(ops, "launcher", lambda *_: run)
     with torch.library._scoped_library("liteattention_sm89", "IMPL") as library:
         library.impl("forward", ops._forward_cuda, "CPU")
         yield calls
@@ -311,7 +311,7 @@ def test_an_error_of_the_launcher_is_passed_on(launched, monkeypatch):
     def run(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ops, "_launch", lambda: run)
+    monkeypatch.setattr(ops, "launcher", lambda *_: run)
     with AsCuda(), pytest.raises(RuntimeError, match="^out of memory$"):
         lite_attention(*tensors())
 

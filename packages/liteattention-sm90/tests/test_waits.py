@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "liteattention-sm89/tests"))
-import lite_launch
 import pytest
 import torch
-from lite_helpers import Call, make_inputs
 
 from cula_emulator import mutation
 from cula_testing.compiled import emulated_kernel
+from cula_testing.lite import Call, Subject, make_inputs
+from liteattention_sm89 import reference
 from liteattention_sm90 import launch
+
+SUBJECT = Subject(launch.forward, reference.lite_attention)
 
 
 @pytest.mark.emulated(schedules="immediate")
-def test_every_wait_matters(emulated, monkeypatch):
-    def forward(q, k, v, out, lse, read, held, write, starts_q, starts_k, most, **settings):
-        launch.forward(q, k, v, out, lse, read, held, write, **settings)
-
-    monkeypatch.setattr(lite_launch.launch, "forward", forward)
+def test_every_wait_matters(emulated):
     call = Call(420, 700, listed=0.8, dim=64, heads=1, threshold=-1.0)
     x = make_inputs(call)
     seen = {}
@@ -31,7 +25,7 @@ def test_every_wait_matters(emulated, monkeypatch):
             seen["kernel"] = emulated_kernel(emulated, launch.unit(config))
             return lambda *given: seen["kernel"](*given, **changes)
 
-        return lite_launch.forward(call, x, emulated.empty, kernels=kernels, multiprocessors=1)
+        return SUBJECT.forward(call, x, emulated.empty, kernels=kernels, multiprocessors=1)
 
     want = run()
 
@@ -40,8 +34,8 @@ def test_every_wait_matters(emulated, monkeypatch):
             assert torch.equal(a, b), "another result"
 
     report = mutation.run(check, seen["kernel"], schedules=mutation.SCHEDULES[:3])
-    # The last turn leaves no barrier half full; and the emulator keeps shared memory longer than its CTA, so that nobody
-    # need wait for the last outputs.
+    # The last turn leaves no barrier half full; and the emulator keeps shared memory longer than its CTA, so that
+    # nobody need wait for the last outputs.
     unnoticed = sorted(m.text for m in report.unnoticed)
     assert unnoticed == ["bar.sync 1, 256", "cp.async.bulk.wait_group 0"], str(report)
     assert not report.not_reached, str(report)

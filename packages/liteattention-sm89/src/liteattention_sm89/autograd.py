@@ -12,6 +12,7 @@ from cula_core.tensors import DENSE
 
 from . import reference
 from .check import is_aligned
+from .choice import launcher
 from .thresholds import effective
 
 torch.library.define(
@@ -129,8 +130,6 @@ def _backward_cuda(
     mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, scale: float, causal: bool, block_m: int, block_n: int, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from .launch import backward
-
     gradients = _like(q, k, v)
     if 0 in (q.numel(), k.numel(), max_seqlen_q, max_seqlen_k):
         for x in gradients:
@@ -148,7 +147,8 @@ def _backward_cuda(
     )
     if dlse is not None and dlse.stride(2) != 1:
         dlse = dlse.clone(memory_format=DENSE)
-    backward(
+    run = launcher("backward", q, block_n, max_seqlen_k, cu_seqlens_q is not None)
+    run(
         q, k, v, out, lse, dout, dlse, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *gradients,
         scale=scale, causal=causal, block_n=block_n,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),

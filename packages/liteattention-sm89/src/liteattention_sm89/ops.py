@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -15,6 +12,7 @@ from cula_core.tensors import DENSE, is_plain_cuda_call
 from . import masks, reference
 from .autograd import TINY
 from .check import check_attention, is_aligned
+from .choice import launcher
 from .config import BLOCK_M, BLOCK_N
 from .thresholds import effective
 
@@ -37,7 +35,8 @@ def _forward_cuda(
         q, scale = (q * -1, -scale) if scale <= -TINY else (torch.zeros_like(q), 1.0)
     q, k, v = (x if is_aligned(x) else x.clone(memory_format=DENSE) for x in (q, k, v))
     target = out if is_aligned(out) else torch.empty_like(out, memory_format=DENSE)
-    _launch()(
+    run = launcher("forward", q, block_n, max_seqlen_k, cu_seqlens_q is not None, use_int8)
+    run(
         q, k, v, target, lse, read_mask, must_do, write_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         threshold=effective(threshold, threshold_mode, max_seqlen_k),
         direction=direction if direction_at is None else direction_at, scale=scale, causal=causal, block_n=block_n,
@@ -228,10 +227,3 @@ def _as_words(mask: Tensor | None, shape: tuple[int, ...], tiles: int) -> Tensor
 def _with_whole_rows(mask: Tensor) -> Tensor:
     """The mask with the words of a row side by side."""
     return mask if mask.stride(3) == 1 else mask.clone(memory_format=DENSE)
-
-
-@functools.cache
-def _launch() -> Callable[..., None]:
-    from .launch import forward
-
-    return forward

@@ -39,16 +39,26 @@ def forward(
     read: Tensor | None,
     must_do: Tensor | None,
     write: Tensor | None,
+    cu_seqlens_q: None,
+    cu_seqlens_k: None,
+    max_seqlen_q: int,
     *,
     threshold: float,
     direction: int | Tensor,
     scale: float,
     causal: bool,
     block_n: int,
+    int8: bool = False,
+    max_seqlen_k: int | None = None,
     kernels: Callable[[ForwardConfig], Callable[..., None]] = compile,
     multiprocessors: int | None = None,
 ) -> None:
-    """Launches one call on torch's current stream; arguments are checked, scale > 0. lse [B, Hq, Sq]."""
+    """Launches one call on torch's current stream; arguments are those of `liteattention_sm89`, checked, scale > 0.
+
+    lse [B, Hq, Sq]. What `_spec.supports` refuses does not come here: packed sequences, and int8. The kernels and their
+    number of multiprocessors are for tests without a GPU.
+    """
+    assert cu_seqlens_q is None and cu_seqlens_k is None and not int8
     on_device = isinstance(direction, Tensor)
     config = ForwardConfig(
         dtype_name(q.dtype), q.shape[3], causal, read is not None, block_n, must_do is not None, on_device
