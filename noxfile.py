@@ -33,6 +33,7 @@ PACKAGES = {
     "cula-cp-sm90": ("sm90",),
     "cula-kda-sm100": ("sm100",),
     "liteattention-sm89": ("sm89",),
+    "liteattention-sm90": ("sm90",),
 }
 ARCHITECTURES = tuple(gpu.ARCHITECTURES)
 # What the distributions declare that they run with; their classifiers name the same Pythons.
@@ -57,6 +58,7 @@ OLDEST_SAMPLE = (
     "packages/cula-kda-sm100/tests/test_kda.py::TestEmulated::test_segments",
     "packages/liteattention-sm89/tests/test_emulated.py::test_lists_settle",
     "packages/liteattention-sm89/tests/test_backward_emulated.py::test_sums_wait_for_nobody",
+    "packages/liteattention-sm90/tests/test_emulated.py::test_kernels_may_change_between_calls",
 )
 SHARED_TESTS = ("meta/tests", "tests-integration", "benchmarks/tests")
 TESTED = (*BASE, *PACKAGES, *DEVELOPMENT_TOOLS)
@@ -70,6 +72,7 @@ BUDGETS = {
     "packages/cula-cp-sm90/tests": (60, 20),
     "packages/cula-kda-sm100/tests": (60, 20),
     "packages/liteattention-sm89/tests": (130, 45),
+    "packages/liteattention-sm90/tests": (130, 45),
     "packages/cula-emulator/tests": (85, 50),
     "packages/cula-testing/tests": (8, 8),
     "meta/tests": (35, 30),

@@ -120,6 +120,7 @@ HOPPER_PACKAGES = (
     "cula-lightning-sm90",
     "cula-cp-sm90",
     "liteattention-sm89",
+    "liteattention-sm90",
 )
 HOPPER = ((9, 0),)
 HOPPER_OPS = (*DECODE, *DELTA, *PREFILL, *GATED, *KDA, *LITE)

@@ -1,8 +1,9 @@
 """Who may import whom, read from the syntax trees: `python tools/import_rules.py`.
 
-A kernel package imports torch, one kernel language and its tensor exchange, and of ours `cula_core` alone. That imports
-torch, and the DSL in device files and `build`. `cula` imports torch and what `cula_core` has without the DSL; it knows
-the kernel packages only by name, in `_discovery`. Inside a package the host modules run without a kernel language,
+A kernel package imports torch, one kernel language and its tensor exchange, and of ours `cula_core` alone; one that
+serves another's host side (`HOSTS` of `layout`) imports that too. `cula_core` imports torch, and the DSL in device
+files and `build`. `cula` imports torch and what `cula_core` has without the DSL; it knows the kernel packages only by
+name, in `_discovery`. Inside a package the host modules run without a kernel language,
 `build` is imported lazily, and kernels know neither torch nor what calls them. The emulator and
 `cula_testing` are for tests: nothing that runs a kernel imports them, and the emulator imports torch alone until its
 DSL front end or its pytest plugin is used. Nowhere do modules of ours import each other in a circle while they are
@@ -23,6 +24,7 @@ if __package__ in (None, ""):
 
 from tools.layout import (
     DEVICE_FOLDERS,
+    HOSTS,
     KERNEL_LANGUAGES,
     ROOT,
     base,
@@ -140,8 +142,9 @@ def violations(root: Path = ROOT) -> list[str]:
         lines += _check_base(root, name, folder)
         lines += _check_package_tests(root, name, folder, set(ours))
     for name, folder in ours.items():
-        lines += _check_package(root, name, folder, set(ours) - {name})
-        lines += _check_package_tests(root, name, folder, set(ours) - {name})
+        siblings = set(ours) - {name, HOSTS.get(name)}
+        lines += _check_package(root, name, folder, siblings)
+        lines += _check_package_tests(root, name, folder, siblings)
     for name, folder in development_tools(root).items():
         check_tool = _check_testing if name == TESTING else _check_tool
         lines += check_tool(root, name, folder)
@@ -246,7 +249,7 @@ def _check_package(root: Path, name: str, folder: Path, siblings: set[str]) -> I
                 yield broken(
                     f"imports {item.top}: a kernel package imports nothing of ours but {CORE}"
                 )
-            elif not _allowed(item.top, PACKAGE_MAY | {name, CORE}):
+            elif not _allowed(item.top, PACKAGE_MAY | {name, CORE, HOSTS.get(name, name)}):
                 yield broken(
                     f"imports {item.top}: a kernel package may import only torch, cutlass or triton"
                 )

@@ -9,6 +9,8 @@ KERNEL_LANGUAGES = frozenset({"cutlass", "triton"})
 # Distributions under packages/ that kernel packages are built on, and that serve tests; the others are kernel packages.
 BASE = ("cula-core",)
 DEVELOPMENT_TOOLS = ("cula-emulator", "cula-testing")
+# Kernel packages without a host side of their own -> the package whose host side they serve, and which they import.
+HOSTS = {"liteattention_sm90": "liteattention_sm89"}
 # Folders of a package that hold device code and nothing else.
 DEVICE_FOLDERS = frozenset({"kernels", "cute"})
 

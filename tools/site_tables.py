@@ -7,6 +7,7 @@ language is needed: `_spec` is imported without the `__init__` of its package.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -66,12 +67,19 @@ def served(found: list[ModuleType]) -> str:
     columns: dict[tuple[str, ...], list[str]] = {}
     for arch in dict.fromkeys(sorted((a for s in found for a in s.ARCHS), key=_number)):
         names = tuple(
-            next((f"`{s.NAME}`" for s in found if op in _ops(s) and arch in s.ARCHS), _NO_PACKAGE)
-            for op in ops
+            _servers([s for s in found if op in _ops(s) and arch in s.ARCHS]) for op in ops
         )
         columns.setdefault(names, []).append(arch)
     head = ["operation", *(", ".join(archs) for archs in columns.values())]
     return _table(head, ([f"`{op}`", *row] for op, row in zip(ops, zip(*columns))))
+
+
+def _servers(found: list[ModuleType]) -> str:
+    """Who serves, and who does if it is asked for by name alone."""
+    chosen = sorted((s for s in found if s.supports() is None), key=lambda s: s.PRIORITY)[:1]
+    asked = [s for s in found if s.supports() is not None]
+    names = [f"`{s.NAME}`" for s in chosen] + [f"`{s.NAME}` if asked for" for s in asked]
+    return ", ".join(names) or _NO_PACKAGE
 
 
 def _ops(spec: ModuleType) -> tuple[str, ...]:
@@ -82,7 +90,8 @@ def accepted(found: list[ModuleType]) -> str:
     """What the kernels of a package take."""
     head = ["package", "activations", "K and V", "states", "layouts of states", "gates"]
     head += ["tiles of queries x keys", "gradients"]
-    return _table(head, ([f"`{s.NAME}`", *_facts(s.supports)] for s in found))
+    rows = ([f"`{s.NAME}`", *_facts(functools.partial(s.supports, asked=True))] for s in found)
+    return _table(head, rows)
 
 
 def versions() -> str:

@@ -28,6 +28,7 @@ COPIES: dict[str, tuple[str, ...]] = {
         "packages/cula-lightning-sm90/LICENSE",
         "packages/cula-testing/LICENSE",
         "packages/liteattention-sm89/LICENSE",
+        "packages/liteattention-sm90/LICENSE",
     ),
 }
 

@@ -34,6 +34,7 @@ DISTRIBUTIONS = {
     "cula-cp-sm90": "cula_cp_sm90",
     "cula-kda-sm100": "cula_kda_sm100",
     "liteattention-sm89": "liteattention_sm89",
+    "liteattention-sm90": "liteattention_sm90",
 }
 SMI_FIELDS = {
     "driver_version": "driver",

@@ -56,6 +56,7 @@ FIRST_PARTY = (
     FirstParty("cula_cp_sm90", ("kda.prefill",), ("sm90",)),
     FirstParty("cula_kda_sm100", ("kda.prefill",), ("sm100", "sm103")),
     FirstParty("liteattention_sm89", ("lite.attention",), SM80_AND_NEWER),
+    FirstParty("liteattention_sm90", ("lite.attention",), ("sm90",)),
 )
 
 
