@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cula_core.compiled.artifacts import Unit
+from cula_emulator import mutation
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
 from liteattention_sm89 import masks, reference
@@ -98,3 +99,18 @@ def test_numbers(gradients, case):
             assert relative_rmse(a, b) <= 5e-3, name
         else:
             assert not a.any()
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_wait_matters(gradients, dim):
+    given, options, _ = problem((200, 230, 2, 1, dim, False, 0.7, 64, "bfloat16"))
+    want = gradients(*given, **options)
+
+    def check(changes):
+        for a, b in zip(gradients(*given, **options, **vars(changes)), want):
+            assert torch.equal(a, b), "another result"
+
+    report = mutation.run(check, gradients.kernel, schedules=mutation.SCHEDULES[:3])
+    unnoticed = sorted(m.text for m in report.unnoticed)
+    assert unnoticed == ["cp.async.bulk.wait_group 0"], str(report)

@@ -370,25 +370,32 @@ class LiteBackward:
                 self.multiply(
                     mma_s, dp, tV[None, None, None, group], tDo[None, None, None, stage], False
                 )
-                warpgroup.wait_group(0)
+                warpgroup.wait_group(1)
                 for n in cutlass.range_constexpr(COLUMNS // 2):
                     for j in cutlass.range_constexpr(2):
                         at = 8 * n + tidx % 4 * 2 + j
-                        lse, delta = known[at, 0, stage], known[at, 1, stage]
+                        lse = known[at, 0, stage]
                         for r in cutlass.range_constexpr(ROWS):
-                            c = 2 * n + j
-                            value = exp2_pinned(s_rows[r, c] * scale_log2 - lse)
+                            value = exp2_pinned(s_rows[r, 2 * n + j] * scale_log2 - lse)
                             if cutlass.const_expr(self.config.causal):
                                 hidden = (flags & MASK != 0) & (
                                     first_key + 8 * r > row * UNIT + at + behind
                                 )
                                 value = F32(0.0) if hidden else value
-                            s_rows[r, c] = value
-                            dp_rows[r, c] = value * (dp_rows[r, c] - delta)
+                            s_rows[r, 2 * n + j] = value
+                warpgroup.wait_group(0)
+                for n in cutlass.range_constexpr(COLUMNS // 2):
+                    for j in cutlass.range_constexpr(2):
+                        delta = known[8 * n + tidx % 4 * 2 + j, 1, stage]
+                        for r in cutlass.range_constexpr(ROWS):
+                            c = 2 * n + j
+                            dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - delta)
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
-                self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True)
-                self.multiply(mma_v, sum_k, ds, tQt[None, None, None, stage], True)
+                self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
+                # Where no gradients of q follow, this ends a group.
+                ends = self.config.by_turns
+                self.multiply(mma_v, sum_k, ds, tQt[None, None, None, stage], True, ends)
             else:
                 dp.fill(0.0)
             rounded = cute.make_rmem_tensor(dp.shape, self.dtype)
@@ -403,11 +410,10 @@ class LiteBackward:
                 for half in cutlass.range_constexpr(2):
                     self.multiply(
                         mma_q, dq, tDs[None, None, None, 2 * stage + half],
-                        tKt[None, None, None, half * self.columns + column], half > 0,
+                        tKt[None, None, None, half * self.columns + column], half > 0, half > 0,
                     )  # fmt: skip
             warpgroup.wait_group(0)
-            cute.arch.sync_warp()
-            if tidx % 32 == 0:
+            if tidx % 32 == 0:  # all lanes have read the record: a barrier stands between
                 cute.arch.mbarrier_arrive(self.barrier(memory, "free", stage))
             if turn:
                 self.wait(memory, "dq_free", group, sent % 2 ^ 1)
@@ -429,16 +435,18 @@ class LiteBackward:
 
     @cute.jit
     def multiply(
-        self, tiled_mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, more: cutlass.Constexpr
-    ):
-        """Issues acc = a b^T as one group, added to what acc was if `more`."""
+        self, tiled_mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, more: cutlass.Constexpr,
+        last: cutlass.Constexpr = True,
+    ):  # fmt: skip
+        """Issues acc = a b^T, added to what acc was if `more`. last: what was issued since the last group is one."""
         warpgroup.fence()
         atom = cute.make_mma_atom(tiled_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, more)
         for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        if cutlass.const_expr(last):
+            warpgroup.commit_group()
 
     @cute.jit
     def put(self, memory, dq: cute.Tensor, part_q, group):
