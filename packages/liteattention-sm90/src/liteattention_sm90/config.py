@@ -12,7 +12,6 @@ STEP = 128
 MAX_DIM = 128
 MAX_WORDS = 128  # of 32 tiles in a row of a mask: what shared memory has votes for
 MAX_TILES = 32 * MAX_WORDS
-MAX_TILES = 32 * MAX_WORDS
 STAGES = 2  # of k, of v and of queries
 THREADS = 384
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
