@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cula_core.cute.functions import exp2_pinned
-from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.types import F32, I32
 from cula_core.cute.wgmma import as_operand, mma
 
 from ..config import BLOCK_M, STAGES, STEP, UNIT, ForwardConfig
@@ -29,9 +29,7 @@ class Consumers(Layout):
         super().__init__(config)
 
     @cute.jit
-    def attend(
-        self, shared, lse: cute.Tensor, length_q, length_k, scale_log2, margin, group, tidx
-    ):
+    def attend(self, shared, lse: cute.Tensor, length_q, length_k, scale_log2, margin, group, tidx):
         """Does all steps of a CTA for the rows of a warpgroup.
 
         The products of a step's scores are issued before those of the outputs of the step before, which exponentials
@@ -70,7 +68,9 @@ class Consumers(Layout):
         if flags & END == 0:
             self.wait(shared, "q_full", tiles)
             unit, other = records[0, 0], records[1, 0]
-            self.multiply(mma_s, s, tQ[None, None, None, flags // 8 * 2 + group], tK[None, None, None, 0])
+            self.multiply(
+                mma_s, s, tQ[None, None, None, flags // 8 * 2 + group], tK[None, None, None, 0]
+            )
             warpgroup.wait_group(0)
             cute.arch.sync_warp()  # later a turn stands between reading a record and releasing its stage
             self.release(shared, "k_free", 0)
@@ -178,7 +178,12 @@ class Consumers(Layout):
             self.mask(s_rows, unit, other, first, length_q, length_k, tidx)
         best = []
         for half in cutlass.range_constexpr(2):
-            best.append([self.largest(s_rows, r, half * COLUMNS // 2, (half + 1) * COLUMNS // 2) for r in range(ROWS)])
+            best.append(
+                [
+                    self.largest(s_rows, r, half * COLUMNS // 2, (half + 1) * COLUMNS // 2)
+                    for r in range(ROWS)
+                ]
+            )
         rose = cutlass.Boolean(False)
         tops = cute.make_rmem_tensor(ROWS, F32)
         for r in cutlass.range_constexpr(ROWS):
@@ -188,7 +193,9 @@ class Consumers(Layout):
         if rose:
             for distance in cutlass.range_constexpr(1, 3):
                 for r in cutlass.range_constexpr(ROWS):
-                    tops[r] = cute.arch.fmax(tops[r], cute.arch.shuffle_sync_bfly(tops[r], distance))
+                    tops[r] = cute.arch.fmax(
+                        tops[r], cute.arch.shuffle_sync_bfly(tops[r], distance)
+                    )
             for r in cutlass.range_constexpr(ROWS):
                 origin = cute.arch.fmax(origins[r], tops[r])
                 shrinks[r] = exp2_pinned(origins[r] - origin)
@@ -203,7 +210,19 @@ class Consumers(Layout):
         return rose
 
     @cute.jit
-    def vote(self, shared, best, limit: cute.Tensor, flags_of: cute.Tensor, first, length_q, margin, slot, group, tidx):
+    def vote(
+        self,
+        shared,
+        best,
+        limit: cute.Tensor,
+        flags_of: cute.Tensor,
+        first,
+        length_q,
+        margin,
+        slot,
+        group,
+        tidx,
+    ):
         """Votes for the tiles of a step in which a row of this warp has a score near to its best one so far.
 
         Of its two rows a thread judges one, and rows behind the end have no vote.

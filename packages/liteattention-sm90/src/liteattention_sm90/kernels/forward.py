@@ -5,17 +5,15 @@ A CTA draws query tiles of 128 rows one after the other, and its consumers never
 the call finds out which of them the next one needs (LiteAttention, arXiv 2511.11062).
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cula_core.cute.memory import by_token, swizzled
-from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.types import DTYPES, I32
 
-from ..config import BLOCK_M, REGISTERS, STAGES, STEP, THREADS, UNIT, MAX_WORDS, ForwardConfig
+from ..config import MAX_WORDS, REGISTERS, STAGES, STEP, THREADS, UNIT, ForwardConfig
 from .consumers import Consumers
 from .loader import Loader
 from .shared import Shared, barrier_counts

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from cula_core.cute.memory import load_tile
-from cula_core.cute.types import DTYPES, F32, I32
+from cula_core.cute.types import F32, I32
 from cula_core.cute.work import draw
 
 from ..config import BLOCK_M, STAGES, STEP, UNIT, ForwardConfig
@@ -139,7 +139,9 @@ class Loader(Steps):
             words[0, stage] = unit
             words[1, stage] = other
             words[2, stage] = flags + (I32(MASK) if mask else I32(0)) + 8 * slot
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(shared, "k_full", stage), self.bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                self.barrier(shared, "k_full", stage), self.bytes
+            )
         full = self.barrier(shared, "k_full", stage)
         present = unit if other < 0 else other
         self.load_units(tma_k, mK, shared, shared.k, stage, unit, present, head_k, batch, full)
@@ -180,9 +182,7 @@ class Loader(Steps):
         for half in cutlass.range_constexpr(2):
             for column in cutlass.range_constexpr(self.columns):
                 box = self.box(shared.q, (2 * slot + half) * self.columns + column)
-                load_tile(
-                    tma_q, mQ, tile * BLOCK_M + half * UNIT, head, batch, column, box, full
-                )
+                load_tile(tma_q, mQ, tile * BLOCK_M + half * UNIT, head, batch, column, box, full)
 
     @cute.jit
     def next_tile(self, inside: cute.Tensor, bits: cute.Tensor, tiles, direction):
@@ -210,7 +210,9 @@ class Loader(Steps):
         return found
 
     @cute.jit
-    def nothing(self, out: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, lane):
+    def nothing(
+        self, out: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, lane
+    ):
         """Stores the results of a query tile that sees no key."""
         first, length_q = tile * BLOCK_M, out.shape[1]
         zeros = cute.make_rmem_tensor(8, self.dtype)
@@ -259,7 +261,9 @@ class Loader(Steps):
     # ---- the list ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def write(self, shared, read: cute.Tensor, must_do: cute.Tensor, write: cute.Tensor, direction, mQ, mK):
+    def write(
+        self, shared, read: cute.Tensor, must_do: cute.Tensor, write: cute.Tensor, direction, mQ, mK
+    ):
         """Makes lists for the next call: of visited tiles those that a warp voted for, the first, and the held ones."""
         lane, words = cute.arch.lane_idx(), self.places(shared)
         votes = self.votes(shared)

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 
 from cula_core.cute.memory import repeated, swizzled
-from cula_core.cute.types import DTYPES, I32
+from cula_core.cute.types import DTYPES
 
 from ..config import MAX_WORDS, STAGES, STEP, UNIT, ForwardConfig
 
