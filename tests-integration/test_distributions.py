@@ -16,6 +16,7 @@ import pytest
 from packaging.version import Version
 
 import noxfile
+from tools.layout import HOSTS
 from tools.version import compatible
 
 DISTRIBUTIONS = noxfile.DISTRIBUTIONS
@@ -184,6 +185,12 @@ def ours(wheel: Path) -> set[str]:
     return {line for line in lines if re.match(r"[\w.-]+", line)[0] in DISTRIBUTIONS}
 
 
+def host_of(name: str) -> set[str]:
+    """The distribution whose host side a kernel package serves; nothing if it has one of its own."""
+    host = HOSTS.get(name.replace("-", "_"))
+    return set() if host is None else {host.replace("_", "-")}
+
+
 @pytest.mark.parametrize("name", noxfile.PACKAGES)
 def test_a_kernel_package_needs_the_base_of_its_version_and_its_tests_the_tools(
     name: str, wheels: dict[str, Path]
@@ -194,6 +201,7 @@ def test_a_kernel_package_needs_the_base_of_its_version_and_its_tests_the_tools(
         f"cula-core[cute]=={version}",
         f'cula-core[cu13]=={version};extra=="cu13"',
         f'cula-testing{series};extra=="test"',
+        *(f"{host}{series}" for host in host_of(name)),
     }
     assert "torch>=2.8" in requirements(wheels[name])
 
@@ -237,12 +245,14 @@ def test_what_a_distribution_declares_of_ours_is_found(name: str) -> None:
     based = name in noxfile.PACKAGES or name in ("cula", "cula-testing")
     assert closure[0] == name
     assert set(closure) - {name} >= (set(noxfile.BASE) if based else set())
-    assert not set(closure) & set(noxfile.PACKAGES) - {name}
+    hosts = host_of(name) if name in noxfile.PACKAGES else set()
+    assert set(closure) & set(noxfile.PACKAGES) - {name} == hosts
     if name in noxfile.PACKAGES:
         assert set(noxfile._closure(name, "test")) == {
             name,
             *noxfile.BASE,
             *noxfile.DEVELOPMENT_TOOLS,
+            *hosts,
         }
 
 

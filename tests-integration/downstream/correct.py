@@ -13,6 +13,7 @@ import cula_kda_sm100
 import cula_lightning_decode
 import cula_lightning_sm90
 import liteattention_sm89
+import liteattention_sm90
 from cula.delta import delta_rule_decode, delta_rule_flush, new_replay
 from cula.kda import chunk_kda
 from cula.lightning import linear_attention_decode
@@ -50,6 +51,7 @@ class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = liteattention_sm89.LiteAttention(threshold=-8.0)
+        self.hopper = liteattention_sm90.LiteAttention(threshold=-8.0)
 
     def name(self, x: Tensor) -> str:
         return dtype_name(x.dtype)

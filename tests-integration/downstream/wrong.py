@@ -12,6 +12,7 @@ import cula_kda_sm100
 import cula_lightning_decode
 import cula_lightning_sm90
 import liteattention_sm89
+import liteattention_sm90
 from cula.delta import delta_rule_decode
 from cula.kda import chunk_kda
 from cula.lightning import linear_attention_decode
@@ -32,6 +33,7 @@ def wrong(x: Tensor) -> None:
     cula_lightning_decode.linear_attention_decode(x, x, x, x, 0.5)  # E: arg-type
     cula_lightning_sm90.lightning_attn_fwd(x, x, x, [0.5])  # E: arg-type
     liteattention_sm89.LiteAttention(threshold="low")  # E: arg-type
+    liteattention_sm90.LiteAttention(threshold="low")  # E: arg-type
     error: str = dtype_name(x.dtype)
     error = relative_rmse(x, x)  # E: assignment
     cula_emulator.Options(seed=error)  # E: arg-type

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liteattention_sm89 import masks
+from liteattention_sm89.choice import forced
 from liteattention_sm89.config import BLOCK_M, BLOCK_N
 from liteattention_sm89.quality import compare
 from liteattention_sm89.reference import masked_gradients
@@ -21,6 +22,7 @@ __all__ = [
     "backward_operator",
     "calibrated",
     "compare",
+    "forced",
     "masked_gradients",
     "replay",
     "stages",

@@ -12,11 +12,13 @@ from torch import Tensor
 from benchmarks.harness.registry import Provider, Setting
 from benchmarks.ops.installed import missing
 from benchmarks.ops.lite import problem as lite
+from benchmarks.ops.lite.internals import forced
 from benchmarks.ops.lite.problem import KEEP_ALL, Inputs, Result
 
 LiteResult = tuple[Tensor, Tensor, Tensor | None]
 
 _lite_missing = missing("liteattention_sm89")
+_sm90_missing = missing("liteattention_sm90")
 
 
 def lite_supports(problem: Setting) -> str | None:
@@ -24,6 +26,24 @@ def lite_supports(problem: Setting) -> str | None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "liteattention-sm89 needs compute capability 8.0 or newer"
     return _lite_missing()
+
+
+def sm90_supports(problem: Setting) -> str | None:
+    """Why the kernels for Hopper cannot serve a problem here, or None."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        return "liteattention-sm90 needs compute capability 9.0"
+    return _lite_missing() or _sm90_missing()
+
+
+def _sm90_call(problem: Setting, x: Inputs) -> Callable[[], LiteResult]:
+    """Binds `_lite_call` with the kernels for Hopper, as LITEATTENTION_KERNEL=sm90 asks for them."""
+    call = _lite_call(problem, x)
+
+    def run() -> LiteResult:
+        with forced("sm90"):
+            return call()
+
+    return run
 
 
 def _lite_call(
@@ -139,6 +159,8 @@ def _torch_moved(problem: Setting) -> int:
 
 
 LITE = Provider("lite", "ours", _lite_call, lite.moved, supports=lite_supports)
+# The same function with the kernels for Hopper.
+LITE_SM90 = Provider("lite_sm90", "variant", _sm90_call, lite.moved, supports=sm90_supports)
 # Scores from 8-bit integers. Every call rounds q and k: it reads k once more, and writes and reads the integers.
 LITE_INT8 = Provider(
     "lite_int8",
@@ -169,11 +191,14 @@ TORCH_CUDNN = Provider(
     _torch_moved,
     supports=torch_supports,
 )
-PROVIDERS = (LITE, LITE_INT8, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
+PROVIDERS = (LITE, LITE_SM90, LITE_INT8, LITE_DENSE, TORCH_FLASH, TORCH_CUDNN)
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:
     """Compares a provider with the fp64 oracle on fresh inputs."""
+    if provider.name == LITE_SM90.name:
+        with forced("sm90"):
+            return check(LITE, problem, device)
     if provider.name == LITE_INT8.name:
         if lite.is_dense(problem):
             dense = functools.partial(_lite_dense_result, int8=True)

@@ -14,9 +14,17 @@ from benchmarks.ops.lite import lite_attention, workloads
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
 from benchmarks.ops.lite.problem import Result, setting
-from benchmarks.ops.lite.providers import LITE, LITE_DENSE, LITE_INT8, TORCH_CUDNN, TORCH_FLASH
+from benchmarks.ops.lite.providers import (
+    LITE,
+    LITE_DENSE,
+    LITE_INT8,
+    LITE_SM90,
+    TORCH_CUDNN,
+    TORCH_FLASH,
+)
 from benchmarks.ops.lite.workloads import Shape
 from benchmarks.tests.ops.common import assert_every_setting_is_measured, assert_fits_the_h200
+from liteattention_sm89 import choice
 
 ALL = lite_attention.settings(False)
 BY_NAME = {s.name: s for s in ALL}
@@ -123,7 +131,7 @@ def test_check_accepts_an_independent_implementation(small, problem):
 @pytest.mark.parametrize("problem", OURS, ids=name_of)
 def test_lite_passes_its_checks_on_the_cpu(problem):
     assert LITE.supports(problem) is None
-    for provider in (LITE, LITE_DENSE):
+    for provider in (LITE, LITE_SM90, LITE_DENSE):
         errors = lite_providers.check(provider, problem, "cpu")
         assert errors["output"] < lite.OUTPUT_LIMIT and errors["lse"] < lite.LSE_LIMIT
 
@@ -151,6 +159,26 @@ def test_8_bit_scores_are_asked_for_in_the_call_that_is_timed(monkeypatch, probl
     ((tensors, plain), (same, rounded)) = calls
     assert (plain.pop("use_int8"), rounded.pop("use_int8")) == (False, True)
     assert plain == rounded and all(a is b for a, b in zip(tensors, same, strict=True))
+
+
+@pytest.mark.parametrize("problem", [OURS[1], OURS[4]], ids=name_of)
+def test_kernels_are_asked_for_in_the_call_that_is_timed(monkeypatch, problem):
+    calls = []
+    monkeypatch.setattr(
+        "liteattention_sm89.lite_attention",
+        lambda *x, **options: calls.append((choice._asked, options)),
+    )
+    x = lite.make_inputs(problem, "cpu", 0)
+    for provider in (LITE, LITE_SM90, LITE):
+        provider.bind(problem, x)()
+    assert [asked for asked, _ in calls] == [None, "sm90", None]
+    assert calls[0] == calls[2] and calls[0][1] == calls[1][1]
+    asked = []
+    monkeypatch.setattr(lite, "check_dense", lambda *_: asked.append(choice._asked) or {})
+    monkeypatch.setattr(lite, "check_listed", lambda *_: asked.append(choice._asked) or {})
+    for provider in (LITE, LITE_SM90):
+        lite_providers.check(provider, problem, "cpu")
+    assert asked == [None, "sm90"]
 
 
 @pytest.mark.parametrize("problem", DENSE, ids=name_of)
@@ -351,6 +379,9 @@ def test_providers_say_what_they_need(monkeypatch, card):
     card(8, 9)
     assert LITE.supports(full) is LITE.supports(dense) is LITE_DENSE.supports(full) is None
     assert all(LITE_INT8.supports(s) is None for s in ALL)
+    assert LITE_SM90.supports(full) == "liteattention-sm90 needs compute capability 9.0"
+    card(9, 0)
+    assert LITE_SM90.supports(full) is LITE_SM90.supports(dense) is None
     assert LITE_DENSE.supports(dense) == "is lite itself"
     assert TORCH_CUDNN.supports(dense) is TORCH_FLASH.supports(dense) is None
     assert TORCH_CUDNN.supports(full) == TORCH_FLASH.supports(full) == "takes no lists of tiles"
@@ -382,12 +413,14 @@ def result(small, measured, monkeypatch):
     """The op on the fake device, where every provider takes a time of its own per token."""
     costs = {
         "lite": 10.0,
+        "lite_sm90": 5.0,
         "lite_int8": 9.0,
         "lite_dense": 40.0,
         "torch_flash": 12.0,
         "torch_cudnn": 8.0,
     }
     monkeypatch.setattr(lite_providers, "_lite_missing", lambda: None)
+    monkeypatch.setattr(lite_providers, "_sm90_missing", lambda: None)
 
     def dense_only(problem):
         return None if problem.params["kind"] == "dense" else "takes no lists of tiles"
@@ -395,7 +428,10 @@ def result(small, measured, monkeypatch):
     def check(provider, problem, device):
         if provider.name.startswith("torch"):
             return {"output": 0.0}
-        if provider.name in ("lite", "lite_int8") and problem.params["kind"] != "dense":
+        if (
+            provider.name in ("lite", "lite_sm90", "lite_int8")
+            and problem.params["kind"] != "dense"
+        ):
             return lite.check_listed(naive, problem, device)
         return lite.check_dense(lambda p, x: naive(p, x, dense=True), problem, device)
 
@@ -413,7 +449,7 @@ def result(small, measured, monkeypatch):
 
 def test_a_run_yields_rates_and_ratios(result):
     results.validate(result)
-    assert len(result["rows"]) == 3 * (4 + 3 + 3)
+    assert len(result["rows"]) == 3 * (5 + 4 + 4)
     row = results.rows_of(result, setting="full-B1-S64-H3-D16", provider="lite")[0]
     assert row["ratio_lite_dense"] == 4.0 and "ratio_torch_flash" not in row
     assert row["tflops"] == round(4 * 3 * 64 * 64 * 16 / 10.0 / 1e6, 1)

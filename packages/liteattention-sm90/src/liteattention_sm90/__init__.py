@@ -5,7 +5,10 @@ The names are imported from there at their first use, so that a list, a module o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liteattention_sm89 import *  # noqa: F403
 
 __version__ = "0.1.0"
 
