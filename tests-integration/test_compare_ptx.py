@@ -138,6 +138,7 @@ def test_every_fact_of_a_kernel_takes_several_values(package):
         "cula-cp-sm90": {"package", "arch"},
         "cula-kda-sm100": {"package", "tiles"},
         "liteattention-sm89": {"package"},
+        "liteattention-sm90": {"package", "arch"},
     }
     values: dict[str, set] = {}
     for spec in ptx_configs.specs(package):

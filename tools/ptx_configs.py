@@ -420,6 +420,24 @@ def lite_unit(package: str, spec: Spec) -> Any:
     return find(package, f"{names[kernel]}_unit")(config, arch)
 
 
+def lite_hopper_specs(package: str) -> Iterator[Spec]:
+    facts = {
+        "dtype": DTYPES, "head_dim": (8, 64, 72, 96, 128), "causal": BOTH, "skip": BOTH, "block_n": (64, 128),
+    }  # fmt: skip
+    forwards = facts | dict.fromkeys(("must_do", "on_device"), BOTH)
+    arch, config = find(package, "ARCH"), find(package, "ForwardConfig")
+    for case in cover(forwards, lambda case: config(**case).illegal() is None):
+        yield {"arch": arch, "kernel": "LiteForward", **case}
+    for case in cover(facts):
+        yield {"arch": arch, "kernel": "LiteBackward", **case}
+
+
+def lite_hopper_unit(package: str, spec: Spec) -> Any:
+    forward = spec["kernel"] == "LiteForward"
+    config = build(package, find(package, "ForwardConfig" if forward else "BackwardConfig"), spec)
+    return find(package, "unit")(config)
+
+
 PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec], Any]]] = {
     "cula-lightning-decode": (decode_specs, decode_unit),
     "cula-delta-decode": (delta_specs, delta_unit),
@@ -427,6 +445,7 @@ PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec],
     "cula-cp-sm90": (kda_specs, kda_unit),
     "cula-kda-sm100": (kda_specs, kda_unit),
     "liteattention-sm89": (lite_specs, lite_unit),
+    "liteattention-sm90": (lite_hopper_specs, lite_hopper_unit),
 }
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
-import liteattention_sm89
+import liteattention_sm89.launch
 import liteattention_sm90
 from cula_testing.interpreters import run
 from cula_testing.specs import assert_answer, assert_says_what_to_install
-from liteattention_sm90 import _spec
+from liteattention_sm90 import _spec, launch
 
 PROBLEM = {
     "capability": (9, 0), "dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128, "block_m": 128, "block_n": 64,
@@ -54,6 +56,18 @@ def test_nothing_chooses_what_was_not_timed(monkeypatch):
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
 def test_what_to_install(monkeypatch, missing):
     assert_says_what_to_install(monkeypatch, _spec.supports, missing, "liteattention-sm90")
+
+
+def test_the_launcher_takes_what_that_of_the_host_package_takes():
+    theirs, ours = (
+        {n: p.kind for n, p in inspect.signature(f).parameters.items()}
+        for f in (liteattention_sm89.launch.forward, launch.forward)
+    )
+    for_tests = {"kernel_for", "means_for", "quantize_for", "arch"}
+    assert {n: k for n, k in theirs.items() if n not in for_tests} == {
+        n: k for n, k in ours.items() if n not in ("kernels", "multiprocessors")
+    }
+    assert [*theirs][:18] == [*ours][:18]
 
 
 def test_public_names_are_those_of_the_host_package():
