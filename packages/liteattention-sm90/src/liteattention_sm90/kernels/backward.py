@@ -284,9 +284,9 @@ class LiteBackward:
                     for i in cutlass.range_constexpr(boxes):
                         column = i if self.config.by_turns else group * boxes + i
                         target = cute.local_tile(whole, (UNIT, BOX), (row, column))
+                        box = self.dq_box(memory, group * boxes + i)
                         s, g = cpasync.tma_partition(
-                            tma_dq, 0, cute.make_layout(1), cute.group_modes(self.dq_box(memory, group * boxes + i), 0, 2),
-                            cute.group_modes(target, 0, 2),
+                            tma_dq, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
                         )  # fmt: skip
                         cute.copy(tma_dq, s, g)
                     cute.arch.cp_async_bulk_commit_group()
