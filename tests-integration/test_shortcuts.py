@@ -19,8 +19,10 @@ import cula_delta_decode.launch  # noqa: F401
 import cula_lightning_decode.launch  # noqa: F401
 import cula_lightning_sm90.gated.launch
 import cula_lightning_sm90.launch  # noqa: F401
-import liteattention_sm89.launch  # noqa: F401
+import liteattention_sm89.launch
+import liteattention_sm90.launch  # noqa: F401
 from cula_testing.shortcuts import Launches, long_way, pretended_gpu
+from liteattention_sm89 import choice
 
 
 @pytest.fixture
@@ -49,6 +51,22 @@ def test_the_same_launches(launches, name):
     assert found[0][0] and isinstance(found[0][0], list), found[0]
     assert all(one == found[0] for one in found)
     assert [isinstance(x, tuple) for x in function.shortcuts.values()] == [True]
+
+
+def test_a_shortcut_leads_to_the_kernel_that_is_asked_for(launches):
+    """Kernels of two packages by turns, each called often enough for a shortcut."""
+    function, q = liteattention_sm89.lite_attention, torch.randn(1, 200, 2, 64).bfloat16()
+
+    def modules() -> list[str]:
+        launches.begin([q])
+        function(q, q.clone(), q.clone())
+        return [unit.modules[0].partition(".")[0] for unit, *_ in launches.seen]
+
+    for kernel in ("sm89", "sm90", "sm89", "sm90"):
+        with choice.forced(kernel):
+            assert [modules() for _ in range(4)] == 4 * [[f"liteattention_{kernel}"]]
+            assert [isinstance(x, tuple) for x in function.shortcuts.values()] == [True]
+    assert [modules() for _ in range(4)] == 4 * [["liteattention_sm89"]]
 
 
 def changes(given: dict[str, Any]) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
 # Functions that keep kernels, or facts about the device.
 _KEPT = frozenset(
     ("compile", "kernel_for", "_kernels_of", "_arch", "require_hopper", "_capability", "compile_forward",
-     "compile_means", "compile_quantize")
+     "compile_means", "compile_quantize", "_chosen")
 )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from cula_core.shortcuts import forget
+
 GROUP = "liteattention.kernels"
 VARIABLE = "LITEATTENTION_KERNEL"
 OWN = "sm89"
@@ -33,14 +35,22 @@ _asked: str | None = os.environ.get(VARIABLE) or None
 def forced(kernel: str | None) -> Iterator[None]:
     """While it is entered, calls of the process are as with LITEATTENTION_KERNEL set to `kernel`; None: not set.
 
-    For tests and benchmarks; not for several threads.
+    For tests and benchmarks; not for several threads. A change forgets the shortcuts of every function, which lead to
+    the kernels of earlier calls.
     """
-    global _asked
-    before, _asked = _asked, kernel
+    before = _asked
+    _ask_for(kernel)
     try:
         yield
     finally:
-        _asked = before
+        _ask_for(before)
+
+
+def _ask_for(kernel: str | None) -> None:
+    global _asked
+    if kernel != _asked:
+        _asked = kernel
+        forget()
 
 
 def launcher(
@@ -63,7 +73,7 @@ def _chosen(
     asked: str | None, name: str, device: torch.device, dtype: torch.dtype, dim: int, block_n: int, tiles: int,
     packed: bool, int8: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    if asked != OWN and device.type == "cuda":
+    if asked != OWN:
         capability = torch.cuda.get_device_capability(device)
         problem = {
             "capability": capability, "dtype": dtype, "head_dim_k": dim, "head_dim_v": dim, "block_n": block_n,
