@@ -36,7 +36,8 @@ NOTES = (
     f"lite_int8 is lite with scores from 8-bit integers; q and k are rounded in every call. It passes its check with a "
     f"relative L2 error up to {lite.INT8.output:g}, the others up to {lite.EXACT.output:g}.",
     "lite_sm90 is lite with the kernels of liteattention-sm90, as LITEATTENTION_KERNEL=sm90 asks for them; lite has "
-    "those that are chosen where nothing is said.",
+    "those that are chosen where nothing is said. Every call of lite_sm90 takes the long way through the host, so its "
+    "times outside graphs are longer than a user has.",
     "lite_dense is lite without a mask on the same inputs. ratio_lite_dense of full problems is 1 / (1 + overhead); of "
     "lists it is the speedup, which times the density is the rate per kept tile over the dense rate.",
     "torch_flash and torch_cudnn are scaled_dot_product_attention with that backend on [B, H, S, D] views; they return "
