@@ -10,8 +10,9 @@ import torch
 from cula_testing.compiled import emulated_kernel
 from cula_testing.lite import DENSE, LISTED, Call, Inputs, Subject, make_inputs
 from liteattention_sm89 import launch as host
-from liteattention_sm89 import reference
+from liteattention_sm89 import masks, reference
 from liteattention_sm90 import launch
+from liteattention_sm90.config import CLASSES, COUNTS, NUMBERS, OrderConfig
 
 SUBJECT = Subject(launch.forward, reference.lite_attention)
 # The kernels of the host package, whose lists are read and written by these.
@@ -21,12 +22,13 @@ SERVED = [c for c in DENSE + LISTED if c.lengths is None and c.dim <= 128]
 
 @pytest.fixture
 def run(emulated):
-    def run(call: Call, x: Inputs, ctas: int = 1, **changes):
+    def run(call: Call, x: Inputs, **options):
         def kernels(config):
-            kernel = emulated_kernel(emulated, launch.unit(config))
-            return lambda *given: kernel(*given, **changes)
+            return emulated_kernel(emulated, launch.unit(config))
 
-        return SUBJECT.forward(call, x, emulated.empty, kernels=kernels, multiprocessors=ctas)
+        return SUBJECT.forward(
+            call, x, emulated.empty, kernels=kernels, **{"multiprocessors": 1, **options}
+        )
 
     return run
 
@@ -46,6 +48,44 @@ def run_host(emulated):
 def test_numbers(run, call):
     x = make_inputs(call)
     SUBJECT.assert_right(call, x, *run(call, x))
+
+
+@pytest.mark.parametrize("call", [c for c in SERVED if c.listed is not None][::3], ids=str)
+def test_numbers_where_long_lists_come_first(run, call):
+    x = make_inputs(call)
+    SUBJECT.assert_right(call, x, *run(call, x, multiprocessors=3, ordered_from=1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_order(emulated, causal, block_n):
+    """Every query tile once, those of a class behind those of longer lists, no 32 of them in another order."""
+    rows, keys, heads, batch = 1100, 4500, 3, 2
+    shape = batch, heads, -(-rows // 128), -(-keys // block_n)
+    generator = torch.Generator().manual_seed(0)
+    bits = (
+        torch.rand(shape, generator=generator)
+        < torch.rand((*shape[:3], 1), generator=generator) ** 6
+    )
+    if causal:  # what a query tile does not see does not count
+        last = (torch.arange(shape[2]) * 128 + 127).clamp(max=rows - 1) + keys - rows
+        seen = torch.arange(shape[3]) * block_n <= last[:, None]
+    lengths = ((bits & seen) if causal else bits).sum(-1)
+    total = lengths.numel()
+    work = torch.zeros(NUMBERS + CLASSES * total, dtype=torch.int32)
+    kernel = emulated_kernel(emulated, launch.unit(OrderConfig(causal, block_n)))
+    kernel(masks.pack(bits), work, rows, keys)
+    tiles = torch.arange(shape[2]).flip(0) if causal else torch.arange(shape[2])
+    lengths = lengths[:, :, tiles].flatten()  # in the order that CTAs have without this one
+    classes = sum((lengths << (2 * c + 1) < shape[3]).int() for c in range(CLASSES - 1))
+    assert work[COUNTS : COUNTS + CLASSES].tolist() == classes.bincount(minlength=CLASSES).tolist()
+    assert min(work[COUNTS : COUNTS + CLASSES]) > 0
+    for c in range(CLASSES):
+        numbers = work[NUMBERS + c * total :][: work[COUNTS + c]].long()
+        assert sorted(numbers) == (classes == c).nonzero().flatten().tolist()
+        for first in range(0, total, 32):
+            together = numbers[(numbers >= first) & (numbers < first + 32)]
+            assert sorted(together) == together.tolist()
 
 
 def with_whole_scores(call: Call) -> Inputs:

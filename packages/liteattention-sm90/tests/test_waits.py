@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,8 @@ SUBJECT = Subject(launch.forward, reference.lite_attention)
 def test_every_wait_matters(emulated):
     call = Call(420, 700, listed=0.8, dim=64, heads=1, threshold=-1.0)
     x = make_inputs(call)
+    # Scores grow on the way, so that what was added up shrinks.
+    x = replace(x, k=(x.k * torch.linspace(0.2, 6, call.keys)[:, None, None]).to(x.k.dtype))
     seen = {}
 
     def run(**changes):
@@ -34,8 +38,7 @@ def test_every_wait_matters(emulated):
             assert torch.equal(a, b), "another result"
 
     report = mutation.run(check, seen["kernel"], schedules=mutation.SCHEDULES[:3])
-    # The last turn leaves no barrier half full; and the emulator keeps shared memory longer than its CTA, so that
-    # nobody need wait for the last outputs.
+    # The emulator keeps shared memory longer than its CTA, so that nobody need wait for the last outputs.
     unnoticed = sorted(m.text for m in report.unnoticed)
-    assert unnoticed == ["bar.sync 1, 256", "cp.async.bulk.wait_group 0"], str(report)
+    assert unnoticed == ["cp.async.bulk.wait_group 0"], str(report)
     assert not report.not_reached, str(report)

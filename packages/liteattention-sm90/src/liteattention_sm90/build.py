@@ -8,22 +8,37 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
 
-from .config import BackwardConfig, ForwardConfig
+from .config import BackwardConfig, ForwardConfig, OrderConfig
 from .kernels.backward import LiteBackward
 from .kernels.forward import LiteForward
+from .kernels.order import LiteOrder
 
 
-def kernel(config: ForwardConfig | BackwardConfig, arch: str) -> tuple[object, ...]:
+def kernel(config: ForwardConfig | BackwardConfig | OrderConfig, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
     if isinstance(config, BackwardConfig):
         return LiteBackward(config), *backward_arguments(config)
+    if isinstance(config, OrderConfig):
+        return LiteOrder(config), *order_arguments()
     return LiteForward(config), *forward_arguments(config)
+
+
+def mask_of(heads: object):
+    """Returns a mask of lists [B, Hq, rows, words]."""
+    strides = (*(cute.sym_int64() for _ in range(3)), 1)
+    shape = (cute.sym_int(), heads, cute.sym_int(), cute.sym_int())
+    return make_fake_tensor(cutlass.Int32, shape, stride=strides)
+
+
+def order_arguments() -> tuple:
+    """Returns stand-ins for the arguments of `LiteOrder`: the mask, work, and numbers of query rows and keys."""
+    return mask_of(cute.sym_int()), fake.vector(cutlass.Int32), *(cutlass.Int32(1),) * 2
 
 
 def forward_arguments(config: ForwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteForward`.
 
-    They are q, k, v, out, lse, read mask, must_do, write mask, direction_at, counter, scale in log2 units, margin,
+    They are q, k, v, out, lse, read mask, must_do, write mask, direction_at, work, scale in log2 units, margin,
     direction, number of CTAs.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
@@ -32,11 +47,7 @@ def forward_arguments(config: ForwardConfig) -> tuple:
         return fake.rows(config.dtype, (batch, length, heads, config.head_dim))
 
     def mask(wanted: bool):
-        if not wanted:
-            return None
-        strides = (*(cute.sym_int64() for _ in range(3)), 1)
-        shape = (cute.sym_int(), heads, cute.sym_int(), cute.sym_int())
-        return make_fake_tensor(cutlass.Int32, shape, stride=strides)
+        return mask_of(heads) if wanted else None
 
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
     return (
@@ -49,7 +60,7 @@ def forward_arguments(config: ForwardConfig) -> tuple:
         mask(config.must_do),
         mask(config.skip),
         fake.vector(cutlass.Int32, 1) if config.on_device else None,
-        fake.vector(cutlass.Int32, 1),
+        fake.vector(cutlass.Int32),
         *(cutlass.Float32(1.0),) * 2,
         *(cutlass.Int32(1),) * 2,
     )
@@ -74,11 +85,7 @@ def backward_arguments(config: BackwardConfig) -> tuple:
             cutlass.Float32, (batch, heads, cute.sym_int()), stride=strides, assumed_align=16
         )
 
-    mask = None
-    if config.skip:
-        strides = (*(cute.sym_int64() for _ in range(3)), 1)
-        shape = (cute.sym_int(), heads, cute.sym_int(), cute.sym_int())
-        mask = make_fake_tensor(cutlass.Int32, shape, stride=strides)
+    mask = mask_of(heads) if config.skip else None
     return (
         activation(rows, heads),
         activation(keys, heads_k),

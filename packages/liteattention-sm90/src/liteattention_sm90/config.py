@@ -15,6 +15,10 @@ MAX_TILES = 32 * MAX_WORDS
 STAGES = 2  # of k, of v and of queries
 THREADS = 384
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
+# What CTAs draw from: the number of query tiles drawn, how many there are of each class, and their numbers by class.
+CLASSES = 4  # of query tiles, by the lengths of their lists
+COUNTS, NUMBERS = 4, 8  # where the latter begin
+ORDERED_FROM = 2048  # query tiles, of which the order is worth a kernel of its own
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class ForwardConfig:
     block_n: int = BLOCK_N[0]
     must_do: bool = False
     on_device: bool = False
+    ordered: bool = False
 
     @property
     def width(self) -> int:
@@ -49,9 +54,17 @@ class ForwardConfig:
             )
         if self.block_n not in BLOCK_N:
             return f"key tiles must have {' or '.join(map(str, BLOCK_N))} keys, not {self.block_n}"
-        if self.must_do and not self.skip:
-            return "tiles are only held on a list"
+        if (self.must_do or self.ordered) and not self.skip:
+            return "tiles are only held on a list, and only lists have lengths"
         return None
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """The static facts of the order of query tiles, as of `ForwardConfig`."""
+
+    causal: bool
+    block_n: int
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ from cula_core.cute.wgmma import as_operand, mma
 
 from ..config import BLOCK_M, STAGES, STEP, UNIT, ForwardConfig
 from .shared import Layout
-from .steps import END, FIRST, MASK
+from .steps import END, FIRST, MASK, SLOT
 
 LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
 SLACK = 8.0  # log2 units
-TURN = 1  # the first of two named barriers: whose turn it is to issue products
-GROUP = 128
 ROWS = 2  # of a thread
 COLUMNS = STEP // 4  # of a thread and row
 
@@ -33,7 +31,7 @@ class Consumers(Layout):
         """Does all steps of a CTA for the rows of a warpgroup.
 
         The products of a step's scores are issued before those of the outputs of the step before, which exponentials
-        then hide behind. Two warpgroups take turns in issuing.
+        then hide behind.
         """
         mma_s = mma(self.dtype, STEP, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         mma_o = mma(self.dtype, self.width, OperandMajorMode.MN)
@@ -59,20 +57,18 @@ class Consumers(Layout):
         limit, flags_of = cute.make_rmem_tensor(1, F32), cute.make_rmem_tensor(2, I32)
         row = group * UNIT + tidx // 32 * 16 + tidx % 32 // 4  # the first of this thread's
         records = self.records(shared)
-        if group == 1:  # the other one begins
-            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * GROUP)
 
-        count, tiles = I32(0), I32(0)
+        count, tiles = cutlass.Uint32(0), cutlass.Uint32(0)
         self.wait(shared, "k_full", count)
         flags = records[2, 0]
         if flags & END == 0:
             self.wait(shared, "q_full", tiles)
             unit, other = records[0, 0], records[1, 0]
             self.multiply(
-                mma_s, s, tQ[None, None, None, flags // 8 * 2 + group], tK[None, None, None, 0]
+                mma_s, s, tQ[None, None, None, (flags >> SLOT) * 2 + group], tK[None, None, None, 0]
             )
             warpgroup.wait_group(0)
-            cute.arch.sync_warp()  # later a turn stands between reading a record and releasing its stage
+            cute.arch.sync_warp()
             self.release(shared, "k_free", 0)
             self.weigh(
                 shared, s_rows, origins, total, old_origins, old_total, shrinks, limit, flags_of, flags, unit, other,
@@ -80,8 +76,8 @@ class Consumers(Layout):
             )  # fmt: skip
             p.store(as_operand(s, p).load().to(self.dtype))
         old = flags
-        count = I32(1)
-        tiles = I32(1)
+        count = cutlass.Uint32(1)
+        tiles = cutlass.Uint32(1)
         if flags & END == 0:
             self.wait(shared, "k_full", count)
             flags = records[2, 1]
@@ -91,46 +87,53 @@ class Consumers(Layout):
             if flags & FIRST != 0:
                 self.wait(shared, "q_full", tiles)
                 tiles = tiles + 1
-            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * GROUP)
             self.multiply(
-                mma_s, s, tQ[None, None, None, flags // 8 * 2 + group], tK[None, None, None, stage]
+                mma_s,
+                s,
+                tQ[None, None, None, (flags >> SLOT) * 2 + group],
+                tK[None, None, None, stage],
             )
             self.wait(shared, "v_full", count - 1)
             self.accumulate(mma_o, o, p, tV[None, None, None, before], old & FIRST == 0)
-            cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * GROUP)
             warpgroup.wait_group(1)
+            cute.arch.sync_warp()
             self.release(shared, "k_free", stage)
             rose = self.weigh(
                 shared, s_rows, origins, total, old_origins, old_total, shrinks, limit, flags_of, flags, unit, other,
                 row, length_q, length_k, scale_log2, margin, group, tidx,
             )  # fmt: skip
-            warpgroup.wait_group(0)
-            self.release(shared, "v_free", before)
+            # Each branch has a wait of its own: in front of a common one the compiler leaves no exponentials.
             if flags & FIRST != 0:
+                warpgroup.wait_group(0)
+                self.release(shared, "v_free", before)
                 self.finish(
-                    shared, o, o_rows, old_origins, old_total, copy, target, lse, old // 8, row, length_q, group, tidx
+                    shared, o, o_rows, old_origins, old_total, copy, target, lse, old >> SLOT, row, length_q, group,
+                    tidx,
                 )  # fmt: skip
             elif rose:
+                warpgroup.wait_group(0)
+                self.release(shared, "v_free", before)
                 for r in cutlass.range_constexpr(ROWS):
                     for c in cutlass.range_constexpr(self.width // 4):
                         o_rows[r, c] = o_rows[r, c] * shrinks[r]
-            p.store(as_operand(s, p).load().to(self.dtype))
+            else:
+                warpgroup.wait_group(0)
+                self.release(shared, "v_free", before)
             old = flags
             count = count + 1
             self.wait(shared, "k_full", count)
             flags = records[2, count % STAGES]
+            p.store(as_operand(s, p).load().to(self.dtype))
         if old & END == 0:
             before = (count - 1) % STAGES
             self.wait(shared, "v_full", count - 1)
             self.accumulate(mma_o, o, p, tV[None, None, None, before], old & FIRST == 0)
             warpgroup.wait_group(0)
             self.finish(
-                shared, o, o_rows, origins, total, copy, target, lse, old // 8, row, length_q, group, tidx
+                shared, o, o_rows, origins, total, copy, target, lse, old >> SLOT, row, length_q, group, tidx
             )  # fmt: skip
         # The other warps learn of the end as of a query tile.
-        self.arrive(shared, flags // 8, tidx)
-        if group == 0:  # the last turn that the other one gave
-            cute.arch.barrier(barrier_id=TURN, number_of_threads=2 * GROUP)
+        self.arrive(shared, flags >> SLOT, tidx)
 
     @cute.jit
     def multiply(self, mma_s, s: cute.Tensor, q: cute.Tensor, k: cute.Tensor):
@@ -165,7 +168,7 @@ class Consumers(Layout):
         Returns whether an origin has moved, by factors that are then in `shrinks`. The first step of a query tile
         begins anew, and leaves what there was in `old_origins` and `old_total`.
         """
-        slot = flags // 8
+        slot = flags >> SLOT
         if flags & FIRST != 0:
             for r in cutlass.range_constexpr(ROWS):
                 old_origins[r], old_total[r] = origins[r], total[r]

@@ -16,7 +16,7 @@ from cula_core.cute.types import DTYPES, I32
 from ..config import MAX_WORDS, REGISTERS, STAGES, STEP, THREADS, UNIT, ForwardConfig
 from .consumers import Consumers
 from .loader import Loader
-from .shared import Shared, barrier_counts
+from .shared import PLACE_WORDS, WAITING_WORDS, Shared, barrier_counts
 
 
 class LiteForward:
@@ -24,9 +24,10 @@ class LiteForward:
 
     | thread role | warps | work |
     |---|---|---|
-    | load | 0 | draws query tiles, turns their lists into steps, loads q, k and v |
+    | load | 0 | turns lists into steps, loads q, k and v |
     | write | 1 | makes the lists for the next call from the votes |
     | store | 2 | stores outputs |
+    | look ahead | 3 | draws query tiles, reads their lists |
     | rows w | 4 + 4w ... | scores, votes and outputs of 64 rows |
 
     | shared memory at D=128 | shape | bytes |
@@ -53,7 +54,7 @@ class LiteForward:
         must_do: cute.Tensor,
         write: cute.Tensor,
         direction_at: cute.Tensor,
-        counter: cute.Tensor,
+        work: cute.Tensor,
         scale_log2: cutlass.Float32,
         margin: cutlass.Float32,
         direction: cutlass.Int32,
@@ -68,7 +69,7 @@ class LiteForward:
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), *box)
         tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), *box)
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, read, must_do, write, direction_at, counter,
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, read, must_do, write, direction_at, work,
             scale_log2, margin, direction,
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
@@ -89,7 +90,7 @@ class LiteForward:
         must_do: cute.Tensor,
         write: cute.Tensor,
         direction_at: cute.Tensor,
-        counter: cute.Tensor,
+        work: cute.Tensor,
         scale_log2: cutlass.Float32,
         margin: cutlass.Float32,
         direction: cutlass.Int32,
@@ -104,7 +105,8 @@ class LiteForward:
             smem.allocate_array(self.dtype, whole, byte_alignment=1024) for _ in range(3)
         )
         records = smem.allocate_array(I32, 4 * STAGES, byte_alignment=16)
-        places = smem.allocate_array(I32, 8 * STAGES, byte_alignment=16)
+        places = smem.allocate_array(I32, PLACE_WORDS * STAGES, byte_alignment=16)
+        waiting = smem.allocate_array(I32, WAITING_WORDS, byte_alignment=16)
         votes = None
         if cutlass.const_expr(self.config.skip):
             votes = smem.allocate_array(I32, STAGES * 8 * MAX_WORDS, byte_alignment=16)
@@ -113,18 +115,18 @@ class LiteForward:
                 cute.arch.mbarrier_init(barriers + i, counts[i])
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        shared = Shared(barriers, q_base, k_base, v_base, records, places, votes)
+        shared = Shared(barriers, q_base, k_base, v_base, records, places, waiting, votes)
         if cutlass.const_expr(self.config.on_device):
             direction = direction_at[0]
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == 0:
-                self.loader.load(
-                    shared, tma_q, mQ, tma_k, mK, tma_v, mV, out, lse, read, write, counter, direction
-                )  # fmt: skip
+                self.loader.load(shared, tma_q, mQ, tma_k, mK, tma_v, mV, direction)
             if warp_idx == 2:
                 self.loader.store(shared, tma_o, mO, out.shape[1])
+            if warp_idx == 3:
+                self.loader.look_ahead(shared, mQ, mK, out, lse, read, write, work, direction)
             if cutlass.const_expr(self.config.skip):
                 if warp_idx == 1:
                     self.loader.write(shared, read, must_do, write, direction, mQ, mK)

@@ -11,8 +11,9 @@ from cula_core.cute.memory import load_tile
 from cula_core.cute.types import F32, I32
 from cula_core.cute.work import draw
 
-from ..config import BLOCK_M, STAGES, STEP, UNIT, ForwardConfig
-from .steps import END, FIRST, MASK, NONE, ROUNDS, Place, Steps
+from ..config import BLOCK_M, CLASSES, COUNTS, NUMBERS, STAGES, STEP, UNIT, ForwardConfig
+from .shared import PLACE_WORDS
+from .steps import END, FIRST, MASK, NONE, NOWHERE, ROUNDS, SLOT, Place, Steps
 
 # Where the loading warp is in its list, in registers: the round of words, those not empty, the word's number and the
 # word; and in its stream: steps so far, query tiles so far, and units, head and batch of the step before.
@@ -31,79 +32,61 @@ class Loader(Steps):
     # ---- loading ----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(
-        self, shared, tma_q, mQ, tma_k, mK, tma_v, mV, out: cute.Tensor, lse: cute.Tensor, read: cute.Tensor,
-        write: cute.Tensor, counter: cute.Tensor, direction,
-    ):  # fmt: skip
-        """Turns query tiles into a stream of steps, and loads what they need."""
+    def load(self, shared, tma_q, mQ, tma_k, mK, tma_v, mV, direction):
+        """Turns lists into a stream of steps, and loads what they need."""
         lane = cute.arch.lane_idx()
-        block, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        length_q, length_k, heads = mQ.shape[0], mK.shape[0], mQ.shape[2]
-        query_tiles = cute.ceil_div(length_q, BLOCK_M)
-        total = query_tiles * heads * mQ.shape[3]
-        group = heads // mK.shape[2]
+        length_q, length_k = mQ.shape[0], mK.shape[0]
+        group = mQ.shape[2] // mK.shape[2]
         at = cute.make_rmem_tensor(6, I32)
         at.fill(0)
         bits = cute.make_rmem_tensor(ROUNDS, I32)
         inside = cute.make_rmem_tensor(4, I32)
-        number = I32(block)
-        while number < total:
-            tile, head, batch = self.place(number, heads, query_tiles)
+        place = self.next_place(shared, at[TILES], bits, lane)
+        while place.valid != 0:
+            tile, head, batch = place.tile, place.head, place.batch
             reach, clear = self.reach(tile, length_q, length_k)
             tiles = cute.ceil_div(reach, self.per_tile * UNIT)
-            listed = tiles
+            head_k = head // group
+            self.wait(shared, "q_free", at[TILES], free=True)
             if cutlass.const_expr(self.config.skip):
-                row = read[batch, head, tile, None]
-                listed = I32(0)
-                for i in cutlass.range_constexpr(ROUNDS):
-                    bits[i] = self.word(row, tiles, direction, 32 * i + lane)
-                    listed = listed + cute.arch.popc(bits[i])
-                listed = cute.arch.warp_reduction_sum(listed)
-            if listed == 0:
-                self.nothing(out, lse, write, tile, head, batch, lane)
-            else:
-                head_k = head // group
-                self.wait(shared, "q_free", at[TILES], free=True)
-                if cutlass.const_expr(self.config.skip):
-                    self.wait(shared, "votes_free", at[TILES], free=True)
-                slot = at[TILES] % STAGES
-                if lane == 0:
-                    self.tell(shared, slot, Place(I32(1), tile, head, batch, listed))
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        self.barrier(shared, "q_full", slot), self.bytes
-                    )
-                flags = I32(FIRST)
-                if cutlass.const_expr(self.config.skip):
-                    for i in cutlass.range_constexpr(4):
-                        inside[i] = I32(0)
-                    inside[ROUND] = I32(-1)
+                self.wait(shared, "votes_free", at[TILES], free=True)
+            slot = at[TILES] % STAGES
+            if lane == 0:
+                self.tell(self.places(shared), slot, place)
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    self.barrier(shared, "q_full", slot), self.bytes
+                )
+            flags = I32(FIRST)
+            if cutlass.const_expr(self.config.skip):
+                for i in cutlass.range_constexpr(4):
+                    inside[i] = I32(0)
+                inside[ROUND] = I32(-1)
+                unit = self.next_tile(inside, bits, tiles, direction)
+                while unit >= 0:
+                    other = I32(NONE)
+                    if cutlass.const_expr(self.per_tile == 1):
+                        other = self.next_tile(inside, bits, tiles, direction)
+                    else:
+                        unit = 2 * unit
+                        other = unit + 1
+                    self.step(
+                        shared, at, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+                    )  # fmt: skip
+                    if flags != 0:
+                        self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
+                    flags = I32(0)
                     unit = self.next_tile(inside, bits, tiles, direction)
-                    while unit >= 0:
-                        other = I32(NONE)
-                        if cutlass.const_expr(self.per_tile == 1):
-                            other = self.next_tile(inside, bits, tiles, direction)
-                        else:
-                            unit = 2 * unit
-                            other = unit + 1
-                        self.step(
-                            shared, at, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
-                        )  # fmt: skip
-                        if flags != 0:
-                            self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
-                        flags = I32(0)
-                        unit = self.next_tile(inside, bits, tiles, direction)
-                else:
-                    for i in cutlass.range(tiles, unroll=1):
-                        unit = 2 * (tiles - 1 - i)
-                        self.step(
-                            shared, at, unit, unit + 1, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
-                        )  # fmt: skip
-                        if flags != 0:
-                            self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
-                        flags = I32(0)
-                at[TILES] = at[TILES] + 1
-            number = draw(counter, lane) + ctas
+            else:
+                for i in cutlass.range(tiles, unroll=1):
+                    unit = 2 * (tiles - 1 - i)
+                    self.step(
+                        shared, at, unit, unit + 1, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+                    )  # fmt: skip
+                    if flags != 0:
+                        self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
+                    flags = I32(0)
+            at[TILES] = at[TILES] + 1
+            place = self.next_place(shared, at[TILES], bits, lane)
         # The end: no keys, and a query tile that is none.
         stage, slot = at[STEPS] % STAGES, at[TILES] % STAGES
         self.wait(shared, "k_free", at[STEPS], free=True)
@@ -111,17 +94,30 @@ class Loader(Steps):
         if cutlass.const_expr(self.config.skip):
             self.wait(shared, "votes_free", at[TILES], free=True)
         if lane == 0:
-            self.tell(shared, slot, Place(*(I32(0),) * 5))
+            self.tell(self.places(shared), slot, NOWHERE)
             words = self.records(shared)
-            words[2, stage] = END + 8 * slot
+            words[2, stage] = END + (slot << SLOT)
             cute.arch.mbarrier_arrive(self.barrier(shared, "k_full", stage))
         if at[STEPS] > 0:
             self.load_values(shared, at, tma_v, mV, lane)
 
     @cute.jit
-    def tell(self, shared, slot, place):
-        """Writes a `Place` for the other warps."""
-        words = self.places(shared)
+    def next_place(self, shared, count, bits: cute.Tensor, lane):
+        """Returns the next query tile that has a list, and leaves the list in `bits`."""
+        self.wait(shared, "list_full", STAGES * count)
+        words = self.waiting(shared)
+        place = Place(*(words[i, 0] for i in range(len(Place._fields))))
+        if cutlass.const_expr(self.config.skip):
+            for i in cutlass.range_constexpr(ROUNDS):
+                bits[i] = words[PLACE_WORDS + 32 * i + lane, 0]
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(self.barrier(shared, "list_free", 0))
+        return place
+
+    @cute.jit
+    def tell(self, words: cute.Tensor, slot, place):
+        """Writes a `Place` for other warps."""
         for i in cutlass.range_constexpr(len(Place._fields)):
             words[i, slot] = place[i]
 
@@ -138,7 +134,7 @@ class Loader(Steps):
             words = self.records(shared)
             words[0, stage] = unit
             words[1, stage] = other
-            words[2, stage] = flags + (I32(MASK) if mask else I32(0)) + 8 * slot
+            words[2, stage] = flags + (I32(MASK) if mask else I32(0)) + (slot << SLOT)
             cute.arch.mbarrier_arrive_and_expect_tx(
                 self.barrier(shared, "k_full", stage), self.bytes
             )
@@ -208,6 +204,72 @@ class Loader(Steps):
             found = self.tile_of(inside[NUMBER], self.lowest(inside[WORD]), tiles, direction)
             inside[WORD] = inside[WORD] & (inside[WORD] - 1)
         return found
+
+    # ---- looking ahead ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def look_ahead(
+        self, shared, mQ, mK, out: cute.Tensor, lse: cute.Tensor, read: cute.Tensor, write: cute.Tensor,
+        work: cute.Tensor, direction,
+    ):  # fmt: skip
+        """Draws query tiles and reads their lists, one ahead of the loading warp; stores what empty ones have."""
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        length_q, length_k, heads = mQ.shape[0], mK.shape[0], mQ.shape[2]
+        query_tiles = cute.ceil_div(length_q, BLOCK_M)
+        total = query_tiles * heads * mQ.shape[3]
+        words = self.waiting(shared)
+        bits = cute.make_rmem_tensor(ROUNDS, I32)
+        ends = cute.make_rmem_tensor(CLASSES, I32)
+        if cutlass.const_expr(self.config.ordered):
+            end = I32(0)
+            for c in cutlass.range_constexpr(CLASSES):
+                end = end + work[COUNTS + c]
+                ends[c] = end
+        count, number = I32(0), I32(block)
+        while number < total:
+            at = number
+            if cutlass.const_expr(self.config.ordered):
+                at = self.in_order(work, ends, number, total)
+            tile, head, batch = self.place(at, heads, query_tiles)
+            reach, _ = self.reach(tile, length_q, length_k)
+            tiles = cute.ceil_div(reach, self.per_tile * UNIT)
+            listed = tiles
+            if cutlass.const_expr(self.config.skip):
+                row = read[batch, head, tile, None]
+                listed = I32(0)
+                for i in cutlass.range_constexpr(ROUNDS):
+                    bits[i] = self.word(row, tiles, direction, 32 * i + lane)
+                    listed = listed + cute.arch.popc(bits[i])
+                listed = cute.arch.warp_reduction_sum(listed)
+            if listed == 0:
+                self.nothing(out, lse, write, tile, head, batch, lane)
+            else:
+                self.post(shared, words, Place(I32(1), tile, head, batch, listed), bits, lane)
+                count = count + 1
+                # Nothing is drawn before there is room: another CTA may come to it earlier.
+                self.wait(shared, "list_free", STAGES * (count - 1))
+            number = draw(work, lane) + ctas
+        self.post(shared, words, NOWHERE, bits, lane)
+
+    @cute.jit
+    def in_order(self, work: cute.Tensor, ends: cute.Tensor, number, total):
+        """Returns the query tile that is drawn after so many others, by the work of `LiteOrder`."""
+        at = number
+        for c in cutlass.range_constexpr(CLASSES - 1):
+            at = number - ends[c] + (c + 1) * total if number >= ends[c] else at
+        return work[NUMBERS + at]
+
+    @cute.jit
+    def post(self, shared, words: cute.Tensor, place, bits: cute.Tensor, lane):
+        """Hands a query tile and its list to the loading warp."""
+        if lane == 0:
+            self.tell(words, 0, place)
+        if cutlass.const_expr(self.config.skip):
+            for i in cutlass.range_constexpr(ROUNDS):
+                words[PLACE_WORDS + 32 * i + lane, 0] = bits[i]
+        cute.arch.mbarrier_arrive(self.barrier(shared, "list_full", 0))
 
     @cute.jit
     def nothing(

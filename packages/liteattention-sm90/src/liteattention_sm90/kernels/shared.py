@@ -9,15 +9,20 @@ from cula_core.cute.types import DTYPES
 
 from ..config import MAX_WORDS, STAGES, STEP, UNIT, ForwardConfig
 
-# Barriers, each with a number of arrivals: of stages of k and v, slots of queries, outputs and votes.
+# Barriers, each with a number of arrivals: of stages of k and v, slots of queries, outputs and votes, and of the list
+# that waits.
 BARRIERS = {
     "k_full": 1, "k_free": 8, "v_full": 1, "v_free": 8, "q_full": 1, "q_free": 1, "o_full": 256, "votes_full": 8,
-    "votes_free": 1,
+    "votes_free": 1, "list_full": 32, "list_free": 1,
 }  # fmt: skip
 
 
 def barrier_counts() -> list[int]:
     return [count for count in BARRIERS.values() for _ in range(STAGES)]
+
+
+PLACE_WORDS = 8  # of a `Place`, whole 16-byte units
+WAITING_WORDS = PLACE_WORDS + MAX_WORDS
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Shared:
     v: cute.Pointer
     records: cute.Pointer
     places: cute.Pointer
+    waiting: cute.Pointer
     votes: cute.Pointer
 
 
@@ -74,7 +80,11 @@ class Layout:
 
     def places(self, shared):
         """Returns the words of a `Place` by slot."""
-        return cute.make_tensor(shared.places, cute.make_layout((8, STAGES)))
+        return cute.make_tensor(shared.places, cute.make_layout((PLACE_WORDS, STAGES)))
+
+    def waiting(self, shared):
+        """Returns the next query tile: the words of a `Place`, and then those of its list as it is visited."""
+        return cute.make_tensor(shared.waiting, cute.make_layout((WAITING_WORDS, 1)))
 
     def votes(self, shared):
         """Returns votes as [word, warp, slot]."""

@@ -12,6 +12,7 @@ from .shared import Layout
 
 NONE = -1
 FIRST, MASK, END = 1, 2, 4  # flags of a step
+SLOT = 3  # the bit above them, from which on there is the slot of the queries
 ROUNDS = MAX_WORDS // 32
 
 
@@ -23,6 +24,9 @@ class Place(NamedTuple):
     head: cutlass.Int32
     batch: cutlass.Int32
     listed: cutlass.Int32
+
+
+NOWHERE = Place(*(0,) * 5)  # behind the last query tile
 
 
 class Steps(Layout):
