@@ -15,9 +15,12 @@ MAX_TILES = 32 * MAX_WORDS
 STAGES = 2  # of k, of v and of queries
 THREADS = 384
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
-# What CTAs draw from: the number of query tiles drawn, how many there are of each class, and their numbers by class.
+# What CTAs draw from: the number of query tiles drawn, and the query tiles in their order.
+ARRIVED, NUMBERS = (
+    1,
+    4,
+)  # where the number of CTAs is that have helped with the order, and where it begins
 CLASSES = 4  # of query tiles, by the lengths of their lists
-COUNTS, NUMBERS = 4, 8  # where the latter begin
 ORDERED_FROM = 2048  # query tiles, of which the order is worth a kernel of its own
 
 

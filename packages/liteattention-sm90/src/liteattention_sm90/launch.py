@@ -68,7 +68,7 @@ def forward(
     )  # fmt: skip
     count = multiprocessors or tensors.multiprocessors(q.device)
     scale_log2 = scale * LOG2_E
-    words = NUMBERS + CLASSES * tiles if ordered else 1
+    words = NUMBERS + tiles + CLASSES * -(-tiles // 32) if ordered else 1
     work = torch.zeros(words, dtype=torch.int32, device=q.device)
     if ordered:
         kernels(OrderConfig(causal, block_n))(read, work, q.shape[1], k.shape[1])

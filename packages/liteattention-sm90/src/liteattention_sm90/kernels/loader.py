@@ -11,7 +11,7 @@ from cula_core.cute.memory import load_tile
 from cula_core.cute.types import F32, I32
 from cula_core.cute.work import draw
 
-from ..config import BLOCK_M, CLASSES, COUNTS, NUMBERS, STAGES, STEP, UNIT, ForwardConfig
+from ..config import BLOCK_M, NUMBERS, STAGES, STEP, UNIT, ForwardConfig
 from .shared import PLACE_WORDS
 from .steps import END, FIRST, MASK, NONE, NOWHERE, ROUNDS, SLOT, Place, Steps
 
@@ -221,17 +221,11 @@ class Loader(Steps):
         total = query_tiles * heads * mQ.shape[3]
         words = self.waiting(shared)
         bits = cute.make_rmem_tensor(ROUNDS, I32)
-        ends = cute.make_rmem_tensor(CLASSES, I32)
-        if cutlass.const_expr(self.config.ordered):
-            end = I32(0)
-            for c in cutlass.range_constexpr(CLASSES):
-                end = end + work[COUNTS + c]
-                ends[c] = end
         count, number = I32(0), I32(block)
         while number < total:
             at = number
             if cutlass.const_expr(self.config.ordered):
-                at = self.in_order(work, ends, number, total)
+                at = work[NUMBERS + number]
             tile, head, batch = self.place(at, heads, query_tiles)
             reach, _ = self.reach(tile, length_q, length_k)
             tiles = cute.ceil_div(reach, self.per_tile * UNIT)
@@ -252,14 +246,6 @@ class Loader(Steps):
                 self.wait(shared, "list_free", STAGES * (count - 1))
             number = draw(work, lane) + ctas
         self.post(shared, words, NOWHERE, bits, lane)
-
-    @cute.jit
-    def in_order(self, work: cute.Tensor, ends: cute.Tensor, number, total):
-        """Returns the query tile that is drawn after so many others, by the work of `LiteOrder`."""
-        at = number
-        for c in cutlass.range_constexpr(CLASSES - 1):
-            at = number - ends[c] + (c + 1) * total if number >= ends[c] else at
-        return work[NUMBERS + at]
 
     @cute.jit
     def post(self, shared, words: cute.Tensor, place, bits: cute.Tensor, lane):

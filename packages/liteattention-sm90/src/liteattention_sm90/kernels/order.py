@@ -4,24 +4,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cula_core.cute.schedule import THREADS, SegmentTable
 from cula_core.cute.types import I32
 
-from ..config import BLOCK_M, CLASSES, COUNTS, NUMBERS, UNIT, OrderConfig
+from ..config import ARRIVED, BLOCK_M, CLASSES, NUMBERS, UNIT, OrderConfig
 from .steps import Steps
 
-WARPS = 8
+WARPS = THREADS // 32
 TILES = 32  # of a CTA, one per lane of the warp that sorts them
 
 
 class LiteOrder(Steps):
-    """Sorts query tiles by the length of their lists into classes: from a half of all key tiles, an eighth, a 32th, 0.
+    """Sorts query tiles into classes by the lengths of their lists, and leaves them in their order within a class.
 
-    Within a class CTAs leave their tiles as they come, which is about the order that they have: the query tiles of a
-    head are near each other, as they read the same keys. One CTA has 32 query tiles.
+    So neighbours mostly belong to one head, and read the same keys. Each CTA finds the classes of 32 query tiles, and
+    the last one to do so the places of all. A class begins at 3/8, 3/32, 3/128 or none of all key tiles: hardly where
+    the lengths of many lists are.
     """
 
     def __init__(self, config: OrderConfig):
         self.config, self.per_tile = config, config.block_n // UNIT
+        self.table = SegmentTable(1)
 
     @cute.jit
     def __call__(
@@ -35,7 +38,7 @@ class LiteOrder(Steps):
         """The arguments of `build.order_arguments`, which describes them."""
         total = read.shape[0] * read.shape[1] * cute.ceil_div(length_q, BLOCK_M)
         self.kernel(read, work, length_q, length_k, total).launch(
-            grid=(cute.ceil_div(total, TILES), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, TILES), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -47,33 +50,60 @@ class LiteOrder(Steps):
         length_k: cutlass.Int32,
         total: cutlass.Int32,
     ):
+        smem = SmemAllocator()
         lengths = cute.make_tensor(
-            SmemAllocator().allocate_array(I32, TILES, byte_alignment=16), cute.make_layout(TILES)
+            smem.allocate_array(I32, TILES, byte_alignment=16), cute.make_layout(TILES)
+        )
+        shared = cute.make_tensor(
+            smem.allocate_array(I32, WARPS + 1, byte_alignment=16), cute.make_layout(WARPS + 1)
         )
         block, _, _ = cute.arch.block_idx()
+        chunks, _, _ = cute.arch.grid_dim()
+        tidx, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         for i in cutlass.range_constexpr(TILES // WARPS):
             own = warp * (TILES // WARPS) + i
             self.count(read, length_q, length_k, block * TILES + own, total, lengths, own, lane)
         cute.arch.sync_threads()
+        # Of each class, a bit per query tile.
+        found = cute.make_tensor(
+            work.iterator + NUMBERS + total, cute.make_layout((chunks, CLASSES))
+        )
         if warp == 0:
             number, listed = block * TILES + lane, lengths[lane]
             tiles = cute.ceil_div(length_k, self.per_tile * UNIT)
             which = I32(0)
             for c in cutlass.range_constexpr(CLASSES - 1):
-                which = which + I32(listed << (2 * c + 1) < tiles)
-            same, first = I32(0), I32(0)
+                which = which + I32(listed << (2 * c + 3) < 3 * tiles)
             for c in cutlass.range_constexpr(CLASSES):
-                of_class = I32(cute.arch.vote_ballot_sync((number < total) & (which == c)))
-                same = of_class if which == c else same
-                first = cute.arch.popc(of_class) if lane == c else first
-            if lane < CLASSES:
-                first = cute.arch.atomic_add((work.iterator + COUNTS + lane).llvm_ptr, first)
-            first = cute.arch.shuffle_sync(first, which)
-            if number < total:
-                before = cute.arch.popc(same & ((I32(1) << lane) - 1))
-                work[NUMBERS + which * total + first + before] = number
+                of_class = cute.arch.vote_ballot_sync((number < total) & (which == c))
+                if lane == c:
+                    found[block, c] = I32(of_class)
+                    cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if lane == 0:
+                shared[WARPS] = cute.arch.atomic_add((work.iterator + ARRIVED).llvm_ptr, I32(1))
+        cute.arch.sync_threads()
+        if shared[WARPS] == chunks - 1:
+            cute.arch.fence_acq_rel_gpu()
+            self.sort(found, work, chunks, shared, tidx)
+
+    @cute.jit
+    def sort(self, found: cute.Tensor, work: cute.Tensor, chunks, shared: cute.Tensor, tidx):
+        """Writes the numbers of all query tiles, those of the first class first."""
+        done = I32(0)
+        for c in cutlass.range_constexpr(CLASSES):
+            for first in cutlass.range(0, chunks, THREADS, unroll=1):
+                chunk = first + tidx
+                bits = found[chunk, c] if chunk < chunks else I32(0)
+                before, all_of_them = self.table.scan(cute.arch.popc(bits), shared, tidx)
+                at = NUMBERS + done + before
+                while bits != 0:
+                    work[at] = chunk * TILES + self.lowest(bits)
+                    bits = bits & (bits - 1)
+                    at = at + 1
+                done = done + all_of_them
 
     @cute.jit
     def count(
