@@ -15,6 +15,7 @@ MAX_TILES = 32 * MAX_WORDS
 STAGES = 2  # of k, of v and of queries
 THREADS = 384
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
+BACKWARD_REGISTERS = 24, 240
 # What CTAs draw from: the number of query tiles drawn, and the query tiles in their order.
 ARRIVED, NUMBERS = (
     1,

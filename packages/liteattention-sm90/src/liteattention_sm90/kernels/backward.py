@@ -16,14 +16,23 @@ from cula_core.cute.memory import by_token, load_tile, repeated, swizzled
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, mma
 
-from ..config import REGISTERS, STAGES, STEP, THREADS, UNIT, BackwardConfig
+from ..config import BACKWARD_REGISTERS, STAGES, STEP, THREADS, UNIT, BackwardConfig
 
 END, MASK = 4, 8  # flags of a step, above a bit per warpgroup
 BOX = 32  # columns of a box of fp32
-ALL, GROUP = 1, 128  # the named barrier of both warpgroups; threads of one
+GROUP = 128  # threads of a warpgroup
+DONE = 1  # the first of two named barriers, one per warpgroup
 ROWS, COLUMNS = 2, UNIT // 4  # of a thread: keys, and query rows of each
 # Barriers, each with a number of arrivals, and how many there are of a kind.
-BARRIERS = {"kv_full": 1, "full": 1, "free": 8, "dq_full": 128, "dq_free": 1}
+BARRIERS = {
+    "kv_full": 1,
+    "full": 1,
+    "free": 8,
+    "ds_full": 8,
+    "ds_free": 8,
+    "dq_full": 4,
+    "dq_free": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,16 @@ class LiteBackward:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), *box)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), *box)
         tma_do, mDo = cpasync.make_tiled_tma_atom(load, by_token(do), *box)
-        plain = cute.make_layout((UNIT, BOX), stride=(BOX, 1))
         add = cpasync.CopyReduceBulkTensorTileS2GOp()
-        tma_dq, mDq = cpasync.make_tiled_tma_atom(add, by_token(acc), plain, (UNIT, BOX))
+        tma_dq, mDq = cpasync.make_tiled_tma_atom(
+            add, by_token(acc), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
+        )
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, by_token(dk), *box)
+        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, by_token(dv), *box)
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, tma_dq, mDq, lse, delta, mask, dk, dv, scale, scale_log2
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, tma_dq, mDq, tma_dk, mDk, tma_dv, mDv, lse, delta, mask,
+            scale, scale_log2,
         ).launch(
             grid=(cute.ceil_div(k.shape[1], STEP), k.shape[2], k.shape[0]), block=(THREADS, 1, 1),
             min_blocks_per_mp=1, stream=stream,
@@ -103,11 +117,13 @@ class LiteBackward:
         mDo: cute.Tensor,
         tma_dq: cute.CopyAtom,
         mDq: cute.Tensor,
+        tma_dk: cute.CopyAtom,
+        mDk: cute.Tensor,
+        tma_dv: cute.CopyAtom,
+        mDv: cute.Tensor,
         lse: cute.Tensor,
         delta: cute.Tensor,
         mask: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
         scale: cutlass.Float32,
         scale_log2: cutlass.Float32,
     ):
@@ -130,14 +146,15 @@ class LiteBackward:
         records = smem.allocate_array(I32, 4 * STAGES, byte_alignment=16)
         places = smem.allocate_array(I32, 4 * 2, byte_alignment=16)
         if tidx == 0:
-            counts = [count for count in BARRIERS.values() for _ in range(STAGES)]
+            readers = {"ds_free": 4} if self.config.by_turns else {}
+            counts = [count for count in {**BARRIERS, **readers}.values() for _ in range(STAGES)]
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barriers + i, counts[i])
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         memory = Memory(barriers, k_at, v_at, q_at, do_at, ds_at, dq_at, sums_at, records, places)
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(BACKWARD_REGISTERS[0])
             if warp_idx == 0:
                 self.load(
                     memory, tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, lse, delta, mask, tile, head_k, batch
@@ -145,9 +162,10 @@ class LiteBackward:
             if warp_idx == 1:
                 self.add(memory, tma_dq, mDq, batch)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            cute.arch.setmaxregister_increase(BACKWARD_REGISTERS[1])
             self.attend(
-                memory, dk, dv, scale, scale_log2, mQ.shape[0], tile, head_k, batch, warp_idx // 4 - 1, tidx % GROUP
+                memory, tma_dk, mDk, tma_dv, mDv, scale, scale_log2, mQ.shape[0], tile, head_k, batch,
+                warp_idx // 4 - 1, tidx % GROUP,
             )  # fmt: skip
 
     # ---- shared memory ----------------------------------------------------------------------------------------------
@@ -199,51 +217,53 @@ class LiteBackward:
                     load_tile(
                         tma, whole, tile * STEP + half * UNIT, head_k, batch, column, box, full
                     )
-        row_tiles = cute.ceil_div(length_q, UNIT)
-        per_step = STEP // self.config.block_n  # listed tiles of a CTA
-        count = I32(0)
+        query_tiles = cute.ceil_div(length_q, 2 * UNIT)
+        words = cute.ceil_div(query_tiles, 32)
+        count = cutlass.Uint32(0)
         for i in cutlass.range(group, unroll=1):
             head = head_k * group + i
-            for row in cutlass.range(row_tiles, unroll=1):
-                flags = I32(3)
-                if cutlass.const_expr(self.config.skip):
-                    number = row // 2
-                    flags = I32(0)
-                    for half in cutlass.range_constexpr(2):
-                        listed = tile * per_step + half * per_step // 2
-                        if listed < mask.shape[2]:
-                            word = mask[batch, head, listed, number // 32]
-                            flags = flags | ((word >> (number % 32)) & 1) << half
-                if cutlass.const_expr(self.config.causal):
-                    behind = length_k - length_q
-                    last = cutlass.min(row * UNIT + UNIT, length_q) - 1 + behind
-                    if last < tile * STEP:
-                        flags = I32(0)
-                    if (flags != 0) & (row * UNIT + behind < tile * STEP + STEP - 1):
-                        flags = flags | MASK
-                if flags != 0:
-                    self.step(
-                        memory,
-                        count,
-                        row,
-                        head,
-                        flags,
-                        batch,
-                        tma_q,
-                        mQ,
-                        tma_do,
-                        mDo,
-                        lse,
-                        delta,
-                        lane,
-                    )
-                    count = count + 1
+            for word in cutlass.range(words, unroll=1):
+                lists = [self.word(mask, batch, head, tile, half, word) for half in range(2)]
+                bits = lists[0] | lists[1]
+                if query_tiles < 32 * word + 32:
+                    bits = bits & ((I32(1) << (query_tiles % 32)) - 1)
+                while bits != 0:
+                    bit = I32(31) - I32(cute.arch.clz(bits & -bits))
+                    bits = bits & (bits - 1)
+                    for half in cutlass.range(2, unroll=1):
+                        row = 2 * (32 * word + bit) + half
+                        flags = ((lists[0] >> bit) & 1) + ((lists[1] >> bit) & 1) * 2
+                        if cutlass.const_expr(self.config.causal):
+                            behind = length_k - length_q
+                            last = cutlass.min(row * UNIT + UNIT, length_q) - 1 + behind
+                            if last < tile * STEP:
+                                flags = I32(0)
+                            if (flags != 0) & (row * UNIT + behind < tile * STEP + STEP - 1):
+                                flags = flags | MASK
+                        if (flags != 0) & (row * UNIT < length_q):
+                            self.step(
+                                memory, count, row, head, flags, batch, tma_q, mQ, tma_do, mDo, lse, delta, lane
+                            )  # fmt: skip
+                            count = count + 1
         stage = count % STAGES
         self.wait(memory, "free", stage, (count // STAGES) % 2 ^ 1)
         if lane == 0:
-            words = self.records(memory)
-            words[2, stage] = I32(END)
+            records = self.records(memory)
+            records[2, stage] = I32(END)
             cute.arch.mbarrier_arrive(self.barrier(memory, "full", stage))
+
+    @cute.jit
+    def word(self, mask: cute.Tensor, batch, head, tile, half: cutlass.Constexpr, number):
+        """Returns which of 32 query tiles list half of the keys."""
+        word = I32(-1)
+        if cutlass.const_expr(self.config.skip):
+            word = I32(0)
+            listed = tile
+            if cutlass.const_expr(self.config.block_n == UNIT):
+                listed = 2 * tile + half
+            if listed < mask.shape[2]:
+                word = mask[batch, head, listed, number]
+        return word
 
     @cute.jit
     def step(
@@ -284,11 +304,7 @@ class LiteBackward:
                     for i in cutlass.range_constexpr(boxes):
                         column = i if self.config.by_turns else group * boxes + i
                         target = cute.local_tile(whole, (UNIT, BOX), (row, column))
-                        box = self.dq_box(memory, group * boxes + i)
-                        s, g = cpasync.tma_partition(
-                            tma_dq, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
-                        )  # fmt: skip
-                        cute.copy(tma_dq, s, g)
+                        self.copy_out(tma_dq, self.dq_box(memory, group * boxes + i), target)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
@@ -298,14 +314,14 @@ class LiteBackward:
         cute.arch.cp_async_bulk_wait_group(0)
 
     def dq_box(self, memory, column):
-        pointer = memory.dq + column * (UNIT * BOX)
-        return cute.make_tensor(pointer.align(128), cute.make_layout((UNIT, BOX), stride=(BOX, 1)))
+        """Returns 32 columns of gradients of q of a warpgroup as TMA reads them."""
+        return repeated(memory.dq, (UNIT, BOX), "k", F32, 4)[None, None, column]
 
     # ---- the keys ---------------------------------------------------------------------------------------------------
 
     @cute.jit
     def attend(
-        self, memory, dk: cute.Tensor, dv: cute.Tensor, scale, scale_log2, length_q, tile, head_k, batch, group, tidx
+        self, memory, tma_dk, mDk, tma_dv, mDv, scale, scale_log2, length_q, tile, head_k, batch, group, tidx
     ):  # fmt: skip
         """Does all steps for 64 keys, and stores their gradients."""
         smem_a = warpgroup.OperandSource.SMEM
@@ -352,18 +368,23 @@ class LiteBackward:
         sum_v.fill(0.0)
         by_row = cute.make_layout((ROWS, (2, COLUMNS // 2)), stride=(2, (1, 4)))
         s_rows, dp_rows = (cute.make_tensor(x.iterator, by_row) for x in (s, dp))
+        dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         first_key = tile * STEP + group * UNIT + tidx // 32 * 16 + tidx % 32 // 4
         records, places, known = self.records(memory), self.places(memory), self.sums(memory)
-        behind = dk.shape[1] - length_q
+        behind = mDk.shape[0] - length_q
         self.wait(memory, "kv_full", 0, 0)
-        count, sent = I32(0), I32(0)  # steps, and those whose gradients of q are this warpgroup's
+        count, sent = (
+            cutlass.Uint32(0),
+            cutlass.Uint32(0),
+        )  # steps, and gradients of q that are this warpgroup's
+        last_row, last_head = I32(0), I32(0)
         self.wait(memory, "full", 0, 0)
         flags = records[2, 0]
         while flags & END == 0:
-            stage = count % STAGES
+            stage, before = count % STAGES, (count + 1) % STAGES
             row, head = records[0, stage], records[1, stage]
-            own = 2 * stage + group
-            if (flags >> group) & 1 != 0:
+            own = (flags >> group) & 1 != 0
+            if own:
                 self.multiply(
                     mma_s, s, tK[None, None, None, group], tQ[None, None, None, stage], False
                 )
@@ -371,18 +392,9 @@ class LiteBackward:
                     mma_s, dp, tV[None, None, None, group], tDo[None, None, None, stage], False
                 )
                 warpgroup.wait_group(1)
-                for n in cutlass.range_constexpr(COLUMNS // 2):
-                    for j in cutlass.range_constexpr(2):
-                        at = 8 * n + tidx % 4 * 2 + j
-                        lse = known[at, 0, stage]
-                        for r in cutlass.range_constexpr(ROWS):
-                            value = exp2_pinned(s_rows[r, 2 * n + j] * scale_log2 - lse)
-                            if cutlass.const_expr(self.config.causal):
-                                hidden = (flags & MASK != 0) & (
-                                    first_key + 8 * r > row * UNIT + at + behind
-                                )
-                                value = F32(0.0) if hidden else value
-                            s_rows[r, 2 * n + j] = value
+                self.weigh(
+                    s_rows, known, flags, first_key, row * UNIT + behind, scale_log2, stage, tidx
+                )
                 warpgroup.wait_group(0)
                 for n in cutlass.range_constexpr(COLUMNS // 2):
                     for j in cutlass.range_constexpr(2):
@@ -393,45 +405,72 @@ class LiteBackward:
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
-                # Where no gradients of q follow, this ends a group.
-                ends = self.config.by_turns
-                self.multiply(mma_v, sum_k, ds, tQt[None, None, None, stage], True, ends)
+                self.multiply(mma_v, sum_k, ds, tQt[None, None, None, stage], True)
             else:
                 dp.fill(0.0)
+            self.wait(memory, "ds_free", stage, (count + 1) // STAGES % 2 ^ 1)
             rounded = cute.make_rmem_tensor(dp.shape, self.dtype)
             rounded.store(dp.load().to(self.dtype))
-            cute.copy(copy, copy.retile(rounded), ds_target[None, None, None, own])
+            cute.copy(copy, copy.retile(rounded), ds_target[None, None, None, 2 * stage + group])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=ALL, number_of_threads=2 * GROUP)
-            turn, column = cutlass.Boolean(True), group
+            cute.arch.sync_warp()
+            self.release(memory, "ds_full", stage, tidx)
+            # Gradients of q are those of the step before: the other warpgroup has had a step's time for its part. In
+            # front of the first step they are nothing's; as a condition they would cost too many registers.
+            turn = (count + 1) % 2 == group
             if cutlass.const_expr(self.config.by_turns):
-                turn, column = count % 2 == group, 0
-            if turn:
-                for half in cutlass.range_constexpr(2):
-                    self.multiply(
-                        mma_q, dq, tDs[None, None, None, 2 * stage + half],
-                        tKt[None, None, None, half * self.columns + column], half > 0, half > 0,
-                    )  # fmt: skip
+                if turn:
+                    self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, group)
+            else:
+                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, group)
             warpgroup.wait_group(0)
-            if tidx % 32 == 0:  # all lanes have read the record: a barrier stands between
-                cute.arch.mbarrier_arrive(self.barrier(memory, "free", stage))
-            if turn:
-                self.wait(memory, "dq_free", group, sent % 2 ^ 1)
-                self.put(memory, dq, part_q, group)
-                if tidx == 0:
-                    places[0, group], places[1, group], places[2, group] = I32(1), row, head
-                cute.arch.fence_view_async_shared()
-                cute.arch.mbarrier_arrive(self.barrier(memory, "dq_full", group))
-                sent = sent + 1
+            self.release(memory, "free", stage, tidx)
+            if turn | (not self.config.by_turns):
+                self.release(memory, "ds_free", before, tidx)
+                if count > 0:
+                    self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
+                    sent = sent + 1
+            last_row, last_head = row, head
             count = count + 1
-            self.wait(memory, "full", count % STAGES, (count // STAGES) % 2)
+            self.wait(memory, "full", count % STAGES, count // STAGES % 2)
             flags = records[2, count % STAGES]
+        if (count > 0) & (((count + 1) % 2 == group) | (not self.config.by_turns)):
+            self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, group)
+            warpgroup.wait_group(0)
+            self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
+            sent = sent + 1
         self.wait(memory, "dq_free", group, sent % 2 ^ 1)
         if tidx == 0:
             places[0, group] = I32(0)
-        cute.arch.mbarrier_arrive(self.barrier(memory, "dq_full", group))
-        self.store(sum_k, dk, scale, part_v, tile * STEP + group * UNIT, head_k, batch)
-        self.store(sum_v, dv, F32(1.0), part_v, tile * STEP + group * UNIT, head_k, batch)
+        self.release(memory, "dq_full", group, tidx)
+        # Gradients of v take the place of v, those of k that of gradients of q.
+        own_v = self.finish(sum_v, F32(1.0), mma_v, memory.v, STEP // 2 * self.width, group, tidx)
+        free = cute.recast_ptr(memory.dq, dtype=self.dtype)
+        own_k = self.finish(sum_k, scale, mma_v, free, 2 * UNIT * UNIT, group, tidx)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DONE + group, number_of_threads=GROUP)
+        if tidx // 32 == 0:
+            for tma, whole, base in ((tma_dk, mDk, own_k), (tma_dv, mDv, own_v)):
+                for column in cutlass.range_constexpr(self.columns):
+                    rows = whole[None, None, head_k, batch]
+                    target = cute.local_tile(rows, (UNIT, UNIT), (2 * tile + group, column))
+                    self.copy_out(tma, self.box(base, column), target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def copy_out(self, tma, box: cute.Tensor, target: cute.Tensor):
+        """Stores or adds a box by TMA."""
+        s, g = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
+        )
+        cute.copy(tma, s, g)
+
+    @cute.jit
+    def release(self, memory, name: cutlass.Constexpr, number, tidx):
+        """Tells others that this warp has done with a stage; its lanes are together behind products."""
+        if tidx % 32 == 0:
+            cute.arch.mbarrier_arrive(self.barrier(memory, name, number))
 
     @cute.jit
     def multiply(
@@ -449,24 +488,62 @@ class LiteBackward:
             warpgroup.commit_group()
 
     @cute.jit
-    def put(self, memory, dq: cute.Tensor, part_q, group):
-        """Writes 64 columns of gradients of q to shared memory."""
-        boxes = UNIT // BOX
-        layout = cute.make_layout((UNIT, (BOX, boxes)), stride=(BOX, (1, UNIT * BOX)))
-        own = cute.make_tensor((memory.dq + group * (boxes * UNIT * BOX)).align(128), layout)
-        cute.autovec_copy(dq, part_q.partition_C(own))
+    def multiply_ds(self, memory, mma_q, dq: cute.Tensor, tDs, tKt, number, group):
+        """Issues gradients of q of a step, 64 columns: those of the warpgroup, or all there are."""
+        stage, column = number % STAGES, group
+        if cutlass.const_expr(self.config.by_turns):
+            column = 0
+        self.wait(memory, "ds_full", stage, number // STAGES % 2)
+        for half in cutlass.range_constexpr(2):
+            self.multiply(
+                mma_q, dq, tDs[None, None, None, 2 * stage + half],
+                tKt[None, None, None, half * self.columns + column], half > 0, half > 0,
+            )  # fmt: skip
 
     @cute.jit
-    def store(self, acc: cute.Tensor, out: cute.Tensor, factor, part_v, first, head, batch):
-        """Stores gradients of 64 keys."""
-        rows = cute.domain_offset((first, 0), out[batch, None, head, None])
-        whole = cute.make_tensor(
-            rows.iterator, cute.make_layout((UNIT, self.width), stride=(rows.stride[0], 1))
-        )
-        target = part_v.partition_C(whole)
-        where = part_v.partition_C(cute.make_identity_tensor((UNIT, self.width)))
-        left = out.shape[1] - first
-        for i in cutlass.range_constexpr(0, cute.size(acc), 2):
-            if (where[i][0] < left) & (where[i][1] < self.config.head_dim):
-                for j in cutlass.range_constexpr(2):
-                    target[i + j] = (acc[i + j] * factor).to(self.dtype)
+    def weigh(
+        self,
+        s_rows: cute.Tensor,
+        known: cute.Tensor,
+        flags,
+        first_key,
+        first_seen,
+        scale_log2,
+        stage,
+        tidx,
+    ):
+        """Replaces scores by probabilities. first_seen: the last key that the first query row of the step sees."""
+        for n in cutlass.range_constexpr(COLUMNS // 2):
+            for j in cutlass.range_constexpr(2):
+                at = 8 * n + tidx % 4 * 2 + j
+                lse = known[at, 0, stage]
+                for r in cutlass.range_constexpr(ROWS):
+                    value = exp2_pinned(s_rows[r, 2 * n + j] * scale_log2 - lse)
+                    if cutlass.const_expr(self.config.causal):
+                        hidden = (flags & MASK != 0) & (first_key + 8 * r > first_seen + at)
+                        value = F32(0.0) if hidden else value
+                    s_rows[r, 2 * n + j] = value
+
+    @cute.jit
+    def send(self, memory, dq: cute.Tensor, dq_target: cute.Tensor, row, head, sent, group, tidx):
+        """Hands gradients of q to the warp that adds them up."""
+        self.wait(memory, "dq_free", group, sent % 2 ^ 1)
+        cute.autovec_copy(dq, dq_target[None, None, None, group])
+        if tidx == 0:
+            places = self.places(memory)
+            places[0, group], places[1, group], places[2, group] = I32(1), row, head
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.release(memory, "dq_full", group, tidx)
+
+    @cute.jit
+    def finish(self, acc: cute.Tensor, factor, mma_v, base, stride: cutlass.Constexpr, group, tidx):
+        """Rounds gradients of 64 keys, writes them to shared memory, and returns where."""
+        copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_v
+        ).get_slice(tidx)
+        halves = repeated(base, (UNIT, self.width), "k", self.dtype, 2, stride)
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store((acc.load() * factor).to(self.dtype))
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(halves)[None, None, None, group])
+        return base + group * stride
