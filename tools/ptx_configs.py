@@ -430,12 +430,16 @@ def lite_hopper_specs(package: str) -> Iterator[Spec]:
         yield {"arch": arch, "kernel": "LiteForward", **case}
     for case in cover(facts):
         yield {"arch": arch, "kernel": "LiteBackward", **case}
+    ends = {k: v for k, v in facts.items() if k in ("dtype", "head_dim")}
+    for case in cover(ends | {"with_dlse": BOTH}):
+        yield {"arch": arch, "kernel": "LiteSums", **case}
+    for case in cover(ends):
+        yield {"arch": arch, "kernel": "LiteConvert", **case}
 
 
 def lite_hopper_unit(package: str, spec: Spec) -> Any:
-    forward = spec["kernel"] == "LiteForward"
-    config = build(package, find(package, "ForwardConfig" if forward else "BackwardConfig"), spec)
-    return find(package, "unit")(config)
+    name = spec["kernel"].removeprefix("Lite") + "Config"
+    return find(package, "unit")(build(package, find(package, name), spec))
 
 
 PACKAGES: dict[str, tuple[Callable[[str], Iterator[Spec]], Callable[[str, Spec], Any]]] = {

@@ -10,9 +10,10 @@ import sys
 from functools import partial
 
 import lite_int8
-from lite_gradients import Backward, assert_gradients, problem
+from lite_gradients import problem
 
 from cula_testing.lite import Call, Subject, empty_on, make_inputs
+from cula_testing.lite.gradients import Backward, assert_gradients
 from cula_testing.sanitizing import run_checks
 from liteattention_sm89 import launch, reference
 

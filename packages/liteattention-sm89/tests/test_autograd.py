@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,7 +290,8 @@ def launched(monkeypatch) -> Iterator[list[dict]]:
             if target is not None:
                 target.copy_(result)
 
-    def backward(*given, **more):
+    def backward(facts, *given, **more):
+        assert facts == {"deterministic": more["deterministic"]}
         a = dict(zip(LAUNCHED, given, strict=True)) | more
         calls.append(dict(a))
         assert (
@@ -304,7 +306,7 @@ def launched(monkeypatch) -> Iterator[list[dict]]:
             target.copy_(result)
 
     monkeypatch.setattr(ops, "launcher", lambda *_: forward)
-    monkeypatch.setattr(autograd, "launcher", lambda *_: backward)
+    monkeypatch.setattr(autograd, "launcher", lambda *_, **facts: partial(backward, facts))
     with torch.library._scoped_library("liteattention_sm89", "IMPL") as library:
         library.impl("forward", ops._forward_cuda, "CPU")
         library.impl("attend", autograd._attend_cuda, "CPU")

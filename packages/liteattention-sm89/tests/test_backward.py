@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from lite_gradients import EMULATED, LISTS, Backward, Problem, assert_gradients, problem
+from lite_gradients import EMULATED, LISTS, problem
 from torch import Tensor, nn
 
+from cula_testing.lite.gradients import Backward, Problem, assert_gradients
 from liteattention_sm89 import LiteAttention, lite_attention, masks, reference
 
 pytestmark = pytest.mark.gpu

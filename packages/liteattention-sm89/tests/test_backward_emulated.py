@@ -8,18 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lite_gradients import (
-    EMULATED,
-    LISTS,
-    Backward,
-    Problem,
-    assert_gradients,
-    problem,
-)
+from lite_gradients import EMULATED, LISTS, problem
 from torch import Tensor
 
 from cula_emulator import mutation
 from cula_testing.compiled import emulated_kernel
+from cula_testing.lite.gradients import Backward, Problem, assert_gradients
 from liteattention_sm89 import launch
 
 pytestmark = pytest.mark.emulated(seeds=1, concurrent_ctas=2)

@@ -55,7 +55,7 @@ def test_each_pass_chooses_for_itself(other):
     assert chosen("backward") is launch.backward
     assert other.asked[0] == {
         "capability": (9, 0), "dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128, "block_n": 64, "tiles": 8,
-        "packed": False, "use_int8": False, "backward": False, "asked": False,
+        "packed": False, "use_int8": False, "backward": False, "deterministic": False, "asked": False,
     }  # fmt: skip
     assert other.asked[1]["backward"]
 
@@ -67,6 +67,12 @@ def test_a_choice_is_kept(other):
     chosen(keys=513)
     chosen(int8=True)
     assert [p["tiles"] for p in other.asked] == [8, 16, 8] and other.asked[2]["use_int8"]
+
+
+def test_a_backward_may_have_to_be_deterministic(other):
+    for deterministic in (True, False, True):
+        assert chosen("backward", deterministic=deterministic) is launch.backward
+    assert [p["deterministic"] for p in other.asked] == [True, False]
 
 
 @pytest.mark.parametrize(

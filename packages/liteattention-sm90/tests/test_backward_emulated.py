@@ -1,117 +1,90 @@
-"""The backward kernel on the CPU, under every schedule, with race detection."""
+"""The backward pass on the CPU, under every schedule, with race detection."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from hopper_gradients import CALLS, LISTS, problem
+from torch import Tensor
 
-from cula_core.compiled.artifacts import Unit
 from cula_emulator import mutation
-from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
-from liteattention_sm89 import masks, reference
-from liteattention_sm90.config import BackwardConfig
-
-CASES = [
-    # rows, keys, heads, kv heads, dim, causal, listed, block_n, dtype
-    (130, 200, 1, 1, 128, False, None, 64, "bfloat16"),
-    (200, 130, 2, 1, 64, True, None, 64, "float16"),
-    (200, 130, 1, 1, 128, True, None, 64, "bfloat16"),
-    (130, 200, 1, 1, 64, False, None, 64, "bfloat16"),
-    (130, 200, 2, 1, 128, False, None, 64, "bfloat16"),
-    (70, 200, 1, 1, 96, True, 0.6, 64, "bfloat16"),
-    (300, 300, 2, 2, 128, False, 0.5, 64, "bfloat16"),
-    (260, 400, 2, 1, 80, False, 0.6, 128, "float16"),
-    (129, 2200, 1, 1, 64, False, 0.1, 64, "bfloat16"),
-    (1, 65, 1, 1, 64, False, 1.0, 64, "bfloat16"),
-]
+from cula_testing.lite.gradients import Backward, Problem, assert_gradients
+from liteattention_sm90 import launch
+from liteattention_sm90.config import BackwardConfig, SumsConfig
 
 
 @pytest.fixture
-def gradients(emulated):
-    def run(q, k, v, out, lse, dout, mask, *, causal, block_n, **changes):
-        batch, rows, heads, dim = q.shape
-        padded = -(-rows // 64) * 64
-        lse2 = torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e)).float()
-        lse2 = torch.nn.functional.pad(lse2, (0, padded - rows), value=math.inf).contiguous()
-        delta = (out.float() * dout.float()).sum(-1).transpose(1, 2)
-        delta = torch.nn.functional.pad(delta, (0, padded - rows)).contiguous()
-        dk, dv = emulated.empty(k.shape, k.dtype), emulated.empty(v.shape, v.dtype)
-        config = BackwardConfig(str(q.dtype).split(".")[1], dim, causal, mask is not None, block_n)
-        acc = torch.zeros(batch, rows, heads, config.width)
-        across = None
-        if mask is not None:
-            across = masks.transpose(mask, -(-rows // 128), -(-k.shape[1] // block_n))
-        scale = dim**-0.5
-        run.kernel = emulated_kernel(emulated, Unit("liteattention_sm90.build", config, "sm_90a"))
-        run.kernel(
-            q, k, v, dout, lse2, delta, across, acc, dk, dv, scale, scale * math.log2(math.e), **changes
+def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
+    """run(call, problem) launches as `launch.backward` does on a GPU, with guards around and NaN in all that it may
+    write. `changes` are options of `LiteBackward`, which `run.kernel` is afterwards."""
+
+    def run(call: Backward, p: Problem, **changes) -> tuple[Tensor, ...]:
+        guarded: dict[int, Tensor] = {}
+
+        def kernels(config):
+            kernel = emulated_kernel(emulated, launch.unit(config))
+            main = isinstance(config, BackwardConfig)
+            if main:
+                run.kernel = kernel
+
+            def launched(*arguments):
+                if isinstance(config, SumsConfig):
+                    for workspace in arguments[4:]:
+                        guarded[id(workspace)] = emulated.empty(workspace.shape, torch.float32)
+                kernel(*(guarded.get(id(a), a) for a in arguments), **(changes if main else {}))
+
+            return launched
+
+        x = p.inputs
+        gradients = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
+        launch.backward(
+            x.q, x.k, x.v, p.out, p.lse, p.dout, p.dlse, x.read, None, None, *x.most, *gradients,
+            scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False, kernels=kernels,
         )  # fmt: skip
-        return (acc[..., :dim] * scale), dk, dv
+        return tuple(gradients)
 
     return run
 
 
-def problem(case):
-    rows, keys, heads, heads_k, dim, causal, listed, block_n, dtype = case
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(getattr(torch, dtype))
-
-    q, dout = normal(1, rows, heads, dim), normal(1, rows, heads, dim)
-    k, v = normal(1, keys, heads_k, dim), normal(1, keys, heads_k, dim)
-    mask = None
-    if listed is not None:
-        shape = 1, heads, -(-rows // 128), -(-keys // block_n)
-        mask = masks.pack(torch.rand(shape, generator=generator) < listed)
-    doubles = [x.double() for x in (q, k, v)]
-    out, lse, _ = reference.lite_attention(
-        *doubles,
-        mask,
-        threshold=-math.inf,
-        direction=1,
-        scale=dim**-0.5,
-        causal=causal,
-        must_do=None,
-        block_m=128,
-        block_n=block_n,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=rows,
-        max_seqlen_k=keys,
-        use_int8=False,
-    )
-    want = reference.masked_gradients(
-        *doubles, dout.double(), mask, out=out, lse=lse, dlse=None, scale=dim**-0.5, causal=causal, block_m=128,
-        block_n=block_n, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=rows, max_seqlen_k=keys,
-    )  # fmt: skip
-    return (q, k, v, out.to(q.dtype), lse, dout, mask), {"causal": causal, "block_n": block_n}, want
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_numbers(run, call):
+    p = problem(call)
+    assert_gradients(run(call, p), p)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numbers(gradients, case):
-    given, options, want = problem(case)
-    for name, a, b in zip("qkv", gradients(*given, **options), want):
-        if b.any():
-            assert relative_rmse(a, b) <= 5e-3, name
-        else:
-            assert not a.any()
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_what_is_not_listed_is_not_read(run, block_n):
+    """NaN or infinity in tiles without a pair on the list reaches no gradient."""
+    call = replace(LISTS, rows=300, keys=300, tiles="a cross", listed=0.6, block_n=block_n)
+    p = problem(call)
+    x, rows, keys = p.inputs, slice(128, 256), slice(block_n, 2 * block_n)
+    q, k, v, dout, out = (t.clone() for t in (x.q, x.k, x.v, p.dout, p.out))
+    for tensor, tokens, poison in (
+        (q, rows, math.nan), (dout, rows, math.inf), (out, rows, math.nan), (k, keys, math.inf), (v, keys, math.nan)
+    ):  # fmt: skip
+        tensor[:, tokens] = poison
+    assert not p.wanted[0][:, rows].any() and not p.wanted[1][:, keys].any()
+    found = run(call, replace(p, inputs=replace(x, q=q, k=k, v=v), dout=dout, out=out))
+    assert_gradients(found, p)
 
 
 @pytest.mark.emulated(schedules="immediate")
 @pytest.mark.parametrize("dim", [64, 128])
-def test_every_wait_matters(gradients, dim):
-    given, options, _ = problem((200, 230, 2, 1, dim, False, 0.7, 64, "bfloat16"))
-    want = gradients(*given, **options)
+def test_every_wait_matters(run, dim):
+    call = replace(LISTS, rows=200, keys=230, heads=2, dim=dim, listed=0.7)
+    p = problem(call)
+    want = run(call, p)
 
     def check(changes):
-        for a, b in zip(gradients(*given, **options, **vars(changes)), want):
+        for a, b in zip(run(call, p, **vars(changes)), want):
             assert torch.equal(a, b), "another result"
 
-    report = mutation.run(check, gradients.kernel, schedules=mutation.SCHEDULES[:3])
+    report = mutation.run(check, run.kernel, schedules=mutation.SCHEDULES[:3])
     # The emulator keeps shared memory longer than its CTA, so that nobody need wait for what leaves it last.
     unnoticed = sorted(m.text for m in report.unnoticed)
     last = "cp.async.bulk.wait_group 0"

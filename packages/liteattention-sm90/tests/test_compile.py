@@ -10,7 +10,14 @@ from cula_core.compiled.artifacts import artifacts
 from cula_emulator import resources
 from cula_testing.compiled import assert_closed, report
 from liteattention_sm90 import launch
-from liteattention_sm90.config import REGISTERS, THREADS, ForwardConfig
+from liteattention_sm90.config import (
+    ENDS_THREADS,
+    REGISTERS,
+    THREADS,
+    ConvertConfig,
+    ForwardConfig,
+    SumsConfig,
+)
 
 SHARED_MEMORY = 232448  # bytes of a CTA on Hopper
 CONFIGS = [
@@ -48,5 +55,25 @@ def test_machine_code(config):
     assert 128 * (load + 2 * multiply) <= kernel.registers * THREADS
 
 
-def test_the_keys_of_kernels_hold_every_source_that_makes_them():
-    assert_closed(launch.unit(CONFIGS[0]))
+@pytest.mark.parametrize("config, loads, stores, narrow", [
+    (SumsConfig("bfloat16", 128, True), 8, 8, 2), (SumsConfig("float16", 64), 4, 4, 2),
+    (SumsConfig("bfloat16", 8), 4, 4, 2), (ConvertConfig("bfloat16", 128), 8, 0, 8),
+    (ConvertConfig("float16", 40), 4, 0, 4),
+])  # fmt: skip
+def test_machine_code_around_the_backward_pass(config, loads, stores, narrow):
+    """loads, stores: of 16 bytes. narrow: other stores."""
+    unit = launch.unit(config)
+    kernel, ptx = report(unit).kernel, artifacts(unit).ptx
+    resources.check(kernel, expect=("LDG", "STG"))
+    assert (kernel.spill_stores, kernel.spill_loads) == (0, 0)
+    assert kernel.threads == (ENDS_THREADS, 1, 1) and kernel.registers <= 64
+    assert kernel.dynamic_shared_bytes == 0 and kernel.count("BAR") == 0
+    assert ptx.count("ld.global.v4") == loads and ptx.count("st.global.v4") == stores
+    assert len(re.findall(r"st\.global\.(?!v4)", ptx)) == narrow
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS[0], SumsConfig("bfloat16", 64), ConvertConfig("bfloat16", 64)], ids=str
+)
+def test_the_keys_of_kernels_hold_every_source_that_makes_them(config):
+    assert_closed(launch.unit(config))

@@ -66,8 +66,3 @@ def test_what_is_refused_raises_with_the_reason(cuda):
     q = torch.randn(1, 200, 2, 192, device=cuda, dtype=torch.bfloat16)
     with choice.forced("sm90"), pytest.raises(RuntimeError, match="=sm90: the head dimension"):
         lite_attention(q, q, q)
-    leaf = q[..., :64].clone().requires_grad_()
-    with choice.forced("sm90"):
-        out = lite_attention(leaf, leaf, leaf)[0]
-        with pytest.raises(RuntimeError, match="=sm90: no backward"):
-            out.sum().backward()

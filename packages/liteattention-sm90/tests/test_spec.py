@@ -15,7 +15,8 @@ from liteattention_sm90 import _spec, launch
 
 PROBLEM = {
     "capability": (9, 0), "dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128, "block_m": 128, "block_n": 64,
-    "tiles": 4096, "packed": False, "use_int8": False, "backward": False, "asked": True,
+    "tiles": 4096, "packed": False, "use_int8": False, "backward": False, "deterministic": False,
+    "asked": True,
 }  # fmt: skip
 
 
@@ -34,7 +35,11 @@ PROBLEM = {
         ({"use_int8": True}, "no scores from 8-bit integers"),
         ({"tiles": 0}, "1 to 4096 key tiles, not 0"),
         ({"tiles": 8192}, "1 to 4096 key tiles, not 8192"),
-        ({"backward": True}, "no backward"),
+        ({"deterministic": True}, None),
+        ({"backward": True}, None),
+        ({"backward": True, "deterministic": True}, "so that they are not deterministic"),
+        ({"backward": True, "packed": True}, "no packed sequences"),
+        ({"backward": True, "head_dim_k": 192}, "multiple of 8 up to 128, not 192"),
     ],
 )
 def test_what_is_served(changes, reason):
@@ -58,16 +63,23 @@ def test_what_to_install(monkeypatch, missing):
     assert_says_what_to_install(monkeypatch, _spec.supports, missing, "liteattention-sm90")
 
 
-def test_the_launcher_takes_what_that_of_the_host_package_takes():
+@pytest.mark.parametrize("name, positional", [("forward", 18), ("backward", 19)])
+def test_the_launcher_takes_what_that_of_the_host_package_takes(name, positional):
     theirs, ours = (
-        {n: p.kind for n, p in inspect.signature(f).parameters.items()}
-        for f in (liteattention_sm89.launch.forward, launch.forward)
+        {n: p.kind for n, p in inspect.signature(getattr(module, name)).parameters.items()}
+        for module in (liteattention_sm89.launch, launch)
     )
-    for_tests = {"kernel_for", "means_for", "quantize_for", "arch"}
-    assert {n: k for n, k in theirs.items() if n not in for_tests} == {
-        n: k for n, k in ours.items() if n not in ("kernels", "multiprocessors")
+    for_tests = {
+        "kernel_for",
+        "means_for",
+        "quantize_for",
+        "arch",
+        "kernels",
+        "multiprocessors",
+        "ordered_from",
     }
-    assert [*theirs][:18] == [*ours][:18]
+    theirs, ours = ({n: k for n, k in x.items() if n not in for_tests} for x in (theirs, ours))
+    assert [*theirs.items()] == [*ours.items()]
 
 
 def test_public_names_are_those_of_the_host_package():

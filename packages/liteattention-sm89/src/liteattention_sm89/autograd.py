@@ -147,11 +147,12 @@ def _backward_cuda(
     )
     if dlse is not None and dlse.stride(2) != 1:
         dlse = dlse.clone(memory_format=DENSE)
-    run = launcher("backward", q, block_n, max_seqlen_k, cu_seqlens_q is not None)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    packed = cu_seqlens_q is not None
+    run = launcher("backward", q, block_n, max_seqlen_k, packed, deterministic=deterministic)
     run(
         q, k, v, out, lse, dout, dlse, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *gradients,
-        scale=scale, causal=causal, block_n=block_n,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        scale=scale, causal=causal, block_n=block_n, deterministic=deterministic,
     )  # fmt: skip
     if no_scores:
         gradients[0].zero_()

@@ -54,30 +54,34 @@ def _ask_for(kernel: str | None) -> None:
 
 
 def launcher(
-    name: str, q: Tensor, block_n: int, keys: int, packed: bool, int8: bool = False
-) -> Callable[..., None]:
+    name: str, q: Tensor, block_n: int, keys: int, packed: bool, int8: bool = False, deterministic: bool = False
+) -> Callable[..., None]:  # fmt: skip
     """Returns `forward` or `backward`, by name, of the launch module that serves a call.
 
-    keys: the most of a sequence. What was chosen for a problem is kept.
+    keys: the most of a sequence. deterministic: every call must give the same bits. What was chosen for a problem is
+    kept.
 
     Raises:
         RuntimeError: the package that the environment asks for refuses the problem, or is not there.
     """
     # Rounded up to a power of two, so that few problems differ.
     tiles = 1 << (-(-keys // block_n) - 1).bit_length() if keys > 0 else 0
-    return _chosen(_asked, name, q.device, q.dtype, q.shape[3], block_n, tiles, packed, int8)
+    return _chosen(
+        _asked, name, q.device, q.dtype, q.shape[3], block_n, tiles, packed, int8, deterministic
+    )
 
 
 @functools.cache
 def _chosen(
     asked: str | None, name: str, device: torch.device, dtype: torch.dtype, dim: int, block_n: int, tiles: int,
-    packed: bool, int8: bool,
+    packed: bool, int8: bool, deterministic: bool,
 ) -> Callable[..., None]:  # fmt: skip
     if asked != OWN:
         capability = torch.cuda.get_device_capability(device)
         problem = {
             "capability": capability, "dtype": dtype, "head_dim_k": dim, "head_dim_v": dim, "block_n": block_n,
             "tiles": tiles, "packed": packed, "use_int8": int8, "backward": name == "backward",
+            "deterministic": deterministic,
         }  # fmt: skip
         refusals = []
         for spec in _specs(asked or f"sm{capability[0]}{capability[1]}"):

@@ -30,12 +30,14 @@ def supports(
     packed: bool = False,
     use_int8: bool = False,
     backward: bool = False,
+    deterministic: bool = False,
     asked: bool | None = None,
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it.
 
-    tiles: of keys, in a row of the list. backward: the kernels of the gradients are meant, else those of attention.
+    tiles: of keys, in a row of the list. backward: the kernels of the gradients are meant, else those of attention;
+    deterministic: these must give the same bits every time.
     asked: the package is asked for by name; None: if the environment says so.
     """
     missing = missing_language(NAME)
@@ -47,8 +49,6 @@ def supports(
         return f"not timed on a GPU yet, so only {VARIABLE}=sm90 chooses it"
     if capability is not None and tuple(capability) != (9, 0):
         return "needs compute capability 9.0, not {}.{}".format(*capability)
-    if backward:
-        return "no backward"
     if dtype is not None and dtype_name(dtype) not in DTYPES:
         return f"q, k and v must be {' or '.join(DTYPES)}, not {dtype_name(dtype)}"
     for name, dim in (("the head dimension", head_dim_k), ("that of v", head_dim_v)):
@@ -62,6 +62,8 @@ def supports(
         return "no packed sequences"
     if use_int8:
         return "no scores from 8-bit integers"
+    if backward and deterministic:
+        return "gradients of q are added up in any order, so that they are not deterministic"
     if tiles is not None and not 1 <= tiles <= MAX_TILES:
         return f"1 to {MAX_TILES} key tiles, not {tiles}"
     return None

@@ -8,19 +8,23 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
 
-from .config import BackwardConfig, ForwardConfig, OrderConfig
+from .config import BackwardConfig, Config, ConvertConfig, ForwardConfig, OrderConfig, SumsConfig
 from .kernels.backward import LiteBackward
+from .kernels.ends import LiteConvert, LiteSums
 from .kernels.forward import LiteForward
 from .kernels.order import LiteOrder
 
 
-def kernel(config: ForwardConfig | BackwardConfig | OrderConfig, arch: str) -> tuple[object, ...]:
+def kernel(config: Config, arch: str) -> tuple[object, ...]:
     """Returns what is compiled for a config: the kernel and its fake arguments, without the stream."""
-    if isinstance(config, BackwardConfig):
-        return LiteBackward(config), *backward_arguments(config)
-    if isinstance(config, OrderConfig):
-        return LiteOrder(config), *order_arguments()
-    return LiteForward(config), *forward_arguments(config)
+    made, arguments = {
+        ForwardConfig: (LiteForward, forward_arguments),
+        OrderConfig: (LiteOrder, order_arguments),
+        BackwardConfig: (LiteBackward, backward_arguments),
+        SumsConfig: (LiteSums, sums_arguments),
+        ConvertConfig: (LiteConvert, convert_arguments),
+    }[type(config)]
+    return made(config), *arguments(config)
 
 
 def mask_of(heads: object):
@@ -30,7 +34,20 @@ def mask_of(heads: object):
     return make_fake_tensor(cutlass.Int32, shape, stride=strides)
 
 
-def order_arguments() -> tuple:
+def per_row(batch: object, heads: object, rows: object):
+    """Returns a number of every row, fp32 [B, Hq, Sq]."""
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    return make_fake_tensor(cutlass.Float32, (batch, heads, rows), stride=strides)
+
+
+def per_padded_row(batch: object, heads: object):
+    """Returns the same with T' rows, a multiple of 64."""
+    strides = (*(cute.sym_int64(divisibility=64) for _ in range(2)), 1)
+    shape = (batch, heads, cute.sym_int())
+    return make_fake_tensor(cutlass.Float32, shape, stride=strides, assumed_align=16)
+
+
+def order_arguments(_: OrderConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteOrder`: the mask, work, and numbers of query rows and keys."""
     return mask_of(cute.sym_int()), fake.vector(cutlass.Int32), *(cutlass.Int32(1),) * 2
 
@@ -49,13 +66,12 @@ def forward_arguments(config: ForwardConfig) -> tuple:
     def mask(wanted: bool):
         return mask_of(heads) if wanted else None
 
-    strides = (cute.sym_int64(), cute.sym_int64(), 1)
     return (
         activation(rows, heads),
         activation(keys, heads_k),
         activation(keys, heads_k),
         activation(rows, heads),
-        make_fake_tensor(cutlass.Float32, (batch, heads, rows), stride=strides),
+        per_row(batch, heads, rows),
         mask(config.skip),
         mask(config.must_do),
         mask(config.skip),
@@ -70,7 +86,7 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteBackward`.
 
     They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
-    accumulated gradients of q [B, Sq, Hq, 128] in fp32, dk, dv, scale, the same in log2 units.
+    accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in log2 units.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -79,23 +95,45 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     ):
         return fake.rows(dtype, (batch, length, heads, dim))
 
-    def sums():
-        strides = (*(cute.sym_int64(divisibility=64) for _ in range(2)), 1)
-        return make_fake_tensor(
-            cutlass.Float32, (batch, heads, cute.sym_int()), stride=strides, assumed_align=16
-        )
-
-    mask = mask_of(heads) if config.skip else None
     return (
         activation(rows, heads),
         activation(keys, heads_k),
         activation(keys, heads_k),
         activation(rows, heads),
-        sums(),
-        sums(),
-        mask,
+        per_padded_row(batch, heads),
+        per_padded_row(batch, heads),
+        mask_of(heads) if config.skip else None,
         activation(rows, heads, "float32", config.width),
         activation(keys, heads_k),
         activation(keys, heads_k),
         *(cutlass.Float32(1.0),) * 2,
+    )
+
+
+def sums_arguments(config: SumsConfig) -> tuple:
+    """Returns stand-ins for the arguments of `LiteSums`.
+
+    They are out, dout, lse and its gradient [B, Hq, Sq], log-sum-exps in log2 units and Delta as `LiteBackward` takes
+    them, and its accumulators of gradients of q.
+    """
+    batch, rows, heads = (cute.sym_int() for _ in range(3))
+    shape = (batch, rows, heads)
+    return (
+        fake.rows(config.dtype, (*shape, config.head_dim)),
+        fake.rows(config.dtype, (*shape, config.head_dim)),
+        per_row(batch, heads, rows),
+        per_row(batch, heads, rows) if config.with_dlse else None,
+        per_padded_row(batch, heads),
+        per_padded_row(batch, heads),
+        fake.rows("float32", (*shape, config.width)),
+    )
+
+
+def convert_arguments(config: ConvertConfig) -> tuple:
+    """Returns stand-ins for the arguments of `LiteConvert`: accumulators, dq and scale."""
+    shape = tuple(cute.sym_int() for _ in range(3))
+    return (
+        fake.rows("float32", (*shape, config.width)),
+        fake.rows(config.dtype, (*shape, config.head_dim)),
+        cutlass.Float32(1.0),
     )

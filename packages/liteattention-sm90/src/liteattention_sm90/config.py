@@ -1,4 +1,4 @@
-"""What is fixed when the forward kernel is compiled. Pure Python."""
+"""What is fixed when a kernel is compiled. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ MAX_WORDS = 128  # of 32 tiles in a row of a mask: what shared memory has votes 
 MAX_TILES = 32 * MAX_WORDS
 STAGES = 2  # of k, of v and of queries
 THREADS = 384
+ENDS_THREADS = 256  # of the kernels before and after the backward
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
 BACKWARD_REGISTERS = 24, 240
 # What CTAs draw from: the number of query tiles drawn, and the query tiles in their order.
@@ -23,6 +24,11 @@ ARRIVED, NUMBERS = (
 )  # where the number of CTAs is that have helped with the order, and where it begins
 CLASSES = 4  # of query tiles, by the lengths of their lists
 ORDERED_FROM = 2048  # query tiles, of which the order is worth a kernel of its own
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension, padded to what one box of TMA has or two."""
+    return UNIT if head_dim <= UNIT else MAX_DIM
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,8 @@ class ForwardConfig:
 
     @property
     def width(self) -> int:
-        """The head dimension, padded to what one box of TMA has or two."""
-        return 64 if self.head_dim <= 64 else 128
+        """The padded head dimension."""
+        return padded(self.head_dim)
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -83,10 +89,40 @@ class BackwardConfig:
 
     @property
     def width(self) -> int:
-        """The head dimension, padded to what one box of TMA has or two."""
-        return UNIT if self.head_dim <= UNIT else MAX_DIM
+        """The padded head dimension."""
+        return padded(self.head_dim)
 
     @property
     def by_turns(self) -> bool:
         """Whether warpgroups compute gradients of q in turns, and not half of their columns each."""
         return self.width == UNIT
+
+
+@dataclass(frozen=True)
+class SumsConfig:
+    """The static facts of what comes before a backward pass. with_dlse: the log-sum-exp has a gradient too."""
+
+    dtype: str
+    head_dim: int
+    with_dlse: bool = False
+
+    @property
+    def width(self) -> int:
+        """The padded head dimension."""
+        return padded(self.head_dim)
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """The static facts of what comes after a backward pass."""
+
+    dtype: str
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """The padded head dimension."""
+        return padded(self.head_dim)
+
+
+Config = ForwardConfig | OrderConfig | BackwardConfig | SumsConfig | ConvertConfig

@@ -1,4 +1,4 @@
-"""Finds the kernel of a call, and launches it."""
+"""Finds the kernels of a call, and launches them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,32 @@ from cula_core.compiled.libraries import kernel
 from cula_core.constants import LOG2_E
 from cula_core.dtypes import dtype_name
 from cula_core.once import once
+from liteattention_sm89 import masks
 
-from .config import BLOCK_M, CLASSES, NUMBERS, ORDERED_FROM, ForwardConfig, OrderConfig
+from .config import (
+    BLOCK_M,
+    CLASSES,
+    NUMBERS,
+    ORDERED_FROM,
+    UNIT,
+    BackwardConfig,
+    Config,
+    ConvertConfig,
+    ForwardConfig,
+    OrderConfig,
+    SumsConfig,
+)
 
 ARCH = "sm_90a"
 
 
-def unit(config: ForwardConfig | OrderConfig) -> Unit:
+def unit(config: Config) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
     return Unit(f"{__package__}.build", config, ARCH)
 
 
 @once
-def compile(config: ForwardConfig | OrderConfig) -> Callable[..., None]:
+def compile(config: Config) -> Callable[..., None]:
     """Returns a callable for one config, reused for every size and stride."""
     return kernel(unit(config))
 
@@ -50,7 +63,7 @@ def forward(
     block_n: int,
     int8: bool = False,
     max_seqlen_k: int | None = None,
-    kernels: Callable[[ForwardConfig | OrderConfig], Callable[..., None]] = compile,
+    kernels: Callable[[Config], Callable[..., None]] = compile,
     multiprocessors: int | None = None,
     ordered_from: int = ORDERED_FROM,
 ) -> None:
@@ -76,3 +89,50 @@ def forward(
         q, k, v, out, lse, read, must_do, write, direction if on_device else None, work, scale_log2,
         threshold / scale_log2, 1 if on_device else direction, min(count, tiles),
     )  # fmt: skip
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens_q: None,
+    cu_seqlens_k: None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    block_n: int,
+    deterministic: bool,
+    kernels: Callable[[Config], Callable[..., None]] = compile,
+) -> None:
+    """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
+
+    Workspace: 8 bytes per row and head, and 4 bytes per element of dq, of which each row has 64 or 128. What
+    `_spec.supports` refuses does not come here: packed sequences, and gradients that must not depend on time. The
+    kernels are for tests.
+    """
+    assert cu_seqlens_q is None and cu_seqlens_k is None and not deterministic
+    batch, rows, heads, dim = q.shape
+    dtype = dtype_name(q.dtype)
+    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n)
+
+    def workspace(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    lse_log2, delta = workspace(2, batch, heads, -(-rows // UNIT) * UNIT)
+    acc = workspace(batch, rows, heads, main.width)
+    kernels(SumsConfig(dtype, dim, dlse is not None))(out, dout, lse, dlse, lse_log2, delta, acc)
+    across = None
+    if mask is not None:
+        across = masks.transpose(mask, -(-rows // BLOCK_M), -(-k.shape[1] // block_n))
+    kernels(main)(q, k, v, dout, lse_log2, delta, across, acc, dk, dv, scale, scale * LOG2_E)
+    kernels(ConvertConfig(dtype, dim))(acc, dq, scale)

@@ -1,6 +1,15 @@
 """Calls of skip-list attention, and what must come out, for every package that has kernels of it."""
 
-from .calls import DENSE, LISTED, Call, Inputs, make_inputs, packed_bits, without_unlisted
+from .calls import (
+    DENSE,
+    LISTED,
+    Call,
+    Inputs,
+    make_inputs,
+    packed_bits,
+    unpacked_bits,
+    without_unlisted,
+)
 from .subject import Empty, Subject, empty_on
 
 __all__ = [
@@ -13,5 +22,6 @@ __all__ = [
     "empty_on",
     "make_inputs",
     "packed_bits",
+    "unpacked_bits",
     "without_unlisted",
 ]

@@ -134,11 +134,16 @@ def packed_bits(bits: Tensor) -> Tensor:
     return (places.long() << torch.arange(32)).sum(-1).to(torch.int32)
 
 
+def unpacked_bits(words: Tensor, tiles: int) -> Tensor:
+    """The same back: bool [..., tiles]."""
+    bits = (words[..., None] >> torch.arange(32, device=words.device)) & 1
+    return bits.flatten(-2)[..., :tiles].bool()
+
+
 def without_unlisted(call: Call, x: Inputs) -> Inputs:
     """The same with NaN in every key and value of tiles that no query tile lists."""
     tiles = -(-call.keys // call.block_n)
-    bits = (x.read[..., None] >> torch.arange(32)) & 1  # [B, H, Mt, W, 32]
-    unlisted = ~bits.flatten(-2)[..., :tiles].bool().any(2).any(1)  # [B, Nt]
+    unlisted = ~unpacked_bits(x.read, tiles).any(2).any(1)  # [B, Nt]
     columns = unlisted.repeat_interleave(call.block_n, 1)[:, : call.keys]
     assert columns.any()
     k, v = (t.masked_fill(columns[:, :, None, None], math.nan) for t in (x.k, x.v))

@@ -377,7 +377,7 @@ class LiteBackward:
             cutlass.Uint32(0),
             cutlass.Uint32(0),
         )  # steps, and gradients of q that are this warpgroup's
-        last_row, last_head = I32(0), I32(0)
+        last_row, last_head, listed = I32(0), I32(0), I32(3)
         self.wait(memory, "full", 0, 0)
         flags = records[2, 0]
         while flags & END == 0:
@@ -420,9 +420,9 @@ class LiteBackward:
             turn = (count + 1) % 2 == group
             if cutlass.const_expr(self.config.by_turns):
                 if turn:
-                    self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, group)
+                    self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
             else:
-                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, group)
+                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
             warpgroup.wait_group(0)
             self.release(memory, "free", stage, tidx)
             if turn | (not self.config.by_turns):
@@ -430,12 +430,12 @@ class LiteBackward:
                 if count > 0:
                     self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
                     sent = sent + 1
-            last_row, last_head = row, head
+            last_row, last_head, listed = row, head, flags
             count = count + 1
             self.wait(memory, "full", count % STAGES, count // STAGES % 2)
             flags = records[2, count % STAGES]
         if (count > 0) & (((count + 1) % 2 == group) | (not self.config.by_turns)):
-            self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, group)
+            self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
             warpgroup.wait_group(0)
             self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
             sent = sent + 1
@@ -488,16 +488,22 @@ class LiteBackward:
             warpgroup.commit_group()
 
     @cute.jit
-    def multiply_ds(self, memory, mma_q, dq: cute.Tensor, tDs, tKt, number, group):
-        """Issues gradients of q of a step, 64 columns: those of the warpgroup, or all there are."""
+    def multiply_ds(self, memory, mma_q, dq: cute.Tensor, tDs, tKt, number, listed, group):
+        """Issues gradients of q of a step, 64 columns: those of the warpgroup, or all there are.
+
+        Where a tile is not listed dS is zero, and keys that are listed stand in for those that might not be finite.
+        """
         stage, column = number % STAGES, group
         if cutlass.const_expr(self.config.by_turns):
             column = 0
         self.wait(memory, "ds_full", stage, number // STAGES % 2)
         for half in cutlass.range_constexpr(2):
+            keys = I32(half)
+            if (listed >> half) & 1 == 0:
+                keys = I32(1 - half)
             self.multiply(
                 mma_q, dq, tDs[None, None, None, 2 * stage + half],
-                tKt[None, None, None, half * self.columns + column], half > 0, half > 0,
+                tKt[None, None, None, keys * self.columns + column], half > 0, half > 0,
             )  # fmt: skip
 
     @cute.jit
