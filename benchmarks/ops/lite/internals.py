@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from torch import Tensor
 from liteattention_sm89 import masks
 from liteattention_sm89.choice import forced, launcher
 from liteattention_sm89.config import BLOCK_M, BLOCK_N
+from liteattention_sm89.diffusers import apply_lite_attention
 from liteattention_sm89.quality import compare, density
 from liteattention_sm89.reference import masked_gradients
 from liteattention_sm89.replay import calibrated, replay, threshold_for
 
 __all__ = [
     "Stages",
+    "apply_lite_attention",
+    "asked",
     "backward_operator",
     "calibrated",
     "compare",
@@ -37,6 +41,11 @@ Launch = Callable[..., Any]
 def backward_operator() -> Callable[..., Any]:
     """The operator that autograd calls for gradients."""
     return torch.ops.liteattention_sm89.backward.default
+
+
+def asked(kernel: str | None) -> contextlib.AbstractContextManager[None]:
+    """`forced`, but None leaves the choice to the package and to LITEATTENTION_KERNEL."""
+    return contextlib.nullcontext() if kernel is None else forced(kernel)
 
 
 def kernel_of(q: Tensor) -> str:

@@ -35,7 +35,7 @@ from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.harness.timers import Timing
 from benchmarks.ops.lite import quality_rows
-from benchmarks.ops.lite.internals import forced, kernel_of
+from benchmarks.ops.lite.internals import asked, kernel_of
 from benchmarks.ops.lite.quality_rows import OP
 from benchmarks.ops.lite.quality_study import (
     ALL,
@@ -91,7 +91,7 @@ def add_kernel(parser: argparse.ArgumentParser) -> None:
 def kernel_refusal(kernel: str | None, device: str) -> str | None:
     """Why the kernel that --kernel names cannot serve on a device, or None."""
     try:
-        with forced(kernel):
+        with asked(kernel):
             kernel_of(torch.empty(1, 64, 1, 128, dtype=torch.bfloat16, device=device))
     except RuntimeError as error:
         return f"kernel: {error}"
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = begin()
     study = study_on(device, origin, *extent, thresholds)
     try:
-        with forced(args.kernel):
+        with asked(args.kernel):
             _run(study, cases(sizes, args.workloads), started, args.limit)
     except CheckFailed as error:
         return fail(error, code=1)

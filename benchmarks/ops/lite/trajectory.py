@@ -26,7 +26,7 @@ import torch
 from benchmarks.harness.commands import add_json, fail
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.ops.lite import quality, trajectory_rows
-from benchmarks.ops.lite.internals import forced
+from benchmarks.ops.lite.internals import asked
 from benchmarks.ops.lite.quality_study import FULL, SMALL
 from benchmarks.ops.lite.trajectory_study import (
     SMALL_STEPS,
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     study = quality.study_on(device, origin, steps, 1, THRESHOLDS, TrajectoryStudy, targets=())
     try:
         # Inference code records no autograd graph.
-        with torch.inference_mode(), forced(args.kernel):
+        with torch.inference_mode(), asked(args.kernel):
             study.run(case((SMALL if small else FULL)[0]))
     except CheckFailed as error:
         return fail(error, code=1)
