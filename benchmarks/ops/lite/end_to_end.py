@@ -33,6 +33,7 @@ from benchmarks.harness.provenance import gpu_slug, provenance, read_smi, versio
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.ops.lite import end_to_end_rows as rows
 from benchmarks.ops.lite import end_to_end_study as study
+from benchmarks.ops.lite.internals import asked
 from benchmarks.ops.lite.quality import KERNELS, kernel_refusal
 
 # Seconds after which no other setting is started.
@@ -114,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         targets=args.targets, providers=args.providers, kernels=args.kernels,
         say=lambda text: print(f"{time.monotonic() - started:6.1f} s  {text}", flush=True),
     )  # fmt: skip
+    only = args.kernels[0] if len(args.kernels) == 1 and study.AUTO not in args.kernels else None
     origin = begin(device)
     path = json_path(args.json, rows.OP, gpu_slug(origin["gpu"]))
     earlier = rows.load(path) if args.join and path.exists() else None
@@ -131,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     where = {"model": model.name, "resolution": resolution}
                     found.skipped.append({**where, "provider": "all", "reason": reason})
                 else:
-                    with torch.inference_mode():
+                    # Where one kernel serves all, nothing is chosen anew between the steps.
+                    with torch.inference_mode(), asked(only):
                         found.run(model, resolution, grid)
                     gc.collect()
                     torch.cuda.empty_cache()

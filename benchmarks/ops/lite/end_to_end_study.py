@@ -44,7 +44,8 @@ NOTES = (
     "They are made between the steps and not timed.",
     "Every block has lists of its own, which begin full. Thresholds: the one at which the worst step has a relative L1 "
     "error of the target, found by the package's calibration on other data of the same kind, one head of every type, "
-    "all steps. l1_by_step is what the error then is, relative to dense attention by the same kernel.",
+    "all steps, with the first kernel of a run. l1_by_step is what the error then is, relative to dense attention by "
+    "the same kernel.",
     "All implementations run every step in turns, in an order that moves on from step to step. Times are those of "
     "device events around a step. Cross attention runs with torch's cuDNN backend everywhere.",
     "Extrapolated columns take all layers of the published model to be as long as the blocks that ran. They leave out "
@@ -402,7 +403,8 @@ class Stack:
         self._use(self.processors[variant])
         for replay, step in zip(self.replays, inputs, strict=True):
             replay.inputs, replay.keep = step, keep
-        when = torch.full((1,), round(1000 * (1 - progress)), device=self.device)
+        latent = self.arguments["hidden_states"]
+        when = torch.full((1,), round(1000 * (1 - progress)), device=latent.device)
         with self._backend(), asked(variant.choice):
             self._wait()
             start = self.mark()

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import types
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +16,13 @@ from benchmarks import tables
 from benchmarks.harness import results
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.ops.checks import SEED
-from benchmarks.ops.lite import end_to_end, end_to_end_plot, end_to_end_rows, end_to_end_study
+from benchmarks.ops.lite import (
+    end_to_end,
+    end_to_end_plot,
+    end_to_end_rows,
+    end_to_end_study,
+    internals,
+)
 from benchmarks.ops.lite.end_to_end_study import Replayed, Stack, Study, Variant
 from benchmarks.ops.lite.internals import replay
 from benchmarks.ops.lite.workloads import Shape, structured
@@ -203,6 +210,65 @@ def test_a_wrong_dense_kernel_and_a_backend_that_is_not_there(monkeypatch, capsy
     assert end_to_end_rows.left_out({"skipped": study.skipped}) == [
         "toy tiny, torch_default: No available kernel.."
     ]
+
+
+@needs_diffusers
+def test_a_gpu_is_timed_by_events_and_its_memory_counts_weights_and_lists(monkeypatch):
+    """A stack that takes the CPU for a GPU whose every event comes a millisecond after the one before."""
+    from torch.nn.attention import SDPBackend
+
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            Event.made += 1
+            self.ms = float(Event.made)
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    allocated, waits = [7 * 2**30], []
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append(Event.made))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: allocated[0])
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 10 * 2**30)
+    stack = Stack.of(MODEL, GRID, 2, 24, "cpu")
+    stack.device, stack.backend = "cuda", SDPBackend.MATH
+    listed, inputs = Variant("lite", "reference", None, 0.01, -4.0), [next(data(b)) for b in (0, 1)]
+    with torch.inference_mode():
+        stack.add(listed)
+        times, outs = stack.step(listed, inputs, 0.5)
+        # Of the step, its blocks, and two pairs around attentions: start 1, first 2, 3 to 6, last 7, end 8.
+        assert times == {"step_ms": 7, "blocks_ms": 5, "attention_ms": 2} and waits == [0, 8]
+        assert [out.shape for out in outs] == [(1, 4, 256, 32)] * 2
+        weights = [*stack.built.parameters(), *stack.built.buffers()]
+        # Two blocks, the list that was read and the one for the next step, a word for each of 4 x 2 query tiles.
+        size = sum(x.numel() * x.element_size() for x in weights) + 2 * 2 * 4 * 2 * 4
+        assert stack.memory(listed, inputs) == pytest.approx(3 + size / 2**30, rel=1e-12)
+        assert all(replayed.out is None for replayed in stack.replays)
+
+
+def test_the_kernel_that_serves_is_named_by_its_package(monkeypatch):
+    from liteattention_sm89 import choice
+
+    def launcher(name, q, block_n, keys, packed):
+        assert (name, block_n, keys, packed) == ("forward", 64, 4096, False)
+        return types.FunctionType((lambda: None).__code__, {"__name__": served[choice._asked]})
+
+    served = {None: "liteattention_sm89.launch", "sm90": "liteattention_sm90.launch"}
+    monkeypatch.setattr(internals, "launcher", launcher)
+    q = types.SimpleNamespace(is_cuda=True, shape=(1, 4096, 2, 128))
+    with internals.asked(None):
+        assert internals.kernel_of(q) == "sm89"
+    with internals.asked("sm90"):
+        assert internals.kernel_of(q) == "sm90"
+    assert internals.kernel_of(torch.ones(1, 64, 1, 8)) == "reference"
+    with internals.forced("sm90"), internals.asked(None):
+        assert internals.kernel_of(q) == "sm90"
 
 
 def test_sizes_are_those_of_the_published_models():
