@@ -10,7 +10,8 @@ with `_sustained` behind it is the table of its times under a sustained load, be
 of first calls, `models` that of whole models, `several_gpus` that of calls on several GPUs, and `kda_learning` that of
 losses.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
-`lite_trajectory` (`ops/lite/trajectory_rows.py`), `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
+`lite_trajectory` (`ops/lite/trajectory_rows.py`), `lite_end_to_end` (`ops/lite/end_to_end_rows.py`),
+`kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
 `kda_h200:published`, `gated_h200:published` and `lite_rtx4090:published` (`published.py` of the family),
 `kda_prefill_flashkda` (`ops/kda/flashkda_tables.py`) and `answers:h200` (`answers.py`).
 Without files, the command reads every markdown file of the repository. Some it writes as a whole: BENCHMARK_H20.md
@@ -53,8 +54,8 @@ from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
 from benchmarks.ops.lightning import published as gated_published
 from benchmarks.ops.lightning import tables as lightning_tables
+from benchmarks.ops.lite import end_to_end_rows, quality_rows, trajectory_rows
 from benchmarks.ops.lite import published as lite_published
-from benchmarks.ops.lite import quality_rows, trajectory_rows
 from benchmarks.ops.lite import tables as lite_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +68,7 @@ DOCUMENTED = {"h200"}
 TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES, **delta_tables.TABLES}
 # Modules whose ops have tables of their own.
 OF_THEIR_OWN = (
-    kda_tables, kda_published, flashkda_tables, gated_published, lite_published, trajectory_rows,
+    kda_tables, kda_published, flashkda_tables, gated_published, lite_published, trajectory_rows, end_to_end_rows,
 )  # fmt: skip
 OPTIONS = {"settings", "method", "mean", "table"}
 REGION = re.compile(
@@ -172,6 +173,7 @@ def card_page(gpu: str, root: Path = results.RESULTS) -> str:
             *named,
             quality_rows.OP,
             trajectory_rows.OP,
+            end_to_end_rows.OP,
             first_calls.OP,
             model_rows.OP,
             rank_rows.OP,

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks import plot
 from benchmarks.harness import results
 from benchmarks.ops.kda import tables as kda_tables
-from benchmarks.ops.lite import quality_plot
+from benchmarks.ops.lite import end_to_end_plot, end_to_end_rows, quality_plot
 
 Result = Mapping[str, Any]
 
@@ -157,6 +157,18 @@ def of_trajectory(result: Result, anchor: str) -> list[Plot]:
     shares.set_xlabel("step")
     caption = "Time and share of tiles of every step, by threshold"
     return [_finish(figure, [times, shares], caption, f"{anchor}-0")]
+
+
+def of_end_to_end(content: Result, anchor: str) -> list[Plot]:
+    """Times of whole steps and the shares of tiles that they visit, a picture per model and resolution."""
+    found = []
+    for rows in end_to_end_rows.by_setting(content["rows"]).values():
+        figure = _figure(4.9)
+        axes = figure.subplots(2, 1, sharex=True)
+        end_to_end_plot.draw_setting(axes, rows)
+        title = end_to_end_plot.caption(rows[0])
+        found.append(_finish(figure, axes[:1], title, f"{anchor}-{len(found)}", columns=2))
+    return found
 
 
 def of_cards(published: Result, predicted: Result | None, anchor: str) -> list[Plot]:

@@ -24,8 +24,8 @@ from benchmarks.harness import (
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.lite import end_to_end_rows, quality_rows, trajectory_rows
 from benchmarks.ops.lite import published as lite_published
-from benchmarks.ops.lite import quality_rows, trajectory_rows
 from benchmarks.report import plots
 from benchmarks.report.plots import Plot
 
@@ -392,6 +392,16 @@ def _trajectory(section: Section, content: Content, path: Path) -> None:
     section.notes = content["notes"]
 
 
+def _end_to_end(section: Section, content: Content, path: Path) -> None:
+    end_to_end_rows.validate(content)
+    section.measured = [("whole steps, eager", MEASURED), ("guidance", NOT_MEASURED)]
+    section.plots = plots.of_end_to_end(content, section.anchor)
+    caption = "Medians over the steps, 20th to 80th percentile in brackets"
+    section.tables = [Table(caption, *end_to_end_rows.table(content))]
+    left = [f"Not measured: {line}" for line in end_to_end_rows.left_out(content)]
+    section.notes = [*content["notes"], *left]
+
+
 def _emulator(section: Section, content: Content, path: Path) -> None:
     rows = content["rows"]
     labels = [r["kernel"] for r in rows]
@@ -533,6 +543,7 @@ def _text(value: Any) -> str:
 READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     quality_rows.OP: _quality,
     trajectory_rows.OP: _trajectory,
+    end_to_end_rows.OP: _end_to_end,
     "emulator": _emulator,
     "emulator_agreement": _agreement,
     mutant_rows.OP: _mutants,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,18 +12,23 @@ import torch
 from torch import Tensor
 
 from liteattention_sm89 import masks
-from liteattention_sm89.choice import forced
+from liteattention_sm89.choice import forced, launcher
 from liteattention_sm89.config import BLOCK_M, BLOCK_N
-from liteattention_sm89.quality import compare
+from liteattention_sm89.diffusers import apply_lite_attention
+from liteattention_sm89.quality import compare, density
 from liteattention_sm89.reference import masked_gradients
 from liteattention_sm89.replay import calibrated, replay, threshold_for
 
 __all__ = [
     "Stages",
+    "apply_lite_attention",
+    "asked",
     "backward_operator",
     "calibrated",
     "compare",
+    "density",
     "forced",
+    "kernel_of",
     "masked_gradients",
     "replay",
     "stages",
@@ -35,6 +41,22 @@ Launch = Callable[..., Any]
 def backward_operator() -> Callable[..., Any]:
     """The operator that autograd calls for gradients."""
     return torch.ops.liteattention_sm89.backward.default
+
+
+def asked(kernel: str | None) -> contextlib.AbstractContextManager[None]:
+    """`forced`, but None leaves the choice to the package and to LITEATTENTION_KERNEL."""
+    return contextlib.nullcontext() if kernel is None else forced(kernel)
+
+
+def kernel_of(q: Tensor) -> str:
+    """The architecture of the kernel that serves a forward pass with queries, and as many keys, like q [B, S, H, D].
+
+    On the CPU it is "reference".
+    """
+    if not q.is_cuda:
+        return "reference"
+    launch = launcher("forward", q, BLOCK_N[0], q.shape[1], packed=False)
+    return launch.__module__.partition(".")[0].removeprefix("liteattention_")
 
 
 @dataclass(frozen=True)

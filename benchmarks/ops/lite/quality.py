@@ -1,12 +1,12 @@
 """Quality against speed of skip-list attention, on workloads that change from step to step.
 
     python benchmarks/ops/lite/quality.py [--json [PATH]] [--workloads NAME ...] [--sizes S ...] [--device cpu]
-        [--small]
+        [--small] [--kernel sm89 | sm90]
 
 For every threshold a module with lists of its own runs the steps of a workload one after the other, as a model would
 call it. Each step is compared with dense attention in fp32. Then the call of the last step is timed, in turns with
 dense attention by the same kernel and by torch's backends, and after that all steps together. `quality_plot.py` draws
-the result.
+the result. --kernel asks for the kernels of an architecture, where the package would choose others.
 
 On the CPU, or with --small, the size is tiny. Times on the CPU are those of the reference implementation, so such a run
 is only a trial.
@@ -35,6 +35,7 @@ from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.harness.timers import Timing
 from benchmarks.ops.lite import quality_rows
+from benchmarks.ops.lite.internals import asked, kernel_of
 from benchmarks.ops.lite.quality_rows import OP
 from benchmarks.ops.lite.quality_study import (
     ALL,
@@ -54,6 +55,7 @@ from benchmarks.ops.lite.quality_study import (
 
 # Seconds after which no other workload is started.
 LIMIT = 125.0
+KERNELS = ("sm89", "sm90")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -70,12 +72,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names)
     )
     parser.add_argument("--thresholds", nargs="+", type=float, metavar="T")
+    add_kernel(parser)
     parser.add_argument(
         "--limit", type=float, default=LIMIT, metavar="SECONDS",
         help="after these nothing new is started (%(default)s)",
     )  # fmt: skip
     add_json(parser, OP)
     return parser.parse_args(argv)
+
+
+def add_kernel(parser: argparse.ArgumentParser) -> None:
+    """Adds --kernel: the architecture whose kernels serve, where there is a choice."""
+    parser.add_argument(
+        "--kernel", choices=KERNELS, help="whose kernels run; default: as the package chooses"
+    )
+
+
+def kernel_refusal(kernel: str | None, device: str) -> str | None:
+    """Why the kernel that --kernel names cannot serve on a device, or None."""
+    try:
+        with asked(kernel):
+            kernel_of(torch.empty(1, 64, 1, 128, dtype=torch.bfloat16, device=device))
+    except RuntimeError as error:
+        return f"kernel: {error}"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,11 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     thresholds = args.thresholds or (SMALL_THRESHOLDS if small else THRESHOLDS)
     if bad := [t for t in thresholds if not -math.inf < t <= 0]:
         return fail(f"thresholds: expected finite log2 units, at most 0, got {bad}")
+    if refusal := kernel_refusal(args.kernel, device):
+        return fail(refusal)
     extent = (SMALL_STEPS, SMALL_TRIED) if small else (FULL_STEPS, FULL_TRIED)
     origin = begin()
     study = study_on(device, origin, *extent, thresholds)
     try:
-        _run(study, cases(sizes, args.workloads), started, args.limit)
+        with asked(args.kernel):
+            _run(study, cases(sizes, args.workloads), started, args.limit)
     except CheckFailed as error:
         return fail(error, code=1)
     finish(study, origin, started, args.json, quality_rows)

@@ -38,6 +38,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
         (int, float),
     ),
 }  # fmt: skip
+# Fields that rows may have besides: the architecture of the kernels that ran, "reference" on the CPU. Files from before
+# there was a choice have none; theirs were those of sm89.
+MORE_FIELDS: dict[str, tuple[type, ...]] = {"kernel": (str,)}
 SHARES = ("density", "mean_density", "dropped_mean", "dropped_p99", "oracle_dropped")
 
 NOTES = (
@@ -63,6 +66,7 @@ def validate(result: Any) -> None:
     for number, row in enumerate(result["rows"]):
         where = f"rows[{number}]"
         results.require_fields(row, FIELDS, where)
+        results.require_fields(row, {k: t for k, t in MORE_FIELDS.items() if k in row}, where)
         for name in SHARES:
             # Sums of rounded probabilities may exceed 1 a little.
             if not 0 <= row[name] <= 1.0001:
@@ -97,10 +101,13 @@ COLUMNS = {
 
 
 def table(result: Mapping[str, Any], pattern: str = "*") -> report.Table:
-    """Header and one line per row whose setting matches a shell pattern."""
+    """Header and one line per row whose setting matches a shell pattern; with the kernel, if rows name it."""
+    columns = COLUMNS
+    if any("kernel" in r for r in result["rows"]):
+        columns = {"kernel": ("kernel", "{}"), **COLUMNS}
     lines = [
-        [r["setting"], *(form.format(r[name]) for name, form in COLUMNS.values())]
+        [r["setting"], *(form.format(r[name]) for name, form in columns.values())]
         for r in result["rows"]
         if fnmatchcase(r["setting"], pattern)
     ]
-    return ["setting", *COLUMNS], lines
+    return ["setting", *columns], lines

@@ -19,7 +19,7 @@ from benchmarks.harness.timers import Stats, Timing
 from benchmarks.ops.checks import SEED
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
-from benchmarks.ops.lite.internals import calibrated, compare, replay, threshold_for
+from benchmarks.ops.lite.internals import calibrated, compare, kernel_of, replay, threshold_for
 from benchmarks.ops.lite.quality_rows import NOTES, OP
 from benchmarks.ops.lite.workloads import GRIDS, HEAD_TYPES, WORKLOADS, Shape, Step, structured
 
@@ -135,7 +135,8 @@ class Study:
             timed = stats["lite_dense" if label is DENSE else label.name]
             whole = self._trajectory(module, steps, workload.refresh)
             track = tracks[label.name]
-            self.rows.append(row(case, label, track, method, timed, dense_us, whole))
+            made = row(case, label, track, method, timed, dense_us, whole)
+            self.rows.append(made | {"kernel": kernel_of(steps[-1][0])})
 
     def _modules(self, case: Case, steps: Sequence[Step]) -> dict[Label, torch.nn.Module]:
         """A module for every threshold, those of the sweep and those calibrated, and a dense one."""

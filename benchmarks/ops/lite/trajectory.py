@@ -1,6 +1,6 @@
 """A simulated denoising trajectory of skip-list attention, step by step, at the thresholds that were asked for.
 
-    python benchmarks/ops/lite/trajectory.py [--json [PATH]] [--device cpu] [--small]
+    python benchmarks/ops/lite/trajectory.py [--json [PATH]] [--device cpu] [--small] [--kernel sm89 | sm90]
 
 Keys lie near their own queries, and every step adds a little noise (`simulation` of `workloads.py`). For every
 threshold a module with lists of its own runs the steps one after the other. Each step is compared with dense attention,
@@ -26,6 +26,7 @@ import torch
 from benchmarks.harness.commands import add_json, fail
 from benchmarks.harness.registry import CheckFailed
 from benchmarks.ops.lite import quality, trajectory_rows
+from benchmarks.ops.lite.internals import asked
 from benchmarks.ops.lite.quality_study import FULL, SMALL
 from benchmarks.ops.lite.trajectory_study import (
     SMALL_STEPS,
@@ -42,6 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument("--small", action="store_true", help="a tiny size; always so on the CPU")
+    quality.add_kernel(parser)
     add_json(parser, trajectory_rows.OP)
     return parser.parse_args(argv)
 
@@ -51,13 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         return fail("device: torch sees no CUDA device")
+    if refusal := quality.kernel_refusal(args.kernel, device):
+        return fail(refusal)
     small = args.small or device == "cpu"
     origin = quality.begin()
     steps = SMALL_STEPS if small else STEPS
     study = quality.study_on(device, origin, steps, 1, THRESHOLDS, TrajectoryStudy, targets=())
     try:
         # Inference code records no autograd graph.
-        with torch.inference_mode():
+        with torch.inference_mode(), asked(args.kernel):
             study.run(case((SMALL if small else FULL)[0]))
     except CheckFailed as error:
         return fail(error, code=1)

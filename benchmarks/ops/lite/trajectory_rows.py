@@ -111,7 +111,9 @@ def region(path: Path, name: str | None, root: Path) -> str:
     if name not in TABLES:
         raise ValueError(f"bench:{OP}: expected table=steps or none, got {name!r}")
     result = load(path)
-    origin = f"Medians of {result['rows'][0]['method']}. {report.origin(result)}"
+    kernels = dict.fromkeys(row["kernel"] for row in result["rows"] if "kernel" in row)
+    whose = f", kernels of {', '.join(kernels)}" if kernels else ""
+    origin = f"Medians of {result['rows'][0]['method']}{whose}. {report.origin(result)}"
     return f"\n{report.as_markdown(TABLES[name](result))}\n\n{origin}\n\n"
 
 

@@ -231,6 +231,7 @@ def test_a_file_of_an_unknown_shape_is_named(written, change, words):
         "emulator",
         "lite_quality",
         "lite_trajectory",
+        "lite_end_to_end",
         "kda_blackwell",
         "first_call",
     ],

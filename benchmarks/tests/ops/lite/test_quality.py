@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness import report, results
 from benchmarks.ops.checks import SEED
-from benchmarks.ops.lite import quality, quality_plot, quality_rows, quality_study
+from benchmarks.ops.lite import quality, quality_plot, quality_rows, quality_study, trajectory
 from benchmarks.ops.lite.quality_study import FULL, SMALL, STRUCTURED
 from benchmarks.ops.lite.workloads import HEAD_TYPES
 from liteattention_sm89 import LiteAttention
@@ -163,6 +163,52 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert quality.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [quality, trajectory])
+def test_a_kernel_that_is_asked_for_serves_every_call(command, tmp_path, monkeypatch, tiny):
+    """On the CPU the reference runs, whatever is asked for; the choice itself is what is looked at."""
+    seen = set()
+
+    def of(q):
+        seen.add(choice_of_kernels())
+        return "reference"
+
+    monkeypatch.setattr(quality_study, "kernel_of", of)
+    monkeypatch.setattr(command, "SMALL", (tiny["local"].shape,))
+    path = tmp_path / "x.json"
+    given = ["--device", "cpu", "--kernel", "sm90", "--json", str(path)]
+    more = ["--workloads", "random", "--thresholds", "-4"] if command is quality else []
+    assert command.main([*given, *more]) == 0
+    assert seen == {"sm90"} and choice_of_kernels() is None
+    rows = json.loads(path.read_text())["rows"]
+    assert {r["kernel"] for r in rows} == {"reference"}
+
+
+def choice_of_kernels():
+    """What `forced` asks for at present."""
+    from liteattention_sm89 import choice
+
+    return choice._asked
+
+
+def test_a_kernel_that_is_not_there_is_an_error(monkeypatch, capsys):
+    def missing(q):
+        raise RuntimeError("LITEATTENTION_KERNEL=sm90: no such package is installed")
+
+    for command in (quality, trajectory):
+        monkeypatch.setattr(quality, "kernel_of", missing)
+        assert command.main(["--device", "cpu", "--kernel", "sm90"]) == 2
+        assert "kernel: LITEATTENTION_KERNEL=sm90: no such" in capsys.readouterr().err
+
+
+def test_older_files_name_no_kernel(studied):
+    header, lines = quality_rows.table(studied, "local*")
+    assert header[1] == "kernel" and {line[1] for line in lines} == {"reference"}
+    for row in studied["rows"]:
+        del row["kernel"]
+    quality_rows.validate(studied)
+    assert quality_rows.table(studied, "local*")[0] == [header[0], *header[2:]]
 
 
 @pytest.mark.parametrize(

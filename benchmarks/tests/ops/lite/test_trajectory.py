@@ -210,7 +210,9 @@ def test_tables_show_what_rows_hold(studied, tmp_path):
         lines[4]
         == "| -0.5 | 3.1% | 20.0 | 18.00 | 10.60 | 0.988801 | 14.50% | 2 | 720 | 2.00 | 1.18 |"
     )
-    assert lines[10].startswith("| dense | ") and lines[12].startswith("Medians of eager-host. cpu")
+    assert lines[10].startswith("| dense | ") and lines[12].startswith(
+        "Medians of eager-host, kernels of reference. cpu"
+    )
     text = region(tmp_path, " table=steps")
     assert "| -0.5: us | -0.5: tiles | -0.5: cosine | -1: us |" in text and "dense" not in text
     assert "\n| 1 | 190.0 | 51.6% | 0.9963 | 190.0 |" in text
