@@ -405,7 +405,10 @@ class LiteBackward:
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
-                self.multiply(mma_v, sum_k, ds, tQt[None, None, None, stage], True)
+                # Gradients of q end this group, where some follow.
+                self.multiply(
+                    mma_v, sum_k, ds, tQt[None, None, None, stage], True, self.config.by_turns
+                )
             else:
                 dp.fill(0.0)
             self.wait(memory, "ds_free", stage, (count + 1) // STAGES % 2 ^ 1)
