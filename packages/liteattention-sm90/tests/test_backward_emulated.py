@@ -23,7 +23,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
     """run(call, problem) launches as `launch.backward` does on a GPU, with guards around and NaN in all that it may
     write. `changes` are options of `LiteBackward`, which `run.kernel` is afterwards."""
 
-    def run(call: Backward, p: Problem, **changes) -> tuple[Tensor, ...]:
+    def run(call: Backward, p: Problem, ordered_from: int = 1000, **changes) -> tuple[Tensor, ...]:
         guarded: dict[int, Tensor] = {}
 
         def kernels(config):
@@ -45,6 +45,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
         launch.backward(
             x.q, x.k, x.v, p.out, p.lse, p.dout, p.dlse, x.read, None, None, *x.most, *gradients,
             scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False, kernels=kernels,
+            ordered_from=ordered_from,
         )  # fmt: skip
         return tuple(gradients)
 
@@ -55,6 +56,12 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
 def test_numbers(run, call):
     p = problem(call)
     assert_gradients(run(call, p), p)
+
+
+@pytest.mark.parametrize("call", [c for c in CALLS if c.listed is not None][::2], ids=str)
+def test_numbers_where_what_many_list_comes_first(run, call):
+    p = problem(call)
+    assert_gradients(run(call, p, ordered_from=1), p)
 
 
 @pytest.mark.parametrize("block_n", [64, 128])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from cula_testing.compiled import emulated_kernel
 from cula_testing.lite import DENSE, LISTED, Call, Inputs, Subject, make_inputs
@@ -77,8 +78,31 @@ def test_order(emulated, causal, block_n):
     total = lengths.numel()
     work = torch.zeros(NUMBERS + total + CLASSES * -(-total // 32), dtype=torch.int32)
     kernel = emulated_kernel(emulated, launch.unit(OrderConfig(causal, block_n)))
-    kernel(masks.pack(bits), work, rows, keys)
+    kernel(masks.pack(bits), work, rows, keys, 1)
     classes = sum((8 * lengths.flatten() * 4**c < 3 * shape[3]).int() for c in range(CLASSES - 1))
+    assert classes.unique().tolist() == [0, 1, 2, 3]
+    assert torch.equal(work[NUMBERS:][:total].long(), classes.argsort(stable=True))
+
+
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_order_of_keys(emulated, block_n):
+    """As of query tiles, by those of all heads of a group that list any of 128 keys."""
+    rows, keys, heads, batch, group = 4500, 1100, 12, 2, 3
+    tiles = -(-keys // block_n)
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.rand((batch, heads // group, 1, tiles, 1), generator=generator) ** 6
+    bits = torch.rand((batch, heads // group, group, tiles, 36), generator=generator) < shares
+    pairs = (
+        bits
+        if block_n == 128
+        else nn.functional.pad(bits, (0, 0, 0, tiles % 2)).unflatten(3, (-1, 2)).any(4)
+    )
+    lengths = pairs.sum((2, 4)).flatten()
+    total = lengths.numel()
+    work = torch.zeros(NUMBERS + total + CLASSES * -(-total // 32), dtype=torch.int32)
+    kernel = emulated_kernel(emulated, launch.unit(OrderConfig(False, block_n, True)))
+    kernel(masks.pack(bits.flatten(1, 2)), work, rows, keys, group)
+    classes = sum((8 * lengths * 4**c < 3 * 36 * group).int() for c in range(CLASSES - 1))
     assert classes.unique().tolist() == [0, 1, 2, 3]
     assert torch.equal(work[NUMBERS:][:total].long(), classes.argsort(stable=True))
 

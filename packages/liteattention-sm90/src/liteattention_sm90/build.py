@@ -48,8 +48,11 @@ def per_padded_row(batch: object, heads: object):
 
 
 def order_arguments(_: OrderConfig) -> tuple:
-    """Returns stand-ins for the arguments of `LiteOrder`: the mask, work, and numbers of query rows and keys."""
-    return mask_of(cute.sym_int()), fake.vector(cutlass.Int32), *(cutlass.Int32(1),) * 2
+    """Returns stand-ins for the arguments of `LiteOrder`.
+
+    They are the mask, work, numbers of query rows, keys, and heads that share keys: 1 unless the order is that of keys.
+    """
+    return mask_of(cute.sym_int()), fake.vector(cutlass.Int32), *(cutlass.Int32(1),) * 3
 
 
 def forward_arguments(config: ForwardConfig) -> tuple:
@@ -86,7 +89,7 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteBackward`.
 
     They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
-    accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in log2 units.
+    work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in log2 units.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -103,6 +106,7 @@ def backward_arguments(config: BackwardConfig) -> tuple:
         per_padded_row(batch, heads),
         per_padded_row(batch, heads),
         mask_of(heads) if config.skip else None,
+        fake.vector(cutlass.Int32) if config.ordered else None,
         activation(rows, heads, "float32", config.width),
         activation(keys, heads_k),
         activation(keys, heads_k),

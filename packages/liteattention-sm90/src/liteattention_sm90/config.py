@@ -24,6 +24,7 @@ ARRIVED, NUMBERS = (
 )  # where the number of CTAs is that have helped with the order, and where it begins
 CLASSES = 4  # of query tiles, by the lengths of their lists
 ORDERED_FROM = 2048  # query tiles, of which the order is worth a kernel of its own
+KEYS_ORDERED_FROM = 256  # tiles of 128 keys in the backward pass
 
 
 def padded(head_dim: int) -> int:
@@ -71,21 +72,25 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """The static facts of the order of query tiles, as of `ForwardConfig`."""
+    """The static facts of the order of query tiles, as of `ForwardConfig`. of_keys: of tiles of 128 keys."""
 
     causal: bool
     block_n: int
+    of_keys: bool = False
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The static facts of a backward pass: as of `ForwardConfig`; skip: only listed tiles count."""
+    """The static facts of a backward pass: as of `ForwardConfig`; skip: only listed tiles count; ordered: tiles of keys
+    that many query tiles list come first.
+    """
 
     dtype: str
     head_dim: int
     causal: bool = False
     skip: bool = False
     block_n: int = BLOCK_N[0]
+    ordered: bool = False
 
     @property
     def width(self) -> int:

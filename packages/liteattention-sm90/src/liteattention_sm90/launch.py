@@ -18,8 +18,10 @@ from liteattention_sm89 import masks
 from .config import (
     BLOCK_M,
     CLASSES,
+    KEYS_ORDERED_FROM,
     NUMBERS,
     ORDERED_FROM,
+    STEP,
     UNIT,
     BackwardConfig,
     Config,
@@ -81,14 +83,19 @@ def forward(
     )  # fmt: skip
     count = multiprocessors or tensors.multiprocessors(q.device)
     scale_log2 = scale * LOG2_E
-    words = NUMBERS + tiles + CLASSES * -(-tiles // 32) if ordered else 1
-    work = torch.zeros(words, dtype=torch.int32, device=q.device)
+    work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
     if ordered:
-        kernels(OrderConfig(causal, block_n))(read, work, q.shape[1], k.shape[1])
+        kernels(OrderConfig(causal, block_n))(read, work, q.shape[1], k.shape[1], 1)
     kernels(config)(
         q, k, v, out, lse, read, must_do, write, direction if on_device else None, work, scale_log2,
         threshold / scale_log2, 1 if on_device else direction, min(count, tiles),
     )  # fmt: skip
+
+
+def _work(tiles: int, device: torch.device) -> Tensor:
+    """Returns what `LiteOrder` writes to, its counters at zero."""
+    words = NUMBERS + tiles + CLASSES * -(-tiles // 32)
+    return torch.zeros(words, dtype=torch.int32, device=device)
 
 
 def backward(
@@ -113,17 +120,20 @@ def backward(
     block_n: int,
     deterministic: bool,
     kernels: Callable[[Config], Callable[..., None]] = compile,
+    ordered_from: int = KEYS_ORDERED_FROM,
 ) -> None:
     """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
 
     Workspace: 8 bytes per row and head, and 4 bytes per element of dq, of which each row has 64 or 128. What
     `_spec.supports` refuses does not come here: packed sequences, and gradients that must not depend on time. The
-    kernels are for tests.
+    kernels, and the number of tiles of 128 keys from which on long lists come first, are for tests.
     """
     assert cu_seqlens_q is None and cu_seqlens_k is None and not deterministic
     batch, rows, heads, dim = q.shape
     dtype = dtype_name(q.dtype)
-    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n)
+    tiles = batch * k.shape[2] * -(-k.shape[1] // STEP)
+    ordered = mask is not None and tiles >= ordered_from
+    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n, ordered)
 
     def workspace(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -134,5 +144,10 @@ def backward(
     across = None
     if mask is not None:
         across = masks.transpose(mask, -(-rows // BLOCK_M), -(-k.shape[1] // block_n))
-    kernels(main)(q, k, v, dout, lse_log2, delta, across, acc, dk, dv, scale, scale * LOG2_E)
+    work = None
+    if ordered:
+        work = _work(tiles, q.device)
+        group = heads // k.shape[2]
+        kernels(OrderConfig(causal, block_n, True))(across, work, rows, k.shape[1], group)
+    kernels(main)(q, k, v, dout, lse_log2, delta, across, work, acc, dk, dv, scale, scale * LOG2_E)
     kernels(ConvertConfig(dtype, dim))(acc, dq, scale)

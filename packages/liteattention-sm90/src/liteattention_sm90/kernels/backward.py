@@ -16,7 +16,7 @@ from cula_core.cute.memory import by_token, load_tile, repeated, swizzled
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, mma
 
-from ..config import BACKWARD_REGISTERS, STAGES, STEP, THREADS, UNIT, BackwardConfig
+from ..config import BACKWARD_REGISTERS, NUMBERS, STAGES, STEP, THREADS, UNIT, BackwardConfig
 
 END, MASK = 4, 8  # flags of a step, above a bit per warpgroup
 BOX = 32  # columns of a box of fp32
@@ -75,6 +75,7 @@ class LiteBackward:
         lse: cute.Tensor,
         delta: cute.Tensor,
         mask: cute.Tensor,
+        work: cute.Tensor,
         acc: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -98,9 +99,9 @@ class LiteBackward:
         tma_dv, mDv = cpasync.make_tiled_tma_atom(store, by_token(dv), *box)
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, tma_dq, mDq, tma_dk, mDk, tma_dv, mDv, lse, delta, mask,
-            scale, scale_log2,
+            work, scale, scale_log2,
         ).launch(
-            grid=(cute.ceil_div(k.shape[1], STEP), k.shape[2], k.shape[0]), block=(THREADS, 1, 1),
+            grid=(cute.ceil_div(k.shape[1], STEP) * k.shape[2] * k.shape[0], 1, 1), block=(THREADS, 1, 1),
             min_blocks_per_mp=1, stream=stream,
         )  # fmt: skip
 
@@ -124,11 +125,17 @@ class LiteBackward:
         lse: cute.Tensor,
         delta: cute.Tensor,
         mask: cute.Tensor,
+        work: cute.Tensor,
         scale: cutlass.Float32,
         scale_log2: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        tile, head_k, batch = cute.arch.block_idx()
+        number, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.config.ordered):
+            number = work[NUMBERS + number]
+        tiles = cute.ceil_div(mK.shape[0], STEP)
+        tile, rest = number % tiles, number // tiles
+        head_k, batch = rest % mK.shape[2], rest // mK.shape[2]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, STAGES * len(BARRIERS))

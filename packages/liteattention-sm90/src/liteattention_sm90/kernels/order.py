@@ -1,4 +1,4 @@
-"""The order in which query tiles are drawn: those with long lists first, so that none of them is the last one."""
+"""The order in which tiles are worked on: those with long lists first, so that none of them is the last one."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,7 +7,7 @@ from cutlass.memory import SmemAllocator
 from cula_core.cute.schedule import THREADS, SegmentTable
 from cula_core.cute.types import I32
 
-from ..config import ARRIVED, BLOCK_M, CLASSES, NUMBERS, UNIT, OrderConfig
+from ..config import ARRIVED, BLOCK_M, CLASSES, NUMBERS, STEP, UNIT, OrderConfig
 from .steps import Steps
 
 WARPS = THREADS // 32
@@ -15,10 +15,12 @@ TILES = 32  # of a CTA, one per lane of the warp that sorts them
 
 
 class LiteOrder(Steps):
-    """Sorts query tiles into classes by the lengths of their lists, and leaves them in their order within a class.
+    """Sorts tiles into classes by the lengths of their lists, and leaves them in their order within a class.
 
-    So neighbours mostly belong to one head, and read the same keys. Each CTA finds the classes of 32 query tiles, and
-    the last one to do so the places of all. A class begins at 3/8, 3/32, 3/128 or none of all key tiles: hardly where
+    They are query tiles, or tiles of 128 keys with the query tiles of all heads that list them.
+
+    So neighbours mostly belong to one head, and read the same keys. Each CTA finds the classes of 32 tiles, and
+    the last one to do so the places of all. A class begins at 3/8, 3/32, 3/128 or none of all there are: hardly where
     the lengths of many lists are.
     """
 
@@ -33,11 +35,15 @@ class LiteOrder(Steps):
         work: cute.Tensor,
         length_q: cutlass.Int32,
         length_k: cutlass.Int32,
+        group: cutlass.Int32,
         stream,
     ):
         """The arguments of `build.order_arguments`, which describes them."""
-        total = read.shape[0] * read.shape[1] * cute.ceil_div(length_q, BLOCK_M)
-        self.kernel(read, work, length_q, length_k, total).launch(
+        rows = cute.ceil_div(length_q, BLOCK_M)
+        if cutlass.const_expr(self.config.of_keys):
+            rows = cute.ceil_div(length_k, STEP)
+        total = read.shape[0] * (read.shape[1] // group) * rows
+        self.kernel(read, work, length_q, length_k, group, total).launch(
             grid=(cute.ceil_div(total, TILES), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -48,6 +54,7 @@ class LiteOrder(Steps):
         work: cute.Tensor,
         length_q: cutlass.Int32,
         length_k: cutlass.Int32,
+        group: cutlass.Int32,
         total: cutlass.Int32,
     ):
         smem = SmemAllocator()
@@ -64,7 +71,16 @@ class LiteOrder(Steps):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         for i in cutlass.range_constexpr(TILES // WARPS):
             own = warp * (TILES // WARPS) + i
-            self.count(read, length_q, length_k, block * TILES + own, total, lengths, own, lane)
+            number = block * TILES + own
+            listed = I32(0)
+            if number < total:
+                if cutlass.const_expr(self.config.of_keys):
+                    listed = self.queries(read, length_q, length_k, group, number, lane)
+                else:
+                    listed = self.keys(read, length_q, length_k, number, lane)
+            listed = cute.arch.warp_reduction_sum(listed)
+            if lane == 0:
+                lengths[own] = listed
         cute.arch.sync_threads()
         # Of each class, a bit per query tile.
         found = cute.make_tensor(
@@ -73,6 +89,8 @@ class LiteOrder(Steps):
         if warp == 0:
             number, listed = block * TILES + lane, lengths[lane]
             tiles = cute.ceil_div(length_k, self.per_tile * UNIT)
+            if cutlass.const_expr(self.config.of_keys):
+                tiles = cute.ceil_div(length_q, BLOCK_M) * group
             which = I32(0)
             for c in cutlass.range_constexpr(CLASSES - 1):
                 which = which + I32(listed << (2 * c + 3) < 3 * tiles)
@@ -106,18 +124,31 @@ class LiteOrder(Steps):
                 done = done + all_of_them
 
     @cute.jit
-    def count(
-        self, read: cute.Tensor, length_q, length_k, number, total, lengths: cute.Tensor, own, lane
-    ):
-        """Counts the tiles that a query tile's list holds."""
+    def keys(self, read: cute.Tensor, length_q, length_k, number, lane):
+        """Returns how many key tiles a query tile lists in words of this lane."""
         listed = I32(0)
-        if number < total:
-            tile, head, batch = self.place(number, read.shape[1], cute.ceil_div(length_q, BLOCK_M))
-            reach, _ = self.reach(tile, length_q, length_k)
-            tiles = cute.ceil_div(reach, self.per_tile * UNIT)
-            row = read[batch, head, tile, None]
-            for word in cutlass.range(lane, cute.ceil_div(tiles, 32), 32, unroll=1):
-                listed = listed + cute.arch.popc(self.word(row, tiles, I32(1), word))
-        listed = cute.arch.warp_reduction_sum(listed)
-        if lane == 0:
-            lengths[own] = listed
+        tile, head, batch = self.place(number, read.shape[1], cute.ceil_div(length_q, BLOCK_M))
+        reach, _ = self.reach(tile, length_q, length_k)
+        tiles = cute.ceil_div(reach, self.per_tile * UNIT)
+        row = read[batch, head, tile, None]
+        for word in cutlass.range(lane, cute.ceil_div(tiles, 32), 32, unroll=1):
+            listed = listed + cute.arch.popc(self.word(row, tiles, I32(1), word))
+        return listed
+
+    @cute.jit
+    def queries(self, across: cute.Tensor, length_q, length_k, group, number, lane):
+        """Returns how many query tiles of all heads of a group list any of 128 keys in words of this lane."""
+        listed = I32(0)
+        rows = cute.ceil_div(length_k, STEP)
+        tile, rest = number % rows, number // rows
+        first, batch = rest % (across.shape[1] // group) * group, rest // (across.shape[1] // group)
+        words = cute.ceil_div(cute.ceil_div(length_q, BLOCK_M), 32)
+        per_step = 2 // self.per_tile
+        for i in cutlass.range(lane, group * words, 32, unroll=1):
+            bits = I32(0)
+            for half in cutlass.range_constexpr(per_step):
+                row = tile * per_step + half
+                if row < across.shape[2]:
+                    bits = bits | across[batch, first + i // words, row, i % words]
+            listed = listed + cute.arch.popc(bits)
+        return listed
