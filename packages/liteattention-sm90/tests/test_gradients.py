@@ -13,7 +13,7 @@ import torch
 from hopper_gradients import CALLS, LISTS, WIDE, problem
 from torch import Tensor, nn
 
-from cula_testing.lite.gradients import Backward, Problem, assert_gradients
+from cula_testing.lite.gradients import MAX_GRADIENT_ERROR, Backward, Problem, assert_gradients
 from liteattention_sm89 import LiteAttention, choice, lite_attention, masks
 from liteattention_sm90 import launch
 
@@ -26,8 +26,8 @@ LARGER = [
     replace(WIDE, rows=2000, keys=4097, heads=2, listed=0.1, block_n=128),
     replace(WIDE, rows=1100, keys=1100, heads=6, heads_k=2, listed=0.5, causal=True, dlse=True),
 ]
-# What a bfloat16 gradient of one kernel differs by from that of another.
-MAX_DIFFERENCE = 5e-3
+# What a gradient of one kernel may differ by from that of another, when each may from the oracle's.
+MAX_DIFFERENCE = 2 * MAX_GRADIENT_ERROR
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,7 +93,7 @@ def test_what_does_not_depend_on_time(cuda, call):
         again = attend(call, p, "sm90")
         assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
         difference, size = (again[0] - first[0]).float().norm(), first[0].float().norm()
-        assert difference <= MAX_DIFFERENCE * size
+        assert difference <= MAX_GRADIENT_ERROR * size
 
 
 def many(cuda: torch.device, tokens: int, heads: int = 4, dim: int = 64) -> list[Tensor]:
@@ -194,7 +194,9 @@ def test_a_module_swaps_kernels_while_it_trains(cuda):
         # Tokens look for their like, which is in their tile.
         x += 8 * nn.functional.one_hot(torch.arange(300) // 64, 64)
         x, lite = x.to(cuda), LiteAttention(threshold=-1.0)
-        layer = nn.Linear(64, 3 * 2 * 64).to(cuda)
+        layer = nn.Linear(64, 3 * 2 * 64)
+        layer.weight.data[:256] = torch.eye(64).repeat(4, 1)  # of q and k
+        layer = layer.to(cuda)
         optimizer = torch.optim.SGD(layer.parameters(), 1e-2)
         losses, slopes = [], []
         for kernel in kernels:
