@@ -88,20 +88,11 @@ def test_a_missing_package_and_a_missing_kernel_language_are_told_apart(
     _registry.refresh()
 
 
-# Packages that nothing chooses until they have been timed.
-ONLY_IF_ASKED = ("liteattention-sm90",)
-
-
 @pytest.mark.parametrize("arch", noxfile.ARCHITECTURES)
 def test_auto_picks_a_package_on_every_architecture_of_its_extra(arch: str) -> None:
     for name, op in PAIRS:
         if arch in noxfile.PACKAGES[name]:
-            told = cula.explain(op, arch=arch)
-            if name in ONLY_IF_ASKED:
-                (row,) = [row for row in told.rows if row.name == name]
-                assert told.chosen != name and "not timed on a GPU yet" in str(row.reason)
-            else:
-                assert told.chosen == name
+            assert cula.explain(op, arch=arch).chosen == name
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

@@ -66,7 +66,7 @@ def test_a_shortcut_leads_to_the_kernel_that_is_asked_for(launches):
         with choice.forced(kernel):
             assert [modules() for _ in range(4)] == 4 * [[f"liteattention_{kernel}"]]
             assert [isinstance(x, tuple) for x in function.shortcuts.values()] == [True]
-    assert [modules() for _ in range(4)] == 4 * [["liteattention_sm89"]]
+    assert [modules() for _ in range(4)] == 4 * [["liteattention_sm90"]]
 
 
 def changes(given: dict[str, Any]) -> list[dict[str, Any]]:

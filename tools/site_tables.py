@@ -7,7 +7,6 @@ language is needed: `_spec` is imported without the `__init__` of its package.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
 import sys
@@ -75,11 +74,9 @@ def served(found: list[ModuleType]) -> str:
 
 
 def _servers(found: list[ModuleType]) -> str:
-    """Who serves, and who does if it is asked for by name alone."""
-    chosen = sorted((s for s in found if s.supports() is None), key=lambda s: s.PRIORITY)[:1]
-    asked = [s for s in found if s.supports() is not None]
-    names = [f"`{s.NAME}`" for s in chosen] + [f"`{s.NAME}` if asked for" for s in asked]
-    return ", ".join(names) or _NO_PACKAGE
+    """Who serves: first what it takes, then what the one before refuses."""
+    names = [f"`{s.NAME}`" for s in sorted(found, key=lambda s: s.PRIORITY)]
+    return ", else ".join(names) or _NO_PACKAGE
 
 
 def _ops(spec: ModuleType) -> tuple[str, ...]:
@@ -90,7 +87,7 @@ def accepted(found: list[ModuleType]) -> str:
     """What the kernels of a package take."""
     head = ["package", "activations", "K and V", "states", "layouts of states", "gates"]
     head += ["tiles of queries x keys", "gradients"]
-    rows = ([f"`{s.NAME}`", *_facts(functools.partial(s.supports, asked=True))] for s in found)
+    rows = ([f"`{s.NAME}`", *_facts(s.supports)] for s in found)
     return _table(head, rows)
 
 

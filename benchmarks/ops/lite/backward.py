@@ -18,7 +18,13 @@ from torch import Tensor
 from benchmarks.harness.registry import CheckFailed, Provider, Setting
 from benchmarks.ops.checks import SEED, require_finite, require_within, worst_head
 from benchmarks.ops.lite import problem as lite
-from benchmarks.ops.lite.providers import dense_supports, lite_supports, torch_supports
+from benchmarks.ops.lite.providers import (
+    dense_supports,
+    lite_supports,
+    sm89_supports,
+    torch_supports,
+    with_sm89,
+)
 
 GRADIENT_LIMIT = 5e-3
 
@@ -108,8 +114,11 @@ def _unlisted(problem: Setting) -> int:
     return moved(problem) - lite.mask_bytes(problem)
 
 
+# What users get: on Hopper the kernels of liteattention-sm90.
 LITE = Provider("lite", "ours", _lite_bind(), moved, supports=lite_supports)
-# Instead of atomics, a kernel of its own, which computes scores once more, makes dq.
+# The same with the kernels of liteattention-sm89 there too, of the forward pass as well.
+LITE_SM89 = Provider("lite_sm89", "variant", with_sm89(_lite_bind()), moved, supports=sm89_supports)
+# Instead of atomics, a kernel of its own, which computes scores once more, makes dq: one of liteattention-sm89.
 LITE_DETERMINISTIC = Provider(
     "lite_deterministic", "variant", _lite_bind(deterministic=True), moved, supports=lite_supports
 )
@@ -118,7 +127,7 @@ LITE_DENSE = Provider(
     "lite_dense", "peer", _lite_bind(dense=True), _unlisted, supports=dense_supports
 )
 TORCH_FLASH = Provider("torch_flash", "peer", _torch_bind, _unlisted, supports=torch_supports)
-PROVIDERS = (LITE, LITE_DETERMINISTIC, LITE_DENSE, TORCH_FLASH)
+PROVIDERS = (LITE, LITE_SM89, LITE_DETERMINISTIC, LITE_DENSE, TORCH_FLASH)
 
 
 def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]:

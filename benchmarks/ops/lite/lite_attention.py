@@ -35,9 +35,10 @@ NOTES = (
     "in a list problem this is the rate at which it does the work that lite has to do.",
     f"lite_int8 is lite with scores from 8-bit integers; q and k are rounded in every call. It passes its check with a "
     f"relative L2 error up to {lite.INT8.output:g}, the others up to {lite.EXACT.output:g}.",
-    "lite_sm90 is lite with the kernels of liteattention-sm90, as LITEATTENTION_KERNEL=sm90 asks for them; lite has "
-    "those that are chosen where nothing is said. Every call of lite_sm90 takes the long way through the host, so its "
-    "times outside graphs are longer than a user has.",
+    "lite and lite_dense have the kernels that users get: on Hopper those of liteattention-sm90 for head dimensions up "
+    "to 128. lite_sm89 is lite with those of liteattention-sm89, as LITEATTENTION_KERNEL=sm89 asks for them, where "
+    "these are not chosen anyway; lite_int8 has no others. Every call of lite_sm89 takes the long way through the "
+    "host, so its times outside graphs are longer than a user has.",
     "lite_dense is lite without a mask on the same inputs. ratio_lite_dense of full problems is 1 / (1 + overhead); of "
     "lists it is the speedup, which times the density is the rate per kept tile over the dense rate.",
     "torch_flash and torch_cudnn are scaled_dot_product_attention with that backend on [B, H, S, D] views; they return "

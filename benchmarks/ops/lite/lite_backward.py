@@ -32,11 +32,15 @@ NOTES = (
     f"Tiles of {lite.BLOCK_M} queries and {lite.BLOCK_N} keys, random data. list: equally many random key tiles for "
     "every query tile.",
     "out and lse of a forward pass over the same tiles are there before. A call is all that follows: the row sums, the "
-    "list per key tile, the gradients, and putting dq in order.",
+    "list per key tile, the gradients, and what brings dq into its form.",
     "tflops: 10 B H S^2 D times the density, half of it for causal problems, over the provider's time; for lite_dense "
     "in a list problem this is the rate at which it does the work that lite has to do.",
-    "lite adds up dq by atomics. lite_deterministic gives the same bits every time: dq comes from a kernel of its own, "
-    "so seven products in place of five, but tflops counts five.",
+    "lite adds up dq in global memory, in any order. lite_deterministic gives the same bits every time: dq comes from "
+    "a kernel of its own, so seven products in place of five, but tflops counts five.",
+    "lite and lite_dense have the kernels that users get: on Hopper those of liteattention-sm90 for head dimensions up "
+    "to 128. lite_sm89 is lite with those of liteattention-sm89, forward pass included, where these are not chosen "
+    "anyway; lite_deterministic has no others. Every call of lite_sm89 takes the long way through the host, so its "
+    "times outside graphs are longer than a user has.",
     "lite_dense is lite without a list on the same inputs; ratio_lite_dense is the speedup.",
     "torch_flash is the backward operator of scaled_dot_product_attention's flash backend on [B, H, S, D] views.",
     f"Gradients pass their check with a relative L2 error up to {backward.GRADIENT_LIMIT:g} per head.",

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from liteattention_sm90.config import MAX_TILES, ForwardConfig
+from liteattention_sm90.config import (
+    BACKWARD_REGISTERS,
+    MAX_TILES,
+    REGISTERS,
+    THREADS,
+    ForwardConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,3 +37,12 @@ def test_every_head_dimension_is_padded_to_boxes(dim):
 
 def test_votes_hold_the_longest_row():
     assert MAX_TILES == 4096
+
+
+@pytest.mark.parametrize("load, rows", [REGISTERS, BACKWARD_REGISTERS])
+def test_registers_that_warpgroups_ask_for_are_there(load, rows):
+    """A CTA is launched with as many for each thread as fit, in eights, and where warpgroups ask for more in all, the
+    last one waits for ever on a card, which neither the compiler nor the emulator notices."""
+    at_launch = 65536 // THREADS // 8 * 8
+    assert at_launch == 168
+    assert 128 * load + 256 * rows <= at_launch * THREADS

@@ -16,7 +16,6 @@ from liteattention_sm90 import _spec, launch
 PROBLEM = {
     "capability": (9, 0), "dtype": torch.bfloat16, "head_dim_k": 128, "head_dim_v": 128, "block_m": 128, "block_n": 64,
     "tiles": 4096, "packed": False, "use_int8": False, "backward": False, "deterministic": False,
-    "asked": True,
 }  # fmt: skip
 
 
@@ -44,18 +43,6 @@ PROBLEM = {
 )
 def test_what_is_served(changes, reason):
     assert_answer(_spec.supports, PROBLEM | changes, reason)
-
-
-def test_nothing_chooses_what_was_not_timed(monkeypatch):
-    monkeypatch.delenv(_spec.VARIABLE, raising=False)
-    unasked = {name: fact for name, fact in PROBLEM.items() if name != "asked"}
-    for problem in (unasked, PROBLEM | {"asked": False}):
-        assert_answer(_spec.supports, problem, "only LITEATTENTION_KERNEL=sm90 chooses it")
-    monkeypatch.setattr(_spec, "CHOSEN_BY_ITSELF", True)
-    assert _spec.supports(**PROBLEM | {"asked": False}) is None
-    monkeypatch.setattr(_spec, "CHOSEN_BY_ITSELF", False)
-    monkeypatch.setenv(_spec.VARIABLE, "sm90")
-    assert _spec.supports(**unasked) is None
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])

@@ -18,7 +18,7 @@ from benchmarks.ops.lite.providers import (
     LITE,
     LITE_DENSE,
     LITE_INT8,
-    LITE_SM90,
+    LITE_SM89,
     TORCH_CUDNN,
     TORCH_FLASH,
 )
@@ -131,7 +131,7 @@ def test_check_accepts_an_independent_implementation(small, problem):
 @pytest.mark.parametrize("problem", OURS, ids=name_of)
 def test_lite_passes_its_checks_on_the_cpu(problem):
     assert LITE.supports(problem) is None
-    for provider in (LITE, LITE_SM90, LITE_DENSE):
+    for provider in (LITE, LITE_SM89, LITE_DENSE):
         errors = lite_providers.check(provider, problem, "cpu")
         assert errors["output"] < lite.OUTPUT_LIMIT and errors["lse"] < lite.LSE_LIMIT
 
@@ -169,16 +169,16 @@ def test_kernels_are_asked_for_in_the_call_that_is_timed(monkeypatch, problem):
         lambda *x, **options: calls.append((choice._asked, options)),
     )
     x = lite.make_inputs(problem, "cpu", 0)
-    for provider in (LITE, LITE_SM90, LITE):
+    for provider in (LITE, LITE_SM89, LITE):
         provider.bind(problem, x)()
-    assert [asked for asked, _ in calls] == [None, "sm90", None]
+    assert [asked for asked, _ in calls] == [None, "sm89", None]
     assert calls[0] == calls[2] and calls[0][1] == calls[1][1]
     asked = []
     monkeypatch.setattr(lite, "check_dense", lambda *_: asked.append(choice._asked) or {})
     monkeypatch.setattr(lite, "check_listed", lambda *_: asked.append(choice._asked) or {})
-    for provider in (LITE, LITE_SM90):
+    for provider in (LITE, LITE_SM89):
         lite_providers.check(provider, problem, "cpu")
-    assert asked == [None, "sm90"]
+    assert asked == [None, "sm89"]
 
 
 @pytest.mark.parametrize("problem", DENSE, ids=name_of)
@@ -379,9 +379,11 @@ def test_providers_say_what_they_need(monkeypatch, card):
     card(8, 9)
     assert LITE.supports(full) is LITE.supports(dense) is LITE_DENSE.supports(full) is None
     assert all(LITE_INT8.supports(s) is None for s in ALL)
-    assert LITE_SM90.supports(full) == "liteattention-sm90 needs compute capability 9.0"
+    assert LITE_SM89.supports(full) == "is lite itself"
     card(9, 0)
-    assert LITE_SM90.supports(full) is LITE_SM90.supports(dense) is None
+    assert LITE_SM89.supports(full) is LITE_SM89.supports(dense) is None
+    monkeypatch.setattr(lite_providers, "_hopper_missing", lambda: "not installed")
+    assert LITE_SM89.supports(full) == "is lite itself"
     assert LITE_DENSE.supports(dense) == "is lite itself"
     assert TORCH_CUDNN.supports(dense) is TORCH_FLASH.supports(dense) is None
     assert TORCH_CUDNN.supports(full) == TORCH_FLASH.supports(full) == "takes no lists of tiles"
@@ -413,14 +415,14 @@ def result(small, measured, monkeypatch):
     """The op on the fake device, where every provider takes a time of its own per token."""
     costs = {
         "lite": 10.0,
-        "lite_sm90": 5.0,
+        "lite_sm89": 20.0,
         "lite_int8": 9.0,
         "lite_dense": 40.0,
         "torch_flash": 12.0,
         "torch_cudnn": 8.0,
     }
     monkeypatch.setattr(lite_providers, "_lite_missing", lambda: None)
-    monkeypatch.setattr(lite_providers, "_sm90_missing", lambda: None)
+    monkeypatch.setattr(lite_providers, "_hopper_missing", lambda: None)
 
     def dense_only(problem):
         return None if problem.params["kind"] == "dense" else "takes no lists of tiles"
@@ -429,7 +431,7 @@ def result(small, measured, monkeypatch):
         if provider.name.startswith("torch"):
             return {"output": 0.0}
         if (
-            provider.name in ("lite", "lite_sm90", "lite_int8")
+            provider.name in ("lite", "lite_sm89", "lite_int8")
             and problem.params["kind"] != "dense"
         ):
             return lite.check_listed(naive, problem, device)

@@ -11,9 +11,16 @@ from benchmarks.harness.registry import CheckFailed
 from benchmarks.ops.lite import backward, lite_attention, lite_backward
 from benchmarks.ops.lite import problem as lite
 from benchmarks.ops.lite import providers as lite_providers
-from benchmarks.ops.lite.backward import LITE, LITE_DENSE, LITE_DETERMINISTIC, TORCH_FLASH
+from benchmarks.ops.lite.backward import (
+    LITE,
+    LITE_DENSE,
+    LITE_DETERMINISTIC,
+    LITE_SM89,
+    TORCH_FLASH,
+)
 from benchmarks.ops.lite.problem import setting
 from benchmarks.tests.ops.common import assert_every_setting_is_measured, assert_fits_the_h200
+from liteattention_sm89 import choice
 
 ALL = lite_backward.settings(False)
 BY_NAME = {s.name: s for s in ALL}
@@ -64,7 +71,7 @@ def test_the_oracle_is_autograd_over_the_listed_keys(problem):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("provider", [LITE, LITE_DETERMINISTIC, LITE_DENSE], ids=name_of)
+@pytest.mark.parametrize("provider", [LITE, LITE_SM89, LITE_DETERMINISTIC, LITE_DENSE], ids=name_of)
 @pytest.mark.parametrize("problem", SMALL, ids=name_of)
 def test_ours_pass_the_check_on_the_cpu(problem, provider):
     with torch.inference_mode():
@@ -193,6 +200,21 @@ def test_a_timed_call_is_one_call_of_the_operator(monkeypatch, provider, listed,
     assert out.shape == x.q.shape and lse.shape == (2, 3, 500)
 
 
+def test_kernels_are_asked_for_in_the_call_that_is_timed_and_before_it(monkeypatch):
+    asked = []
+
+    def note(*given, **options):
+        asked.append(choice._asked)
+        return None, None, None
+
+    monkeypatch.setattr("liteattention_sm89.lite_attention", note)
+    monkeypatch.setattr("benchmarks.ops.lite.internals.backward_operator", lambda: note)
+    x = backward.make_inputs(LIST, "cpu", 0)
+    for provider in (LITE, LITE_SM89, LITE):
+        provider.bind(LIST, x)()
+    assert asked == [None, None, "sm89", "sm89", None, None]
+
+
 def test_inputs_are_those_of_the_forward_pass_and_dout():
     x, again = (backward.make_inputs(LIST, "cpu", 4) for _ in range(2))
     forward = lite.make_inputs(LIST, "cpu", 4)
@@ -245,25 +267,38 @@ def test_a_setting_fits_on_the_card_and_exceeds_the_l2(problem):
     assert_fits_the_h200(backward.read(problem), 4 * 2 * backward.moved(problem))
 
 
-def test_providers_say_what_they_need(monkeypatch):
+def test_providers_say_what_they_need(monkeypatch, card):
     dense, listed = ALL[0], ALL[-1]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert TORCH_FLASH.supports(dense) == "needs an NVIDIA GPU"
     assert TORCH_FLASH.supports(listed) == "takes no lists of tiles"
     assert LITE_DENSE.supports(dense) == "is lite itself"
     monkeypatch.setattr(lite_providers, "_lite_missing", lambda: "not installed")
-    assert LITE.supports(listed) == LITE_DETERMINISTIC.supports(dense) == "not installed"
+    for provider in (LITE, LITE_SM89, LITE_DETERMINISTIC):
+        assert provider.supports(listed) == provider.supports(dense) == "not installed"
+    monkeypatch.setattr(lite_providers, "_lite_missing", lambda: None)
+    card(8, 9)
+    assert LITE_SM89.supports(listed) == LITE_SM89.supports(dense) == "is lite itself"
+    card(9, 0)
+    assert LITE_SM89.supports(listed) is LITE_SM89.supports(dense) is None
 
 
 def test_a_run_yields_rates_and_ratios(measured, card, monkeypatch):
-    costs = {"lite": 10.0, "lite_deterministic": 15.0, "lite_dense": 30.0, "torch_flash": 12.0}
-    monkeypatch.setattr(lite_providers, "_lite_missing", lambda: None)
+    costs = {
+        "lite": 10.0,
+        "lite_sm89": 19.0,
+        "lite_deterministic": 15.0,
+        "lite_dense": 30.0,
+        "torch_flash": 12.0,
+    }
+    for name in ("_lite_missing", "_hopper_missing"):
+        monkeypatch.setattr(lite_providers, name, lambda: None)
     card(9, 0)
     result = measured(
         lite_backward.OP, lambda name, problem: costs[name], SMALL, check=lambda *_: {"dq": 0.0}
     )
     results.validate(result)
-    assert len(result["rows"]) == 2 * 3 + 2 * 3
+    assert len(result["rows"]) == 2 * 4 + 2 * 4
     (row,) = results.rows_of(result, setting=LIST.name, provider="lite")
     assert row["ratio_lite_dense"] == 3.0 and "ratio_torch_flash" not in row
     assert row["tflops"] == round(10 * 2 * 3 * 500 * (500 * 2 // 8) * 32 / 10.0 / 1e6, 1)

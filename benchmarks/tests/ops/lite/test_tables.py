@@ -21,7 +21,7 @@ from benchmarks.ops.lite import tables as lite_tables
 from benchmarks.ops.lite.problem import setting
 
 ROLES = {
-    "lite": "ours", "lite_sm90": "variant", "lite_int8": "variant", "lite_deterministic": "variant",
+    "lite": "ours", "lite_sm89": "variant", "lite_int8": "variant", "lite_deterministic": "variant",
     "lite_dense": "peer", "torch_flash": "peer", "torch_cudnn": "peer",
     **{p.name: p.role for op in (lite_training, lite_stages) for p in op.OP.providers},
 }  # fmt: skip

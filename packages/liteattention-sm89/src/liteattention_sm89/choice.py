@@ -87,7 +87,7 @@ def _chosen(
         for spec in _specs(asked or f"sm{capability[0]}{capability[1]}"):
             if asked is not None and not spec.NAME.endswith(f"-{asked}"):
                 continue
-            reason = spec.supports(**problem, asked=asked is not None)
+            reason = spec.supports(**problem)
             if reason is None:
                 return getattr(importlib.import_module(f"{spec.__package__}.launch"), name)
             refusals.append(reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from cula_core.dtypes import dtype_name
 from cula_core.spec import loader, missing_language
 
@@ -13,9 +11,6 @@ NAME = "liteattention-sm90"
 OP = "lite.attention"
 ARCHS = ("sm90",)
 PRIORITY = 5
-# The kernels have not been timed on a card: until they have, nothing chooses them that was not told to.
-CHOSEN_BY_ITSELF = False
-VARIABLE = "LITEATTENTION_KERNEL"
 
 
 def supports(
@@ -31,22 +26,16 @@ def supports(
     use_int8: bool = False,
     backward: bool = False,
     deterministic: bool = False,
-    asked: bool | None = None,
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it.
 
     tiles: of keys, in a row of the list. backward: the kernels of the gradients are meant, else those of attention;
     deterministic: these must give the same bits every time.
-    asked: the package is asked for by name; None: if the environment says so.
     """
     missing = missing_language(NAME)
     if missing:
         return missing
-    if asked is None:
-        asked = os.environ.get(VARIABLE) == NAME.rpartition("-")[2]
-    if not (CHOSEN_BY_ITSELF or asked):
-        return f"not timed on a GPU yet, so only {VARIABLE}=sm90 chooses it"
     if capability is not None and tuple(capability) != (9, 0):
         return "needs compute capability 9.0, not {}.{}".format(*capability)
     if dtype is not None and dtype_name(dtype) not in DTYPES:
