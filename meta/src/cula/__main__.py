@@ -149,7 +149,11 @@ def render(facts: dict[str, Any]) -> str:
         lines.append("no GPU: everything runs on the CPU")
     others = {name: found for name, found in facts["versions"].items() if name != "torch"}
     present = {name: found for name, found in others.items() if found}
-    lines += _wrapped("installed: ", [f"{n} {v}".removesuffix(_TREE) for n, v in present.items()])
+    # A package of cula's own version needs no number beside its name.
+    lines += _wrapped(
+        "installed: ",
+        [n if v in (facts["cula"], _TREE.strip()) else f"{n} {v}" for n, v in present.items()],
+    )
     missing = [name for name, found in others.items() if not found]
     missing += dict.fromkeys(
         row["name"]
