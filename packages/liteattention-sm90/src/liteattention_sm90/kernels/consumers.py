@@ -102,7 +102,8 @@ class Consumers(Layout):
                 shared, s_rows, origins, total, old_origins, old_total, shrinks, limit, flags_of, flags, unit, other,
                 row, length_q, length_k, scale_log2, margin, group, tidx,
             )  # fmt: skip
-            # Each branch has a wait of its own: in front of a common one the compiler leaves no exponentials.
+            # Each branch has a wait of its own: behind a common one the compiler puts most of the exponentials. All
+            # warps of a warpgroup take the same of these two, as products and their waits ask for.
             if flags & FIRST != 0:
                 warpgroup.wait_group(0)
                 self.release(shared, "v_free", before)
@@ -110,15 +111,13 @@ class Consumers(Layout):
                     shared, o, o_rows, old_origins, old_total, copy, target, lse, old >> SLOT, row, length_q, group,
                     tidx,
                 )  # fmt: skip
-            elif rose:
-                warpgroup.wait_group(0)
-                self.release(shared, "v_free", before)
-                for r in cutlass.range_constexpr(ROWS):
-                    for c in cutlass.range_constexpr(self.width // 4):
-                        o_rows[r, c] = o_rows[r, c] * shrinks[r]
             else:
                 warpgroup.wait_group(0)
                 self.release(shared, "v_free", before)
+                if rose:
+                    for r in cutlass.range_constexpr(ROWS):
+                        for c in cutlass.range_constexpr(self.width // 4):
+                            o_rows[r, c] = o_rows[r, c] * shrinks[r]
             old = flags
             count = count + 1
             self.wait(shared, "k_full", count)
