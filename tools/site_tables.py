@@ -87,8 +87,7 @@ def accepted(found: list[ModuleType]) -> str:
     """What the kernels of a package take."""
     head = ["package", "activations", "K and V", "states", "layouts of states", "gates"]
     head += ["tiles of queries x keys", "gradients"]
-    rows = ([f"`{s.NAME}`", *_facts(s.supports)] for s in found)
-    return _table(head, rows)
+    return _table(head, ([f"`{s.NAME}`", *_facts(s.supports)] for s in found))
 
 
 def versions() -> str:

@@ -17,11 +17,8 @@ THREADS = 384
 ENDS_THREADS = 256  # of the kernels before and after the backward
 REGISTERS = 40, 232  # of the warpgroup that loads, and of those that multiply
 BACKWARD_REGISTERS = 24, 240
-# What CTAs draw from: the number of query tiles drawn, and the query tiles in their order.
-ARRIVED, NUMBERS = (
-    1,
-    4,
-)  # where the number of CTAs is that have helped with the order, and where it begins
+# Of what CTAs draw from, behind the number drawn so far: how many CTAs have helped with the order, and the order.
+ARRIVED, NUMBERS = 1, 4
 CLASSES = 4  # of query tiles, by the lengths of their lists
 ORDERED_FROM = 2048  # query tiles, of which the order is worth a kernel of its own
 KEYS_ORDERED_FROM = 256  # tiles of 128 keys in the backward pass
@@ -38,7 +35,7 @@ class ForwardConfig:
 
     head_dim: of q, k and v, a multiple of 8. skip: only listed key tiles are visited, and the list for the next call is
     written. must_do: some tiles stay listed whatever their scores. on_device: the direction is an element in device
-    memory.
+    memory. ordered: query tiles with long lists are drawn first.
     """
 
     dtype: str

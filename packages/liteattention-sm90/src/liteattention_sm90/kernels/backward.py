@@ -17,6 +17,7 @@ from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, mma
 
 from ..config import BACKWARD_REGISTERS, NUMBERS, STAGES, STEP, THREADS, UNIT, BackwardConfig
+from .shared import Layout, copy_out, lowest
 
 END, MASK = 4, 8  # flags of a step, above a bit per warpgroup
 BOX = 32  # columns of a box of fp32
@@ -183,13 +184,7 @@ class LiteBackward:
     def wait(self, memory, name: str, number, phase):
         cute.arch.mbarrier_wait(self.barrier(memory, name, number), phase)
 
-    def box(self, base, offset):
-        """Returns a box [64, 64] as TMA writes it, so many boxes behind a pointer."""
-        layout = swizzled((UNIT, UNIT), "k", self.dtype)
-        pointer = base + cute.assume(offset * (UNIT * UNIT), divby=UNIT * UNIT)
-        return cute.make_tensor(
-            cute.recast_ptr(pointer.align(1024), layout.inner, dtype=self.dtype), layout.outer
-        )
+    box = Layout.box
 
     def records(self, memory):
         """Returns the words of a step by stage: which 64 query rows, their head, and flags."""
@@ -235,7 +230,7 @@ class LiteBackward:
                 if query_tiles < 32 * word + 32:
                     bits = bits & ((I32(1) << (query_tiles % 32)) - 1)
                 while bits != 0:
-                    bit = I32(31) - I32(cute.arch.clz(bits & -bits))
+                    bit = lowest(bits)
                     bits = bits & (bits - 1)
                     for half in cutlass.range(2, unroll=1):
                         row = 2 * (32 * word + bit) + half
@@ -311,7 +306,7 @@ class LiteBackward:
                     for i in cutlass.range_constexpr(boxes):
                         column = i if self.config.by_turns else group * boxes + i
                         target = cute.local_tile(whole, (UNIT, BOX), (row, column))
-                        self.copy_out(tma_dq, self.dq_box(memory, group * boxes + i), target)
+                        copy_out(tma_dq, self.dq_box(memory, group * boxes + i), target)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
@@ -464,17 +459,9 @@ class LiteBackward:
                 for column in cutlass.range_constexpr(self.columns):
                     rows = whole[None, None, head_k, batch]
                     target = cute.local_tile(rows, (UNIT, UNIT), (2 * tile + group, column))
-                    self.copy_out(tma, self.box(base, column), target)
+                    copy_out(tma, self.box(base, column), target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def copy_out(self, tma, box: cute.Tensor, target: cute.Tensor):
-        """Stores or adds a box by TMA."""
-        s, g = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
-        )
-        cute.copy(tma, s, g)
 
     @cute.jit
     def release(self, memory, name: cutlass.Constexpr, number, tidx):

@@ -5,14 +5,14 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
 
 from cula_core.cute.memory import load_tile
 from cula_core.cute.types import F32, I32
+from cula_core.cute.warp import prefix_sum
 from cula_core.cute.work import draw
 
 from ..config import BLOCK_M, NUMBERS, STAGES, STEP, UNIT, ForwardConfig
-from .shared import PLACE_WORDS
+from .shared import PLACE_WORDS, copy_out, lowest
 from .steps import END, FIRST, MASK, NONE, NOWHERE, ROUNDS, SLOT, Place, Steps
 
 # Where the loading warp is in its list, in registers: the round of words, those not empty, the word's number and the
@@ -195,13 +195,13 @@ class Loader(Steps):
                 if inside[ROUND] < ROUNDS:
                     inside[FILLED] = I32(cute.arch.vote_ballot_sync(words != 0))
             else:
-                lane = self.lowest(inside[FILLED])
+                lane = lowest(inside[FILLED])
                 inside[FILLED] = inside[FILLED] & (inside[FILLED] - 1)
                 inside[NUMBER] = 32 * inside[ROUND] + lane
                 inside[WORD] = I32(cute.arch.shuffle_sync(words, lane))
         found = I32(NONE)
         if inside[WORD] != 0:
-            found = self.tile_of(inside[NUMBER], self.lowest(inside[WORD]), tiles, direction)
+            found = self.tile_of(inside[NUMBER], lowest(inside[WORD]), tiles, direction)
             inside[WORD] = inside[WORD] & (inside[WORD] - 1)
         return found
 
@@ -294,10 +294,7 @@ class Loader(Steps):
                     for column in cutlass.range_constexpr(self.columns):
                         box = self.box(shared.q, (2 * slot + half) * self.columns + column)
                         target = cute.local_tile(rows, (UNIT, UNIT), (half, column))
-                        s, g = cpasync.tma_partition(
-                            tma_o, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
-                        )  # fmt: skip
-                        cute.copy(tma_o, s, g)
+                        copy_out(tma_o, box, target)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
@@ -332,7 +329,7 @@ class Loader(Steps):
                     number = first + lane
                     bits = self.word(row, tiles, direction, number)
                     own = cute.arch.popc(bits)
-                    visit = so_far + self.before(own, lane)
+                    visit = so_far + prefix_sum(own, lane) - own
                     so_far = so_far + cute.arch.warp_reduction_sum(own)
                     held = I32(0)
                     if cutlass.const_expr(self.config.must_do):
@@ -355,15 +352,6 @@ class Loader(Steps):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(self.barrier(shared, "votes_free", slot))
                 count = count + 1
-
-    @cute.jit
-    def before(self, value, lane):
-        """Returns the sum of the values of the lanes below."""
-        upto = value
-        for i in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
-            upto = upto + below if lane >= 1 << i else upto
-        return upto - value
 
     def voted(self, votes, slot, visit, visits):
         """Returns 1 if any warp voted for a visit; the last one of 32, or of all, is in the lowest bit."""

@@ -8,6 +8,7 @@ from cula_core.cute.schedule import THREADS, SegmentTable
 from cula_core.cute.types import I32
 
 from ..config import ARRIVED, BLOCK_M, CLASSES, NUMBERS, STEP, UNIT, OrderConfig
+from .shared import lowest
 from .steps import Steps
 
 WARPS = THREADS // 32
@@ -118,7 +119,7 @@ class LiteOrder(Steps):
                 before, all_of_them = self.table.scan(cute.arch.popc(bits), shared, tidx)
                 at = NUMBERS + done + before
                 while bits != 0:
-                    work[at] = chunk * TILES + self.lowest(bits)
+                    work[at] = chunk * TILES + lowest(bits)
                     bits = bits & (bits - 1)
                     at = at + 1
                 done = done + all_of_them

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
 
 from cula_core.cute.memory import repeated, swizzled
-from cula_core.cute.types import DTYPES
+from cula_core.cute.types import DTYPES, I32
 
 from ..config import MAX_WORDS, STAGES, STEP, UNIT, ForwardConfig
 
@@ -37,6 +38,21 @@ class Shared:
     places: cute.Pointer
     waiting: cute.Pointer
     votes: cute.Pointer
+
+
+@cute.jit
+def lowest(bits):
+    """Returns the number of the lowest bit that is set."""
+    return I32(31) - I32(cute.arch.clz(bits & -bits))
+
+
+@cute.jit
+def copy_out(tma, box: cute.Tensor, target: cute.Tensor):
+    """Stores or adds a box by TMA."""
+    s, g = cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(target, 0, 2)
+    )
+    cute.copy(tma, s, g)
 
 
 class Layout:

@@ -75,8 +75,3 @@ class Steps(Layout):
         """Returns the tile of a bit of the word that is visited after `number` others."""
         ahead = 32 * number + bit
         return ahead if direction > 0 else 32 * cute.ceil_div(tiles, 32) - 1 - ahead
-
-    @cute.jit
-    def lowest(self, bits):
-        """Returns the number of the lowest bit that is set."""
-        return I32(31) - I32(cute.arch.clz(bits & -bits))
