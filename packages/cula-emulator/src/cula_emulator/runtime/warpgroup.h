@@ -6,8 +6,8 @@
 #pragma GCC visibility push(hidden)
 namespace emu {
 
-// Books that a warp executes the .aligned instruction at its line: the n-th of each warp of a warpgroup must be the same
-// place in the program. Once for all lanes.
+// Books that a warp executes the .aligned instruction at its line: the n-th of each warp of a warpgroup must be the
+// same place in the program. Once for all lanes.
 void warpgroup_step(Warp& warp);
 // The same for wgmma, which needs all four warps.
 void wgmma_step(Warp& warp);
