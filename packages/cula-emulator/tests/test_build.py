@@ -481,7 +481,7 @@ def test_flags_that_the_compiler_refuses_are_left_out(filled, tmp_path, monkeypa
 @pytest.fixture
 def broken_translation(filled, monkeypatch):
     source = "".join(f"int a{n} = undeclared_{n};\n" for n in range(9))
-    monkeypatch.setattr(build, "translate", lambda module: source)
+    monkeypatch.setattr(build, "translate", lambda module, _: source)
     return source
 
 

@@ -365,6 +365,8 @@ def _plan_of_fla(context: Any, rows: int, tokens: int, cu_seqlens: object) -> Pl
         )
     # Every part of the batch has one slot; those of a rank are neighbours.
     parts = 2 * ranks if zigzag else ranks
+    own: tuple[int, ...]
+    firsts: tuple[int, ...]
     if zigzag:
         before, behind = context.pre_num_ranks_by_part, context.post_num_ranks_by_part
         own, firsts = (rank, parts - 1 - rank), (0, index(context.front_num_seqs))

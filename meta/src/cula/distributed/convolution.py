@@ -64,9 +64,10 @@ def convolve(
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
     """The arguments of `ContextParallel.causal_conv1d`."""
-    for name, tensor, dims in (("x", x, 3), ("weight", weight, 2), ("bias", bias, 1)):
-        if tensor is None and name == "bias":
-            continue
+    given = [("x", x, 3), ("weight", weight, 2)]
+    if bias is not None:
+        given.append(("bias", bias, 1))
+    for name, tensor, dims in given:
         arguments.tensor(name, tensor)
         if tensor.dim() != dims or tensor.shape[0 if dims < 3 else 2] != x.shape[-1]:
             shape = ("[D]", "[D, width]", "[B, T, D]")[dims - 1]

@@ -110,7 +110,10 @@ class SeqParallelLiteAttention(_Parts):
                         name, "None where heads do not divide by the ranks", type(given).__name__
                     )
             out, lse = self._around(query, key, value, counts, scale)
-        return (out, lse) if return_softmax_lse else out
+        if not return_softmax_lse:
+            return out
+        assert lse is not None
+        return out, lse
 
     def _counts(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] | None
@@ -144,17 +147,18 @@ class SeqParallelLiteAttention(_Parts):
         self, query: Tensor, key: Tensor, value: Tensor, counts: list[int], scale: float | None,
         with_lse: bool, must_do: Any, must_skip: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        ranks, own = self.num_nodes, [query.shape[1]] * self.num_nodes
+        group, ranks, own = self.group, self.num_nodes, [query.shape[1]] * self.num_nodes
+        assert group is not None
         shares = [x.unflatten(2, (ranks, x.shape[2] // ranks)) for x in (query, key, value)]
         rows = torch.cat(shares, 3).permute(2, 1, 0, 3, 4).flatten(0, 1)
-        whole = moved(rows, counts, own, self.group).movedim(0, 1)
+        whole = moved(rows, counts, own, group).movedim(0, 1)
         parts = whole.split([x.shape[3] for x in shares], 2)
         found = self.lite_attention[0](*parts, scale, with_lse, must_do, must_skip)
         out, lse = found if with_lse else (found, None)
 
         def back(x: Tensor) -> Tensor:
             """`[tokens, B, heads, ..]` of all tokens -> `[ranks, S, B, heads, ..]`."""
-            return moved(x, own, counts, self.group).unflatten(0, (ranks, own[0]))
+            return moved(x, own, counts, group).unflatten(0, (ranks, own[0]))
 
         out = back(out.movedim(1, 0)).permute(2, 1, 0, 3, 4).flatten(2, 3)
         if lse is not None:
@@ -164,11 +168,12 @@ class SeqParallelLiteAttention(_Parts):
     def _around(
         self, query: Tensor, key: Tensor, value: Tensor, counts: list[int], scale: float | None
     ) -> tuple[Tensor, Tensor]:
+        assert self.group is not None
         ranks, own = self.num_nodes, dist.get_rank(self.group)
         learns = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
         send = moved if learns else start_all_to_all
         held = torch.stack((key, value)).movedim(2, 0)  # [S, 2, B, Hkv, D]
-        out = lse = coming = None
+        out = lse = None
         for step in range(ranks):
             part = (own - step) % ranks
             if step + 1 < ranks:  # what comes travels while what is held is attended to

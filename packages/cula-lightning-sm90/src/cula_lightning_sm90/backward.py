@@ -182,8 +182,8 @@ def gradients(
         )
     )
     if unit is not None:
-        for d in (dq, dk, dv):
-            torch.div(d, unit, out=d)
+        for each in (dq, dk, dv):
+            torch.div(each, unit, out=each)
     found = [
         _before_norm(_of_group(d, x), y, inverse)
         for d, x, (y, inverse) in zip((dq, dk), given, normal)

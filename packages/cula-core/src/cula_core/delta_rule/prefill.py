@@ -41,12 +41,7 @@ RULES = (
     "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
     "safe_gate", "lower_bound", "operand_dtype",
 )  # fmt: skip
-# Arguments of a call that is trained: what it does not have, as `check_prefill` calls it; and options that are checked
-# one by one, where others are flags. Its tensors are KEPT.
-_ABSENT = (
-    "state_pool", "indices", "out", "output_indices", "null_slot", "has_initial_state", "checkpoints",
-    "checkpoint_every", "checkpoint_rows", "checkpoint_offsets",
-)  # fmt: skip
+# Options of a call that is trained which are checked one by one, where others are flags. Its tensors are KEPT.
 _CHECKED = (
     "scale", "lower_bound", "cp_context", "use_intracard_cp", "segment_tokens", "operand_dtype", "workspace",
 )  # fmt: skip
@@ -334,7 +329,9 @@ class Prefill:
         q, v, cu_seqlens = given["q"], given["v"], given["cu_seqlens"]
         self._require_target(q.device)
         check_prefill(
-            **given, **{name: options[name] for name in _CHECKED}, **dict.fromkeys(_ABSENT),
+            **given, **{name: options[name] for name in _CHECKED}, state_pool=None, indices=None, out=None,
+            output_indices=None, null_slot=None, has_initial_state=None, checkpoints=None, checkpoint_every=None,
+            checkpoint_rows=None, checkpoint_offsets=None,
             flags={name: x for name, x in options.items() if name not in _CHECKED}
             | {"return_intermediate_states": False, "return_intra": False},
         )  # fmt: skip
@@ -350,7 +347,7 @@ class Prefill:
             **given | {"initial_state": initial},
             final_state=final,
             out=torch.empty_like(v, memory_format=DENSE),
-            **dict.fromkeys(("state_pool", "state_indices", "workspace", "Aqk", "Akk", "w", "u", "qg", "kg")),
+            state_pool=None, state_indices=None, workspace=None, Aqk=None, Akk=None, w=None, u=None, qg=None, kg=None,
             **rules(q, *(options[name] for name in RULES)),
             state_v_first=v_first,
             intracard_cp=INTRACARD_CP[options["use_intracard_cp"]],

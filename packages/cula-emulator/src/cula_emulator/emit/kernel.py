@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     matrix_moves,
     memory,
     mma,
+    registers,
     tcgen05,
     tma,
     warp,
@@ -38,7 +39,12 @@ class KernelSource:
     """
 
     def __init__(
-        self, kernel: ir.Kernel, number: int, module: ir.Module, globals_: dict[str, str]
+        self,
+        kernel: ir.Kernel,
+        number: int,
+        module: ir.Module,
+        globals_: dict[str, str],
+        registers_in_machine_code: int = 0,
     ) -> None:
         self.kernel, self.number = kernel, number
         self.unsupported: list[tuple[int, str, str]] = []
@@ -61,7 +67,8 @@ class KernelSource:
         cluster = ", ".join(map(str, kernel.cluster))
         size = f"{len(kernel.parameters)}, {static_bytes}, {{{cluster}}}"
         counters = f"visits_{number}, {blocks}, lines_{number}, {len(visits)}"
-        self.row = f'{{"{kernel.name}", kernel_{number}, {size}, {self._flags()}, {counters}}}'
+        facts = f"{self._flags()}, {registers.register_facts(kernel, registers_in_machine_code)}"
+        self.row = f'{{"{kernel.name}", kernel_{number}, {size}, {facts}, {counters}}}'
 
     def _declarations(self) -> list[str]:
         """Registers, zero at first, and local arrays."""

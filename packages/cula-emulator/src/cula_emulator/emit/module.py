@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..errors import UnsupportedInstruction
 from ..ptx import ir
 from .kernel import KernelSource
 
 
-def translate(module: ir.Module) -> str:
-    """The C++ source of all kernels of a module. Raises UnsupportedInstruction, which lists all that has no emitter."""
+def translate(module: ir.Module, registers: Mapping[str, int] | None = None) -> str:
+    """The C++ source of all kernels of a module. Raises UnsupportedInstruction, which lists all that has no emitter.
+
+    registers: of kernels whose machine code is known, as `registers.in_machine_code` gives them.
+    """
     out = ['#include "kernel.h"', "using namespace emu;"]
     globals_: dict[str, str] = {}
     ranges = []
@@ -20,7 +25,10 @@ def translate(module: ir.Module) -> str:
         size, alignment = max(v.size, 1), max(v.align, 16)
         out.append(f"alignas({alignment}) static uint8_t {name}[{size}] = {{{initial}}};")
         ranges.append(f"{{(uint64_t){name}, (uint64_t){name} + sizeof {name}}}")
-    kernels = [KernelSource(k, n, module, globals_) for n, k in enumerate(module.kernels)]
+    kernels = [
+        KernelSource(k, n, module, globals_, (registers or {}).get(k.name, 0))
+        for n, k in enumerate(module.kernels)
+    ]
     missing = [
         (line, f"{text}   [{reason}]") for k in kernels for line, text, reason in k.unsupported
     ]

@@ -53,8 +53,8 @@ def _names(operand: ir.Operand) -> tuple[str, ...]:
 
 @emits("wgmma.fence", forms=["sync aligned"], order=Order.ABSENT)
 def fence(e: FunctionEmitter, i: ir.Instruction) -> str:
-    """Registers are read when the instruction is issued, so the fence changes nothing."""
-    return ";"
+    """Registers are read when the instruction is issued, so the fence changes nothing; the warps must agree on it."""
+    return "wgmma_fence();"
 
 
 @emits("wgmma.commit_group", forms=["sync aligned"], order=Order.MODELLED)

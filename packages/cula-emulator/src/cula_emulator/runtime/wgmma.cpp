@@ -2,6 +2,7 @@
 
 #include "matrix_descriptor.h"
 #include "matrix_fragments.h"
+#include "warpgroup.h"
 
 namespace emu {
 
@@ -142,6 +143,7 @@ void wgmma(const WgmmaShape& shape, uint32_t* d, const uint32_t* a_registers, ui
   Lane mine{{a_descriptor, b_descriptor, accumulate, a_registers != nullptr}, d, a_registers};
   whole_warp(&mine, [&shape](void** lanes) {
     Warp& warp = *self()->warp;
+    wgmma_step(warp);
     const Operands operands = ((Lane*)lanes[0])->operands;
     LaneInputs a, c;
     LaneOutputs d;
@@ -164,10 +166,15 @@ uint32_t wgmma_complete(uint32_t tag) {
   return self()->wgmma_values[tag];
 }
 
+void wgmma_fence() {
+  whole_warp(nullptr, [](void**) { wgmma_step(*self()->warp); });
+}
+
 void wgmma_commit() {
   if (ignored_here()) return;
   whole_warp(nullptr, [](void**) {
     Warp* w = self()->warp;
+    wgmma_step(*w);
     w->wgmma_groups.push_back({w->wgmma_issued, w->wgmma_tags});
   });
 }
@@ -176,6 +183,7 @@ void wgmma_wait(uint32_t groups_left_in_flight) {
   if (ignored_here()) return;
   Warp& warp = *self()->warp;
   whole_warp(nullptr, [&](void**) {
+    wgmma_step(warp);
     while (warp.wgmma_groups.size() > groups_left_in_flight) {
       const Warp::WgmmaGroup group = warp.wgmma_groups.front();
       while (warp.wgmma_done < group.operations) run_oldest(warp);

@@ -88,7 +88,7 @@ class Inputs:
 
     def to(self, device: torch.device | str) -> Inputs:
         there = {n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)}
-        return replace(self, **there)
+        return Inputs(**vars(self) | there)
 
 
 def make_inputs(call: Call, seed: int = 0) -> Inputs:
@@ -102,7 +102,7 @@ def make_inputs(call: Call, seed: int = 0) -> Inputs:
     else:
         batch, sequences = 1, len(call.lengths)
         rows, keys = (sum(pair[i] for pair in call.lengths) for i in range(2))
-        most = tuple(max(pair[i] for pair in call.lengths) for i in range(2))
+        most = max(pair[0] for pair in call.lengths), max(pair[1] for pair in call.lengths)
         starts_q, starts_k = (
             torch.tensor([0, *(pair[i] for pair in call.lengths)])
             .cumsum(0)
@@ -143,6 +143,7 @@ def unpacked_bits(words: Tensor, tiles: int) -> Tensor:
 def without_unlisted(call: Call, x: Inputs) -> Inputs:
     """The same with NaN in every key and value of tiles that no query tile lists."""
     tiles = -(-call.keys // call.block_n)
+    assert x.read is not None
     unlisted = ~unpacked_bits(x.read, tiles).any(2).any(1)  # [B, Nt]
     columns = unlisted.repeat_interleave(call.block_n, 1)[:, : call.keys]
     assert columns.any()

@@ -88,9 +88,9 @@ def make_problem(call: Backward, reference: Any, device: str = "cpu") -> Problem
     dlse = torch.randn(lse.shape, generator=generator).to(lse.device) if call.dlse else None
     if call.fewer:
         out, lse, _ = reference.lite_attention(*leaves, threshold=-math.inf, **options)
-        given = {"out": out.detach(), "lse": lse.detach(), "dlse": dlse}
+        found = {"out": out.detach(), "lse": lse.detach(), "dlse": dlse}
         wanted = reference.masked_gradients(
-            *(t.detach() for t in leaves), dout.double(), x.read, **given, **options
+            *(t.detach() for t in leaves), dout.double(), x.read, **found, **options
         )
     else:
         results, given = [out], [dout.double()]

@@ -40,7 +40,10 @@ class Subject:
         out = empty(x.q.shape, x.q.dtype)
         lse = empty(x.q[..., 0].mT.shape, torch.float32)
         write = None if x.read is None else empty(x.read.shape, torch.int32)
-        held = None if x.held is None else x.held.expand(x.read.shape).contiguous()
+        held = x.held
+        if held is not None:
+            assert x.read is not None  # tiles stay on a list
+            held = held.expand(x.read.shape).contiguous()
         direction = torch.tensor([call.direction], dtype=torch.int32, device=x.q.device)
         settings = {
             "threshold": call.threshold, "direction": direction if call.on_device else call.direction,
@@ -74,4 +77,4 @@ class Subject:
         if seen.any():
             assert (lse.double() - want_lse)[seen].abs().max() < MAX_LSE_ERROR
         if call.listed is not None:
-            assert torch.equal(write, want_write)
+            assert write is not None and torch.equal(write, want_write)
