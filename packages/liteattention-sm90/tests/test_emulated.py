@@ -107,6 +107,20 @@ def test_order_of_keys(emulated, block_n):
     assert torch.equal(work[NUMBERS:][:total].long(), classes.argsort(stable=True))
 
 
+@pytest.mark.parametrize("listed", [None, 1.0])
+def test_origins_of_one_warp_move(run, listed):
+    """Products, and waits for them, are for all warps of a warpgroup alike; what moves origins is not."""
+    call = Call(128, 600, dim=64, heads=1, listed=listed, threshold=-2.0)
+    x = make_inputs(call)
+    q, k = torch.zeros_like(x.q), torch.ones_like(x.k)
+    q[:, 16:32] = 1.0  # the rows of one warp; those of others have scores of zero
+    k *= (torch.arange(call.keys) // 128 + 1)[:, None, None]
+    if listed is None:  # keys are visited from the last one on
+        k = k.flip(1)
+    x = replace(x, q=q, k=k)
+    SUBJECT.assert_right(call, x, *run(call, x))
+
+
 def with_whole_scores(call: Call) -> Inputs:
     """Inputs whose products are small integers, which no order of a sum rounds; every other tile of keys is zero."""
     x = make_inputs(call)
