@@ -36,6 +36,7 @@ class Forward(NamedTuple):
         return "-".join([str(self.call), *(f"{name}={x}" for name, x in self.options.items())])
 
 
+PACKED = (100, 170), (0, 5), (200, 300), (7, 0), (64, 65)
 FEW, ORDERED = {"multiprocessors": 2}, {"multiprocessors": 2, "ordered_from": 1}
 FORWARD = [
     Forward(Call(130, 200)),
@@ -51,6 +52,10 @@ FORWARD = [
     Forward(Call(130, 200, listed=0.0, dim=64)),
     Forward(Call(400, 600, listed=0.5, threshold=-2.0, heads=4), ORDERED),
     Forward(Call(400, 400, listed=0.6, threshold=-2.0, causal=True, dim=64, block_n=128), ORDERED),
+    Forward(Call(lengths=PACKED), FEW),
+    Forward(Call(lengths=PACKED, causal=True, dim=64, heads=4, heads_k=2, index_dtype="int64", views=True)),
+    Forward(Call(lengths=PACKED, listed=0.7, threshold=-2.0, dim=80), FEW),
+    Forward(Call(lengths=PACKED, listed=0.7, threshold=-2.0, direction=-1, causal=True, block_n=128), ORDERED),
 ]  # fmt: skip
 WIDE = Backward(150, 200, dim=128, how=("atomics",), arch="sm_90a")
 GROUPS = replace(WIDE, rows=200, keys=300, heads=4, heads_k=2, causal=True)
@@ -72,7 +77,8 @@ def check_forward(given: Forward) -> str:
     call = given.call
     x = make_inputs(call)
     out, lse, write = SUBJECT.forward(call, x.to("cuda"), empty, **given.options)
-    SUBJECT.assert_right(call, x, out.cpu(), lse.cpu(), None if write is None else write.cpu())
+    lse = lse.cpu() if call.lengths is None else lse[0].cpu()
+    SUBJECT.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
     return "right"
 
 

@@ -26,12 +26,16 @@ CONFIGS = [
     ForwardConfig("bfloat16", 128, True, True, 128, True, True),
     ForwardConfig("float16", 80, True, True, 64, True, True),
     ForwardConfig("bfloat16", 8, skip=True, block_n=128),
+    *(ForwardConfig("bfloat16", 128, skip=skip, packed="int32") for skip in (False, True)),
+    ForwardConfig("bfloat16", 128, True, True, 128, True, True, True, packed="int64"),
+    ForwardConfig("float16", 64, True, True, 64, packed="int64"),
 ]
 
 
 def label(config: ForwardConfig) -> str:
     names = ("causal", "skip", "must_do", "on_device")
     flags = [name for name in names if getattr(config, name)]
+    flags += [f"packed_{config.packed}"] if config.packed else []
     return "-".join([config.dtype, f"D{config.head_dim}", f"N{config.block_n}", *flags])
 
 

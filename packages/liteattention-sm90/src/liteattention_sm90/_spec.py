@@ -47,8 +47,8 @@ def supports(
         return f"block_m must be {BLOCK_M}, not {block_m}"
     if block_n is not None and block_n not in BLOCK_N:
         return f"block_n must be {' or '.join(map(str, BLOCK_N))}, not {block_n}"
-    if packed:
-        return "no packed sequences"
+    if packed and backward:
+        return "no gradients of packed sequences"
     if use_int8:
         return "no scores from 8-bit integers"
     if backward and deterministic:

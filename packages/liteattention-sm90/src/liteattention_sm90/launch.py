@@ -54,8 +54,8 @@ def forward(
     read: Tensor | None,
     must_do: Tensor | None,
     write: Tensor | None,
-    cu_seqlens_q: None,
-    cu_seqlens_k: None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     *,
     threshold: float,
@@ -71,25 +71,39 @@ def forward(
 ) -> None:
     """Launches one call on torch's current stream; arguments are those of `liteattention_sm89`, checked, scale > 0.
 
-    lse [B, Hq, Sq]. What `_spec.supports` refuses does not come here: packed sequences, and int8. The kernels, their
-    number of multiprocessors, and the number of query tiles from which on long lists come first, are for tests.
+    lse [B, Hq, Sq]. What `_spec.supports` refuses does not come here: int8. The kernels, their number of
+    multiprocessors, and the number of query tiles from which on long lists come first, are for tests.
     """
-    assert cu_seqlens_q is None and cu_seqlens_k is None and not int8
+    assert not int8
     on_device = isinstance(direction, Tensor)
-    tiles = q.shape[0] * q.shape[2] * -(-q.shape[1] // BLOCK_M)
+    packed, batch = _packed(cu_seqlens_q, q)
+    longest = q.shape[1] if packed is None else max_seqlen_q
+    tiles = batch * q.shape[2] * -(-longest // BLOCK_M)
     ordered = read is not None and tiles >= ordered_from
     config = ForwardConfig(
-        dtype_name(q.dtype), q.shape[3], causal, read is not None, block_n, must_do is not None, on_device, ordered
+        dtype_name(q.dtype), q.shape[3], causal, read is not None, block_n, must_do is not None, on_device, ordered,
+        packed,
     )  # fmt: skip
     count = multiprocessors or tensors.multiprocessors(q.device)
     scale_log2 = scale * LOG2_E
     work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
+    starts = cu_seqlens_q, cu_seqlens_k
     if ordered:
-        kernels(OrderConfig(causal, block_n))(read, work, q.shape[1], k.shape[1], 1)
+        keys = k.shape[1]
+        if packed is not None:  # at most what a row of the list has
+            keys = 32 * read.shape[3] * block_n if max_seqlen_k is None else max_seqlen_k
+        kernels(OrderConfig(causal, block_n, packed=packed))(read, work, *starts, longest, keys, 1)
     kernels(config)(
-        q, k, v, out, lse, read, must_do, write, direction if on_device else None, work, scale_log2,
-        threshold / scale_log2, 1 if on_device else direction, min(count, tiles),
+        q, k, v, out, lse, read, must_do, write, *starts, direction if on_device else None, work, scale_log2,
+        threshold / scale_log2, 1 if on_device else direction, None if packed is None else longest, min(count, tiles),
     )  # fmt: skip
+
+
+def _packed(starts: Tensor | None, q: Tensor) -> tuple[str | None, int]:
+    """Returns the dtype of cu_seqlens, and the number of sequences."""
+    if starts is None:
+        return None, q.shape[0]
+    return dtype_name(starts.dtype), starts.shape[0] - 1
 
 
 def _work(tiles: int, device: torch.device) -> Tensor:
@@ -148,6 +162,8 @@ def backward(
     if ordered:
         work = _work(tiles, q.device)
         group = heads // k.shape[2]
-        kernels(OrderConfig(causal, block_n, True))(across, work, rows, k.shape[1], group)
+        kernels(OrderConfig(causal, block_n, True))(
+            across, work, None, None, rows, k.shape[1], group
+        )
     kernels(main)(q, k, v, dout, lse_log2, delta, across, work, acc, dk, dv, scale, scale * LOG2_E)
     kernels(ConvertConfig(dtype, dim))(acc, dq, scale)
