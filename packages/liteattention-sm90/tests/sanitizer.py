@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hopper_gradients import problem
+from hopper_gradients import per_row, problem
 
 from cula_testing.lite import Call, Subject, empty_on, make_inputs
 from cula_testing.lite.gradients import Backward, assert_gradients
@@ -68,6 +68,9 @@ BACKWARD = [
     replace(WIDE, rows=260, keys=400, dim=96, listed=0.6, block_n=128),
     replace(GROUPS, listed=0.7, dlse=True),
     replace(GROUPS, listed=0.7, dim=64, block_n=128),
+    replace(WIDE, lengths=PACKED, heads=4, heads_k=2, dlse=True, index_dtype="int64"),
+    replace(WIDE, lengths=PACKED, causal=True, dim=64, listed=0.7, views=True),
+    replace(WIDE, lengths=PACKED, dim=80, listed=0.7, block_n=128),
 ]
 
 empty = empty_on("cuda")
@@ -84,11 +87,11 @@ def check_forward(given: Forward) -> str:
 
 def check_backward(call: Backward) -> str:
     p = problem(call)
-    y, (out, lse, dout) = p.inputs.to("cuda"), (t.cuda() for t in (p.out, p.lse, p.dout))
-    dlse = None if p.dlse is None else p.dlse.cuda()
+    y, (out, lse, dout) = p.inputs.to("cuda"), (t.cuda() for t in (p.out, per_row(p.lse), p.dout))
+    dlse = None if p.dlse is None else per_row(p.dlse.cuda())
     found = tuple(empty(t.shape, t.dtype) for t in (y.q, y.k, y.v))
     launch.backward(
-        y.q, y.k, y.v, out, lse, dout, dlse, y.read, None, None, *y.most, *found,
+        y.q, y.k, y.v, out, lse, dout, dlse, y.read, y.starts_q, y.starts_k, *y.most, *found,
         scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False,
     )  # fmt: skip
     assert_gradients(tuple(t.cpu() for t in found), p)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_gradients import CALLS, LISTS, problem
+from hopper_gradients import CALLS, LISTS, PACKED, per_row, problem
 from torch import Tensor
 
 from cula_emulator import mutation
@@ -34,7 +34,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
 
             def launched(*arguments):
                 if isinstance(config, SumsConfig):
-                    for workspace in arguments[4:]:
+                    for workspace in arguments[4:7]:
                         guarded[id(workspace)] = emulated.empty(workspace.shape, torch.float32)
                 kernel(*(guarded.get(id(a), a) for a in arguments), **(changes if main else {}))
 
@@ -43,7 +43,8 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
         x = p.inputs
         gradients = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
         launch.backward(
-            x.q, x.k, x.v, p.out, p.lse, p.dout, p.dlse, x.read, None, None, *x.most, *gradients,
+            x.q, x.k, x.v, p.out, per_row(p.lse), p.dout, per_row(p.dlse), x.read, x.starts_q, x.starts_k,
+            *x.most, *gradients,
             scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False, kernels=kernels,
             ordered_from=ordered_from,
         )  # fmt: skip
@@ -62,6 +63,39 @@ def test_numbers(run, call):
 def test_numbers_where_what_many_list_comes_first(run, call):
     p = problem(call)
     assert_gradients(run(call, p, ordered_from=1), p)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("call", [
+    PACKED, replace(PACKED, causal=True, dim=64, listed=0.7, dlse=True),
+], ids=str)  # fmt: skip
+def test_sequences_do_not_meet(run, call):
+    """NaN in all of one reaches no other, and nothing is written behind the last one."""
+    call = replace(call, lengths=((100, 170), (130, 200), (70, 65)))
+    p = problem(call)
+    want, x = run(call, p), p.inputs
+    rows, keys = (slice(*starts[1:3].tolist()) for starts in (x.starts_q, x.starts_k))
+    # The last sequence is none any more, but for its tokens.
+
+    def spoiled(tensor: Tensor, tokens: slice) -> Tensor:
+        spoiled = tensor.clone()
+        spoiled[:, tokens.start :] = math.nan
+        return spoiled
+
+    fewer = {
+        "q": spoiled(x.q, rows), "k": spoiled(x.k, keys), "v": spoiled(x.v, keys), "starts_q": x.starts_q[:-1],
+        "starts_k": x.starts_k[:-1], "read": None if x.read is None else x.read[:-1].contiguous(),
+    }  # fmt: skip
+    found = run(
+        call,
+        replace(
+            p, inputs=replace(x, **fewer), out=spoiled(p.out, rows), dout=spoiled(p.dout, rows),
+            lse=spoiled(p.lse, rows), dlse=None if p.dlse is None else spoiled(p.dlse, rows),
+        ),
+    )  # fmt: skip
+    for got, expected, tokens in zip(found, want, (rows, keys, keys)):
+        assert torch.equal(got[:, : tokens.start], expected[:, : tokens.start])
+        assert got[:, tokens.stop :].isnan().all()
 
 
 @pytest.mark.parametrize("block_n", [64, 128])

@@ -109,7 +109,8 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteBackward`.
 
     They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
-    work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in log2 units.
+    cu_seqlens_q and _k, work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in
+    log2 units, keys of the longest packed sequence. Of T' rows each packed sequence has whole units of 64.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -126,11 +127,13 @@ def backward_arguments(config: BackwardConfig) -> tuple:
         per_padded_row(batch, heads),
         per_padded_row(batch, heads),
         mask_of(heads) if config.skip else None,
+        *(starts(config),) * 2,
         fake.vector(cutlass.Int32) if config.ordered else None,
         activation(rows, heads, "float32", config.width),
         activation(keys, heads_k),
         activation(keys, heads_k),
         *(cutlass.Float32(1.0),) * 2,
+        longest(config),
     )
 
 
@@ -138,7 +141,7 @@ def sums_arguments(config: SumsConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteSums`.
 
     They are out, dout, lse and its gradient [B, Hq, Sq], log-sum-exps in log2 units and Delta as `LiteBackward` takes
-    them, and its accumulators of gradients of q.
+    them, its accumulators of gradients of q, cu_seqlens_q, and query rows of the longest packed sequence.
     """
     batch, rows, heads = (cute.sym_int() for _ in range(3))
     shape = (batch, rows, heads)
@@ -150,14 +153,21 @@ def sums_arguments(config: SumsConfig) -> tuple:
         per_padded_row(batch, heads),
         per_padded_row(batch, heads),
         fake.rows("float32", (*shape, config.width)),
+        starts(config),
+        longest(config),
     )
 
 
 def convert_arguments(config: ConvertConfig) -> tuple:
-    """Returns stand-ins for the arguments of `LiteConvert`: accumulators, dq and scale."""
+    """Returns stand-ins for the arguments of `LiteConvert`.
+
+    They are accumulators, dq, scale, cu_seqlens_q, and query rows of the longest packed sequence.
+    """
     shape = tuple(cute.sym_int() for _ in range(3))
     return (
         fake.rows("float32", (*shape, config.width)),
         fake.rows(config.dtype, (*shape, config.head_dim)),
         cutlass.Float32(1.0),
+        starts(config),
+        longest(config),
     )

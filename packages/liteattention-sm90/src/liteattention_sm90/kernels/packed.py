@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cula_core.cute.memory import by_token
 from cula_core.cute.types import I32
 
+from ..config import UNIT
+
 # Rows of a view of packed tokens, and twice as many places for a sequence and for the way back. A multiple of the rows
 # by a stride of so many bytes is a multiple of 2^64, which addresses are counted by.
 ROWS = 1 << 30
@@ -58,3 +60,8 @@ def rows_in(whole: cute.Tensor, head, number, first, length):
 def token(row, number, first):
     """Returns the batch of a row of a sequence, and its token there."""
     return (number, row) if first is None else (0, first + row)
+
+
+def units_before(number, first):
+    """Returns how many units of rows other sequences have, where each has whole units of its own."""
+    return 0 if first is None else first // UNIT + number
