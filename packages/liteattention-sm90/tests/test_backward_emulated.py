@@ -13,7 +13,9 @@ from torch import Tensor
 
 from cula_emulator import mutation
 from cula_testing.compiled import emulated_kernel
+from cula_testing.lite import Inputs, gradients, make_inputs
 from cula_testing.lite.gradients import Backward, Problem, assert_gradients
+from liteattention_sm89 import reference
 from liteattention_sm90 import launch
 from liteattention_sm90.config import BackwardConfig, SumsConfig
 
@@ -41,14 +43,14 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
             return launched
 
         x = p.inputs
-        gradients = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
+        found = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
         launch.backward(
             x.q, x.k, x.v, p.out, per_row(p.lse), p.dout, per_row(p.dlse), x.read, x.starts_q, x.starts_k,
-            *x.most, *gradients,
+            *x.most, *found,
             scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False, kernels=kernels,
             ordered_from=ordered_from,
         )  # fmt: skip
-        return tuple(gradients)
+        return tuple(found)
 
     return run
 
@@ -96,6 +98,25 @@ def test_sequences_do_not_meet(run, call):
     for got, expected, tokens in zip(found, want, (rows, keys, keys)):
         assert torch.equal(got[:, : tokens.start], expected[:, : tokens.start])
         assert got[:, tokens.stop :].isnan().all()
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_far_below_zero(run, monkeypatch, causal):
+    """What lies behind the last key has scores of zero, and no part in a gradient."""
+    call = replace(PACKED, lengths=((64, 70), (3, 128), (130, 190)), causal=causal)
+
+    def inputs(call: Backward) -> Inputs:
+        x = make_inputs(call)
+        q, k = (t + shift for t, shift in ((x.q, 4), (x.k, -4)))
+        return replace(x, q=q, k=k)
+
+    monkeypatch.setattr(gradients, "make_inputs", inputs)
+    p = gradients.make_problem(call, reference)
+    assert p.lse.max() < -90  # exp(90) is infinite
+    for got, want in zip(run(call, p), p.wanted, strict=True):
+        # What all keys have in common cancels, and leaves what rounds off.
+        assert (got.double() - want).norm() < 3e-2 * want.norm()
 
 
 @pytest.mark.parametrize("block_n", [64, 128])

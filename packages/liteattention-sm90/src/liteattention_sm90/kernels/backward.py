@@ -425,6 +425,8 @@ class LiteBackward:
                         for r in cutlass.range_constexpr(ROWS):
                             c = 2 * n + j
                             dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - delta)
+                if cutlass.const_expr(self.config.packed is not None and not self.config.causal):
+                    self.hide(dp_rows, first_key, tile * STEP + group * UNIT + UNIT, keys[1])
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
@@ -547,6 +549,15 @@ class LiteBackward:
                         hidden = (flags & MASK != 0) & (first_key + 8 * r > first_seen + at)
                         value = F32(0.0) if hidden else value
                     s_rows[r, 2 * n + j] = value
+
+    @cute.jit
+    def hide(self, dp_rows: cute.Tensor, first_key, end, length_k):
+        """Sets dS of keys behind the end to zero: their scores are zeros, which may lie far above all others."""
+        if end > length_k:
+            for r in cutlass.range_constexpr(ROWS):
+                hidden = first_key + 8 * r >= length_k
+                for c in cutlass.range_constexpr(COLUMNS):
+                    dp_rows[r, c] = F32(0.0) if hidden else dp_rows[r, c]
 
     @cute.jit
     def send(self, memory, dq: cute.Tensor, dq_target: cute.Tensor, row, head, sent, group, tidx):
