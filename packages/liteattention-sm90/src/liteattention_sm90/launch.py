@@ -89,9 +89,7 @@ def forward(
     work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
     starts = cu_seqlens_q, cu_seqlens_k
     if ordered:
-        keys = k.shape[1]
-        if packed is not None:  # at most what a row of the list has
-            keys = 32 * read.shape[3] * block_n if max_seqlen_k is None else max_seqlen_k
+        keys = k.shape[1] if packed is None or max_seqlen_k is None else max_seqlen_k
         kernels(OrderConfig(causal, block_n, packed=packed))(read, work, *starts, longest, keys, 1)
     kernels(config)(
         q, k, v, out, lse, read, must_do, write, *starts, direction if on_device else None, work, scale_log2,
@@ -146,7 +144,8 @@ def backward(
     rows, heads, dim = q.shape[1:]
     dtype = dtype_name(q.dtype)
     packed, batch = _packed(cu_seqlens_q, q)
-    most, longest, units = (rows, k.shape[1]), (None, None), -(-rows // UNIT)
+    most, units = (rows, k.shape[1]), -(-rows // UNIT)
+    longest: tuple[int | None, int | None] = (None, None)
     if packed is not None:
         most = longest = max_seqlen_q, max_seqlen_k
         units = rows // UNIT + batch  # each sequence begins with one of its own
