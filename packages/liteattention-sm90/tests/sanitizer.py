@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hopper_gradients import problem
+from hopper_gradients import per_row, problem
 
 from cula_testing.lite import Call, Subject, empty_on, make_inputs
 from cula_testing.lite.gradients import Backward, assert_gradients
@@ -36,6 +36,7 @@ class Forward(NamedTuple):
         return "-".join([str(self.call), *(f"{name}={x}" for name, x in self.options.items())])
 
 
+PACKED = (100, 170), (0, 5), (200, 300), (7, 0), (64, 65)
 FEW, ORDERED = {"multiprocessors": 2}, {"multiprocessors": 2, "ordered_from": 1}
 FORWARD = [
     Forward(Call(130, 200)),
@@ -51,6 +52,10 @@ FORWARD = [
     Forward(Call(130, 200, listed=0.0, dim=64)),
     Forward(Call(400, 600, listed=0.5, threshold=-2.0, heads=4), ORDERED),
     Forward(Call(400, 400, listed=0.6, threshold=-2.0, causal=True, dim=64, block_n=128), ORDERED),
+    Forward(Call(lengths=PACKED), FEW),
+    Forward(Call(lengths=PACKED, causal=True, dim=64, heads=4, heads_k=2, index_dtype="int64", views=True)),
+    Forward(Call(lengths=PACKED, listed=0.7, threshold=-2.0, dim=80), FEW),
+    Forward(Call(lengths=PACKED, listed=0.7, threshold=-2.0, direction=-1, causal=True, block_n=128), ORDERED),
 ]  # fmt: skip
 WIDE = Backward(150, 200, dim=128, how=("atomics",), arch="sm_90a")
 GROUPS = replace(WIDE, rows=200, keys=300, heads=4, heads_k=2, causal=True)
@@ -63,6 +68,9 @@ BACKWARD = [
     replace(WIDE, rows=260, keys=400, dim=96, listed=0.6, block_n=128),
     replace(GROUPS, listed=0.7, dlse=True),
     replace(GROUPS, listed=0.7, dim=64, block_n=128),
+    replace(WIDE, lengths=PACKED, heads=4, heads_k=2, dlse=True, index_dtype="int64"),
+    replace(WIDE, lengths=PACKED, causal=True, dim=64, listed=0.7, views=True),
+    replace(WIDE, lengths=PACKED, dim=80, listed=0.7, block_n=128),
 ]
 
 empty = empty_on("cuda")
@@ -72,17 +80,18 @@ def check_forward(given: Forward) -> str:
     call = given.call
     x = make_inputs(call)
     out, lse, write = SUBJECT.forward(call, x.to("cuda"), empty, **given.options)
-    SUBJECT.assert_right(call, x, out.cpu(), lse.cpu(), None if write is None else write.cpu())
+    lse = lse.cpu() if call.lengths is None else lse[0].cpu()
+    SUBJECT.assert_right(call, x, out.cpu(), lse, None if write is None else write.cpu())
     return "right"
 
 
 def check_backward(call: Backward) -> str:
     p = problem(call)
-    y, (out, lse, dout) = p.inputs.to("cuda"), (t.cuda() for t in (p.out, p.lse, p.dout))
-    dlse = None if p.dlse is None else p.dlse.cuda()
+    y, (out, lse, dout) = p.inputs.to("cuda"), (t.cuda() for t in (p.out, per_row(p.lse), p.dout))
+    dlse = None if p.dlse is None else per_row(p.dlse.cuda())
     found = tuple(empty(t.shape, t.dtype) for t in (y.q, y.k, y.v))
     launch.backward(
-        y.q, y.k, y.v, out, lse, dout, dlse, y.read, None, None, *y.most, *found,
+        y.q, y.k, y.v, out, lse, dout, dlse, y.read, y.starts_q, y.starts_k, *y.most, *found,
         scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False,
     )  # fmt: skip
     assert_gradients(tuple(t.cpu() for t in found), p)

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_gradients import CALLS, LISTS, problem
+from hopper_gradients import CALLS, LISTS, PACKED, per_row, problem
 from torch import Tensor
 
 from cula_emulator import mutation
 from cula_testing.compiled import emulated_kernel
+from cula_testing.lite import Inputs, gradients, make_inputs
 from cula_testing.lite.gradients import Backward, Problem, assert_gradients
+from liteattention_sm89 import reference
 from liteattention_sm90 import launch
 from liteattention_sm90.config import BackwardConfig, SumsConfig
 
@@ -34,20 +36,21 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
 
             def launched(*arguments):
                 if isinstance(config, SumsConfig):
-                    for workspace in arguments[4:]:
+                    for workspace in arguments[4:7]:
                         guarded[id(workspace)] = emulated.empty(workspace.shape, torch.float32)
                 kernel(*(guarded.get(id(a), a) for a in arguments), **(changes if main else {}))
 
             return launched
 
         x = p.inputs
-        gradients = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
+        found = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
         launch.backward(
-            x.q, x.k, x.v, p.out, p.lse, p.dout, p.dlse, x.read, None, None, *x.most, *gradients,
+            x.q, x.k, x.v, p.out, per_row(p.lse), p.dout, per_row(p.dlse), x.read, x.starts_q, x.starts_k,
+            *x.most, *found,
             scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False, kernels=kernels,
             ordered_from=ordered_from,
         )  # fmt: skip
-        return tuple(gradients)
+        return tuple(found)
 
     return run
 
@@ -62,6 +65,58 @@ def test_numbers(run, call):
 def test_numbers_where_what_many_list_comes_first(run, call):
     p = problem(call)
     assert_gradients(run(call, p, ordered_from=1), p)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("call", [
+    PACKED, replace(PACKED, causal=True, dim=64, listed=0.7, dlse=True),
+], ids=str)  # fmt: skip
+def test_sequences_do_not_meet(run, call):
+    """NaN in all of one reaches no other, and nothing is written behind the last one."""
+    call = replace(call, lengths=((100, 170), (130, 200), (70, 65)))
+    p = problem(call)
+    want, x = run(call, p), p.inputs
+    rows, keys = (slice(*starts[1:3].tolist()) for starts in (x.starts_q, x.starts_k))
+    # The last sequence is none any more, but for its tokens.
+
+    def spoiled(tensor: Tensor, tokens: slice) -> Tensor:
+        spoiled = tensor.clone()
+        spoiled[:, tokens.start :] = math.nan
+        return spoiled
+
+    fewer = {
+        "q": spoiled(x.q, rows), "k": spoiled(x.k, keys), "v": spoiled(x.v, keys), "starts_q": x.starts_q[:-1],
+        "starts_k": x.starts_k[:-1], "read": None if x.read is None else x.read[:-1].contiguous(),
+    }  # fmt: skip
+    found = run(
+        call,
+        replace(
+            p, inputs=replace(x, **fewer), out=spoiled(p.out, rows), dout=spoiled(p.dout, rows),
+            lse=spoiled(p.lse, rows), dlse=None if p.dlse is None else spoiled(p.dlse, rows),
+        ),
+    )  # fmt: skip
+    for got, expected, tokens in zip(found, want, (rows, keys, keys)):
+        assert torch.equal(got[:, : tokens.start], expected[:, : tokens.start])
+        assert got[:, tokens.stop :].isnan().all()
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_far_below_zero(run, monkeypatch, causal):
+    """What lies behind the last key has scores of zero, and no part in a gradient."""
+    call = replace(PACKED, lengths=((64, 70), (3, 128), (130, 190)), causal=causal)
+
+    def inputs(call: Backward) -> Inputs:
+        x = make_inputs(call)
+        q, k = (t + shift for t, shift in ((x.q, 4), (x.k, -4)))
+        return replace(x, q=q, k=k)
+
+    monkeypatch.setattr(gradients, "make_inputs", inputs)
+    p = gradients.make_problem(call, reference)
+    assert p.lse.max() < -90  # exp(90) is infinite
+    for got, want in zip(run(call, p), p.wanted, strict=True):
+        # What all keys have in common cancels, and leaves what rounds off.
+        assert (got.double() - want).norm() < 3e-2 * want.norm()
 
 
 @pytest.mark.parametrize("block_n", [64, 128])

@@ -14,6 +14,7 @@ from liteattention_sm90.config import (
     ENDS_THREADS,
     REGISTERS,
     THREADS,
+    BackwardConfig,
     ConvertConfig,
     ForwardConfig,
     SumsConfig,
@@ -26,12 +27,16 @@ CONFIGS = [
     ForwardConfig("bfloat16", 128, True, True, 128, True, True),
     ForwardConfig("float16", 80, True, True, 64, True, True),
     ForwardConfig("bfloat16", 8, skip=True, block_n=128),
+    *(ForwardConfig("bfloat16", 128, skip=skip, packed="int32") for skip in (False, True)),
+    ForwardConfig("bfloat16", 128, True, True, 128, True, True, True, packed="int64"),
+    ForwardConfig("float16", 64, True, True, 64, packed="int64"),
 ]
 
 
 def label(config: ForwardConfig) -> str:
     names = ("causal", "skip", "must_do", "on_device")
     flags = [name for name in names if getattr(config, name)]
+    flags += [f"packed_{config.packed}"] if config.packed else []
     return "-".join([config.dtype, f"D{config.head_dim}", f"N{config.block_n}", *flags])
 
 
@@ -55,10 +60,25 @@ def test_machine_code(config):
     assert 128 * (load + 2 * multiply) <= kernel.registers * THREADS
 
 
+@pytest.mark.parametrize("config", [
+    BackwardConfig("bfloat16", 64, packed="int32"), BackwardConfig("bfloat16", 128, packed="int64"),
+    BackwardConfig("float16", 128, True, True, 64, True, "int32"),
+], ids=str)  # fmt: skip
+def test_machine_code_of_packed_gradients(config):
+    unit = launch.unit(config)
+    kernel, made = report(unit).kernel, artifacts(unit)
+    resources.check(kernel, expect=("HGMMA", "UTMALDG", "UTMAREDG", "UTMASTG", "USETMAXREG"))
+    assert "serialized" not in made.log and "C7510" not in made.log
+    spilled = (kernel.spill_stores, kernel.spill_loads, kernel.count("LDL"), kernel.count("STL"))
+    assert spilled == (0, 0, 0, 0)
+    assert kernel.shared_bytes + kernel.dynamic_shared_bytes <= SHARED_MEMORY
+
+
 @pytest.mark.parametrize("config, loads, stores, narrow", [
     (SumsConfig("bfloat16", 128, True), 8, 8, 2), (SumsConfig("float16", 64), 4, 4, 2),
     (SumsConfig("bfloat16", 8), 4, 4, 2), (ConvertConfig("bfloat16", 128), 8, 0, 8),
     (ConvertConfig("float16", 40), 4, 0, 4),
+    (SumsConfig("bfloat16", 128, True, "int64"), 8, 8, 2), (ConvertConfig("bfloat16", 128, "int32"), 8, 0, 8),
 ])  # fmt: skip
 def test_machine_code_around_the_backward_pass(config, loads, stores, narrow):
     """loads, stores: of 16 bytes. narrow: other stores."""
@@ -73,7 +93,9 @@ def test_machine_code_around_the_backward_pass(config, loads, stores, narrow):
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIGS[0], SumsConfig("bfloat16", 64), ConvertConfig("bfloat16", 64)], ids=str
+    "config",
+    [CONFIGS[0], CONFIGS[-1], SumsConfig("bfloat16", 64), ConvertConfig("bfloat16", 64)],
+    ids=str,
 )
 def test_the_keys_of_kernels_hold_every_source_that_makes_them(config):
     assert_closed(launch.unit(config))

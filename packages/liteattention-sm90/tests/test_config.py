@@ -22,6 +22,7 @@ from liteattention_sm90.config import (
         (ForwardConfig("bfloat16", 0), "multiple of 8"),
         (ForwardConfig("bfloat16", 64, block_n=32), "64 or 128 keys, not 32"),
         (ForwardConfig("bfloat16", 64, must_do=True), "on a list"),
+        (ForwardConfig("bfloat16", 64, packed="int16"), "int32 or int64, not int16"),
     ],
 )
 def test_configs_that_no_kernel_serves(config, message):

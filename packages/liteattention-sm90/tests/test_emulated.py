@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from cula_testing.compiled import emulated_kernel
@@ -18,7 +20,7 @@ from liteattention_sm90.config import CLASSES, NUMBERS, OrderConfig
 SUBJECT = Subject(launch.forward, reference.lite_attention)
 # The kernels of the host package, whose lists are read and written by these.
 HOST = Subject(host.forward, reference.lite_attention)
-SERVED = [c for c in DENSE + LISTED if c.lengths is None and c.dim <= 128]
+SERVED = [c for c in DENSE + LISTED if c.dim <= 128]
 
 
 @pytest.fixture
@@ -27,9 +29,10 @@ def run(emulated):
         def kernels(config):
             return emulated_kernel(emulated, launch.unit(config))
 
-        return SUBJECT.forward(
+        out, lse, write = SUBJECT.forward(
             call, x, emulated.empty, kernels=kernels, **{"multiprocessors": 1, **options}
         )
+        return out, lse if call.lengths is None else lse[0], write
 
     return run
 
@@ -57,6 +60,35 @@ def test_numbers_where_long_lists_come_first(run, call):
     SUBJECT.assert_right(call, x, *run(call, x, multiprocessors=3, ordered_from=1))
 
 
+BETWEEN = Call(dim=64, lengths=((100, 170), (130, 200), (70, 65)), heads=2)
+LISTS = replace(BETWEEN, listed=0.8, threshold=-1.0)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("call", [
+    BETWEEN,
+    replace(BETWEEN, causal=True, dim=96, index_dtype="int64"),
+    LISTS,
+    replace(LISTS, causal=True, direction=-1, dim=128, dtype="float16", block_n=128),
+], ids=str)  # fmt: skip
+def test_sequences_do_not_meet(run, call):
+    """NaN in all of one reaches no other, and nothing is written behind the last one."""
+    x = make_inputs(call)
+    want = run(call, x)
+    rows, keys = (slice(*starts[1:3].tolist()) for starts in (x.starts_q, x.starts_k))
+    q, k, v = (t.clone() for t in (x.q, x.k, x.v))
+    q[:, rows], k[:, keys], v[:, keys] = math.nan, math.nan, math.nan
+    # The last sequence is none any more, but for its tokens.
+    q[:, rows.stop :], k[:, keys.stop :], v[:, keys.stop :] = math.nan, math.nan, math.nan
+    read = None if x.read is None else x.read[:-1]
+    starts = {"starts_q": x.starts_q[:-1], "starts_k": x.starts_k[:-1]}
+    out, lse, write = run(call, replace(x, q=q, k=k, v=v, read=read, **starts))
+    assert torch.equal(out[:, : rows.start], want[0][:, : rows.start])
+    assert torch.equal(lse[:, : rows.start], want[1][:, : rows.start])
+    assert out[:, rows.stop :].isnan().all() and lse[:, rows.stop :].isnan().all()
+    assert write is None or torch.equal(write[0], want[2][0])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_order(emulated, causal, block_n):
@@ -78,8 +110,37 @@ def test_order(emulated, causal, block_n):
     total = lengths.numel()
     work = torch.zeros(NUMBERS + total + CLASSES * -(-total // 32), dtype=torch.int32)
     kernel = emulated_kernel(emulated, launch.unit(OrderConfig(causal, block_n)))
-    kernel(masks.pack(bits), work, rows, keys, 1)
+    kernel(masks.pack(bits), work, None, None, rows, keys, 1)
     classes = sum((8 * lengths.flatten() * 4**c < 3 * shape[3]).int() for c in range(CLASSES - 1))
+    assert classes.unique().tolist() == [0, 1, 2, 3]
+    assert torch.equal(work[NUMBERS:][:total].long(), classes.argsort(stable=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_order_of_packed_sequences(emulated, causal):
+    """What lies behind the end of a sequence counts as an empty list."""
+    lengths = torch.tensor([(1100, 4500), (0, 40), (129, 600), (400, 0), (1280, 6000)])
+    starts = [F.pad(column.cumsum(0), (1, 0)).int() for column in lengths.T]
+    heads, block_n, (rows, keys) = 40, 64, lengths.amax(0).tolist()
+    shape = len(lengths), heads, -(-rows // 128), -(-keys // block_n)
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.rand((*shape[:3], 1), generator=generator) ** 6
+    bits = torch.rand(shape, generator=generator) < shares
+    own, behind = (lengths[:, i, None] for i in range(2))
+    first = torch.arange(shape[2]) * 128
+    reach = behind.expand(-1, shape[2])
+    if causal:
+        reach = ((first + 128).minimum(own) + behind - own).clamp(min=0)
+    reach = reach.where(first < own, 0)
+    seen = torch.arange(shape[3]) * block_n < reach[..., None]
+    counts = (bits & seen[:, None]).sum(-1)
+    if causal:
+        counts = counts.flip(2)
+    total = counts.numel()
+    work = torch.zeros(NUMBERS + total + CLASSES * -(-total // 32), dtype=torch.int32)
+    kernel = emulated_kernel(emulated, launch.unit(OrderConfig(causal, block_n, packed="int32")))
+    kernel(masks.pack(bits), work, *starts, rows, keys, 1)
+    classes = sum((8 * counts.flatten() * 4**c < 3 * shape[3]).int() for c in range(CLASSES - 1))
     assert classes.unique().tolist() == [0, 1, 2, 3]
     assert torch.equal(work[NUMBERS:][:total].long(), classes.argsort(stable=True))
 
@@ -101,7 +162,7 @@ def test_order_of_keys(emulated, block_n):
     total = lengths.numel()
     work = torch.zeros(NUMBERS + total + CLASSES * -(-total // 32), dtype=torch.int32)
     kernel = emulated_kernel(emulated, launch.unit(OrderConfig(False, block_n, True)))
-    kernel(masks.pack(bits.flatten(1, 2)), work, rows, keys, group)
+    kernel(masks.pack(bits.flatten(1, 2)), work, None, None, rows, keys, group)
     classes = sum((8 * lengths * 4**c < 3 * 36 * group).int() for c in range(CLASSES - 1))
     assert classes.unique().tolist() == [0, 1, 2, 3]
     assert torch.equal(work[NUMBERS:][:total].long(), classes.argsort(stable=True))

@@ -52,7 +52,7 @@ def test_sums(emulated, case, with_dlse):
     lse_log2, delta = (emulated.empty((batch, heads, padded), torch.float32) for _ in range(2))
     acc = emulated.empty((batch, rows, heads, config.width), torch.float32)
     kernel = emulated_kernel(emulated, launch.unit(config))
-    kernel(out, dout, lse, dlse if with_dlse else None, lse_log2, delta, acc)
+    kernel(out, dout, lse, dlse if with_dlse else None, lse_log2, delta, acc, None, None)
 
     assert torch.equal(acc, torch.zeros_like(acc))
     nothing = torch.cat((blind, torch.ones(padded - rows, dtype=torch.bool)))
@@ -76,7 +76,7 @@ def test_convert(emulated, case):
     if views:
         stride = ((rows + 2) * (heads * dim + 16), heads * dim + 16, dim, 1)
     dq = emulated.empty(shape, getattr(torch, dtype), stride=stride)
-    emulated_kernel(emulated, launch.unit(config))(acc, dq, 0.3)
+    emulated_kernel(emulated, launch.unit(config))(acc, dq, 0.3, None, None)
     want = acc[..., :dim] * torch.tensor(0.3, dtype=torch.float32)
     assert torch.equal(dq, want.to(dq.dtype))
 

@@ -18,6 +18,7 @@ from liteattention_sm89 import LiteAttention, choice, lite_attention, masks
 from liteattention_sm90 import launch
 
 pytestmark = pytest.mark.gpu
+LENGTHS = (1000, 700), (0, 5), (1, 1500), (640, 0), (129, 128)
 LARGER = [
     replace(LISTS, rows=1000, keys=1333, heads=8, heads_k=2, batch=2, listed=0.3, dlse=True),
     replace(WIDE, rows=1500, keys=1500, heads=4, causal=True, dlse=True),
@@ -25,6 +26,8 @@ LARGER = [
     replace(WIDE, rows=777, keys=5000, heads=4, heads_k=4, listed=0.2, views=True),
     replace(WIDE, rows=2000, keys=4097, heads=2, listed=0.1, block_n=128),
     replace(WIDE, rows=1100, keys=1100, heads=6, heads_k=2, listed=0.5, causal=True, dlse=True),
+    replace(LISTS, lengths=LENGTHS, heads=6, heads_k=2, listed=0.4, dlse=True),
+    replace(WIDE, lengths=LENGTHS, heads=4, causal=True, views=True, index_dtype="int64"),
 ]
 # What a gradient of one kernel may differ by from that of another, when each may from the oracle's.
 MAX_DIFFERENCE = 2 * MAX_GRADIENT_ERROR
@@ -62,6 +65,11 @@ def attend(call: Backward, p: Problem, kernel: str) -> tuple[Tensor, ...]:
     lists: dict[str, Any] = {"threshold": None}
     if x.read is not None:
         lists = {"threshold": -math.inf, "grad_mask" if call.fewer else "read_mask": x.read}
+    if x.starts_q is not None:
+        lists |= {
+            "cu_seqlens_q": x.starts_q, "cu_seqlens_k": x.starts_k, "max_seqlen_q": x.most[0],
+            "max_seqlen_k": x.most[1],
+        }  # fmt: skip
     with choice.forced(kernel):
         out, lse, _ = lite_attention(*leaves, **lists, causal=call.causal, block_n=call.block_n)
         results, given = ([out], [p.dout]) if p.dlse is None else ([out, lse], [p.dout, p.dlse])

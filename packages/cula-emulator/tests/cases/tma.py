@@ -56,7 +56,8 @@ def _coordinates(m: TensorMap, start: tuple[int, ...], store: bool = False):
     for index, position in enumerate(itertools.product(*(range(n) for n in reversed(m.box)))):
         at = [s + p for s, p in zip(start, reversed(position))]
         inside = all(0 <= c < n for c, n in zip(at, sizes))
-        yield index, m.offset + sum(c * s for c, s in zip(at, strides)) if inside else None
+        offset = (m.offset + sum(c * s for c, s in zip(at, strides))) % (1 << 64)
+        yield index, offset if inside else None
 
 
 def _swizzled(m: TensorMap, offset: int) -> int:
@@ -212,6 +213,15 @@ def reduction(operation: str, kind: str, start: tuple[int, int] = (16, 6), label
     return Case(FAMILY, name, body + _DONE, fresh, x, old, shared=_tile(_box_bytes(m)), maps=(m,))
 
 
+def _ending(of: str) -> TensorMap:
+    """Rows of 64 bytes as a view of 2^30: of those that end before row e, row r is 2^30 less what is left, behind it e
+    and 2^30. Addresses are numbers modulo 2^64, and what is not left lies outside."""
+    many, more, pitch = 1 << 30, 0x7FFF0000, 64
+    return TensorMap(
+        of, "f16", (24, many, more, more), (pitch, pitch, (1 << 34) - pitch), (16, 8, 1, 1)
+    )
+
+
 def _loads() -> list[Case]:
     cases = []
     for kind in ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64"):
@@ -258,6 +268,9 @@ def _loads() -> list[Case]:
     m = TensorMap("in", "tf32", (40, 12), (192,), (32, 8))
     cases += [load("tf32", m, (0, 1)), load("tf32_right", m, (16, -2))]
     cases.append(load("tf32_edges", m, (8, 4), _TF32_EDGES))
+    for left, end in ((5, 40), (8, 8), (0, 3)):
+        start = 8, (1 << 30) - left, end, 1 << 30
+        cases.append(load(f"ending_{left}_{end}", _ending("in"), start))
     m = TensorMap("in", "bf16", (64, 8, 3), (128, 1024), (64, 8, 2), 128)
     cases.append(load("swizzle128_rank3", m, (0, 0, 1)))
     return cases
@@ -286,6 +299,9 @@ def _stores() -> list[Case]:
     )
     m = TensorMap("out", "u16", (12, 4, 3, 3, 3), (32, 160, 640, 2560), (8, 2, 2, 2, 2))
     cases.append(store("rank5", m, (8, 3, 1, 2, 1)))
+    for left, end in ((5, 40), (8, 8), (0, 3)):
+        start = 8, (1 << 30) - left, end, 1 << 30
+        cases.append(store(f"ending_{left}_{end}", _ending("out"), start))
     for swizzle in (32, 64, 128):
         m = TensorMap("out", "f16", (swizzle, 20), (2 * swizzle,), (swizzle // 2, 16), swizzle)
         cases.append(store(f"swizzle{swizzle}", m, (8, 6)))

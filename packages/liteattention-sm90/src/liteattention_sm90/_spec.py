@@ -22,7 +22,6 @@ def supports(
     block_m: int | None = None,
     block_n: int | None = None,
     tiles: int | None = None,
-    packed: bool = False,
     use_int8: bool = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -47,8 +46,6 @@ def supports(
         return f"block_m must be {BLOCK_M}, not {block_m}"
     if block_n is not None and block_n not in BLOCK_N:
         return f"block_n must be {' or '.join(map(str, BLOCK_N))}, not {block_n}"
-    if packed:
-        return "no packed sequences"
     if use_int8:
         return "no scores from 8-bit integers"
     if backward and deterministic:

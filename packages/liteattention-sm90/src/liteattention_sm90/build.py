@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
+from cula_core.cute.types import INDICES
 
 from .config import BackwardConfig, Config, ConvertConfig, ForwardConfig, OrderConfig, SumsConfig
 from .kernels.backward import LiteBackward
@@ -47,19 +48,35 @@ def per_padded_row(batch: object, heads: object):
     return make_fake_tensor(cutlass.Float32, shape, stride=strides, assumed_align=16)
 
 
-def order_arguments(_: OrderConfig) -> tuple:
+def starts(config: Config):
+    """Returns cu_seqlens [N + 1] of packed sequences, None of a batch."""
+    return None if config.packed is None else fake.vector(INDICES[config.packed])
+
+
+def longest(config: Config):
+    """Returns the most tokens of a packed sequence, None of a batch."""
+    return None if config.packed is None else cutlass.Int32(1)
+
+
+def order_arguments(config: OrderConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteOrder`.
 
-    They are the mask, work, numbers of query rows, keys, and heads that share keys: 1 unless the order is that of keys.
+    They are the mask, work, cu_seqlens_q and _k, numbers of query rows and keys, of the longest packed sequence, and of
+    heads that share keys: 1 unless the order is that of keys.
     """
-    return mask_of(cute.sym_int()), fake.vector(cutlass.Int32), *(cutlass.Int32(1),) * 3
+    return (
+        mask_of(cute.sym_int()),
+        fake.vector(cutlass.Int32),
+        *(starts(config),) * 2,
+        *(cutlass.Int32(1),) * 3,
+    )
 
 
 def forward_arguments(config: ForwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteForward`.
 
-    They are q, k, v, out, lse, read mask, must_do, write mask, direction_at, work, scale in log2 units, margin,
-    direction, number of CTAs.
+    They are q, k, v, out, lse, read mask, must_do, write mask, cu_seqlens_q and _k, direction_at, work, scale in log2
+    units, margin, direction, query rows of the longest packed sequence, number of CTAs.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -78,10 +95,13 @@ def forward_arguments(config: ForwardConfig) -> tuple:
         mask(config.skip),
         mask(config.must_do),
         mask(config.skip),
+        *(starts(config),) * 2,
         fake.vector(cutlass.Int32, 1) if config.on_device else None,
         fake.vector(cutlass.Int32),
         *(cutlass.Float32(1.0),) * 2,
-        *(cutlass.Int32(1),) * 2,
+        cutlass.Int32(1),
+        longest(config),
+        cutlass.Int32(1),
     )
 
 
@@ -89,7 +109,8 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteBackward`.
 
     They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
-    work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in log2 units.
+    cu_seqlens_q and _k, work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in
+    log2 units, keys of the longest packed sequence. Of T' rows each packed sequence has whole units of 64.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -106,11 +127,13 @@ def backward_arguments(config: BackwardConfig) -> tuple:
         per_padded_row(batch, heads),
         per_padded_row(batch, heads),
         mask_of(heads) if config.skip else None,
+        *(starts(config),) * 2,
         fake.vector(cutlass.Int32) if config.ordered else None,
         activation(rows, heads, "float32", config.width),
         activation(keys, heads_k),
         activation(keys, heads_k),
         *(cutlass.Float32(1.0),) * 2,
+        longest(config),
     )
 
 
@@ -118,7 +141,7 @@ def sums_arguments(config: SumsConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteSums`.
 
     They are out, dout, lse and its gradient [B, Hq, Sq], log-sum-exps in log2 units and Delta as `LiteBackward` takes
-    them, and its accumulators of gradients of q.
+    them, its accumulators of gradients of q, cu_seqlens_q, and query rows of the longest packed sequence.
     """
     batch, rows, heads = (cute.sym_int() for _ in range(3))
     shape = (batch, rows, heads)
@@ -130,14 +153,21 @@ def sums_arguments(config: SumsConfig) -> tuple:
         per_padded_row(batch, heads),
         per_padded_row(batch, heads),
         fake.rows("float32", (*shape, config.width)),
+        starts(config),
+        longest(config),
     )
 
 
 def convert_arguments(config: ConvertConfig) -> tuple:
-    """Returns stand-ins for the arguments of `LiteConvert`: accumulators, dq and scale."""
+    """Returns stand-ins for the arguments of `LiteConvert`.
+
+    They are accumulators, dq, scale, cu_seqlens_q, and query rows of the longest packed sequence.
+    """
     shape = tuple(cute.sym_int() for _ in range(3))
     return (
         fake.rows("float32", (*shape, config.width)),
         fake.rows(config.dtype, (*shape, config.head_dim)),
         cutlass.Float32(1.0),
+        starts(config),
+        longest(config),
     )

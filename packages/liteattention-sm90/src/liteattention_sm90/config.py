@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPES = ("bfloat16", "float16")
+INDICES = ("int32", "int64")  # of cu_seqlens
 BLOCK_M = 128
 BLOCK_N = (64, 128)  # keys of a tile
 UNIT = 64  # keys of half a step
@@ -35,7 +36,7 @@ class ForwardConfig:
 
     head_dim: of q, k and v, a multiple of 8. skip: only listed key tiles are visited, and the list for the next call is
     written. must_do: some tiles stay listed whatever their scores. on_device: the direction is an element in device
-    memory. ordered: query tiles with long lists are drawn first.
+    memory. ordered: query tiles with long lists are drawn first. packed: the dtype of cu_seqlens; None: a batch.
     """
 
     dtype: str
@@ -46,6 +47,7 @@ class ForwardConfig:
     must_do: bool = False
     on_device: bool = False
     ordered: bool = False
+    packed: str | None = None
 
     @property
     def width(self) -> int:
@@ -64,6 +66,8 @@ class ForwardConfig:
             return f"key tiles must have {' or '.join(map(str, BLOCK_N))} keys, not {self.block_n}"
         if (self.must_do or self.ordered) and not self.skip:
             return "tiles are only held on a list, and only lists have lengths"
+        if self.packed not in (None, *INDICES):
+            return f"cu_seqlens must be {' or '.join(INDICES)}, not {self.packed}"
         return None
 
 
@@ -74,6 +78,7 @@ class OrderConfig:
     causal: bool
     block_n: int
     of_keys: bool = False
+    packed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class BackwardConfig:
     skip: bool = False
     block_n: int = BLOCK_N[0]
     ordered: bool = False
+    packed: str | None = None
 
     @property
     def width(self) -> int:
@@ -107,6 +113,7 @@ class SumsConfig:
     dtype: str
     head_dim: int
     with_dlse: bool = False
+    packed: str | None = None
 
     @property
     def width(self) -> int:
@@ -120,6 +127,7 @@ class ConvertConfig:
 
     dtype: str
     head_dim: int
+    packed: str | None = None
 
     @property
     def width(self) -> int:

@@ -54,8 +54,8 @@ def forward(
     read: Tensor | None,
     must_do: Tensor | None,
     write: Tensor | None,
-    cu_seqlens_q: None,
-    cu_seqlens_k: None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     *,
     threshold: float,
@@ -71,25 +71,37 @@ def forward(
 ) -> None:
     """Launches one call on torch's current stream; arguments are those of `liteattention_sm89`, checked, scale > 0.
 
-    lse [B, Hq, Sq]. What `_spec.supports` refuses does not come here: packed sequences, and int8. The kernels, their
-    number of multiprocessors, and the number of query tiles from which on long lists come first, are for tests.
+    lse [B, Hq, Sq]. What `_spec.supports` refuses does not come here: int8. The kernels, their number of
+    multiprocessors, and the number of query tiles from which on long lists come first, are for tests.
     """
-    assert cu_seqlens_q is None and cu_seqlens_k is None and not int8
+    assert not int8
     on_device = isinstance(direction, Tensor)
-    tiles = q.shape[0] * q.shape[2] * -(-q.shape[1] // BLOCK_M)
+    packed, batch = _packed(cu_seqlens_q, q)
+    longest = q.shape[1] if packed is None else max_seqlen_q
+    tiles = batch * q.shape[2] * -(-longest // BLOCK_M)
     ordered = read is not None and tiles >= ordered_from
     config = ForwardConfig(
-        dtype_name(q.dtype), q.shape[3], causal, read is not None, block_n, must_do is not None, on_device, ordered
+        dtype_name(q.dtype), q.shape[3], causal, read is not None, block_n, must_do is not None, on_device, ordered,
+        packed,
     )  # fmt: skip
     count = multiprocessors or tensors.multiprocessors(q.device)
     scale_log2 = scale * LOG2_E
     work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
+    starts = cu_seqlens_q, cu_seqlens_k
     if ordered:
-        kernels(OrderConfig(causal, block_n))(read, work, q.shape[1], k.shape[1], 1)
+        keys = k.shape[1] if packed is None or max_seqlen_k is None else max_seqlen_k
+        kernels(OrderConfig(causal, block_n, packed=packed))(read, work, *starts, longest, keys, 1)
     kernels(config)(
-        q, k, v, out, lse, read, must_do, write, direction if on_device else None, work, scale_log2,
-        threshold / scale_log2, 1 if on_device else direction, min(count, tiles),
+        q, k, v, out, lse, read, must_do, write, *starts, direction if on_device else None, work, scale_log2,
+        threshold / scale_log2, 1 if on_device else direction, None if packed is None else longest, min(count, tiles),
     )  # fmt: skip
+
+
+def _packed(starts: Tensor | None, q: Tensor) -> tuple[str | None, int]:
+    """Returns the dtype of cu_seqlens, and the number of sequences."""
+    if starts is None:
+        return None, q.shape[0]
+    return dtype_name(starts.dtype), starts.shape[0] - 1
 
 
 def _work(tiles: int, device: torch.device) -> Tensor:
@@ -107,8 +119,8 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     mask: Tensor | None,
-    cu_seqlens_q: None,
-    cu_seqlens_k: None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dq: Tensor,
@@ -124,30 +136,41 @@ def backward(
 ) -> None:
     """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
 
-    Workspace: 8 bytes per row and head, and 4 bytes per element of dq, of which each row has 64 or 128. What
-    `_spec.supports` refuses does not come here: packed sequences, and gradients that must not depend on time. The
-    kernels, and the number of tiles of 128 keys from which on long lists come first, are for tests.
+    Workspace: 8 bytes per row and head, of up to 64 more rows for every packed sequence, and 4 bytes per element of dq,
+    of which each row has 64 or 128. What `_spec.supports` refuses does not come here: gradients that must not depend on
+    time. The kernels, and the number of tiles of 128 keys from which on long lists come first, are for tests.
     """
-    assert cu_seqlens_q is None and cu_seqlens_k is None and not deterministic
-    batch, rows, heads, dim = q.shape
+    assert not deterministic
+    rows, heads, dim = q.shape[1:]
     dtype = dtype_name(q.dtype)
-    tiles = batch * k.shape[2] * -(-k.shape[1] // STEP)
+    packed, batch = _packed(cu_seqlens_q, q)
+    most, units = (rows, k.shape[1]), -(-rows // UNIT)
+    longest: tuple[int | None, int | None] = (None, None)
+    if packed is not None:
+        most = longest = max_seqlen_q, max_seqlen_k
+        units = rows // UNIT + batch  # each sequence begins with one of its own
+    tiles = batch * k.shape[2] * -(-most[1] // STEP)
     ordered = mask is not None and tiles >= ordered_from
-    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n, ordered)
+    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n, ordered, packed)
 
     def workspace(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
-    lse_log2, delta = workspace(2, batch, heads, -(-rows // UNIT) * UNIT)
-    acc = workspace(batch, rows, heads, main.width)
-    kernels(SumsConfig(dtype, dim, dlse is not None))(out, dout, lse, dlse, lse_log2, delta, acc)
+    lse_log2, delta = workspace(2, q.shape[0], heads, units * UNIT)
+    acc = workspace(q.shape[0], rows, heads, main.width)
+    ends = cu_seqlens_q, longest[0]
+    kernels(SumsConfig(dtype, dim, dlse is not None, packed))(
+        out, dout, lse, dlse, lse_log2, delta, acc, *ends
+    )
     across = None
     if mask is not None:
-        across = masks.transpose(mask, -(-rows // BLOCK_M), -(-k.shape[1] // block_n))
-    work = None
+        across = masks.transpose(mask, -(-most[0] // BLOCK_M), -(-most[1] // block_n))
+    starts, work = (cu_seqlens_q, cu_seqlens_k), None
     if ordered:
         work = _work(tiles, q.device)
         group = heads // k.shape[2]
-        kernels(OrderConfig(causal, block_n, True))(across, work, rows, k.shape[1], group)
-    kernels(main)(q, k, v, dout, lse_log2, delta, across, work, acc, dk, dv, scale, scale * LOG2_E)
-    kernels(ConvertConfig(dtype, dim))(acc, dq, scale)
+        kernels(OrderConfig(causal, block_n, True, packed))(across, work, *starts, *most, group)
+    kernels(main)(
+        q, k, v, dout, lse_log2, delta, across, *starts, work, acc, dk, dv, scale, scale * LOG2_E, longest[1]
+    )  # fmt: skip
+    kernels(ConvertConfig(dtype, dim, packed))(acc, dq, scale, *ends)

@@ -87,23 +87,23 @@ void for_pieces(const TensorMap& m, const int32_t* coordinates, uint32_t offset,
   for (uint32_t i = 1; i < m.rank; i++) rows *= m.box[i];
   for (uint32_t row = 0; row < rows; row++) {
     bool inside = true;
-    int64_t address = (int64_t)m.base;
+    uint64_t address = m.base;  // modulo 2^64, as hardware computes it
     for (uint32_t i = 1, rest = row; i < m.rank; rest /= m.box[i], i++) {
       int64_t c = (int64_t)coordinates[i] + rest % m.box[i];
       inside &= c >= 0 && c < m.size[i];
-      address += c * (int64_t)m.stride[i - 1];
+      address += (uint64_t)c * m.stride[i - 1];
     }
     const uint32_t per_piece = std::max(1u, 16 / m.element_bytes);
     for (uint32_t e = 0; e < m.box[0]; e += per_piece) {
       const uint32_t to = apply_swizzle(offset + row * row_bytes + e * m.element_bytes, m.swizzle);
       const int64_t first = (int64_t)coordinates[0] + e, last = first + std::min(per_piece, m.box[0] - e);
       if (inside && first >= 0 && last <= m.size[0]) {
-        visit(to, (uint64_t)(address + first * m.element_bytes), (uint32_t)(last - first) * m.element_bytes);
+        visit(to, address + (uint64_t)first * m.element_bytes, (uint32_t)(last - first) * m.element_bytes);
         continue;
       }
       for (int64_t c = first; c < last; c++)
         visit(to + (uint32_t)(c - first) * m.element_bytes,
-              inside && c >= 0 && c < m.size[0] ? (uint64_t)(address + c * m.element_bytes) : 0, m.element_bytes);
+              inside && c >= 0 && c < m.size[0] ? address + (uint64_t)c * m.element_bytes : 0, m.element_bytes);
     }
   }
 }

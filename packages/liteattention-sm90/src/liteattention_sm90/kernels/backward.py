@@ -12,11 +12,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cula_core.cute.functions import exp2_pinned
-from cula_core.cute.memory import by_token, load_tile, repeated, swizzled
+from cula_core.cute.memory import load_tile, repeated, swizzled
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import as_operand, mma
 
 from ..config import BACKWARD_REGISTERS, NUMBERS, STAGES, STEP, THREADS, UNIT, BackwardConfig
+from .packed import row_in, rows_in, sequence_of, tokens, units_before
 from .shared import Layout, copy_out, lowest
 
 END, MASK = 4, 8  # flags of a step, above a bit per warpgroup
@@ -76,33 +77,40 @@ class LiteBackward:
         lse: cute.Tensor,
         delta: cute.Tensor,
         mask: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
         work: cute.Tensor,
         acc: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
         scale: cutlass.Float32,
         scale_log2: cutlass.Float32,
+        longest: cutlass.Int32 | None,
         stream,
     ):
         """The arguments of `build.backward_arguments`, which describes them."""
+        packed = self.config.packed is not None
         load = cpasync.CopyBulkTensorTileG2SOp()
         box = swizzled((UNIT, UNIT), "k", self.dtype), (UNIT, UNIT)
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), *box)
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), *box)
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), *box)
-        tma_do, mDo = cpasync.make_tiled_tma_atom(load, by_token(do), *box)
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, tokens(q, packed), *box)
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, tokens(k, packed), *box)
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, tokens(v, packed), *box)
+        tma_do, mDo = cpasync.make_tiled_tma_atom(load, tokens(do, packed), *box)
         add = cpasync.CopyReduceBulkTensorTileS2GOp()
         tma_dq, mDq = cpasync.make_tiled_tma_atom(
-            add, by_token(acc), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
+            add, tokens(acc, packed), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
         )
         store = cpasync.CopyBulkTensorTileS2GOp()
-        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, by_token(dk), *box)
-        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, by_token(dv), *box)
+        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, tokens(dk, packed), *box)
+        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, tokens(dv, packed), *box)
+        keys, batches = k.shape[1], k.shape[0]
+        if cutlass.const_expr(packed):
+            keys, batches = longest, starts_k.shape[0] - 1
         self.kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, tma_dq, mDq, tma_dk, mDk, tma_dv, mDv, lse, delta, mask,
-            work, scale, scale_log2,
+            starts_q, starts_k, work, scale, scale_log2, longest,
         ).launch(
-            grid=(cute.ceil_div(k.shape[1], STEP) * k.shape[2] * k.shape[0], 1, 1), block=(THREADS, 1, 1),
+            grid=(cute.ceil_div(keys, STEP) * k.shape[2] * batches, 1, 1), block=(THREADS, 1, 1),
             min_blocks_per_mp=1, stream=stream,
         )  # fmt: skip
 
@@ -126,17 +134,25 @@ class LiteBackward:
         lse: cute.Tensor,
         delta: cute.Tensor,
         mask: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
         work: cute.Tensor,
         scale: cutlass.Float32,
         scale_log2: cutlass.Float32,
+        longest: cutlass.Int32 | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.config.ordered):
             number = work[NUMBERS + number]
-        tiles = cute.ceil_div(mK.shape[0], STEP)
+        tiles = cute.ceil_div(mK.shape[0] if longest is None else longest, STEP)
         tile, rest = number % tiles, number // tiles
         head_k, batch = rest % mK.shape[2], rest // mK.shape[2]
+        queries = sequence_of(batch, starts_q, mQ.shape[0])
+        keys = sequence_of(batch, starts_k, mK.shape[0])
+        if cutlass.const_expr(self.config.packed is not None):
+            # Of keys behind the end TMA stores nothing, and no queries see them.
+            queries = queries[0], queries[1] if tile * STEP < keys[1] else I32(0)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, STAGES * len(BARRIERS))
@@ -165,14 +181,15 @@ class LiteBackward:
             cute.arch.setmaxregister_decrease(BACKWARD_REGISTERS[0])
             if warp_idx == 0:
                 self.load(
-                    memory, tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, lse, delta, mask, tile, head_k, batch
+                    memory, tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, lse, delta, mask, tile, head_k, batch,
+                    queries, keys,
                 )  # fmt: skip
             if warp_idx == 1:
-                self.add(memory, tma_dq, mDq, batch)
+                self.add(memory, tma_dq, mDq, batch, queries)
         else:
             cute.arch.setmaxregister_increase(BACKWARD_REGISTERS[1])
             self.attend(
-                memory, tma_dk, mDk, tma_dv, mDv, scale, scale_log2, mQ.shape[0], tile, head_k, batch,
+                memory, tma_dk, mDk, tma_dv, mDv, scale, scale_log2, queries, keys, tile, head_k, batch,
                 warp_idx // 4 - 1, tidx % GROUP,
             )  # fmt: skip
 
@@ -203,11 +220,11 @@ class LiteBackward:
     @cute.jit
     def load(
         self, memory, tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, lse: cute.Tensor, delta: cute.Tensor,
-        mask: cute.Tensor, tile, head_k, batch,
+        mask: cute.Tensor, tile, head_k, batch, queries, keys,
     ):  # fmt: skip
         """Loads the keys, and then q and do of every step."""
         lane = cute.arch.lane_idx()
-        length_q, length_k = mQ.shape[0], mK.shape[0]
+        length_q, length_k = queries[1], keys[1]
         group = mQ.shape[2] // mK.shape[2]
         full = self.barrier(memory, "kv_full", 0)
         if lane == 0:
@@ -216,9 +233,8 @@ class LiteBackward:
             for half in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(self.columns):
                     box = self.box(base, half * self.columns + column)
-                    load_tile(
-                        tma, whole, tile * STEP + half * UNIT, head_k, batch, column, box, full
-                    )
+                    row, place = row_in(tile * STEP + half * UNIT, batch, *keys)
+                    load_tile(tma, whole, row, head_k, place, column, box, full)
         query_tiles = cute.ceil_div(length_q, 2 * UNIT)
         words = cute.ceil_div(query_tiles, 32)
         count = cutlass.Uint32(0)
@@ -244,7 +260,8 @@ class LiteBackward:
                                 flags = flags | MASK
                         if (flags != 0) & (row * UNIT < length_q):
                             self.step(
-                                memory, count, row, head, flags, batch, tma_q, mQ, tma_do, mDo, lse, delta, lane
+                                memory, count, row, head, flags, batch, queries, tma_q, mQ, tma_do, mDo, lse, delta,
+                                lane,
                             )  # fmt: skip
                             count = count + 1
         stage = count % STAGES
@@ -269,7 +286,8 @@ class LiteBackward:
 
     @cute.jit
     def step(
-        self, memory, count, row, head, flags, batch, tma_q, mQ, tma_do, mDo, lse: cute.Tensor, delta: cute.Tensor, lane
+        self, memory, count, row, head, flags, batch, queries, tma_q, mQ, tma_do, mDo, lse: cute.Tensor,
+        delta: cute.Tensor, lane,
     ):  # fmt: skip
         """Loads 64 query rows."""
         stage = count % STAGES
@@ -282,16 +300,19 @@ class LiteBackward:
         for tma, whole, base in ((tma_q, mQ, memory.q), (tma_do, mDo, memory.do)):
             for column in cutlass.range_constexpr(self.columns):
                 box = self.box(base, stage * self.columns + column)
-                load_tile(tma, whole, row * UNIT, head, batch, column, box, full)
+                first, place = row_in(row * UNIT, batch, *queries)
+                load_tile(tma, whole, first, head, place, column, box, full)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
         known = self.sums(memory)
+        if cutlass.const_expr(self.config.packed is not None):
+            row, batch = row + units_before(batch, queries[0]), 0
         with cute.arch.elect_one():
             for i, x in enumerate((lse, delta)):
                 source = cute.local_tile(x[batch, head, None], (UNIT,), (row,))
                 cute.copy(bulk, source, known[None, i, stage], mbar_ptr=full)
 
     @cute.jit
-    def add(self, memory, tma_dq, mDq, batch):
+    def add(self, memory, tma_dq, mDq, batch, queries):
         """Adds what both warpgroups leave of gradients of q to what is in global memory."""
         lane, words = cute.arch.lane_idx(), self.places(memory)
         phase, valid = I32(0), I32(1)
@@ -302,7 +323,7 @@ class LiteBackward:
                 valid = words[0, group]
                 if valid != 0:
                     row, head = words[1, group], words[2, group]
-                    whole = mDq[None, None, head, batch]
+                    whole = rows_in(mDq, head, batch, *queries)
                     for i in cutlass.range_constexpr(boxes):
                         column = i if self.config.by_turns else group * boxes + i
                         target = cute.local_tile(whole, (UNIT, BOX), (row, column))
@@ -323,7 +344,7 @@ class LiteBackward:
 
     @cute.jit
     def attend(
-        self, memory, tma_dk, mDk, tma_dv, mDv, scale, scale_log2, length_q, tile, head_k, batch, group, tidx
+        self, memory, tma_dk, mDk, tma_dv, mDv, scale, scale_log2, queries, keys, tile, head_k, batch, group, tidx
     ):  # fmt: skip
         """Does all steps for 64 keys, and stores their gradients."""
         smem_a = warpgroup.OperandSource.SMEM
@@ -373,7 +394,7 @@ class LiteBackward:
         dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         first_key = tile * STEP + group * UNIT + tidx // 32 * 16 + tidx % 32 // 4
         records, places, known = self.records(memory), self.places(memory), self.sums(memory)
-        behind = mDk.shape[0] - length_q
+        behind = (mDk.shape[0] if keys[0] is None else keys[1]) - queries[1]
         self.wait(memory, "kv_full", 0, 0)
         count, sent = (
             cutlass.Uint32(0),
@@ -404,6 +425,8 @@ class LiteBackward:
                         for r in cutlass.range_constexpr(ROWS):
                             c = 2 * n + j
                             dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - delta)
+                if cutlass.const_expr(self.config.packed is not None and not self.config.causal):
+                    self.hide(dp_rows, first_key, tile * STEP + group * UNIT + UNIT, keys[1])
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
@@ -457,7 +480,7 @@ class LiteBackward:
         if tidx // 32 == 0:
             for tma, whole, base in ((tma_dk, mDk, own_k), (tma_dv, mDv, own_v)):
                 for column in cutlass.range_constexpr(self.columns):
-                    rows = whole[None, None, head_k, batch]
+                    rows = rows_in(whole, head_k, batch, *keys)
                     target = cute.local_tile(rows, (UNIT, UNIT), (2 * tile + group, column))
                     copy_out(tma, self.box(base, column), target)
             cute.arch.cp_async_bulk_commit_group()
@@ -526,6 +549,15 @@ class LiteBackward:
                         hidden = (flags & MASK != 0) & (first_key + 8 * r > first_seen + at)
                         value = F32(0.0) if hidden else value
                     s_rows[r, 2 * n + j] = value
+
+    @cute.jit
+    def hide(self, dp_rows: cute.Tensor, first_key, end, length_k):
+        """Sets dS of keys behind the end to zero: their scores are zeros, which may lie far above all others."""
+        if end > length_k:
+            for r in cutlass.range_constexpr(ROWS):
+                hidden = first_key + 8 * r >= length_k
+                for c in cutlass.range_constexpr(COLUMNS):
+                    dp_rows[r, c] = F32(0.0) if hidden else dp_rows[r, c]
 
     @cute.jit
     def send(self, memory, dq: cute.Tensor, dq_target: cute.Tensor, row, head, sent, group, tidx):

@@ -11,7 +11,8 @@ from cula_core.cute.types import F32, I32
 from cula_core.cute.wgmma import as_operand, mma
 
 from ..config import BLOCK_M, STAGES, STEP, UNIT, ForwardConfig
-from .shared import Layout
+from .packed import token
+from .shared import KEYS, QUERIES, Layout
 from .steps import END, FIRST, MASK, SLOT
 
 LOWEST = -3.0e38  # in the place of minus infinity where differences are taken
@@ -177,7 +178,9 @@ class Consumers(Layout):
         place = self.places(shared)
         first = place[1, slot] * BLOCK_M + row
         if flags & MASK != 0:
-            self.mask(s_rows, unit, other, first, length_q, length_k, tidx)
+            _, rows = self.sequence(place, slot, QUERIES, length_q)
+            _, keys = self.sequence(place, slot, KEYS, length_k)
+            self.mask(s_rows, unit, other, first, rows, keys, tidx)
         best = []
         for half in cutlass.range_constexpr(2):
             best.append(
@@ -229,6 +232,7 @@ class Consumers(Layout):
 
         Of its two rows a thread judges one, and rows behind the end have no vote.
         """
+        _, length_q = self.sequence(self.places(shared), slot, QUERIES, length_q)
         upper = tidx & 2 != 0
         mine = first + (8 if upper else 0)
         tops = [self.of_row(pair, upper) for pair in best]
@@ -285,6 +289,7 @@ class Consumers(Layout):
         """Stores the outputs of a query tile where its queries were, and the log-sum-exp in global memory."""
         place = self.places(shared)
         tile, head, batch = place[1, slot], place[2, slot], place[3, slot]
+        first_q, length_q = self.sequence(place, slot, QUERIES, length_q)
         for r in cutlass.range_constexpr(ROWS):
             whole = total[r]
             for distance in cutlass.range_constexpr(1, 3):
@@ -296,7 +301,8 @@ class Consumers(Layout):
             value = value if whole > 0.0 else -F32.inf
             mine = tile * BLOCK_M + row + 8 * r
             if (tidx % 4 == 0) & (mine < length_q):
-                lse[batch, head, mine] = value
+                batch, at = token(mine, batch, first_q)
+                lse[batch, head, at] = value
         rounded = cute.make_rmem_tensor(o.shape, self.dtype)
         rounded.store(o.load().to(self.dtype))
         cute.copy(copy, copy.retile(rounded), target[None, None, None, 2 * slot + group])

@@ -13,6 +13,7 @@ from cula_core.constants import LOG2_E
 from cula_core.cute.types import DTYPES, F32
 
 from ..config import ENDS_THREADS, UNIT, ConvertConfig, SumsConfig
+from .packed import sequence_of, token, units_before
 
 
 class Ends:
@@ -23,12 +24,19 @@ class Ends:
         self.lanes = config.width // unit
         self.rows = UNIT * self.lanes // ENDS_THREADS  # of a thread
 
-    def launched(self, kernel, x: cute.Tensor, stream):
-        """Launches a kernel with a CTA per tile of x [B, T, H, D]."""
-        tiles = cute.ceil_div(x.shape[1], UNIT)
+    def launched(self, kernel, x: cute.Tensor, starts, longest, stream):
+        """Launches a kernel with a CTA per tile of x [B, T, H, D], or of as many of each packed sequence."""
+        rows, batches = x.shape[1], x.shape[0]
+        if starts is not None:
+            rows, batches = longest, starts.shape[0] - 1
+        tiles = cute.ceil_div(rows, UNIT)
         kernel.launch(
-            grid=(x.shape[2] * tiles, x.shape[0], 1), block=(ENDS_THREADS, 1, 1), stream=stream
+            grid=(x.shape[2] * tiles, batches, 1), block=(ENDS_THREADS, 1, 1), stream=stream
         )
+
+    def length_of(self, x: cute.Tensor, sequence):
+        """Returns the number of rows of a sequence of x."""
+        return x.shape[1] if sequence[0] is None else sequence[1]
 
     def place(self, x: cute.Tensor):
         """Returns batch, head, first row of the tile, this thread's group of lanes, and its lane there."""
@@ -37,9 +45,10 @@ class Ends:
         heads = x.shape[2]
         return batch, number % heads, number // heads * UNIT, tidx // self.lanes, tidx % self.lanes
 
-    def part(self, x: cute.Tensor, batch, row, head, number):
+    def part(self, x: cute.Tensor, batch, row, head, sequence, number):
         """Returns so many columns of a row as a thread copies at once."""
-        return cute.local_tile(x[batch, row, head, None], (self.unit,), (number,))
+        place, at = token(row, batch, sequence[0])
+        return cute.local_tile(x[place, at, head, None], (self.unit,), (number,))
 
 
 class LiteSums(Ends):
@@ -62,10 +71,13 @@ class LiteSums(Ends):
         lse_log2: cute.Tensor,
         delta: cute.Tensor,
         acc: cute.Tensor,
+        starts: cute.Tensor,
+        longest: cutlass.Int32 | None,
         stream,
     ):
         """The arguments of `build.sums_arguments`."""
-        self.launched(self.kernel(out, dout, lse, dlse, lse_log2, delta, acc), out, stream)
+        kernel = self.kernel(out, dout, lse, dlse, lse_log2, delta, acc, starts)
+        self.launched(kernel, out, starts, longest, stream)
 
     @cute.kernel
     def kernel(
@@ -77,46 +89,65 @@ class LiteSums(Ends):
         lse_log2: cute.Tensor,
         delta: cute.Tensor,
         acc: cute.Tensor,
+        starts: cute.Tensor,
     ):
-        batch, head, tile, group, lane = self.place(out)
-        length = out.shape[1]
+        place = self.place(out)
+        sequence = sequence_of(place[0], starts, out.shape[1])
+        if cutlass.const_expr(self.config.packed is None):
+            self.sum(out, dout, lse, dlse, lse_log2, delta, acc, sequence, *place)
+        else:
+            if place[2] < sequence[1]:
+                self.sum(out, dout, lse, dlse, lse_log2, delta, acc, sequence, *place)
+
+    @cute.jit
+    def sum(
+        self, out: cute.Tensor, dout: cute.Tensor, lse: cute.Tensor, dlse: cute.Tensor, lse_log2: cute.Tensor,
+        delta: cute.Tensor, acc: cute.Tensor, sequence, batch, head, tile, group, lane,
+    ):  # fmt: skip
+        """Does a tile."""
+        length = sequence[1]
         first = tile + group * self.rows
         own = first + lane % self.rows  # the row whose numbers this thread stores
-        at = cutlass.min(own, length - 1)
-        value, known = F32(lse[batch, head, at]), F32(0.0)
+        place, at = token(cutlass.min(own, length - 1), batch, sequence[0])
+        value, known = F32(lse[place, head, at]), F32(0.0)
         if cutlass.const_expr(dlse is not None):
-            known = dlse[batch, head, at]
-        rOut, rDout = (self.load(x, batch, head, first, lane) for x in (out, dout))
-        self.clear(acc, batch, head, first, lane)
+            known = dlse[place, head, at]
+        rOut, rDout = (self.load(x, batch, head, first, sequence, lane) for x in (out, dout))
+        self.clear(acc, batch, head, first, sequence, lane)
         total = F32(0.0)
         for i in cutlass.range_constexpr(self.rows):
             row_total = self.row_total(rOut[None, i], rDout[None, i])
             total = row_total if lane % self.rows == i else total
         if lane < self.rows:
             seen = (own < length) & (value != -math.inf)
-            lse_log2[batch, head, own] = value * LOG2_E if seen else F32(math.inf)
-            delta[batch, head, own] = total - known if seen else F32(0.0)
+            at = own
+            if cutlass.const_expr(self.config.packed is not None):
+                at = own + units_before(batch, sequence[0]) * UNIT
+            lse_log2[place, head, at] = value * LOG2_E if seen else F32(math.inf)
+            delta[place, head, at] = total - known if seen else F32(0.0)
 
     @cute.jit
-    def load(self, x: cute.Tensor, batch, head, first, lane):
+    def load(self, x: cute.Tensor, batch, head, first, sequence, lane):
         """Returns this thread's columns of its rows, zero behind the head dimension."""
         values = cute.make_rmem_tensor((self.unit, self.rows), self.dtype)
         if cutlass.const_expr(self.config.head_dim < self.config.width):
             values.fill(0.0)
         if (self.config.head_dim == self.config.width) | (lane * self.unit < self.config.head_dim):
             for i in cutlass.range_constexpr(self.rows):
-                row = cutlass.min(first + i, x.shape[1] - 1)
-                cute.autovec_copy(self.part(x, batch, row, head, lane), values[None, i])
+                row = cutlass.min(first + i, self.length_of(x, sequence) - 1)
+                part = self.part(x, batch, row, head, sequence, lane)
+                cute.autovec_copy(part, values[None, i])
         return values
 
     @cute.jit
-    def clear(self, acc: cute.Tensor, batch, head, first, lane):
+    def clear(self, acc: cute.Tensor, batch, head, first, sequence, lane):
         """Zeroes this group's rows of the accumulators."""
         zeros = cute.make_rmem_tensor(4, F32)
         zeros.fill(0.0)
         for i in cutlass.range_constexpr(self.rows):
-            if first + i < acc.shape[1]:
-                row = acc[batch, first + i, head, None]
+            if first + i < self.length_of(acc, sequence):
+                place, at = token(first + i, batch, sequence[0])
+                row = acc[place, at, head, None]
                 for j in cutlass.range_constexpr(self.unit // 4):
                     cute.autovec_copy(zeros, cute.local_tile(row, (4,), (j * self.lanes + lane,)))
 
@@ -141,24 +172,48 @@ class LiteConvert(Ends):
         super().__init__(config, 4)
 
     @cute.jit
-    def __call__(self, acc: cute.Tensor, dq: cute.Tensor, scale: cutlass.Float32, stream):
+    def __call__(
+        self,
+        acc: cute.Tensor,
+        dq: cute.Tensor,
+        scale: cutlass.Float32,
+        starts: cute.Tensor,
+        longest: cutlass.Int32 | None,
+        stream,
+    ):
         """The arguments of `build.convert_arguments`."""
-        self.launched(self.kernel(acc, dq, scale), dq, stream)
+        self.launched(self.kernel(acc, dq, scale, starts), dq, starts, longest, stream)
 
     @cute.kernel
-    def kernel(self, acc: cute.Tensor, dq: cute.Tensor, scale: cutlass.Float32):
-        batch, head, tile, group, lane = self.place(dq)
-        length = dq.shape[1]
+    def kernel(
+        self, acc: cute.Tensor, dq: cute.Tensor, scale: cutlass.Float32, starts: cute.Tensor
+    ):
+        place = self.place(dq)
+        sequence = sequence_of(place[0], starts, dq.shape[1])
+        if cutlass.const_expr(self.config.packed is None):
+            self.convert(acc, dq, scale, sequence, *place)
+        else:
+            if place[2] < sequence[1]:
+                self.convert(acc, dq, scale, sequence, *place)
+
+    @cute.jit
+    def convert(
+        self, acc: cute.Tensor, dq: cute.Tensor, scale, sequence, batch, head, tile, group, lane
+    ):
+        """Does a tile."""
+        length = sequence[1]
         first = tile + group
         step = ENDS_THREADS // self.lanes
         if lane * self.unit < self.config.head_dim:
             values = cute.make_rmem_tensor((self.unit, self.rows), F32)
             for i in cutlass.range_constexpr(self.rows):
                 row = cutlass.min(first + i * step, length - 1)
-                cute.autovec_copy(self.part(acc, batch, row, head, lane), values[None, i])
+                part = self.part(acc, batch, row, head, sequence, lane)
+                cute.autovec_copy(part, values[None, i])
             rounded = cute.make_rmem_tensor(values.shape, self.dtype)
             rounded.store((values.load() * scale).to(self.dtype))
             for i in cutlass.range_constexpr(self.rows):
                 row = first + i * step
                 if row < length:
-                    cute.autovec_copy(rounded[None, i], self.part(dq, batch, row, head, lane))
+                    target = self.part(dq, batch, row, head, sequence, lane)
+                    cute.autovec_copy(rounded[None, i], target)

@@ -10,13 +10,14 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.memory import by_token, swizzled
+from cula_core.cute.memory import swizzled
 from cula_core.cute.types import DTYPES, I32
 
 from ..config import MAX_WORDS, REGISTERS, STAGES, STEP, THREADS, UNIT, ForwardConfig
 from .consumers import Consumers
 from .loader import Loader
-from .shared import PLACE_WORDS, WAITING_WORDS, Shared, barrier_counts
+from .packed import tokens
+from .shared import Shared, barrier_counts
 
 
 class LiteForward:
@@ -53,24 +54,28 @@ class LiteForward:
         read: cute.Tensor,
         must_do: cute.Tensor,
         write: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
         direction_at: cute.Tensor,
         work: cute.Tensor,
         scale_log2: cutlass.Float32,
         margin: cutlass.Float32,
         direction: cutlass.Int32,
+        longest: cutlass.Int32 | None,
         ctas: cutlass.Int32,
         stream,
     ):
         """The arguments of `build.forward_arguments`, which describes them; what the problem does not have is None."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         box = swizzled((UNIT, UNIT), "k", self.dtype), (UNIT, UNIT)
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_token(q), *box)
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), *box)
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), *box)
-        tma_o, mO = cpasync.make_tiled_tma_atom(store, by_token(out), *box)
+        packed = self.config.packed is not None
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, tokens(q, packed), *box)
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, tokens(k, packed), *box)
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, tokens(v, packed), *box)
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, tokens(out, packed), *box)
         self.kernel(
-            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, read, must_do, write, direction_at, work,
-            scale_log2, margin, direction,
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, read, must_do, write, starts_q, starts_k,
+            direction_at, work, scale_log2, margin, direction, longest,
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -89,11 +94,14 @@ class LiteForward:
         read: cute.Tensor,
         must_do: cute.Tensor,
         write: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
         direction_at: cute.Tensor,
         work: cute.Tensor,
         scale_log2: cutlass.Float32,
         margin: cutlass.Float32,
         direction: cutlass.Int32,
+        longest: cutlass.Int32 | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -105,8 +113,8 @@ class LiteForward:
             smem.allocate_array(self.dtype, whole, byte_alignment=1024) for _ in range(3)
         )
         records = smem.allocate_array(I32, 4 * STAGES, byte_alignment=16)
-        places = smem.allocate_array(I32, PLACE_WORDS * STAGES, byte_alignment=16)
-        waiting = smem.allocate_array(I32, WAITING_WORDS, byte_alignment=16)
+        places = smem.allocate_array(I32, self.loader.place_words * STAGES, byte_alignment=16)
+        waiting = smem.allocate_array(I32, self.loader.waiting_words, byte_alignment=16)
         votes = None
         if cutlass.const_expr(self.config.skip):
             votes = smem.allocate_array(I32, STAGES * 8 * MAX_WORDS, byte_alignment=16)
@@ -126,7 +134,9 @@ class LiteForward:
             if warp_idx == 2:
                 self.loader.store(shared, tma_o, mO, out.shape[1])
             if warp_idx == 3:
-                self.loader.look_ahead(shared, mQ, mK, out, lse, read, write, work, direction)
+                self.loader.look_ahead(
+                    shared, mQ, mK, out, lse, read, write, work, direction, starts_q, starts_k, longest
+                )  # fmt: skip
             if cutlass.const_expr(self.config.skip):
                 if warp_idx == 1:
                     self.loader.write(shared, read, must_do, write, direction, mQ, mK)

@@ -12,13 +12,15 @@ from cula_core.cute.warp import prefix_sum
 from cula_core.cute.work import draw
 
 from ..config import BLOCK_M, NUMBERS, STAGES, STEP, UNIT, ForwardConfig
-from .shared import PLACE_WORDS, copy_out, lowest
-from .steps import END, FIRST, MASK, NONE, NOWHERE, ROUNDS, SLOT, Place, Steps
+from .packed import row_in, rows_in, sequence_of, token
+from .shared import KEYS, QUERIES, copy_out, lowest
+from .steps import END, FIRST, MASK, NONE, ROUNDS, SLOT, Steps
 
 # Where the loading warp is in its list, in registers: the round of words, those not empty, the word's number and the
-# word; and in its stream: steps so far, query tiles so far, and units, head and batch of the step before.
+# word; and in its stream: steps so far, query tiles so far, and units, head and batch of the step before. Packed keys
+# have their first token in the place of a batch, and their number behind it.
 ROUND, FILLED, NUMBER, WORD = range(4)
-STEPS, TILES, LAST_A, LAST_B, LAST_HEAD, LAST_BATCH = range(6)
+STEPS, TILES, LAST_A, LAST_B, LAST_HEAD, LAST_BATCH, LAST_LENGTH = range(7)
 
 
 class Loader(Steps):
@@ -37,14 +39,15 @@ class Loader(Steps):
         lane = cute.arch.lane_idx()
         length_q, length_k = mQ.shape[0], mK.shape[0]
         group = mQ.shape[2] // mK.shape[2]
-        at = cute.make_rmem_tensor(6, I32)
+        at = cute.make_rmem_tensor(LAST_LENGTH if self.config.packed is None else 7, I32)
         at.fill(0)
         bits = cute.make_rmem_tensor(ROUNDS, I32)
         inside = cute.make_rmem_tensor(4, I32)
         place = self.next_place(shared, at[TILES], bits, lane)
         while place.valid != 0:
             tile, head, batch = place.tile, place.head, place.batch
-            reach, clear = self.reach(tile, length_q, length_k)
+            queries, keys = self.sequences_of(place, length_q, length_k)
+            reach, clear = self.reach(tile, queries[1], keys[1])
             tiles = cute.ceil_div(reach, self.per_tile * UNIT)
             head_k = head // group
             self.wait(shared, "q_free", at[TILES], free=True)
@@ -70,20 +73,22 @@ class Loader(Steps):
                         unit = 2 * unit
                         other = unit + 1
                     self.step(
-                        shared, at, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+                        shared, at, unit, other, flags, clear, slot, head_k, batch, keys, tma_k, mK, tma_v, mV,
+                        lane,
                     )  # fmt: skip
                     if flags != 0:
-                        self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
+                        self.load_queries(shared, tma_q, mQ, tile, head, batch, queries, slot)
                     flags = I32(0)
                     unit = self.next_tile(inside, bits, tiles, direction)
             else:
                 for i in cutlass.range(tiles, unroll=1):
                     unit = 2 * (tiles - 1 - i)
                     self.step(
-                        shared, at, unit, unit + 1, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+                        shared, at, unit, unit + 1, flags, clear, slot, head_k, batch, keys, tma_k, mK, tma_v, mV,
+                        lane,
                     )  # fmt: skip
                     if flags != 0:
-                        self.load_queries(shared, tma_q, mQ, tile, head, batch, slot)
+                        self.load_queries(shared, tma_q, mQ, tile, head, batch, queries, slot)
                     flags = I32(0)
             at[TILES] = at[TILES] + 1
             place = self.next_place(shared, at[TILES], bits, lane)
@@ -94,7 +99,7 @@ class Loader(Steps):
         if cutlass.const_expr(self.config.skip):
             self.wait(shared, "votes_free", at[TILES], free=True)
         if lane == 0:
-            self.tell(self.places(shared), slot, NOWHERE)
+            self.tell(self.places(shared), slot, self.nowhere)
             words = self.records(shared)
             words[2, stage] = END + (slot << SLOT)
             cute.arch.mbarrier_arrive(self.barrier(shared, "k_full", stage))
@@ -106,10 +111,10 @@ class Loader(Steps):
         """Returns the next query tile that has a list, and leaves the list in `bits`."""
         self.wait(shared, "list_full", STAGES * count)
         words = self.waiting(shared)
-        place = Place(*(words[i, 0] for i in range(len(Place._fields))))
+        place = self.kind(*(words[i, 0] for i in range(len(self.kind._fields))))
         if cutlass.const_expr(self.config.skip):
             for i in cutlass.range_constexpr(ROUNDS):
-                bits[i] = words[PLACE_WORDS + 32 * i + lane, 0]
+                bits[i] = words[self.place_words + 32 * i + lane, 0]
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(self.barrier(shared, "list_free", 0))
@@ -118,12 +123,12 @@ class Loader(Steps):
     @cute.jit
     def tell(self, words: cute.Tensor, slot, place):
         """Writes a `Place` for other warps."""
-        for i in cutlass.range_constexpr(len(Place._fields)):
+        for i in cutlass.range_constexpr(len(place)):
             words[i, slot] = place[i]
 
     @cute.jit
     def step(
-        self, shared, at: cute.Tensor, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
+        self, shared, at: cute.Tensor, unit, other, flags, clear, slot, head_k, batch, keys, tma_k, mK, tma_v, mV, lane
     ):  # fmt: skip
         """Loads the keys of a step, and the values of the step before."""
         stage = at[STEPS] % STAGES
@@ -140,7 +145,9 @@ class Loader(Steps):
             )
         full = self.barrier(shared, "k_full", stage)
         present = unit if other < 0 else other
-        self.load_units(tma_k, mK, shared, shared.k, stage, unit, present, head_k, batch, full)
+        self.load_units(
+            tma_k, mK, shared, shared.k, stage, unit, present, head_k, batch, keys, full
+        )
         if at[STEPS] > 0:
             self.load_values(shared, at, tma_v, mV, lane)
         at[STEPS] = at[STEPS] + 1
@@ -148,6 +155,8 @@ class Loader(Steps):
         at[LAST_B] = present
         at[LAST_HEAD] = head_k
         at[LAST_BATCH] = batch
+        if cutlass.const_expr(self.config.packed is not None):
+            at[LAST_BATCH], at[LAST_LENGTH] = keys
 
     @cute.jit
     def load_values(self, shared, at: cute.Tensor, tma_v, mV, lane):
@@ -158,27 +167,30 @@ class Loader(Steps):
         full = self.barrier(shared, "v_full", stage)
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
+        keys = None, None
+        if cutlass.const_expr(self.config.packed is not None):
+            keys = at[LAST_BATCH], at[LAST_LENGTH]
         self.load_units(
-            tma_v, mV, shared, shared.v, stage, at[LAST_A], at[LAST_B], at[LAST_HEAD], at[LAST_BATCH], full
+            tma_v, mV, shared, shared.v, stage, at[LAST_A], at[LAST_B], at[LAST_HEAD], at[LAST_BATCH], keys, full
         )  # fmt: skip
 
     @cute.jit
-    def load_units(self, tma, whole, shared, base, stage, unit, other, head, batch, full):
+    def load_units(self, tma, whole, shared, base, stage, unit, other, head, batch, keys, full):
         """Loads two units of 64 keys."""
         for column in cutlass.range_constexpr(self.columns):
             for half in cutlass.range_constexpr(2):
                 box = self.box(base, 2 * (stage * self.columns + column) + half)
-                load_tile(
-                    tma, whole, (other if half else unit) * UNIT, head, batch, column, box, full
-                )
+                row, place = row_in((other if half else unit) * UNIT, batch, *keys)
+                load_tile(tma, whole, row, head, place, column, box, full)
 
     @cute.jit
-    def load_queries(self, shared, tma_q, mQ, tile, head, batch, slot):
+    def load_queries(self, shared, tma_q, mQ, tile, head, batch, queries, slot):
         full = self.barrier(shared, "q_full", slot)
         for half in cutlass.range_constexpr(2):
             for column in cutlass.range_constexpr(self.columns):
                 box = self.box(shared.q, (2 * slot + half) * self.columns + column)
-                load_tile(tma_q, mQ, tile * BLOCK_M + half * UNIT, head, batch, column, box, full)
+                row, place = row_in(tile * BLOCK_M + half * UNIT, batch, *queries)
+                load_tile(tma_q, mQ, row, head, place, column, box, full)
 
     @cute.jit
     def next_tile(self, inside: cute.Tensor, bits: cute.Tensor, tiles, direction):
@@ -210,15 +222,21 @@ class Loader(Steps):
     @cute.jit
     def look_ahead(
         self, shared, mQ, mK, out: cute.Tensor, lse: cute.Tensor, read: cute.Tensor, write: cute.Tensor,
-        work: cute.Tensor, direction,
+        work: cute.Tensor, direction, starts_q: cute.Tensor, starts_k: cute.Tensor, longest,
     ):  # fmt: skip
-        """Draws query tiles and reads their lists, one ahead of the loading warp; stores what empty ones have."""
+        """Draws query tiles and reads their lists, one ahead of the loading warp; stores what empty ones have.
+
+        longest: the most query rows of a packed sequence.
+        """
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         length_q, length_k, heads = mQ.shape[0], mK.shape[0], mQ.shape[2]
+        batches = mQ.shape[3]
+        if cutlass.const_expr(self.config.packed is not None):
+            length_q, batches = longest, starts_q.shape[0] - 1
         query_tiles = cute.ceil_div(length_q, BLOCK_M)
-        total = query_tiles * heads * mQ.shape[3]
+        total = query_tiles * heads * batches
         words = self.waiting(shared)
         bits = cute.make_rmem_tensor(ROUNDS, I32)
         count, number = I32(0), I32(block)
@@ -227,8 +245,12 @@ class Loader(Steps):
             if cutlass.const_expr(self.config.ordered):
                 at = work[NUMBERS + number]
             tile, head, batch = self.place(at, heads, query_tiles)
-            reach, _ = self.reach(tile, length_q, length_k)
+            queries = sequence_of(batch, starts_q, length_q)
+            keys = sequence_of(batch, starts_k, length_k)
+            reach, _ = self.reach(tile, queries[1], keys[1])
             tiles = cute.ceil_div(reach, self.per_tile * UNIT)
+            if cutlass.const_expr(self.config.packed is not None):
+                tiles = tiles if tile * BLOCK_M < queries[1] else I32(0)
             listed = tiles
             if cutlass.const_expr(self.config.skip):
                 row = read[batch, head, tile, None]
@@ -238,14 +260,17 @@ class Loader(Steps):
                     listed = listed + cute.arch.popc(bits[i])
                 listed = cute.arch.warp_reduction_sum(listed)
             if listed == 0:
-                self.nothing(out, lse, write, tile, head, batch, lane)
+                self.nothing(out, lse, write, tile, head, batch, queries, lane)
             else:
-                self.post(shared, words, Place(I32(1), tile, head, batch, listed), bits, lane)
+                place = I32(1), tile, head, batch, listed
+                if cutlass.const_expr(self.config.packed is not None):
+                    place = *place, *queries, *keys
+                self.post(shared, words, self.kind(*place), bits, lane)
                 count = count + 1
                 # Nothing is drawn before there is room: another CTA may come to it earlier.
                 self.wait(shared, "list_free", STAGES * (count - 1))
             number = draw(work, lane) + ctas
-        self.post(shared, words, NOWHERE, bits, lane)
+        self.post(shared, words, self.nowhere, bits, lane)
 
     @cute.jit
     def post(self, shared, words: cute.Tensor, place, bits: cute.Tensor, lane):
@@ -254,24 +279,28 @@ class Loader(Steps):
             self.tell(words, 0, place)
         if cutlass.const_expr(self.config.skip):
             for i in cutlass.range_constexpr(ROUNDS):
-                words[PLACE_WORDS + 32 * i + lane, 0] = bits[i]
+                words[self.place_words + 32 * i + lane, 0] = bits[i]
         cute.arch.mbarrier_arrive(self.barrier(shared, "list_full", 0))
 
     @cute.jit
     def nothing(
-        self, out: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, lane
-    ):
-        """Stores the results of a query tile that sees no key."""
+        self, out: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, queries, lane
+    ):  # fmt: skip
+        """Stores the results of a query tile that sees no key, or has no rows."""
         first, length_q = tile * BLOCK_M, out.shape[1]
+        if cutlass.const_expr(self.config.packed is not None):
+            length_q = queries[1]
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
         units = self.config.head_dim // 8
         rows = cutlass.min(BLOCK_M, length_q - first)
         for i in cutlass.range(lane, rows * units, 32, unroll=1):
-            row = out[batch, first + i // units, head, None]
+            place, at = token(first + i // units, batch, queries[0])
+            row = out[place, at, head, None]
             cute.autovec_copy(zeros, cute.local_tile(row, (8,), (i % units,)))
         for i in cutlass.range(lane, rows, 32, unroll=1):
-            lse[batch, head, first + i] = -F32.inf
+            place, at = token(first + i, batch, queries[0])
+            lse[place, head, at] = -F32.inf
         if cutlass.const_expr(self.config.skip):
             for word in cutlass.range(lane, write.shape[3], 32, unroll=1):
                 write[batch, head, tile, word] = I32(0)
@@ -289,7 +318,9 @@ class Loader(Steps):
             valid = words[0, slot]
             if valid != 0:
                 tile, head, batch = words[1, slot], words[2, slot], words[3, slot]
-                rows = cute.domain_offset((tile * BLOCK_M, 0), mO[None, None, head, batch])
+                queries = self.sequence(words, slot, QUERIES, length_q)
+                rows = rows_in(mO, head, batch, *queries)
+                rows = cute.domain_offset((tile * BLOCK_M, 0), rows)
                 for half in cutlass.range_constexpr(2):
                     for column in cutlass.range_constexpr(self.columns):
                         box = self.box(shared.q, (2 * slot + half) * self.columns + column)
@@ -319,7 +350,9 @@ class Loader(Steps):
             valid = words[0, slot]
             if valid != 0:
                 tile, head, batch, listed = (words[i, slot] for i in range(1, 5))
-                reach, _ = self.reach(tile, mQ.shape[0], mK.shape[0])
+                _, length_q = self.sequence(words, slot, QUERIES, mQ.shape[0])
+                _, length_k = self.sequence(words, slot, KEYS, mK.shape[0])
+                reach, _ = self.reach(tile, length_q, length_k)
                 tiles = cute.ceil_div(reach, self.per_tile * UNIT)
                 row, target = read[batch, head, tile, None], write[batch, head, tile, None]
                 visits = cute.round_up(listed, 2 // self.per_tile)

@@ -8,6 +8,7 @@ from cula_core.cute.schedule import THREADS, SegmentTable
 from cula_core.cute.types import I32
 
 from ..config import ARRIVED, BLOCK_M, CLASSES, NUMBERS, STEP, UNIT, OrderConfig
+from .packed import sequence_of
 from .shared import lowest
 from .steps import Steps
 
@@ -22,7 +23,7 @@ class LiteOrder(Steps):
 
     So neighbours mostly belong to one head, and read the same keys. Each CTA finds the classes of 32 tiles, and
     the last one to do so the places of all. A class begins at 3/8, 3/32, 3/128 or none of all there are: hardly where
-    the lengths of many lists are.
+    the lengths of many lists are. Tiles behind the end of a packed sequence have none.
     """
 
     def __init__(self, config: OrderConfig):
@@ -34,6 +35,8 @@ class LiteOrder(Steps):
         self,
         read: cute.Tensor,
         work: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
         length_q: cutlass.Int32,
         length_k: cutlass.Int32,
         group: cutlass.Int32,
@@ -44,7 +47,7 @@ class LiteOrder(Steps):
         if cutlass.const_expr(self.config.of_keys):
             rows = cute.ceil_div(length_k, STEP)
         total = read.shape[0] * (read.shape[1] // group) * rows
-        self.kernel(read, work, length_q, length_k, group, total).launch(
+        self.kernel(read, work, starts_q, starts_k, length_q, length_k, group, total).launch(
             grid=(cute.ceil_div(total, TILES), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -53,6 +56,8 @@ class LiteOrder(Steps):
         self,
         read: cute.Tensor,
         work: cute.Tensor,
+        starts_q: cute.Tensor,
+        starts_k: cute.Tensor,
         length_q: cutlass.Int32,
         length_k: cutlass.Int32,
         group: cutlass.Int32,
@@ -76,9 +81,11 @@ class LiteOrder(Steps):
             listed = I32(0)
             if number < total:
                 if cutlass.const_expr(self.config.of_keys):
-                    listed = self.queries(read, length_q, length_k, group, number, lane)
+                    listed = self.queries(
+                        read, starts_q, starts_k, length_q, length_k, group, number, lane
+                    )
                 else:
-                    listed = self.keys(read, length_q, length_k, number, lane)
+                    listed = self.keys(read, starts_q, starts_k, length_q, length_k, number, lane)
             listed = cute.arch.warp_reduction_sum(listed)
             if lane == 0:
                 lengths[own] = listed
@@ -125,25 +132,35 @@ class LiteOrder(Steps):
                 done = done + all_of_them
 
     @cute.jit
-    def keys(self, read: cute.Tensor, length_q, length_k, number, lane):
+    def keys(self, read: cute.Tensor, starts_q, starts_k, length_q, length_k, number, lane):
         """Returns how many key tiles a query tile lists in words of this lane."""
         listed = I32(0)
         tile, head, batch = self.place(number, read.shape[1], cute.ceil_div(length_q, BLOCK_M))
-        reach, _ = self.reach(tile, length_q, length_k)
+        _, queries = sequence_of(batch, starts_q, length_q)
+        _, keys = sequence_of(batch, starts_k, length_k)
+        reach, _ = self.reach(tile, queries, keys)
         tiles = cute.ceil_div(reach, self.per_tile * UNIT)
+        if cutlass.const_expr(self.config.packed is not None):
+            tiles = tiles if tile * BLOCK_M < queries else I32(0)
         row = read[batch, head, tile, None]
         for word in cutlass.range(lane, cute.ceil_div(tiles, 32), 32, unroll=1):
             listed = listed + cute.arch.popc(self.word(row, tiles, I32(1), word))
         return listed
 
     @cute.jit
-    def queries(self, across: cute.Tensor, length_q, length_k, group, number, lane):
+    def queries(
+        self, across: cute.Tensor, starts_q, starts_k, length_q, length_k, group, number, lane
+    ):
         """Returns how many query tiles of all heads of a group list any of 128 keys in words of this lane."""
         listed = I32(0)
         rows = cute.ceil_div(length_k, STEP)
         tile, rest = number % rows, number // rows
         first, batch = rest % (across.shape[1] // group) * group, rest // (across.shape[1] // group)
-        words = cute.ceil_div(cute.ceil_div(length_q, BLOCK_M), 32)
+        _, queries = sequence_of(batch, starts_q, length_q)
+        words = cute.ceil_div(cute.ceil_div(queries, BLOCK_M), 32)
+        if cutlass.const_expr(self.config.packed is not None):
+            _, keys = sequence_of(batch, starts_k, length_k)
+            words = words if tile * STEP < keys else I32(0)
         per_step = 2 // self.per_tile
         for i in cutlass.range(lane, group * words, 32, unroll=1):
             bits = I32(0)

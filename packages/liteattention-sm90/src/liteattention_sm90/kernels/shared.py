@@ -22,8 +22,8 @@ def barrier_counts() -> list[int]:
     return [count for count in BARRIERS.values() for _ in range(STAGES)]
 
 
-PLACE_WORDS = 8  # of a `Place`, whole 16-byte units
-WAITING_WORDS = PLACE_WORDS + MAX_WORDS
+PLACE_WORDS, PACKED_WORDS = 8, 12  # of a `Place`, whole 16-byte units
+QUERIES, KEYS = 5, 7  # of a packed `Place`, the first of two words that are a sequence
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Layout:
 
     def __init__(self, config: ForwardConfig):
         self.config, self.dtype, self.width = config, DTYPES[config.dtype], config.width
+        self.place_words = PLACE_WORDS if config.packed is None else PACKED_WORDS
+        self.waiting_words = self.place_words + MAX_WORDS
 
     def barrier(self, shared, name: str, number):
         """Returns the barrier of a stage or slot."""
@@ -96,11 +98,17 @@ class Layout:
 
     def places(self, shared):
         """Returns the words of a `Place` by slot."""
-        return cute.make_tensor(shared.places, cute.make_layout((PLACE_WORDS, STAGES)))
+        return cute.make_tensor(shared.places, cute.make_layout((self.place_words, STAGES)))
+
+    def sequence(self, places, slot, at, length):
+        """Returns the sequence of QUERIES or KEYS of a slot; of a batch they all have this length."""
+        if self.config.packed is None:
+            return None, length
+        return places[at, slot], places[at + 1, slot]
 
     def waiting(self, shared):
         """Returns the next query tile: the words of a `Place`, and then those of its list as it is visited."""
-        return cute.make_tensor(shared.waiting, cute.make_layout((WAITING_WORDS, 1)))
+        return cute.make_tensor(shared.waiting, cute.make_layout((self.waiting_words, 1)))
 
     def votes(self, shared):
         """Returns votes as [word, warp, slot]."""

@@ -26,7 +26,18 @@ class Place(NamedTuple):
     listed: cutlass.Int32
 
 
-NOWHERE = Place(*(0,) * 5)  # behind the last query tile
+class PackedPlace(NamedTuple):
+    """The same, `batch` the number of a packed sequence, and where that lies."""
+
+    valid: cutlass.Int32
+    tile: cutlass.Int32
+    head: cutlass.Int32
+    batch: cutlass.Int32
+    listed: cutlass.Int32
+    first_q: cutlass.Int32
+    length_q: cutlass.Int32
+    first_k: cutlass.Int32
+    length_k: cutlass.Int32
 
 
 class Steps(Layout):
@@ -38,6 +49,18 @@ class Steps(Layout):
     def __init__(self, config: ForwardConfig):
         super().__init__(config)
         self.per_tile = config.block_n // UNIT if config.skip else STEP // UNIT  # units
+        self.kind = Place if config.packed is None else PackedPlace
+
+    @property
+    def nowhere(self):
+        """What there is behind the last query tile."""
+        return self.kind(*(0,) * len(self.kind._fields))
+
+    def sequences_of(self, place, length_q, length_k):
+        """Returns the sequences of queries and of keys of a place; of a batch they all have these lengths."""
+        if self.config.packed is None:
+            return (None, length_q), (None, length_k)
+        return (place.first_q, place.length_q), (place.first_k, place.length_k)
 
     @cute.jit
     def place(self, number, heads, tiles):
