@@ -102,9 +102,10 @@ def test_sequences_do_not_meet(run, call):
 
 @pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_far_below_zero(run, monkeypatch, causal):
+@pytest.mark.parametrize("lengths", [None, ((64, 70), (3, 128), (130, 190))], ids=str)
+def test_scores_far_below_zero(run, monkeypatch, lengths, causal):
     """What lies behind the last key has scores of zero, and no part in a gradient."""
-    call = replace(PACKED, lengths=((64, 70), (3, 128), (130, 190)), causal=causal)
+    call = replace(PACKED, rows=64, keys=70, lengths=lengths, causal=causal)
 
     def inputs(call: Backward) -> Inputs:
         x = make_inputs(call)

@@ -394,7 +394,8 @@ class LiteBackward:
         dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         first_key = tile * STEP + group * UNIT + tidx // 32 * 16 + tidx % 32 // 4
         records, places, known = self.records(memory), self.places(memory), self.sums(memory)
-        behind = (mDk.shape[0] if keys[0] is None else keys[1]) - queries[1]
+        length_k = mDk.shape[0] if keys[0] is None else keys[1]
+        behind = length_k - queries[1]
         self.wait(memory, "kv_full", 0, 0)
         count, sent = (
             cutlass.Uint32(0),
@@ -425,8 +426,8 @@ class LiteBackward:
                         for r in cutlass.range_constexpr(ROWS):
                             c = 2 * n + j
                             dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - delta)
-                if cutlass.const_expr(self.config.packed is not None and not self.config.causal):
-                    self.hide(dp_rows, first_key, tile * STEP + group * UNIT + UNIT, keys[1])
+                if cutlass.const_expr(not self.config.causal):
+                    self.hide(dp_rows, first_key, tile * STEP + group * UNIT + UNIT, length_k)
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
