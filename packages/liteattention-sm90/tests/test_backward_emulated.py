@@ -15,26 +15,31 @@ from cula_emulator import mutation
 from cula_testing.compiled import emulated_kernel
 from cula_testing.lite.gradients import Backward, Problem, assert_gradients
 from liteattention_sm90 import launch
-from liteattention_sm90.config import BackwardConfig, SumsConfig
+from liteattention_sm90.config import BackwardConfig, QueriesConfig, SumsConfig
+
+DETERMINISTIC = [replace(call, how=("order",)) for call in CALLS]
 
 
 @pytest.fixture
 def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
     """run(call, problem) launches as `launch.backward` does on a GPU, with guards around and NaN in all that it may
-    write. `changes` are options of `LiteBackward`, which `run.kernel` is afterwards."""
+    write. `changes` are options of a `changed` kernel of gradients; `run.kernels` are these afterwards, by their
+    configs' types."""
 
-    def run(call: Backward, p: Problem, ordered_from: int = 1000, **changes) -> tuple[Tensor, ...]:
+    def run(
+        call: Backward, p: Problem, ordered_from: int = 10000, changed: type = BackwardConfig, **changes
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         guarded: dict[int, Tensor] = {}
+        run.kernels = {}
 
         def kernels(config):
             kernel = emulated_kernel(emulated, launch.unit(config))
-            main = isinstance(config, BackwardConfig)
-            if main:
-                run.kernel = kernel
+            main = isinstance(config, changed)
+            run.kernels[type(config)] = kernel
 
             def launched(*arguments):
                 if isinstance(config, SumsConfig):
-                    for workspace in arguments[4:]:
+                    for workspace in filter(lambda given: given is not None, arguments[4:]):
                         guarded[id(workspace)] = emulated.empty(workspace.shape, torch.float32)
                 kernel(*(guarded.get(id(a), a) for a in arguments), **(changes if main else {}))
 
@@ -44,15 +49,15 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
         gradients = [emulated.empty(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
         launch.backward(
             x.q, x.k, x.v, p.out, p.lse, p.dout, p.dlse, x.read, None, None, *x.most, *gradients,
-            scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False, kernels=kernels,
-            ordered_from=ordered_from,
+            scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic="order" in call.how,
+            kernels=kernels, ordered_from=ordered_from, multiprocessors=2,
         )  # fmt: skip
         return tuple(gradients)
 
     return run
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", CALLS + DETERMINISTIC, ids=str)
 def test_numbers(run, call):
     p = problem(call)
     assert_gradients(run(call, p), p)

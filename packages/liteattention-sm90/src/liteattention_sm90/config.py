@@ -79,7 +79,7 @@ class OrderConfig:
 @dataclass(frozen=True)
 class BackwardConfig:
     """The static facts of a backward pass: as of `ForwardConfig`; skip: only listed tiles count; ordered: tiles of keys
-    that many query tiles list come first.
+    that many query tiles list come first. keys_only: gradients of q are another kernel's (`QueriesConfig`).
     """
 
     dtype: str
@@ -88,6 +88,7 @@ class BackwardConfig:
     skip: bool = False
     block_n: int = BLOCK_N[0]
     ordered: bool = False
+    keys_only: bool = False
 
     @property
     def width(self) -> int:
@@ -101,12 +102,32 @@ class BackwardConfig:
 
 
 @dataclass(frozen=True)
+class QueriesConfig:
+    """The static facts of a kernel of the gradients of q alone, each in one order: as of `ForwardConfig`."""
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    skip: bool = False
+    block_n: int = BLOCK_N[0]
+    ordered: bool = False
+
+    @property
+    def width(self) -> int:
+        """The padded head dimension."""
+        return padded(self.head_dim)
+
+
+@dataclass(frozen=True)
 class SumsConfig:
-    """The static facts of what comes before a backward pass. with_dlse: the log-sum-exp has a gradient too."""
+    """The static facts of what comes before a backward pass. with_dlse: the log-sum-exp has a gradient too. with_acc:
+    gradients of q are added up in memory, which is zeroed.
+    """
 
     dtype: str
     head_dim: int
     with_dlse: bool = False
+    with_acc: bool = True
 
     @property
     def width(self) -> int:
@@ -127,4 +148,4 @@ class ConvertConfig:
         return padded(self.head_dim)
 
 
-Config = ForwardConfig | OrderConfig | BackwardConfig | SumsConfig | ConvertConfig
+Config = ForwardConfig | OrderConfig | BackwardConfig | QueriesConfig | SumsConfig | ConvertConfig

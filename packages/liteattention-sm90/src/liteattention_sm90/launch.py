@@ -28,6 +28,7 @@ from .config import (
     ConvertConfig,
     ForwardConfig,
     OrderConfig,
+    QueriesConfig,
     SumsConfig,
 )
 
@@ -120,27 +121,30 @@ def backward(
     block_n: int,
     deterministic: bool,
     kernels: Callable[[Config], Callable[..., None]] = compile,
-    ordered_from: int = KEYS_ORDERED_FROM,
+    ordered_from: int | None = None,
+    multiprocessors: int | None = None,
 ) -> None:
     """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
 
-    Workspace: 8 bytes per row and head, and 4 bytes per element of dq, of which each row has 64 or 128. What
-    `_spec.supports` refuses does not come here: packed sequences, and gradients that must not depend on time. The
-    kernels, and the number of tiles of 128 keys from which on long lists come first, are for tests.
+    Workspace: 8 bytes per row and head, and unless deterministic 4 bytes per element of dq, of which each row has 64 or
+    128. What `_spec.supports` refuses does not come here: packed sequences. The kernels, the number of tiles of 128
+    keys or rows from which on long lists come first, and that of multiprocessors, are for tests.
     """
-    assert cu_seqlens_q is None and cu_seqlens_k is None and not deterministic
+    assert cu_seqlens_q is None and cu_seqlens_k is None
     batch, rows, heads, dim = q.shape
     dtype = dtype_name(q.dtype)
     tiles = batch * k.shape[2] * -(-k.shape[1] // STEP)
-    ordered = mask is not None and tiles >= ordered_from
-    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n, ordered)
+    ordered = mask is not None and tiles >= (ordered_from or KEYS_ORDERED_FROM)
+    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n, ordered, deterministic)
 
     def workspace(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     lse_log2, delta = workspace(2, batch, heads, -(-rows // UNIT) * UNIT)
-    acc = workspace(batch, rows, heads, main.width)
-    kernels(SumsConfig(dtype, dim, dlse is not None))(out, dout, lse, dlse, lse_log2, delta, acc)
+    acc = None if deterministic else workspace(batch, rows, heads, main.width)
+    kernels(SumsConfig(dtype, dim, dlse is not None, not deterministic))(
+        out, dout, lse, dlse, lse_log2, delta, acc
+    )
     across = None
     if mask is not None:
         across = masks.transpose(mask, -(-rows // BLOCK_M), -(-k.shape[1] // block_n))
@@ -149,5 +153,16 @@ def backward(
         work = _work(tiles, q.device)
         group = heads // k.shape[2]
         kernels(OrderConfig(causal, block_n, True))(across, work, rows, k.shape[1], group)
-    kernels(main)(q, k, v, dout, lse_log2, delta, across, work, acc, dk, dv, scale, scale * LOG2_E)
-    kernels(ConvertConfig(dtype, dim))(acc, dq, scale)
+    scales = scale, scale * LOG2_E
+    kernels(main)(q, k, v, dout, lse_log2, delta, across, work, acc, dk, dv, *scales)
+    if acc is not None:
+        kernels(ConvertConfig(dtype, dim))(acc, dq, scale)
+        return
+    tiles = batch * heads * -(-rows // BLOCK_M)
+    ordered = mask is not None and tiles >= (ordered_from or ORDERED_FROM)
+    config = QueriesConfig(dtype, dim, causal, mask is not None, block_n, ordered)
+    work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
+    if ordered:
+        kernels(OrderConfig(causal, block_n))(mask, work, rows, k.shape[1], 1)
+    ctas = min(multiprocessors or tensors.multiprocessors(q.device), tiles)
+    kernels(config)(q, k, v, dout, lse_log2, delta, mask, work, dq, *scales, ctas)

@@ -60,6 +60,8 @@ class LiteBackward:
     | load | 0 | turns lists into steps, loads q, do and what is known of their rows |
     | add | 1 | adds gradients of q up in global memory |
     | keys w | 4 + 4w ... | gradients of 64 keys |
+
+    Gradients of keys are added up in registers in one order; those of q come in any order, unless they are left out.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -91,10 +93,12 @@ class LiteBackward:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_token(k), *box)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), *box)
         tma_do, mDo = cpasync.make_tiled_tma_atom(load, by_token(do), *box)
-        add = cpasync.CopyReduceBulkTensorTileS2GOp()
-        tma_dq, mDq = cpasync.make_tiled_tma_atom(
-            add, by_token(acc), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
-        )
+        tma_dq = mDq = None
+        if cutlass.const_expr(not self.config.keys_only):
+            add = cpasync.CopyReduceBulkTensorTileS2GOp()
+            tma_dq, mDq = cpasync.make_tiled_tma_atom(
+                add, by_token(acc), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
+            )
         store = cpasync.CopyBulkTensorTileS2GOp()
         tma_dk, mDk = cpasync.make_tiled_tma_atom(store, by_token(dk), *box)
         tma_dv, mDv = cpasync.make_tiled_tma_atom(store, by_token(dv), *box)
@@ -148,8 +152,10 @@ class LiteBackward:
             smem.allocate_array(self.dtype, STAGES * UNIT * self.width, byte_alignment=1024)
             for _ in range(2)
         )
-        ds_at = smem.allocate_array(self.dtype, STAGES * UNIT * STEP, byte_alignment=1024)
-        dq_at = smem.allocate_array(F32, 2 * UNIT * UNIT, byte_alignment=1024)
+        ds_at = dq_at = None
+        if cutlass.const_expr(not self.config.keys_only):
+            ds_at = smem.allocate_array(self.dtype, STAGES * UNIT * STEP, byte_alignment=1024)
+            dq_at = smem.allocate_array(F32, 2 * UNIT * UNIT, byte_alignment=1024)
         sums_at = smem.allocate_array(F32, STAGES * 2 * UNIT, byte_alignment=16)
         records = smem.allocate_array(I32, 4 * STAGES, byte_alignment=16)
         places = smem.allocate_array(I32, 4 * 2, byte_alignment=16)
@@ -167,8 +173,9 @@ class LiteBackward:
                 self.load(
                     memory, tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, lse, delta, mask, tile, head_k, batch
                 )  # fmt: skip
-            if warp_idx == 1:
-                self.add(memory, tma_dq, mDq, batch)
+            if cutlass.const_expr(not self.config.keys_only):
+                if warp_idx == 1:
+                    self.add(memory, tma_dq, mDq, batch)
         else:
             cute.arch.setmaxregister_increase(BACKWARD_REGISTERS[1])
             self.attend(
@@ -348,19 +355,25 @@ class LiteBackward:
             mma_v.make_fragment_B(part_v.partition_B(repeated(x, *turned, STAGES)))
             for x in (memory.q, memory.do)
         )
-        square = (UNIT, UNIT), "mn", self.dtype
-        tDs = mma_q.make_fragment_A(part_q.partition_A(repeated(memory.ds, *square, 2 * STAGES)))
-        tKt = mma_q.make_fragment_B(
-            part_q.partition_B(repeated(memory.k, *square, 2 * self.columns))
-        )
-        copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s
-        ).get_slice(tidx)
-        ds_target = copy.partition_D(repeated(memory.ds, (UNIT, UNIT), "k", self.dtype, 2 * STAGES))
+        if cutlass.const_expr(not self.config.keys_only):
+            square = (UNIT, UNIT), "mn", self.dtype
+            tDs = mma_q.make_fragment_A(
+                part_q.partition_A(repeated(memory.ds, *square, 2 * STAGES))
+            )
+            tKt = mma_q.make_fragment_B(
+                part_q.partition_B(repeated(memory.k, *square, 2 * self.columns))
+            )
+            copy = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s
+            ).get_slice(tidx)
+            ds_target = copy.partition_D(
+                repeated(memory.ds, (UNIT, UNIT), "k", self.dtype, 2 * STAGES)
+            )
+            dq = cute.make_rmem_tensor(mma_q.partition_shape_C((UNIT, UNIT)), F32)
+            dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         s, dp = (
             cute.make_rmem_tensor(mma_s.partition_shape_C((UNIT, UNIT)), F32) for _ in range(2)
         )
-        dq = cute.make_rmem_tensor(mma_q.partition_shape_C((UNIT, UNIT)), F32)
         p, ds = (mma_v.make_fragment_A(mma_v.partition_shape_A((UNIT, UNIT))) for _ in range(2))
         sum_k, sum_v = (
             cute.make_rmem_tensor(mma_v.partition_shape_C((UNIT, self.width)), F32)
@@ -370,7 +383,6 @@ class LiteBackward:
         sum_v.fill(0.0)
         by_row = cute.make_layout((ROWS, (2, COLUMNS // 2)), stride=(2, (1, 4)))
         s_rows, dp_rows = (cute.make_tensor(x.iterator, by_row) for x in (s, dp))
-        dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         first_key = tile * STEP + group * UNIT + tidx // 32 * 16 + tidx % 32 // 4
         records, places, known = self.records(memory), self.places(memory), self.sums(memory)
         behind = mDk.shape[0] - length_q
@@ -409,49 +421,59 @@ class LiteBackward:
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
                 # Gradients of q end this group, where some follow.
                 self.multiply(
-                    mma_v, sum_k, ds, tQt[None, None, None, stage], True, self.config.by_turns
-                )
-            else:
+                    mma_v, sum_k, ds, tQt[None, None, None, stage], True,
+                    self.config.by_turns or self.config.keys_only,
+                )  # fmt: skip
+            elif cutlass.const_expr(not self.config.keys_only):
                 dp.fill(0.0)
-            self.wait(memory, "ds_free", stage, (count + 1) // STAGES % 2 ^ 1)
-            rounded = cute.make_rmem_tensor(dp.shape, self.dtype)
-            rounded.store(dp.load().to(self.dtype))
-            cute.copy(copy, copy.retile(rounded), ds_target[None, None, None, 2 * stage + group])
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            self.release(memory, "ds_full", stage, tidx)
-            # Gradients of q are those of the step before: the other warpgroup has had a step's time for its part. In
-            # front of the first step they are nothing's; as a condition they would cost too many registers.
-            turn = (count + 1) % 2 == group
-            if cutlass.const_expr(self.config.by_turns):
-                if turn:
+            if cutlass.const_expr(not self.config.keys_only):
+                self.wait(memory, "ds_free", stage, (count + 1) // STAGES % 2 ^ 1)
+                rounded = cute.make_rmem_tensor(dp.shape, self.dtype)
+                rounded.store(dp.load().to(self.dtype))
+                cute.copy(
+                    copy, copy.retile(rounded), ds_target[None, None, None, 2 * stage + group]
+                )
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                self.release(memory, "ds_full", stage, tidx)
+                # Gradients of q are those of the step before: the other warpgroup has had a step's time for its part.
+                # In front of the first step they are nothing's; as a condition they would cost too many registers.
+                turn = (count + 1) % 2 == group
+                if cutlass.const_expr(self.config.by_turns):
+                    if turn:
+                        self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
+                else:
                     self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
-            else:
-                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
             warpgroup.wait_group(0)
+            if cutlass.const_expr(self.config.keys_only):
+                cute.arch.sync_warp()
             self.release(memory, "free", stage, tidx)
-            if turn | (not self.config.by_turns):
-                self.release(memory, "ds_free", before, tidx)
-                if count > 0:
-                    self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
-                    sent = sent + 1
+            if cutlass.const_expr(not self.config.keys_only):
+                if turn | (not self.config.by_turns):
+                    self.release(memory, "ds_free", before, tidx)
+                    if count > 0:
+                        self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
+                        sent = sent + 1
             last_row, last_head, listed = row, head, flags
             count = count + 1
             self.wait(memory, "full", count % STAGES, count // STAGES % 2)
             flags = records[2, count % STAGES]
-        if (count > 0) & (((count + 1) % 2 == group) | (not self.config.by_turns)):
-            self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
-            warpgroup.wait_group(0)
-            self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
-            sent = sent + 1
-        self.wait(memory, "dq_free", group, sent % 2 ^ 1)
-        if tidx == 0:
-            places[0, group] = I32(0)
-        self.release(memory, "dq_full", group, tidx)
-        # Gradients of v take the place of v, those of k that of gradients of q.
+        # Gradients of v take the place of v, those of k that of gradients of q, or that of k where only this warpgroup
+        # reads it.
+        free, stride = memory.k, STEP // 2 * self.width
+        if cutlass.const_expr(not self.config.keys_only):
+            if (count > 0) & (((count + 1) % 2 == group) | (not self.config.by_turns)):
+                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
+                warpgroup.wait_group(0)
+                self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
+                sent = sent + 1
+            self.wait(memory, "dq_free", group, sent % 2 ^ 1)
+            if tidx == 0:
+                places[0, group] = I32(0)
+            self.release(memory, "dq_full", group, tidx)
+            free, stride = cute.recast_ptr(memory.dq, dtype=self.dtype), 2 * UNIT * UNIT
         own_v = self.finish(sum_v, F32(1.0), mma_v, memory.v, STEP // 2 * self.width, group, tidx)
-        free = cute.recast_ptr(memory.dq, dtype=self.dtype)
-        own_k = self.finish(sum_k, scale, mma_v, free, 2 * UNIT * UNIT, group, tidx)
+        own_k = self.finish(sum_k, scale, mma_v, free, stride, group, tidx)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DONE + group, number_of_threads=GROUP)
         if tidx // 32 == 0:
