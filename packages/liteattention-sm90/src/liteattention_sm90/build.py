@@ -99,8 +99,7 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteBackward`.
 
     They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
-    work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32 unless these are left out, dk, dv, scale, the same in
-    log2 units.
+    work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32 or None, dk, dv, scale, the same in log2 units.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -128,8 +127,8 @@ def backward_arguments(config: BackwardConfig) -> tuple:
 def queries_arguments(config: QueriesConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteQueries`.
 
-    They are q, k, v, dout, log-sum-exps in log2 units and Delta as `LiteBackward` takes them, the mask, work, dq, scale,
-    the same in log2 units, number of CTAs.
+    They are q, k, v, dout, log-sum-exps in log2 units and Delta as `LiteBackward` takes them, the mask, work, dq,
+    scale, the same in log2 units, number of CTAs.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 

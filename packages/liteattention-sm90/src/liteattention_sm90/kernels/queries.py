@@ -19,14 +19,15 @@ from cula_core.cute.wgmma import as_operand, mma
 
 from ..config import BLOCK_M, REGISTERS, STAGES, STEP, THREADS, UNIT, QueriesConfig
 from .consumers import COLUMNS, ROWS, Consumers
-from .loader import Loader
+from .loader import LAST_A, LAST_B, STEPS, Loader
 from .shared import PLACE_WORDS, WAITING_WORDS, Shared, barrier_counts
 from .steps import END, FIRST, MASK, SLOT
 
-# As those of the forward, without votes: dq lies where outputs do there, and there is one do beside two q.
+# As those of the forward, without votes: dq lies where outputs do there, there is one do beside two q, and who has done
+# with keys has done with their values.
 BARRIERS = {
-    "k_full": 1, "k_free": 8, "v_full": 1, "v_free": 8, "q_full": 1, "q_free": 1, "o_full": 256, "do_full": 1,
-    "do_free": 8, "list_full": 32, "list_free": 1,
+    "k_full": 1, "k_free": 8, "v_full": 1, "q_full": 1, "q_free": 1, "o_full": 256, "do_full": 1, "do_free": 8,
+    "list_full": 32, "list_free": 1,
 }  # fmt: skip
 
 
@@ -165,7 +166,13 @@ class QueryLoader(Loader):
         Loader.step(
             self, shared, at, unit, other, flags, clear, slot, head_k, batch, tma_k, mK, tma_v, mV, lane
         )  # fmt: skip
-        Loader.load_values(self, shared, at, tma_v, mV, lane)
+        stage = (at[STEPS] - 1) % STAGES
+        full = self.barrier(shared, "v_full", stage)
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
+        self.load_units(
+            tma_v, mV, shared, shared.v, stage, at[LAST_A], at[LAST_B], head_k, batch, full
+        )
 
     @cute.jit
     def load_values(self, shared, at: cute.Tensor, tma_v, mV, lane):
@@ -250,10 +257,9 @@ class QueryConsumers(Consumers):
                 mma_s, s, tQ[None, None, None, (flags >> SLOT) * 2 + group], tK[None, None, None, 0]
             )
             self.weigh(
-                shared, mma_s, s_rows, dp, dp_rows, known, tDo, tV[None, None, None, 0], lse, delta, flags, count, row,
-                length_q, length_k, scale_log2, tidx,
+                shared, mma_s, s_rows, dp, dp_rows, known, ds, tDo, tV[None, None, None, 0], lse, delta, flags, count,
+                row, length_q, length_k, scale_log2, tidx,
             )  # fmt: skip
-            ds.store(as_operand(dp, ds).load().to(self.dtype))
         old = flags
         count = cutlass.Uint32(1)
         tiles = cutlass.Uint32(1)
@@ -279,14 +285,13 @@ class QueryConsumers(Consumers):
             if flags & FIRST != 0:
                 self.finish(shared, dq, copy, target, scale, old >> SLOT, group, tidx)
             self.weigh(
-                shared, mma_s, s_rows, dp, dp_rows, known, tDo, tV[None, None, None, stage], lse, delta, flags, count,
-                row, length_q, length_k, scale_log2, tidx,
+                shared, mma_s, s_rows, dp, dp_rows, known, ds, tDo, tV[None, None, None, stage], lse, delta, flags,
+                count, row, length_q, length_k, scale_log2, tidx,
             )  # fmt: skip
             old = flags
             count = count + 1
             self.wait(shared, "k_full", count)
             flags = records[2, count % STAGES]
-            ds.store(as_operand(dp, ds).load().to(self.dtype))
         if old & END == 0:
             self.accumulate(
                 mma_q, dq, ds, tKt[None, None, None, (count - 1) % STAGES], old & FIRST == 0
@@ -298,12 +303,16 @@ class QueryConsumers(Consumers):
 
     @cute.jit
     def weigh(
-        self, shared, mma_s, s_rows: cute.Tensor, dp: cute.Tensor, dp_rows: cute.Tensor, known: cute.Tensor, tDo, tV,
-        lse: cute.Tensor, delta: cute.Tensor, flags, count, row, length_q, length_k, scale_log2, tidx,
+        self, shared, mma_s, s_rows: cute.Tensor, dp: cute.Tensor, dp_rows: cute.Tensor, known: cute.Tensor,
+        ds: cute.Tensor, tDo, tV, lse: cute.Tensor, delta: cute.Tensor, flags, count, row, length_q, length_k,
+        scale_log2, tidx,
     ):  # fmt: skip
-        """Multiplies dP of a step whose scores are issued, and makes dS of both. known: lse and Delta of rows."""
-        stage, slot = count % STAGES, flags >> SLOT
-        unit, other = (self.records(shared)[i, stage] for i in range(2))
+        """Multiplies dP of a step whose scores are issued, and makes dS of both. known: lse and Delta of rows.
+
+        dS is rounded at once: with what comes next in front of that, registers do not suffice.
+        """
+        slot = flags >> SLOT
+        unit, other = (self.records(shared)[i, count % STAGES] for i in range(2))
         place = self.places(shared)
         first = place[1, slot] * BLOCK_M + row
         if flags & FIRST != 0:
@@ -323,11 +332,10 @@ class QueryConsumers(Consumers):
             for c in cutlass.range_constexpr(COLUMNS):
                 s_rows[r, c] = exp2_pinned(s_rows[r, c] * scale_log2 - known[r, 0])
         warpgroup.wait_group(0)
-        cute.arch.sync_warp()
-        self.release(shared, "v_free", stage)
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(COLUMNS):
                 dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - known[r, 1])
+        ds.store(as_operand(dp, ds).load().to(self.dtype))
 
     @cute.jit
     def finish(self, shared, dq: cute.Tensor, copy, target, scale, slot, group, tidx):
