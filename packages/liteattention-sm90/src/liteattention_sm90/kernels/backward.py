@@ -409,7 +409,15 @@ class LiteBackward:
                 self.weigh(
                     s_rows, known, flags, first_key, row * UNIT + behind, scale_log2, stage, tidx
                 )
-                warpgroup.wait_group(0)
+                if cutlass.const_expr(self.config.keys_only):
+                    # As in the forward, a wait per branch keeps exponentials in front of it. Warps take the same one.
+                    if flags & MASK != 0:
+                        warpgroup.wait_group(0)
+                        self.hide(s_rows, first_key, row * UNIT + behind, tidx)
+                    else:
+                        warpgroup.wait_group(0)
+                else:
+                    warpgroup.wait_group(0)
                 for n in cutlass.range_constexpr(COLUMNS // 2):
                     for j in cutlass.range_constexpr(2):
                         delta = known[8 * n + tidx % 4 * 2 + j, 1, stage]
@@ -537,17 +545,29 @@ class LiteBackward:
         stage,
         tidx,
     ):
-        """Replaces scores by probabilities. first_seen: the last key that the first query row of the step sees."""
+        """Replaces scores by probabilities. first_seen: the last key that the first query row of the step sees.
+
+        Without gradients of q those that are hidden are left to `hide`.
+        """
         for n in cutlass.range_constexpr(COLUMNS // 2):
             for j in cutlass.range_constexpr(2):
                 at = 8 * n + tidx % 4 * 2 + j
                 lse = known[at, 0, stage]
                 for r in cutlass.range_constexpr(ROWS):
                     value = exp2_pinned(s_rows[r, 2 * n + j] * scale_log2 - lse)
-                    if cutlass.const_expr(self.config.causal):
+                    if cutlass.const_expr(self.config.causal and not self.config.keys_only):
                         hidden = (flags & MASK != 0) & (first_key + 8 * r > first_seen + at)
                         value = F32(0.0) if hidden else value
                     s_rows[r, 2 * n + j] = value
+
+    @cute.jit
+    def hide(self, s_rows: cute.Tensor, first_key, first_seen, tidx):
+        """Sets the probabilities of keys that a query row does not see to zero."""
+        for c in cutlass.range_constexpr(COLUMNS):
+            at = c // 2 * 8 + tidx % 4 * 2 + c % 2
+            for r in cutlass.range_constexpr(ROWS):
+                hidden = first_key + 8 * r > first_seen + at
+                s_rows[r, c] = F32(0.0) if hidden else s_rows[r, c]
 
     @cute.jit
     def send(self, memory, dq: cute.Tensor, dq_target: cute.Tensor, row, head, sent, group, tidx):

@@ -326,12 +326,15 @@ class QueryConsumers(Consumers):
         self.wait(shared, "v_full", count)
         self.multiply(mma_s, dp, tDo, tV)
         warpgroup.wait_group(1)
-        if flags & MASK != 0:
-            self.mask(s_rows, unit, other, first, length_q, length_k, tidx)
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(COLUMNS):
                 s_rows[r, c] = exp2_pinned(s_rows[r, c] * scale_log2 - known[r, 0])
-        warpgroup.wait_group(0)
+        # As in the forward, a wait per branch keeps exponentials in front of it. Warps take the same branch.
+        if flags & MASK != 0:
+            warpgroup.wait_group(0)
+            self.mask(s_rows, unit, other, first, length_q, length_k, tidx, 0.0)
+        else:
+            warpgroup.wait_group(0)
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(COLUMNS):
                 dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - known[r, 1])
