@@ -428,10 +428,12 @@ def lite_hopper_specs(package: str) -> Iterator[Spec]:
     arch, config = find(package, "ARCH"), find(package, "ForwardConfig")
     for case in cover(forwards, lambda case: config(**case).illegal() is None):
         yield {"arch": arch, "kernel": "LiteForward", **case}
-    for case in cover(facts):
+    for case in cover(facts | {"keys_only": BOTH}):
         yield {"arch": arch, "kernel": "LiteBackward", **case}
+    for case in cover(facts):
+        yield {"arch": arch, "kernel": "LiteQueries", **case}
     ends = {k: v for k, v in facts.items() if k in ("dtype", "head_dim")}
-    for case in cover(ends | {"with_dlse": BOTH}):
+    for case in cover(ends | {"with_dlse": BOTH, "with_acc": BOTH}):
         yield {"arch": arch, "kernel": "LiteSums", **case}
     for case in cover(ends):
         yield {"arch": arch, "kernel": "LiteConvert", **case}

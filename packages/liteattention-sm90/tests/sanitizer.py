@@ -72,6 +72,16 @@ BACKWARD = [
     replace(WIDE, lengths=PACKED, causal=True, dim=64, listed=0.7, views=True),
     replace(WIDE, lengths=PACKED, dim=80, listed=0.7, block_n=128),
 ]
+# The same bits every time: each mode of both kernels once more.
+ORDER = {"how": ("order",)}
+BACKWARD += [
+    replace(WIDE, **ORDER),
+    replace(GROUPS, keys=130, dim=80, dtype="float16", dlse=True, **ORDER),
+    replace(WIDE, rows=300, keys=300, listed=0.5, views=True, **ORDER),
+    replace(WIDE, rows=200, keys=300, dim=64, batch=2, listed=0.6, tiles="no first row", **ORDER),
+    replace(WIDE, rows=260, keys=400, dim=96, listed=0.6, block_n=128, **ORDER),
+    replace(GROUPS, listed=0.7, dlse=True, **ORDER),
+]
 
 empty = empty_on("cuda")
 
@@ -92,7 +102,8 @@ def check_backward(call: Backward) -> str:
     found = tuple(empty(t.shape, t.dtype) for t in (y.q, y.k, y.v))
     launch.backward(
         y.q, y.k, y.v, out, lse, dout, dlse, y.read, y.starts_q, y.starts_k, *y.most, *found,
-        scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic=False,
+        scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n,
+        deterministic="order" in call.how, **(FEW if "order" in call.how else {}),
     )  # fmt: skip
     assert_gradients(tuple(t.cpu() for t in found), p)
     return "right"

@@ -9,7 +9,11 @@ from liteattention_sm90.config import (
     MAX_TILES,
     REGISTERS,
     THREADS,
+    BackwardConfig,
+    ConvertConfig,
     ForwardConfig,
+    QueriesConfig,
+    SumsConfig,
 )
 
 
@@ -38,6 +42,11 @@ def test_every_head_dimension_is_padded_to_boxes(dim):
 
 def test_votes_hold_the_longest_row():
     assert MAX_TILES == 4096
+
+
+@pytest.mark.parametrize("config_of", [BackwardConfig, QueriesConfig, SumsConfig, ConvertConfig])
+def test_gradients_have_the_widths_of_attention(config_of):
+    assert [config_of("float16", dim).width for dim in (8, 64, 72, 128)] == [64, 64, 128, 128]
 
 
 @pytest.mark.parametrize("load, rows", [REGISTERS, BACKWARD_REGISTERS])

@@ -23,14 +23,11 @@ def supports(
     block_n: int | None = None,
     tiles: int | None = None,
     use_int8: bool = False,
-    backward: bool = False,
-    deterministic: bool = False,
     **_: object,
 ) -> str | None:
     """Why a problem is refused, or None. Facts that are not given do not count against it.
 
-    tiles: of keys, in a row of the list. backward: the kernels of the gradients are meant, else those of attention;
-    deterministic: these must give the same bits every time.
+    tiles: of keys, in a row of the list. Gradients are served as attention is, deterministic or not.
     """
     missing = missing_language(NAME)
     if missing:
@@ -48,8 +45,6 @@ def supports(
         return f"block_n must be {' or '.join(map(str, BLOCK_N))}, not {block_n}"
     if use_int8:
         return "no scores from 8-bit integers"
-    if backward and deterministic:
-        return "gradients of q are added up in any order, so that they are not deterministic"
     if tiles is not None and not 1 <= tiles <= MAX_TILES:
         return f"1 to {MAX_TILES} key tiles, not {tiles}"
     return None

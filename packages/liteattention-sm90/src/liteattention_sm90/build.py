@@ -9,11 +9,20 @@ from cutlass.cute.runtime import make_fake_tensor
 from cula_core.cute import fake
 from cula_core.cute.types import INDICES
 
-from .config import BackwardConfig, Config, ConvertConfig, ForwardConfig, OrderConfig, SumsConfig
+from .config import (
+    BackwardConfig,
+    Config,
+    ConvertConfig,
+    ForwardConfig,
+    OrderConfig,
+    QueriesConfig,
+    SumsConfig,
+)
 from .kernels.backward import LiteBackward
 from .kernels.ends import LiteConvert, LiteSums
 from .kernels.forward import LiteForward
 from .kernels.order import LiteOrder
+from .kernels.queries import LiteQueries
 
 
 def kernel(config: Config, arch: str) -> tuple[object, ...]:
@@ -22,6 +31,7 @@ def kernel(config: Config, arch: str) -> tuple[object, ...]:
         ForwardConfig: (LiteForward, forward_arguments),
         OrderConfig: (LiteOrder, order_arguments),
         BackwardConfig: (LiteBackward, backward_arguments),
+        QueriesConfig: (LiteQueries, queries_arguments),
         SumsConfig: (LiteSums, sums_arguments),
         ConvertConfig: (LiteConvert, convert_arguments),
     }[type(config)]
@@ -109,8 +119,8 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteBackward`.
 
     They are q, k, v, dout, log-sum-exps in log2 units and Delta [B, Hq, T'], T' a multiple of 64, the transposed mask,
-    cu_seqlens_q and _k, work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32, dk, dv, scale, the same in
-    log2 units, keys of the longest packed sequence. Of T' rows each packed sequence has whole units of 64.
+    cu_seqlens_q and _k, work, accumulated gradients of q [B, Sq, Hq, 64 or 128] in fp32 or None, dk, dv, scale, the
+    same in log2 units, keys of the longest packed sequence. Of T' rows each packed sequence has whole units of 64.
     """
     batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
 
@@ -129,7 +139,7 @@ def backward_arguments(config: BackwardConfig) -> tuple:
         mask_of(heads) if config.skip else None,
         *(starts(config),) * 2,
         fake.vector(cutlass.Int32) if config.ordered else None,
-        activation(rows, heads, "float32", config.width),
+        None if config.keys_only else activation(rows, heads, "float32", config.width),
         activation(keys, heads_k),
         activation(keys, heads_k),
         *(cutlass.Float32(1.0),) * 2,
@@ -137,11 +147,40 @@ def backward_arguments(config: BackwardConfig) -> tuple:
     )
 
 
+def queries_arguments(config: QueriesConfig) -> tuple:
+    """Returns stand-ins for the arguments of `LiteQueries`.
+
+    They are q, k, v, dout, log-sum-exps in log2 units and Delta as `LiteBackward` takes them, the mask, cu_seqlens_q
+    and _k, work, dq, scale, the same in log2 units, query rows of the longest packed sequence, number of CTAs.
+    """
+    batch, rows, keys, heads, heads_k = (cute.sym_int() for _ in range(5))
+
+    def activation(length: object, heads: object):
+        return fake.rows(config.dtype, (batch, length, heads, config.head_dim))
+
+    return (
+        activation(rows, heads),
+        activation(keys, heads_k),
+        activation(keys, heads_k),
+        activation(rows, heads),
+        per_padded_row(batch, heads),
+        per_padded_row(batch, heads),
+        mask_of(heads) if config.skip else None,
+        *(starts(config),) * 2,
+        fake.vector(cutlass.Int32),
+        activation(rows, heads),
+        *(cutlass.Float32(1.0),) * 2,
+        longest(config),
+        cutlass.Int32(1),
+    )
+
+
 def sums_arguments(config: SumsConfig) -> tuple:
     """Returns stand-ins for the arguments of `LiteSums`.
 
     They are out, dout, lse and its gradient [B, Hq, Sq], log-sum-exps in log2 units and Delta as `LiteBackward` takes
-    them, its accumulators of gradients of q, cu_seqlens_q, and query rows of the longest packed sequence.
+    them, its accumulators of gradients of q, if it has any, cu_seqlens_q, and query rows of the longest packed
+    sequence.
     """
     batch, rows, heads = (cute.sym_int() for _ in range(3))
     shape = (batch, rows, heads)
@@ -152,7 +191,7 @@ def sums_arguments(config: SumsConfig) -> tuple:
         per_row(batch, heads, rows) if config.with_dlse else None,
         per_padded_row(batch, heads),
         per_padded_row(batch, heads),
-        fake.rows("float32", (*shape, config.width)),
+        fake.rows("float32", (*shape, config.width)) if config.with_acc else None,
         starts(config),
         longest(config),
     )

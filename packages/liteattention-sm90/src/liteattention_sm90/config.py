@@ -84,8 +84,32 @@ class OrderConfig:
 @dataclass(frozen=True)
 class BackwardConfig:
     """The static facts of a backward pass: as of `ForwardConfig`; skip: only listed tiles count; ordered: tiles of keys
-    that many query tiles list come first.
+    that many query tiles list come first. keys_only: gradients of q are another kernel's (`QueriesConfig`).
     """
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    skip: bool = False
+    block_n: int = BLOCK_N[0]
+    ordered: bool = False
+    packed: str | None = None
+    keys_only: bool = False
+
+    @property
+    def width(self) -> int:
+        """The padded head dimension."""
+        return padded(self.head_dim)
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether warpgroups compute gradients of q in turns, and not half of their columns each."""
+        return self.width == UNIT
+
+
+@dataclass(frozen=True)
+class QueriesConfig:
+    """The static facts of a kernel of the gradients of q alone, each in one order: as of `ForwardConfig`."""
 
     dtype: str
     head_dim: int
@@ -100,20 +124,18 @@ class BackwardConfig:
         """The padded head dimension."""
         return padded(self.head_dim)
 
-    @property
-    def by_turns(self) -> bool:
-        """Whether warpgroups compute gradients of q in turns, and not half of their columns each."""
-        return self.width == UNIT
-
 
 @dataclass(frozen=True)
 class SumsConfig:
-    """The static facts of what comes before a backward pass. with_dlse: the log-sum-exp has a gradient too."""
+    """The static facts of what comes before a backward pass. with_dlse: the log-sum-exp has a gradient too. with_acc:
+    gradients of q are added up in memory, which is zeroed.
+    """
 
     dtype: str
     head_dim: int
     with_dlse: bool = False
     packed: str | None = None
+    with_acc: bool = True
 
     @property
     def width(self) -> int:
@@ -135,4 +157,4 @@ class ConvertConfig:
         return padded(self.head_dim)
 
 
-Config = ForwardConfig | OrderConfig | BackwardConfig | SumsConfig | ConvertConfig
+Config = ForwardConfig | OrderConfig | BackwardConfig | QueriesConfig | SumsConfig | ConvertConfig

@@ -28,6 +28,7 @@ from .config import (
     ConvertConfig,
     ForwardConfig,
     OrderConfig,
+    QueriesConfig,
     SumsConfig,
 )
 
@@ -132,15 +133,15 @@ def backward(
     block_n: int,
     deterministic: bool,
     kernels: Callable[[Config], Callable[..., None]] = compile,
-    ordered_from: int = KEYS_ORDERED_FROM,
+    ordered_from: int | None = None,
+    multiprocessors: int | None = None,
 ) -> None:
     """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
 
-    Workspace: 8 bytes per row and head, of up to 64 more rows for every packed sequence, and 4 bytes per element of dq,
-    of which each row has 64 or 128. What `_spec.supports` refuses does not come here: gradients that must not depend on
-    time. The kernels, and the number of tiles of 128 keys from which on long lists come first, are for tests.
+    Workspace: 8 bytes per row and head, of up to 64 more rows for every packed sequence, and unless deterministic 4
+    bytes per element of dq, of which each row has 64 or 128. The kernels, the number of tiles of 128 keys or rows from
+    which on long lists come first, and that of multiprocessors, are for tests.
     """
-    assert not deterministic
     rows, heads, dim = q.shape[1:]
     dtype = dtype_name(q.dtype)
     packed, batch = _packed(cu_seqlens_q, q)
@@ -150,16 +151,18 @@ def backward(
         most = longest = max_seqlen_q, max_seqlen_k
         units = rows // UNIT + batch  # each sequence begins with one of its own
     tiles = batch * k.shape[2] * -(-most[1] // STEP)
-    ordered = mask is not None and tiles >= ordered_from
-    main = BackwardConfig(dtype, dim, causal, mask is not None, block_n, ordered, packed)
+    ordered = mask is not None and tiles >= (ordered_from or KEYS_ORDERED_FROM)
+    main = BackwardConfig(
+        dtype, dim, causal, mask is not None, block_n, ordered, packed, keys_only=deterministic
+    )
 
     def workspace(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     lse_log2, delta = workspace(2, q.shape[0], heads, units * UNIT)
-    acc = workspace(q.shape[0], rows, heads, main.width)
+    acc = None if deterministic else workspace(q.shape[0], rows, heads, main.width)
     ends = cu_seqlens_q, longest[0]
-    kernels(SumsConfig(dtype, dim, dlse is not None, packed))(
+    kernels(SumsConfig(dtype, dim, dlse is not None, packed, not deterministic))(
         out, dout, lse, dlse, lse_log2, delta, acc, *ends
     )
     across = None
@@ -170,7 +173,20 @@ def backward(
         work = _work(tiles, q.device)
         group = heads // k.shape[2]
         kernels(OrderConfig(causal, block_n, True, packed))(across, work, *starts, *most, group)
+    scales = scale, scale * LOG2_E
     kernels(main)(
-        q, k, v, dout, lse_log2, delta, across, *starts, work, acc, dk, dv, scale, scale * LOG2_E, longest[1]
+        q, k, v, dout, lse_log2, delta, across, *starts, work, acc, dk, dv, *scales, longest[1]
     )  # fmt: skip
-    kernels(ConvertConfig(dtype, dim, packed))(acc, dq, scale, *ends)
+    if acc is not None:
+        kernels(ConvertConfig(dtype, dim, packed))(acc, dq, scale, *ends)
+        return
+    tiles = batch * heads * -(-most[0] // BLOCK_M)
+    ordered = mask is not None and tiles >= (ordered_from or ORDERED_FROM)
+    config = QueriesConfig(dtype, dim, causal, mask is not None, block_n, ordered, packed)
+    work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
+    if ordered:
+        kernels(OrderConfig(causal, block_n, packed=packed))(mask, work, *starts, *most, 1)
+    ctas = min(multiprocessors or tensors.multiprocessors(q.device), tiles)
+    kernels(config)(
+        q, k, v, dout, lse_log2, delta, mask, *starts, work, dq, *scales, longest[0], ctas
+    )  # fmt: skip

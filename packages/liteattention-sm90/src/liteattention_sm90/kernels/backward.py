@@ -61,6 +61,8 @@ class LiteBackward:
     | load | 0 | turns lists into steps, loads q, do and what is known of their rows |
     | add | 1 | adds gradients of q up in global memory |
     | keys w | 4 + 4w ... | gradients of 64 keys |
+
+    Gradients of keys are added up in registers in one order; those of q come in any order, unless they are left out.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -96,10 +98,12 @@ class LiteBackward:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, tokens(k, packed), *box)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, tokens(v, packed), *box)
         tma_do, mDo = cpasync.make_tiled_tma_atom(load, tokens(do, packed), *box)
-        add = cpasync.CopyReduceBulkTensorTileS2GOp()
-        tma_dq, mDq = cpasync.make_tiled_tma_atom(
-            add, tokens(acc, packed), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
-        )
+        tma_dq = mDq = None
+        if cutlass.const_expr(not self.config.keys_only):
+            add = cpasync.CopyReduceBulkTensorTileS2GOp()
+            tma_dq, mDq = cpasync.make_tiled_tma_atom(
+                add, tokens(acc, packed), swizzled((UNIT, BOX), "k", F32), (UNIT, BOX)
+            )
         store = cpasync.CopyBulkTensorTileS2GOp()
         tma_dk, mDk = cpasync.make_tiled_tma_atom(store, tokens(dk, packed), *box)
         tma_dv, mDv = cpasync.make_tiled_tma_atom(store, tokens(dv, packed), *box)
@@ -164,8 +168,10 @@ class LiteBackward:
             smem.allocate_array(self.dtype, STAGES * UNIT * self.width, byte_alignment=1024)
             for _ in range(2)
         )
-        ds_at = smem.allocate_array(self.dtype, STAGES * UNIT * STEP, byte_alignment=1024)
-        dq_at = smem.allocate_array(F32, 2 * UNIT * UNIT, byte_alignment=1024)
+        ds_at = dq_at = None
+        if cutlass.const_expr(not self.config.keys_only):
+            ds_at = smem.allocate_array(self.dtype, STAGES * UNIT * STEP, byte_alignment=1024)
+            dq_at = smem.allocate_array(F32, 2 * UNIT * UNIT, byte_alignment=1024)
         sums_at = smem.allocate_array(F32, STAGES * 2 * UNIT, byte_alignment=16)
         records = smem.allocate_array(I32, 4 * STAGES, byte_alignment=16)
         places = smem.allocate_array(I32, 4 * 2, byte_alignment=16)
@@ -184,8 +190,9 @@ class LiteBackward:
                     memory, tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mDo, lse, delta, mask, tile, head_k, batch,
                     queries, keys,
                 )  # fmt: skip
-            if warp_idx == 1:
-                self.add(memory, tma_dq, mDq, batch, queries)
+            if cutlass.const_expr(not self.config.keys_only):
+                if warp_idx == 1:
+                    self.add(memory, tma_dq, mDq, batch, queries)
         else:
             cute.arch.setmaxregister_increase(BACKWARD_REGISTERS[1])
             self.attend(
@@ -369,19 +376,25 @@ class LiteBackward:
             mma_v.make_fragment_B(part_v.partition_B(repeated(x, *turned, STAGES)))
             for x in (memory.q, memory.do)
         )
-        square = (UNIT, UNIT), "mn", self.dtype
-        tDs = mma_q.make_fragment_A(part_q.partition_A(repeated(memory.ds, *square, 2 * STAGES)))
-        tKt = mma_q.make_fragment_B(
-            part_q.partition_B(repeated(memory.k, *square, 2 * self.columns))
-        )
-        copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s
-        ).get_slice(tidx)
-        ds_target = copy.partition_D(repeated(memory.ds, (UNIT, UNIT), "k", self.dtype, 2 * STAGES))
+        if cutlass.const_expr(not self.config.keys_only):
+            square = (UNIT, UNIT), "mn", self.dtype
+            tDs = mma_q.make_fragment_A(
+                part_q.partition_A(repeated(memory.ds, *square, 2 * STAGES))
+            )
+            tKt = mma_q.make_fragment_B(
+                part_q.partition_B(repeated(memory.k, *square, 2 * self.columns))
+            )
+            copy = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s
+            ).get_slice(tidx)
+            ds_target = copy.partition_D(
+                repeated(memory.ds, (UNIT, UNIT), "k", self.dtype, 2 * STAGES)
+            )
+            dq = cute.make_rmem_tensor(mma_q.partition_shape_C((UNIT, UNIT)), F32)
+            dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         s, dp = (
             cute.make_rmem_tensor(mma_s.partition_shape_C((UNIT, UNIT)), F32) for _ in range(2)
         )
-        dq = cute.make_rmem_tensor(mma_q.partition_shape_C((UNIT, UNIT)), F32)
         p, ds = (mma_v.make_fragment_A(mma_v.partition_shape_A((UNIT, UNIT))) for _ in range(2))
         sum_k, sum_v = (
             cute.make_rmem_tensor(mma_v.partition_shape_C((UNIT, self.width)), F32)
@@ -391,7 +404,6 @@ class LiteBackward:
         sum_v.fill(0.0)
         by_row = cute.make_layout((ROWS, (2, COLUMNS // 2)), stride=(2, (1, 4)))
         s_rows, dp_rows = (cute.make_tensor(x.iterator, by_row) for x in (s, dp))
-        dq_target = part_q.partition_C(repeated(memory.dq, (UNIT, UNIT), "k", F32, 2))
         first_key = tile * STEP + group * UNIT + tidx // 32 * 16 + tidx % 32 // 4
         records, places, known = self.records(memory), self.places(memory), self.sums(memory)
         length_k = mDk.shape[0] if keys[0] is None else keys[1]
@@ -419,63 +431,83 @@ class LiteBackward:
                 self.weigh(
                     s_rows, known, flags, first_key, row * UNIT + behind, scale_log2, stage, tidx
                 )
-                warpgroup.wait_group(0)
+                if cutlass.const_expr(self.config.keys_only):
+                    # As in the forward, a wait per branch keeps exponentials in front of it. Warps take the same one.
+                    if flags & MASK != 0:
+                        warpgroup.wait_group(0)
+                        self.hide(s_rows, first_key, row * UNIT + behind, tidx)
+                    else:
+                        warpgroup.wait_group(0)
+                else:
+                    warpgroup.wait_group(0)
                 for n in cutlass.range_constexpr(COLUMNS // 2):
                     for j in cutlass.range_constexpr(2):
                         delta = known[8 * n + tidx % 4 * 2 + j, 1, stage]
                         for r in cutlass.range_constexpr(ROWS):
                             c = 2 * n + j
                             dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - delta)
-                if cutlass.const_expr(not self.config.causal):
-                    self.hide(dp_rows, first_key, tile * STEP + group * UNIT + UNIT, length_k)
+                if cutlass.const_expr(not self.config.causal and not self.config.keys_only):
+                    self.clear_behind(
+                        dp_rows, first_key, tile * STEP + group * UNIT + UNIT, length_k
+                    )
                 p.store(as_operand(s, p).load().to(self.dtype))
                 ds.store(as_operand(dp, ds).load().to(self.dtype))
                 self.multiply(mma_v, sum_v, p, tDot[None, None, None, stage], True, False)
                 # Gradients of q end this group, where some follow.
                 self.multiply(
-                    mma_v, sum_k, ds, tQt[None, None, None, stage], True, self.config.by_turns
-                )
-            else:
+                    mma_v, sum_k, ds, tQt[None, None, None, stage], True,
+                    self.config.by_turns or self.config.keys_only,
+                )  # fmt: skip
+            elif cutlass.const_expr(not self.config.keys_only):
                 dp.fill(0.0)
-            self.wait(memory, "ds_free", stage, (count + 1) // STAGES % 2 ^ 1)
-            rounded = cute.make_rmem_tensor(dp.shape, self.dtype)
-            rounded.store(dp.load().to(self.dtype))
-            cute.copy(copy, copy.retile(rounded), ds_target[None, None, None, 2 * stage + group])
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            self.release(memory, "ds_full", stage, tidx)
-            # Gradients of q are those of the step before: the other warpgroup has had a step's time for its part. In
-            # front of the first step they are nothing's; as a condition they would cost too many registers.
-            turn = (count + 1) % 2 == group
-            if cutlass.const_expr(self.config.by_turns):
-                if turn:
+            if cutlass.const_expr(not self.config.keys_only):
+                self.wait(memory, "ds_free", stage, (count + 1) // STAGES % 2 ^ 1)
+                rounded = cute.make_rmem_tensor(dp.shape, self.dtype)
+                rounded.store(dp.load().to(self.dtype))
+                cute.copy(
+                    copy, copy.retile(rounded), ds_target[None, None, None, 2 * stage + group]
+                )
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                self.release(memory, "ds_full", stage, tidx)
+                # Gradients of q are those of the step before: the other warpgroup has had a step's time for its part.
+                # In front of the first step they are nothing's; as a condition they would cost too many registers.
+                turn = (count + 1) % 2 == group
+                if cutlass.const_expr(self.config.by_turns):
+                    if turn:
+                        self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
+                else:
                     self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
-            else:
-                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
             warpgroup.wait_group(0)
+            if cutlass.const_expr(self.config.keys_only):
+                cute.arch.sync_warp()
             self.release(memory, "free", stage, tidx)
-            if turn | (not self.config.by_turns):
-                self.release(memory, "ds_free", before, tidx)
-                if count > 0:
-                    self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
-                    sent = sent + 1
+            if cutlass.const_expr(not self.config.keys_only):
+                if turn | (not self.config.by_turns):
+                    self.release(memory, "ds_free", before, tidx)
+                    if count > 0:
+                        self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
+                        sent = sent + 1
             last_row, last_head, listed = row, head, flags
             count = count + 1
             self.wait(memory, "full", count % STAGES, count // STAGES % 2)
             flags = records[2, count % STAGES]
-        if (count > 0) & (((count + 1) % 2 == group) | (not self.config.by_turns)):
-            self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
-            warpgroup.wait_group(0)
-            self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
-            sent = sent + 1
-        self.wait(memory, "dq_free", group, sent % 2 ^ 1)
-        if tidx == 0:
-            places[0, group] = I32(0)
-        self.release(memory, "dq_full", group, tidx)
-        # Gradients of v take the place of v, those of k that of gradients of q.
+        # Gradients of v take the place of v, those of k that of gradients of q, or that of k where only this warpgroup
+        # reads it.
+        free, stride = memory.k, STEP // 2 * self.width
+        if cutlass.const_expr(not self.config.keys_only):
+            if (count > 0) & (((count + 1) % 2 == group) | (not self.config.by_turns)):
+                self.multiply_ds(memory, mma_q, dq, tDs, tKt, count - 1, listed, group)
+                warpgroup.wait_group(0)
+                self.send(memory, dq, dq_target, last_row, last_head, sent, group, tidx)
+                sent = sent + 1
+            self.wait(memory, "dq_free", group, sent % 2 ^ 1)
+            if tidx == 0:
+                places[0, group] = I32(0)
+            self.release(memory, "dq_full", group, tidx)
+            free, stride = cute.recast_ptr(memory.dq, dtype=self.dtype), 2 * UNIT * UNIT
         own_v = self.finish(sum_v, F32(1.0), mma_v, memory.v, STEP // 2 * self.width, group, tidx)
-        free = cute.recast_ptr(memory.dq, dtype=self.dtype)
-        own_k = self.finish(sum_k, scale, mma_v, free, 2 * UNIT * UNIT, group, tidx)
+        own_k = self.finish(sum_k, scale, mma_v, free, stride, group, tidx)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DONE + group, number_of_threads=GROUP)
         if tidx // 32 == 0:
@@ -539,26 +571,38 @@ class LiteBackward:
         stage,
         tidx,
     ):
-        """Replaces scores by probabilities. first_seen: the last key that the first query row of the step sees."""
+        """Replaces scores by probabilities. first_seen: the last key that the first query row of the step sees.
+
+        Without gradients of q those that are hidden are left to `hide`.
+        """
         for n in cutlass.range_constexpr(COLUMNS // 2):
             for j in cutlass.range_constexpr(2):
                 at = 8 * n + tidx % 4 * 2 + j
                 lse = known[at, 0, stage]
                 for r in cutlass.range_constexpr(ROWS):
                     value = exp2_pinned(s_rows[r, 2 * n + j] * scale_log2 - lse)
-                    if cutlass.const_expr(self.config.causal):
+                    if cutlass.const_expr(self.config.causal and not self.config.keys_only):
                         hidden = (flags & MASK != 0) & (first_key + 8 * r > first_seen + at)
                         value = F32(0.0) if hidden else value
                     s_rows[r, 2 * n + j] = value
 
     @cute.jit
-    def hide(self, dp_rows: cute.Tensor, first_key, end, length_k):
+    def clear_behind(self, dp_rows: cute.Tensor, first_key, end, length_k):
         """Sets dS of keys behind the end to zero: their scores are zeros, which may lie far above all others."""
         if end > length_k:
             for r in cutlass.range_constexpr(ROWS):
                 hidden = first_key + 8 * r >= length_k
                 for c in cutlass.range_constexpr(COLUMNS):
                     dp_rows[r, c] = F32(0.0) if hidden else dp_rows[r, c]
+
+    @cute.jit
+    def hide(self, s_rows: cute.Tensor, first_key, first_seen, tidx):
+        """Sets the probabilities of keys that a query row does not see to zero."""
+        for c in cutlass.range_constexpr(COLUMNS):
+            at = c // 2 * 8 + tidx % 4 * 2 + c % 2
+            for r in cutlass.range_constexpr(ROWS):
+                hidden = first_key + 8 * r > first_seen + at
+                s_rows[r, c] = F32(0.0) if hidden else s_rows[r, c]
 
     @cute.jit
     def send(self, memory, dq: cute.Tensor, dq_target: cute.Tensor, row, head, sent, group, tidx):

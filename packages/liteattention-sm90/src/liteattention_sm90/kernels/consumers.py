@@ -257,8 +257,11 @@ class Consumers(Layout):
         return cute.arch.fmax(own, cute.arch.shuffle_sync_bfly(own, 1))
 
     @cute.jit
-    def mask(self, s_rows: cute.Tensor, unit, other, first, length_q, length_k, tidx):
-        """Sets the scores of keys that a row does not see to minus infinity."""
+    def mask(
+        self, s_rows: cute.Tensor, unit, other, first, length_q, length_k, tidx,
+        hidden_is: cutlass.Constexpr = -math.inf,
+    ):  # fmt: skip
+        """Sets the scores of keys that a row does not see to minus infinity, or what else is theirs."""
         for r in cutlass.range_constexpr(ROWS):
             seen = length_k
             if cutlass.const_expr(self.config.causal):
@@ -270,7 +273,7 @@ class Consumers(Layout):
                 hidden = key >= seen
                 if cutlass.const_expr(c >= COLUMNS // 2):
                     hidden = hidden | (other < 0)
-                s_rows[r, c] = -F32.inf if hidden else s_rows[r, c]
+                s_rows[r, c] = F32(hidden_is) if hidden else s_rows[r, c]
 
     def largest(self, s_rows, r, first, end):
         """Returns the largest score of a row in some columns, compared in pairs."""

@@ -52,7 +52,7 @@ class Ends:
 
 
 class LiteSums(Ends):
-    """Per row the lse in log2 units and Delta = sum(out * dout) - dlse; accumulators of dq become zero.
+    """Per row the lse in log2 units and Delta = sum(out * dout) - dlse; accumulators of dq, if any, become zero.
 
     Rows behind the end, and those that saw nothing, get an lse of infinity and a Delta of zero: their probabilities are
     zero. A warp has eight neighbouring rows, and stores their numbers together.
@@ -113,7 +113,8 @@ class LiteSums(Ends):
         if cutlass.const_expr(dlse is not None):
             known = dlse[place, head, at]
         rOut, rDout = (self.load(x, batch, head, first, sequence, lane) for x in (out, dout))
-        self.clear(acc, batch, head, first, sequence, lane)
+        if cutlass.const_expr(self.config.with_acc):
+            self.clear(acc, batch, head, first, sequence, lane)
         total = F32(0.0)
         for i in cutlass.range_constexpr(self.rows):
             row_total = self.row_total(rOut[None, i], rDout[None, i])

@@ -28,6 +28,7 @@ class Loader(Steps):
 
     def __init__(self, config: ForwardConfig):
         super().__init__(config)
+        self.votes_count = config.skip
         self.columns = config.width // UNIT
         self.bytes = 2 * STEP * config.width
 
@@ -51,7 +52,7 @@ class Loader(Steps):
             tiles = cute.ceil_div(reach, self.per_tile * UNIT)
             head_k = head // group
             self.wait(shared, "q_free", at[TILES], free=True)
-            if cutlass.const_expr(self.config.skip):
+            if cutlass.const_expr(self.votes_count):
                 self.wait(shared, "votes_free", at[TILES], free=True)
             slot = at[TILES] % STAGES
             if lane == 0:
@@ -96,7 +97,7 @@ class Loader(Steps):
         stage, slot = at[STEPS] % STAGES, at[TILES] % STAGES
         self.wait(shared, "k_free", at[STEPS], free=True)
         self.wait(shared, "q_free", at[TILES], free=True)
-        if cutlass.const_expr(self.config.skip):
+        if cutlass.const_expr(self.votes_count):
             self.wait(shared, "votes_free", at[TILES], free=True)
         if lane == 0:
             self.tell(self.places(shared), slot, self.nowhere)

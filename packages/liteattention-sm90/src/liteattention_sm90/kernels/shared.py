@@ -18,8 +18,8 @@ BARRIERS = {
 }  # fmt: skip
 
 
-def barrier_counts() -> list[int]:
-    return [count for count in BARRIERS.values() for _ in range(STAGES)]
+def barrier_counts(barriers: dict[str, int] = BARRIERS) -> list[int]:
+    return [count for count in barriers.values() for _ in range(STAGES)]
 
 
 PLACE_WORDS, PACKED_WORDS = 8, 12  # of a `Place`, whole 16-byte units
@@ -58,6 +58,8 @@ def copy_out(tma, box: cute.Tensor, target: cute.Tensor):
 class Layout:
     """Static facts of a config, and views of its shared memory."""
 
+    barriers = BARRIERS
+
     def __init__(self, config: ForwardConfig):
         self.config, self.dtype, self.width = config, DTYPES[config.dtype], config.width
         self.place_words = PLACE_WORDS if config.packed is None else PACKED_WORDS
@@ -65,7 +67,7 @@ class Layout:
 
     def barrier(self, shared, name: str, number):
         """Returns the barrier of a stage or slot."""
-        return shared.barriers + (STAGES * list(BARRIERS).index(name) + number)
+        return shared.barriers + (STAGES * list(self.barriers).index(name) + number)
 
     def wait(self, shared, name: str, count, free: bool = False):
         """Waits for the use `count` of a barrier, or that the one before the last of its stage is over."""
