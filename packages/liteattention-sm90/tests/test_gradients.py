@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_gradients import CALLS, LISTS, WIDE, problem
+from hopper_gradients import CALLS, LISTS, WIDE, per_row, problem
 from torch import Tensor, nn
 
 from cula_testing.lite.gradients import MAX_GRADIENT_ERROR, Backward, Problem, assert_gradients
@@ -112,7 +112,7 @@ def test_what_does_not_depend_on_time(cuda, call):
 def test_the_same_bits_every_time(cuda, call):
     """Of one forward pass, with other work on the card by turns, and the numbers are right."""
     p = problem(call, str(cuda))
-    x = p.inputs
+    x, lse, dlse = p.inputs, per_row(p.lse), per_row(p.dlse)
     how = {"scale": call.dim**-0.5, "causal": call.causal, "block_n": call.block_n}
     found = []
     other = torch.randn(2048, 2048, device=cuda)
@@ -124,7 +124,7 @@ def test_the_same_bits_every_time(cuda, call):
             with torch.cuda.stream(side):
                 other @ other  # takes multiprocessors away
         launch.backward(
-            x.q, x.k, x.v, p.out, p.lse, p.dout, p.dlse, x.read, None, None, *x.most, *gradients, **how,
+            x.q, x.k, x.v, p.out, lse, p.dout, dlse, x.read, x.starts_q, x.starts_k, *x.most, *gradients, **how,
             deterministic=True, ordered_from=1 if number % 3 == 0 else None,
         )  # fmt: skip
         found.append(tuple(gradients))

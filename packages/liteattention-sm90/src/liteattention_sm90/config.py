@@ -102,6 +102,12 @@ class BackwardConfig:
         return padded(self.head_dim)
 
     @property
+    def branches(self) -> bool:
+        """Whether steps with hidden keys take a branch of their own. That keeps exponentials in front of a wait, and is
+        faster but for gradients of wide heads that no mask is on."""
+        return self.causal or self.keys_only or self.by_turns
+
+    @property
     def by_turns(self) -> bool:
         """Whether warpgroups compute gradients of q in turns, and not half of their columns each."""
         return self.width == UNIT

@@ -428,10 +428,8 @@ class LiteBackward:
                     mma_s, dp, tV[None, None, None, group], tDo[None, None, None, stage], False
                 )
                 warpgroup.wait_group(1)
-                self.weigh(
-                    s_rows, known, flags, first_key, row * UNIT + behind, scale_log2, stage, tidx
-                )
-                if cutlass.const_expr(self.config.keys_only):
+                self.weigh(s_rows, known, scale_log2, stage, tidx)
+                if cutlass.const_expr(self.config.branches):
                     # As in the forward, a wait per branch keeps exponentials in front of it. Warps take the same one.
                     if flags & MASK != 0:
                         warpgroup.wait_group(0)
@@ -560,30 +558,14 @@ class LiteBackward:
             )  # fmt: skip
 
     @cute.jit
-    def weigh(
-        self,
-        s_rows: cute.Tensor,
-        known: cute.Tensor,
-        flags,
-        first_key,
-        first_seen,
-        scale_log2,
-        stage,
-        tidx,
-    ):
-        """Replaces scores by probabilities. first_seen: the last key that the first query row of the step sees.
-
-        Without gradients of q those that are hidden are left to `hide`.
-        """
+    def weigh(self, s_rows: cute.Tensor, known: cute.Tensor, scale_log2, stage, tidx):
+        """Replaces scores by probabilities, those that `hide` sets to zero too."""
         for n in cutlass.range_constexpr(COLUMNS // 2):
             for j in cutlass.range_constexpr(2):
                 at = 8 * n + tidx % 4 * 2 + j
                 lse = known[at, 0, stage]
                 for r in cutlass.range_constexpr(ROWS):
                     value = exp2_pinned(s_rows[r, 2 * n + j] * scale_log2 - lse)
-                    if cutlass.const_expr(self.config.causal and not self.config.keys_only):
-                        hidden = (flags & MASK != 0) & (first_key + 8 * r > first_seen + at)
-                        value = F32(0.0) if hidden else value
                     s_rows[r, 2 * n + j] = value
 
     @cute.jit
