@@ -37,10 +37,10 @@ NOTES = (
     "in a list problem this is the rate at which it does the work that lite has to do.",
     "lite adds up dq in global memory, in any order. lite_deterministic gives the same bits every time: dq comes from "
     "a kernel of its own, so seven products in place of five, but tflops counts five.",
-    "lite, lite_deterministic and lite_dense have the kernels that users get: on Hopper those of liteattention-sm90 for "
-    "head dimensions up to 128. lite_sm89 is lite with those of liteattention-sm89, forward pass included, where these "
-    "are not chosen anyway. Every call of lite_sm89 takes the long way through the host, so its times outside graphs are "
-    "longer than a user has.",
+    "lite, lite_deterministic and lite_dense have the kernels that users get: on Hopper those of liteattention-sm90 "
+    "for head dimensions up to 128. lite_sm89 is lite with those of liteattention-sm89, forward pass included, where "
+    "these are not chosen anyway. Every call of lite_sm89 takes the long way through the host, so its times outside "
+    "graphs are longer than a user has.",
     "lite_dense is lite without a list on the same inputs; ratio_lite_dense is the speedup.",
     "torch_flash is the backward operator of scaled_dot_product_attention's flash backend on [B, H, S, D] views.",
     f"Gradients pass their check with a relative L2 error up to {backward.GRADIENT_LIMIT:g} per head.",

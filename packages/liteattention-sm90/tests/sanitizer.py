@@ -103,7 +103,7 @@ def check_backward(call: Backward) -> str:
     launch.backward(
         y.q, y.k, y.v, out, lse, dout, dlse, y.read, y.starts_q, y.starts_k, *y.most, *found,
         scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n,
-        deterministic="order" in call.how, **(FEW if "order" in call.how else {}),
+        deterministic="order" in call.how, apart="order" in call.how, **(FEW if "order" in call.how else {}),
     )  # fmt: skip
     assert_gradients(tuple(t.cpu() for t in found), p)
     return "right"

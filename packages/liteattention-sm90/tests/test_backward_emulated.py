@@ -55,7 +55,7 @@ def run(emulated) -> Callable[..., tuple[Tensor, ...]]:
             x.q, x.k, x.v, p.out, per_row(p.lse), p.dout, per_row(p.dlse), x.read, x.starts_q, x.starts_k,
             *x.most, *found,
             scale=call.dim**-0.5, causal=call.causal, block_n=call.block_n, deterministic="order" in call.how,
-            kernels=kernels, ordered_from=ordered_from, multiprocessors=multiprocessors,
+            kernels=kernels, ordered_from=ordered_from, multiprocessors=multiprocessors, apart="order" in call.how,
         )  # fmt: skip
         return tuple(found)
 
@@ -150,6 +150,29 @@ def test_the_same_bits_whatever_the_timing(run, call):
         how = {"multiprocessors": 1 + number % 3, "ordered_from": 1 if number % 2 else None}
         again = run(call, p, **how, changed=MAIN, **vars(options))
         assert all(map(torch.equal, first, again)), options
+
+
+@pytest.mark.parametrize("block_n, listed, deterministic, apart", [
+    (64, False, False, False), (64, True, False, True), (128, True, False, False), (64, False, True, True),
+    (128, True, True, True),
+])  # fmt: skip
+def test_which_gradients_of_q_have_a_kernel_of_their_own(block_n, listed, deterministic, apart):
+    """Those that must not depend on time, and those of lists of 64 keys."""
+    configs = []
+
+    def kernels(config):
+        configs.append(config)
+        return lambda *arguments: None
+
+    q, k, v, out, dout, *gradients = (torch.empty(1, 256, 2, 64).bfloat16() for _ in range(8))
+    mask = torch.ones(1, 2, 2, 1, dtype=torch.int32) if listed else None
+    launch.backward(
+        q, k, v, out, torch.empty(1, 2, 256), dout, None, mask, None, None, 256, 256, *gradients,
+        scale=1.0, causal=False, block_n=block_n, deterministic=deterministic, kernels=kernels, multiprocessors=1,
+    )  # fmt: skip
+    kinds = [type(config).__name__ for config in configs]
+    assert kinds == ["SumsConfig", "BackwardConfig", "QueriesConfig" if apart else "ConvertConfig"]
+    assert configs[0].with_acc is not apart and configs[1].keys_only is apart
 
 
 @pytest.mark.parametrize("how", ["atomics", "order"])

@@ -135,13 +135,18 @@ def backward(
     kernels: Callable[[Config], Callable[..., None]] = compile,
     ordered_from: int | None = None,
     multiprocessors: int | None = None,
+    apart: bool | None = None,
 ) -> None:
     """Writes dq, dk and dv on torch's current stream; scale > 0, lse and dlse [B, Hq, Sq], mask [B, Hq, Mt, W].
 
-    Workspace: 8 bytes per row and head, of up to 64 more rows for every packed sequence, and unless deterministic 4
-    bytes per element of dq, of which each row has 64 or 128. The kernels, the number of tiles of 128 keys or rows from
-    which on long lists come first, and that of multiprocessors, are for tests.
+    Workspace: 8 bytes per row and head, of up to 64 more rows for every packed sequence, and unless gradients of q
+    have a kernel of their own 4 bytes per element of dq, of which each row has 64 or 128. They have one where results
+    must not depend on time, and for lists of 64 keys, of which it skips each and not pairs. The kernels, the number of
+    tiles of 128 keys or rows from which on long lists come first, that of multiprocessors, and `apart`, whether there
+    is such a kernel, are for tests.
     """
+    if apart is None:
+        apart = deterministic or (mask is not None and block_n == UNIT)
     rows, heads, dim = q.shape[1:]
     dtype = dtype_name(q.dtype)
     packed, batch = _packed(cu_seqlens_q, q)
@@ -153,16 +158,16 @@ def backward(
     tiles = batch * k.shape[2] * -(-most[1] // STEP)
     ordered = mask is not None and tiles >= (ordered_from or KEYS_ORDERED_FROM)
     main = BackwardConfig(
-        dtype, dim, causal, mask is not None, block_n, ordered, packed, keys_only=deterministic
+        dtype, dim, causal, mask is not None, block_n, ordered, packed, keys_only=apart
     )
 
     def workspace(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     lse_log2, delta = workspace(2, q.shape[0], heads, units * UNIT)
-    acc = None if deterministic else workspace(q.shape[0], rows, heads, main.width)
+    acc = None if apart else workspace(q.shape[0], rows, heads, main.width)
     ends = cu_seqlens_q, longest[0]
-    kernels(SumsConfig(dtype, dim, dlse is not None, packed, not deterministic))(
+    kernels(SumsConfig(dtype, dim, dlse is not None, packed, not apart))(
         out, dout, lse, dlse, lse_log2, delta, acc, *ends
     )
     across = None
