@@ -423,20 +423,29 @@ def lite_unit(package: str, spec: Spec) -> Any:
 def lite_hopper_specs(package: str) -> Iterator[Spec]:
     facts = {
         "dtype": DTYPES, "head_dim": (8, 64, 72, 96, 128), "causal": BOTH, "skip": BOTH, "block_n": (64, 128),
+        "packed": INDEX_DTYPES,
     }  # fmt: skip
-    forwards = facts | dict.fromkeys(("must_do", "on_device"), BOTH)
+    forwards = facts | dict.fromkeys(("must_do", "on_device", "ordered"), BOTH)
     arch, config = find(package, "ARCH"), find(package, "ForwardConfig")
     for case in cover(forwards, lambda case: config(**case).illegal() is None):
         yield {"arch": arch, "kernel": "LiteForward", **case}
-    for case in cover(facts | {"keys_only": BOTH}):
+    listed = facts | {"ordered": BOTH}
+    for case in cover(listed | {"keys_only": BOTH}, _only_lists_are_ordered):
         yield {"arch": arch, "kernel": "LiteBackward", **case}
-    for case in cover(facts):
+    for case in cover(listed, _only_lists_are_ordered):
         yield {"arch": arch, "kernel": "LiteQueries", **case}
-    ends = {k: v for k, v in facts.items() if k in ("dtype", "head_dim")}
+    orders = {k: v for k, v in facts.items() if k in ("causal", "block_n", "packed")}
+    for case in cover(orders | {"of_keys": BOTH}):
+        yield {"arch": arch, "kernel": "LiteOrder", **case}
+    ends = {k: v for k, v in facts.items() if k in ("dtype", "head_dim", "packed")}
     for case in cover(ends | {"with_dlse": BOTH, "with_acc": BOTH}):
         yield {"arch": arch, "kernel": "LiteSums", **case}
     for case in cover(ends):
         yield {"arch": arch, "kernel": "LiteConvert", **case}
+
+
+def _only_lists_are_ordered(case: Spec) -> bool:
+    return case["skip"] or not case["ordered"]
 
 
 def lite_hopper_unit(package: str, spec: Spec) -> Any:

@@ -287,7 +287,7 @@ class Loader(Steps):
     def nothing(
         self, out: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, queries, lane
     ):  # fmt: skip
-        """Stores the results of a query tile that sees no key, or has no rows."""
+        """Stores the results of a query tile that sees no key, or has no rows: `out`, and what else there is."""
         first, length_q = tile * BLOCK_M, out.shape[1]
         if cutlass.const_expr(self.config.packed is not None):
             length_q = queries[1]
@@ -299,10 +299,11 @@ class Loader(Steps):
             place, at = token(first + i // units, batch, queries[0])
             row = out[place, at, head, None]
             cute.autovec_copy(zeros, cute.local_tile(row, (8,), (i % units,)))
-        for i in cutlass.range(lane, rows, 32, unroll=1):
-            place, at = token(first + i, batch, queries[0])
-            lse[place, head, at] = -F32.inf
-        if cutlass.const_expr(self.config.skip):
+        if cutlass.const_expr(lse is not None):
+            for i in cutlass.range(lane, rows, 32, unroll=1):
+                place, at = token(first + i, batch, queries[0])
+                lse[place, head, at] = -F32.inf
+        if cutlass.const_expr(write is not None):
             for word in cutlass.range(lane, write.shape[3], 32, unroll=1):
                 write[batch, head, tile, word] = I32(0)
 

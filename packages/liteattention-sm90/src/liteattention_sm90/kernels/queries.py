@@ -20,7 +20,7 @@ from cula_core.cute.wgmma import as_operand, mma
 from ..config import BLOCK_M, REGISTERS, STAGES, STEP, THREADS, UNIT, QueriesConfig
 from .consumers import COLUMNS, ROWS, Consumers
 from .loader import LAST_A, LAST_B, STEPS, Loader
-from .packed import row_in, token, tokens, units_before
+from .packed import row_in, tokens, units_before
 from .shared import KEYS, QUERIES, Shared, barrier_counts
 from .steps import END, FIRST, MASK, SLOT
 
@@ -203,23 +203,6 @@ class QueryLoader(Loader):
                 box = self.box(shared.do, half * self.columns + column)
                 row, place = row_in(tile * BLOCK_M + half * UNIT, batch, *queries)
                 load_tile(shared.tma_do, shared.mDo, row, head, place, column, box, full)
-
-    @cute.jit
-    def nothing(
-        self, dq: cute.Tensor, lse: cute.Tensor, write: cute.Tensor, tile, head, batch, queries, lane
-    ):  # fmt: skip
-        """Stores the gradients of a query tile that sees no key, or has no rows."""
-        first, length_q = tile * BLOCK_M, dq.shape[1]
-        if cutlass.const_expr(self.config.packed is not None):
-            length_q = queries[1]
-        zeros = cute.make_rmem_tensor(8, self.dtype)
-        zeros.fill(0.0)
-        units = self.config.head_dim // 8
-        rows = cutlass.min(BLOCK_M, length_q - first)
-        for i in cutlass.range(lane, rows * units, 32, unroll=1):
-            place, at = token(first + i // units, batch, queries[0])
-            row = dq[place, at, head, None]
-            cute.autovec_copy(zeros, cute.local_tile(row, (8,), (i % units,)))
 
 
 class QueryConsumers(Consumers):
