@@ -145,7 +145,7 @@ def wgmma_case(
         left = vector(fragment) if from_registers else f"%rd{10 + block}"
         tail = "".join(f", {f}" for f in flags)
         multiply += "wgmma.fence.sync.aligned;" if block == 0 else ""
-        suffix = f"m64n{n}k{k}.{acc}.{a}.{b}{'.satfinite' if saturate else ''}"
+        suffix = f"m64n{n}k{k}{'.satfinite' if saturate else ''}.{acc}.{a}.{b}"
         multiply += f"wgmma.mma_async.sync.aligned.{suffix} {vector(d)}, {left}, %rd{12 + block}, %p{2 + block}{tail};"
     store = " ".join(f"st.global.b32 [%rd14+{4 * i}], {r};" for i, r in enumerate(d))
     body = (

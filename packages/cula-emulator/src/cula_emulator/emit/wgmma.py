@@ -78,9 +78,9 @@ def multiply(e: FunctionEmitter, i: ir.Instruction) -> str:
     types = "|".join(FORMATS)
     found = match(
         i,
-        rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16|s32)\.({types})\.({types})(\.satfinite)?",
+        rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)(\.satfinite)?\.(f32|f16|s32)\.({types})\.({types})",
     )
-    width, depth, d_type, a_type, b_type, saturates = found.groups()
+    width, depth, saturates, d_type, a_type, b_type = found.groups()
     check_types(d_type, a_type, b_type, bool(saturates))
     n, element = int(width), FORMATS[a_type][1]
     if (
