@@ -25,13 +25,19 @@ ORDERED_FROM = 2048  # query tiles, of which the order is worth a kernel of its 
 KEYS_ORDERED_FROM = 256  # tiles of 128 keys in the backward pass
 
 
-def padded(head_dim: int) -> int:
-    """The head dimension, padded to what one box of TMA has or two."""
-    return UNIT if head_dim <= UNIT else MAX_DIM
+class HeadDim:
+    """A head dimension, and what it is padded to."""
+
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """The padded head dimension: what one box of TMA has, or two."""
+        return UNIT if self.head_dim <= UNIT else MAX_DIM
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(HeadDim):
     """The static facts of a call: batch, lengths, head counts, strides, scale and threshold are not among them.
 
     head_dim: of q, k and v, a multiple of 8. skip: only listed key tiles are visited, and the list for the next call is
@@ -48,11 +54,6 @@ class ForwardConfig:
     on_device: bool = False
     ordered: bool = False
     packed: str | None = None
-
-    @property
-    def width(self) -> int:
-        """The padded head dimension."""
-        return padded(self.head_dim)
 
     def illegal(self) -> str | None:
         """Why no kernel serves this problem, or None."""
@@ -82,7 +83,7 @@ class OrderConfig:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(HeadDim):
     """The static facts of a backward pass: as of `ForwardConfig`; skip: only listed tiles count; ordered: tiles of keys
     that many query tiles list come first. keys_only: gradients of q are another kernel's (`QueriesConfig`).
     """
@@ -97,11 +98,6 @@ class BackwardConfig:
     keys_only: bool = False
 
     @property
-    def width(self) -> int:
-        """The padded head dimension."""
-        return padded(self.head_dim)
-
-    @property
     def branches(self) -> bool:
         """Whether steps with hidden keys take a branch of their own. That keeps exponentials in front of a wait, and is
         faster but for gradients of wide heads that no mask is on."""
@@ -114,7 +110,7 @@ class BackwardConfig:
 
 
 @dataclass(frozen=True)
-class QueriesConfig:
+class QueriesConfig(HeadDim):
     """The static facts of a kernel of the gradients of q alone, each in one order: as of `ForwardConfig`."""
 
     dtype: str
@@ -125,14 +121,9 @@ class QueriesConfig:
     ordered: bool = False
     packed: str | None = None
 
-    @property
-    def width(self) -> int:
-        """The padded head dimension."""
-        return padded(self.head_dim)
-
 
 @dataclass(frozen=True)
-class SumsConfig:
+class SumsConfig(HeadDim):
     """The static facts of what comes before a backward pass. with_dlse: the log-sum-exp has a gradient too. with_acc:
     gradients of q are added up in memory, which is zeroed.
     """
@@ -143,24 +134,14 @@ class SumsConfig:
     packed: str | None = None
     with_acc: bool = True
 
-    @property
-    def width(self) -> int:
-        """The padded head dimension."""
-        return padded(self.head_dim)
-
 
 @dataclass(frozen=True)
-class ConvertConfig:
+class ConvertConfig(HeadDim):
     """The static facts of what comes after a backward pass."""
 
     dtype: str
     head_dim: int
     packed: str | None = None
-
-    @property
-    def width(self) -> int:
-        """The padded head dimension."""
-        return padded(self.head_dim)
 
 
 Config = ForwardConfig | OrderConfig | BackwardConfig | QueriesConfig | SumsConfig | ConvertConfig

@@ -87,11 +87,10 @@ def forward(
     )  # fmt: skip
     count = multiprocessors or tensors.multiprocessors(q.device)
     scale_log2 = scale * LOG2_E
-    work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
     starts = cu_seqlens_q, cu_seqlens_k
-    if ordered:
-        keys = k.shape[1] if packed is None or max_seqlen_k is None else max_seqlen_k
-        kernels(OrderConfig(causal, block_n, packed=packed))(read, work, *starts, longest, keys, 1)
+    keys = k.shape[1] if packed is None or max_seqlen_k is None else max_seqlen_k
+    order = OrderConfig(causal, block_n, packed=packed) if ordered else None
+    work = _work(kernels, order, tiles, q.device, read, *starts, longest, keys, 1)
     kernels(config)(
         q, k, v, out, lse, read, must_do, write, *starts, direction if on_device else None, work, scale_log2,
         threshold / scale_log2, 1 if on_device else direction, None if packed is None else longest, min(count, tiles),
@@ -105,10 +104,23 @@ def _packed(starts: Tensor | None, q: Tensor) -> tuple[str | None, int]:
     return dtype_name(starts.dtype), starts.shape[0] - 1
 
 
-def _work(tiles: int, device: torch.device) -> Tensor:
-    """Returns what `LiteOrder` writes to, its counters at zero."""
-    words = NUMBERS + tiles + CLASSES * -(-tiles // 32)
-    return torch.zeros(words, dtype=torch.int32, device=device)
+def _work(
+    kernels: Callable[[Config], Callable[..., None]],
+    order: OrderConfig | None,
+    tiles: int,
+    device: torch.device,
+    mask: Tensor | None,
+    *facts: Tensor | int | None,
+) -> Tensor:
+    """Returns what CTAs draw from: a counter at zero, and where there is an order the tiles in it.
+
+    facts: what `LiteOrder` takes beside the mask and the memory.
+    """
+    words = 1 if order is None else NUMBERS + tiles + CLASSES * -(-tiles // 32)
+    work = torch.zeros(words, dtype=torch.int32, device=device)
+    if order is not None:
+        kernels(order)(mask, work, *facts)
+    return work
 
 
 def backward(
@@ -175,9 +187,8 @@ def backward(
         across = masks.transpose(mask, -(-most[0] // BLOCK_M), -(-most[1] // block_n))
     starts, work = (cu_seqlens_q, cu_seqlens_k), None
     if ordered:
-        work = _work(tiles, q.device)
-        group = heads // k.shape[2]
-        kernels(OrderConfig(causal, block_n, True, packed))(across, work, *starts, *most, group)
+        order = OrderConfig(causal, block_n, True, packed)
+        work = _work(kernels, order, tiles, q.device, across, *starts, *most, heads // k.shape[2])
     scales = scale, scale * LOG2_E
     kernels(main)(
         q, k, v, dout, lse_log2, delta, across, *starts, work, acc, dk, dv, *scales, longest[1]
@@ -188,9 +199,8 @@ def backward(
     tiles = batch * heads * -(-most[0] // BLOCK_M)
     ordered = mask is not None and tiles >= (ordered_from or ORDERED_FROM)
     config = QueriesConfig(dtype, dim, causal, mask is not None, block_n, ordered, packed)
-    work = _work(tiles, q.device) if ordered else torch.zeros(1, dtype=torch.int32, device=q.device)
-    if ordered:
-        kernels(OrderConfig(causal, block_n, packed=packed))(mask, work, *starts, *most, 1)
+    of_rows = OrderConfig(causal, block_n, packed=packed) if ordered else None
+    work = _work(kernels, of_rows, tiles, q.device, mask, *starts, *most, 1)
     ctas = min(multiprocessors or tensors.multiprocessors(q.device), tiles)
     kernels(config)(
         q, k, v, dout, lse_log2, delta, mask, *starts, work, dq, *scales, longest[0], ctas
