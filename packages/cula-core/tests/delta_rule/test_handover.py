@@ -144,7 +144,7 @@ def test_the_planner_is_told_the_longest_length_if_it_is_known(launched, lengths
         kernels=lambda config: lambda *_: None,
         planner=planner,
     )
-    ((target, *shape, multiprocessors, workspace, intracard_cp, known, segment),) = told
+    ((target, *shape, multiprocessors, workspace, intracard_cp, known, segment, _, _),) = told
     assert target is HOPPER and shape == [1, 10, 1, None if lengths is None else len(lengths)]
     size = kda_workspace_bytes(1, 10, 1, shape[3])
     assert (multiprocessors, workspace, intracard_cp, known) == (132, size, "auto", longest)
@@ -312,3 +312,39 @@ def test_a_gpu_is_asked_once(monkeypatch):
     PREFILL._require_target(device)
     prefill._capability.cache_clear()
     assert asked == [device]
+
+
+@pytest.mark.parametrize(
+    "gate, dtype, intra, told",
+    [
+        ("safe", torch.bfloat16, False, "auto"),
+        ("safe", torch.float16, False, "auto"),
+        (
+            "safe",
+            torch.float32,
+            False,
+            "off",
+        ),  # of fp32 gates only half fits where the next chunk is loaded to
+        ("softplus", torch.bfloat16, False, "off"),  # no bound
+        ("safe", torch.bfloat16, True, "off"),
+    ],
+)
+def test_the_planner_is_told_which_calls_have_kernels_beside_each_other(
+    launched, gate, dtype, intra, told
+):
+    a = inputs(1, 64, 1, 1, gate=gate, gate_dtype=dtype)
+    chunk_kda(**a, **flags(gate), return_intra=intra)
+    found: list[Any] = []
+
+    def planner(*facts: Any) -> Plan:
+        found.append(facts[-1])
+        return plan(*facts)
+
+    RUN(
+        HOPPER,
+        launched[0],
+        multiprocessors=132,
+        kernels=lambda config: lambda *_: None,
+        planner=planner,
+    )
+    assert found == [told]

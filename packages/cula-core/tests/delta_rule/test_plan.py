@@ -14,6 +14,7 @@ from cula_core.delta_rule.config import (
     MAX_GRID_Z,
     MIN_SEGMENT_CHUNKS,
     TRIANGLE,
+    chunk_slots,
     workspace_bytes,
 )
 from cula_core.delta_rule.plan import CostModel, Plan, plan
@@ -138,3 +139,63 @@ def test_a_stage_is_a_block_and_v(target):
     assert forward.stage_bytes - scan.stage_bytes == 2 * (CHUNK * HEAD_DIM + TRIANGLE)
     assert (forward.stages, scan.stages) == (target.stages, target.scan_stages)
     assert forward.v_tiles == tiles == HEAD_DIM // forward.v_tile
+
+
+def beside(tokens, heads, batch=1, sequences=None, longest=None, multiprocessors=SMS, **more):
+    room = workspace_bytes(batch, tokens, heads, sequences)
+    facts = {"beside": "on"} | more
+    return plan(
+        HOPPER, batch, tokens, heads, sequences, multiprocessors, room, longest=longest, **facts
+    )
+
+
+@pytest.mark.parametrize("heads, multiprocessors", [(1, 132), (8, 132), (64, 132), (64, 4), (3, 2)])
+@pytest.mark.parametrize(
+    "tokens, sequences", [(100, None), (16384, None), (5000, 3), (70_000, 900)]
+)
+def test_kernels_beside_each_other_share_the_multiprocessors(
+    tokens, sequences, heads, multiprocessors
+):
+    spread = beside(tokens, heads, sequences=sequences, multiprocessors=multiprocessors)
+    way, slots = spread.beside, chunk_slots(1, tokens, sequences)
+    assert way.ctas + way.prepare_ctas == multiprocessors and way.prepare_ctas > 0
+    assert way.ctas == way.machines * HOPPER.v_tiles // spread.tiles
+    # All steps, and no machine without one; no chain goes over more than one border.
+    assert way.machines == -(-slots * heads // way.share)
+    longest = tokens if sequences is None else tokens - sequences + 1
+    assert way.share >= -(-longest // CHUNK)
+    assert not spread.split and spread.pieces == 1
+
+
+def test_known_lengths_allow_more_machines():
+    unknown, known = (beside(32_768, 16, sequences=16, longest=n) for n in (None, 2048))
+    assert unknown.beside.share >= 512 > known.beside.share >= 33
+    assert known.beside.machines > unknown.beside.machines
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"beside": "off"}, {"segment_tokens": 2048}, {"intracard_cp": "on"}, {"maps": (2, 1)}],
+)
+def test_kernels_follow_each_other_where_they_have_to(more):
+    assert beside(16_384, 64, **more).beside is None
+
+
+def test_a_card_of_one_multiprocessor_has_one_kernel_at_a_time():
+    assert beside(4096, 4, multiprocessors=1).beside is None
+    assert beside(4096, 4, multiprocessors=2).beside.machines == 1
+
+
+def test_several_pieces_and_other_architectures_have_one_kernel_at_a_time():
+    room = 10 * BLOCK_BYTES
+    assert plan(HOPPER, 1, 4096, 1, None, SMS, room, beside="on").beside is None
+    room = workspace_bytes(1, 4096, 1)
+    assert plan(BLACKWELL, 1, 4096, 1, None, SMS, room, beside="on").beside is None
+
+
+def test_auto_takes_the_faster_way_of_the_model():
+    model = CostModel(HOPPER.costs, HOPPER.v_tiles, 64, SMS)
+    for tokens in (64, 1024, 4096, 16_384):
+        chunks = tokens // CHUNK
+        wins = model.beside(chunks, chunks, 1)[0] <= model.apart_us(chunks, chunks, 1)
+        assert (beside(tokens, 64, beside="auto").beside is not None) == wins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cula_core.delta_rule.plan import Costs
+from cula_core.delta_rule.plan import BesideCosts, Costs
 from cula_core.delta_rule.target import Target
 
 TARGET = Target(
@@ -21,6 +21,14 @@ TARGET = Target(
         scan_block_us=0.0115,
         merge_us=2.7,
         merge_step_us=3.4,
+        beside=BesideCosts(
+            start_us={1: 30.0, 2: 36.0},
+            prepare_us=3.75,
+            alone_us=4.12,
+            step_us={1: 1.06, 2: 1.65},
+            chain_us=2.0,
+            lead=10,
+        ),
     ),
     recurrence="cula_cp_sm90.kernels.recurrence:KdaRecurrence",
     backward=True,

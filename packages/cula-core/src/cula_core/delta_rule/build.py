@@ -19,6 +19,7 @@ from .config import (
     PrepareConfig,
     RecurrenceConfig,
 )
+from .kernels.beside import KdaPrepareBeside
 from .kernels.block import BLOCK
 from .kernels.factors import KdaFactors
 from .kernels.merge import KdaMerge
@@ -30,12 +31,15 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
 
     recurrence: "module:class" of the recurrence of the architecture, which differs where others do not.
     """
+    if isinstance(config, PrepareConfig) and config.beside:
+        return KdaPrepareBeside(config), *prepare_beside_arguments(config)
     if isinstance(config, PrepareConfig):
         return KdaPrepare(config), *prepare_arguments(config)
     if isinstance(config, FactorsConfig):
         return KdaFactors(config), *factors_arguments(config)
     if isinstance(config, RecurrenceConfig):
-        return part(recurrence)(config), *recurrence_arguments(config)
+        arguments = beside_arguments if config.beside else recurrence_arguments
+        return part(recurrence)(config), *arguments(config)
     return KdaMerge(config), *merge_arguments(config)
 
 
@@ -71,6 +75,14 @@ def prepare_arguments(config: PrepareConfig) -> tuple:
         *(cutlass.Float32(1.0) for _ in range(2)),
         *(cutlass.Int32(1) for _ in range(4)),
     )
+
+
+def prepare_beside_arguments(config: PrepareConfig) -> tuple:
+    """Returns q to cu_seqlens as `prepare_arguments` does, blocks, words that kernels share (`flag_words`), scale,
+    lower_bound, machines, steps of each, how many chunks may be ahead, CTAs."""
+    every = prepare_arguments(config)
+    blocks, numbers = every[8], every[-6:]
+    return *every[:7], blocks, fake.vector(cutlass.Int32), *numbers
 
 
 def factors_arguments(config: FactorsConfig) -> tuple:
@@ -114,8 +126,22 @@ def recurrence_arguments(config: RecurrenceConfig) -> tuple:
         _maps(heads_v) if config.scan else None,
         _states(heads_v) if config.split and forward else None,
         fake.states(heads_v, 4, CHUNK) if config.rooted else None,
-        fake.segment_table() if packed else None,
+        fake.segment_table() if packed and not config.beside else None,
         *(cutlass.Int32(1) for _ in range(5)),
+    )
+
+
+def beside_arguments(config: RecurrenceConfig) -> tuple:
+    """Returns what `recurrence_arguments` does, but before the number of CTAs cu_seqlens [N + 1], words that kernels
+    share (`flag_words`), states between machines [machines, 1, 128, 128], steps of a machine."""
+    *first, ctas = recurrence_arguments(config)
+    return (
+        *first,
+        fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
+        fake.vector(cutlass.Int32),
+        fake.states(1, HEAD_DIM, HEAD_DIM),
+        cutlass.Int32(1),
+        ctas,
     )
 
 

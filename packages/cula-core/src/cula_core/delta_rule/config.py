@@ -11,6 +11,12 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
+TEAMS = 3  # of 256 threads of a CTA that prepares chunks beside the recurrence
+UNCUT = 1 << 24  # chunks of a segment where sequences are whole
+# Words of a line of the L2: what is looked at while it changes has one for itself.
+LINE = 32
+# Tiles of v of a machine: it walks through all of a head.
+TILES_OF_MACHINE = 2
 # What `use_intracard_cp` may be, and how planners call it.
 INTRACARD_CP: dict[bool | str, str] = {"auto": "auto", True: "on", False: "off"}
 # Chunks that one launch of the chunk-parallel kernel takes: a grid has one CTA more there, for the table of segments.
@@ -28,6 +34,11 @@ BLOCK_BYTES = 2 * (3 * CHUNK * HEAD_DIM + 2 * TRIANGLE) + 4 * HEAD_DIM
 def chunk_slots(batch: int, tokens: int, sequences: int | None) -> int:
     """Returns how many chunks a call may have: exactly for a dense batch, at most for `sequences` packed ones."""
     return batch * -(-tokens // CHUNK) if sequences is None else tokens // CHUNK + sequences
+
+
+def flag_words(machines: int, share: int) -> int:
+    """Returns the words by which kernels beside each other tell how far they are (`kernels.flags`)."""
+    return machines * ((share + 1) * LINE + TILES_OF_MACHINE) + 2
 
 
 def workspace_bytes(batch: int, tokens: int, value_heads: int, sequences: int | None = None) -> int:
@@ -69,6 +80,7 @@ class PrepareConfig(TokensConfig):
     intra: bool = False
     rooted: bool = False
     peaks: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,8 @@ class RecurrenceConfig:
     rooted: bool = False
     state_dtype: str = "float32"
     kept_dtype: str = "float32"
+    beside: bool = False
+    index_dtype: str | None = None
     v_tile: int = field(kw_only=True)
     stages: int = field(kw_only=True)
 

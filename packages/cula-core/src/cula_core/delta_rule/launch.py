@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import tensors
+from .. import shortcuts, tensors
 from ..compiled.artifacts import Unit
 from ..compiled.libraries import kernel
 from ..constants import COLUMNS
@@ -26,9 +28,10 @@ from .config import (
     PrepareConfig,
     RecurrenceConfig,
     chunk_slots,
+    flag_words,
     workspace_bytes,
 )
-from .plan import Plan, plan
+from .plan import Beside, Plan, plan
 from .target import Target
 
 Kernels = Callable[[Config], Callable[..., None]]
@@ -36,7 +39,9 @@ Kernels = Callable[[Config], Callable[..., None]]
 
 def unit(target: Target, config: Config, arch: str) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    parts = (target.recurrence,) if isinstance(config, RecurrenceConfig) else ()
+    parts: tuple[str, ...] = ()
+    if isinstance(config, RecurrenceConfig):
+        parts = (target.recurrence + ("Beside" if config.beside else ""),)
     return Unit(f"{__package__}.build", config, arch, parts)
 
 
@@ -84,6 +89,9 @@ class Launch:
     def run(self) -> None:
         """Launches every kernel of the call, piece by piece."""
         slots = chunk_slots(self.call.v.shape[0], self.call.v.shape[1], self.call.packed_sequences)
+        if self.spread.beside is not None:
+            self.beside(self.spread.beside)
+            return
         for piece in range(self.spread.pieces):
             first = piece * self.spread.piece_slots
             held = min(self.spread.piece_slots, slots - first)
@@ -94,6 +102,27 @@ class Launch:
             starts = self.merge(self.scan(first, segments)) if self.spread.split else None
             self.recurrence(first, held, starts, segments)
 
+    def beside(self, way: Beside) -> None:
+        """Launches both kernels, which run at the same time."""
+        call = self.call
+        # Of all flags the first that is read is one of a chunk: so none is left from another call.
+        flags = call.q.new_empty((flag_words(way.machines, way.share),), dtype=torch.int32).zero_()
+        carried = call.q.new_empty((way.machines, 1, HEAD_DIM, HEAD_DIM), dtype=torch.float32)
+        self.kernels(replace(self._prepare_config, beside=True))(
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, self.blocks, flags,
+            call.scale, call.lower_bound, way.machines, way.share, way.lead, way.prepare_ctas,
+        )  # fmt: skip
+        config = replace(
+            self._config(scan=False, tiles=self.spread.tiles),
+            beside=True,
+            index_dtype=self._index_dtype,
+        )
+        self.kernels(config)(
+            self.blocks, call.v, call.out, self.initial, self.indices, self.targets, self.fresh, self.final,
+            *self._checkpoints, None, None, None, None, self.null_slot, max(call.checkpoint_every, CHUNK),
+            self.segment_tokens, 0, call.cu_seqlens, flags, carried, way.share, way.ctas,
+        )  # fmt: skip
+
     def segment_table(self) -> Tensor:
         """Returns memory for the table of segments, which the first kernel makes for the others."""
         return self.call.q.new_empty((1 + self.spread.segments, COLUMNS), dtype=torch.int32)
@@ -101,23 +130,7 @@ class Launch:
     def prepare(self, first: int, held: int, segments: Tensor | None) -> None:
         """Writes blocks of chunks, and the table of segments."""
         call = self.call
-        config = PrepareConfig(
-            dtype_name(call.q.dtype),
-            dtype_name(call.g.dtype),
-            dtype_name(call.beta.dtype),
-            call.operand,
-            call.gate,
-            call.bounded,
-            call.l2norm,
-            call.beta_sigmoid,
-            call.neg_eigval,
-            rate=call.A_log is not None,
-            bias=call.dt_bias is not None,
-            index_dtype=self._index_dtype,
-            intra=call.Aqk is not None,
-            rooted=self.factors is not None,
-        )
-        self.kernels(config)(
+        self.kernels(self._prepare_config)(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, self.blocks,
             call.Aqk, call.Akk, None, self.factors, None, call.scale, call.lower_bound, self.segment_tokens,
             min(call.q.shape[1], self.segment_tokens), first, held,
@@ -176,6 +189,26 @@ class Launch:
             self.segment_tokens, first, ctas,
         )  # fmt: skip
 
+    @property
+    def _prepare_config(self) -> PrepareConfig:
+        call = self.call
+        return PrepareConfig(
+            dtype_name(call.q.dtype),
+            dtype_name(call.g.dtype),
+            dtype_name(call.beta.dtype),
+            call.operand,
+            call.gate,
+            call.bounded,
+            call.l2norm,
+            call.beta_sigmoid,
+            call.neg_eigval,
+            rate=call.A_log is not None,
+            bias=call.dt_bias is not None,
+            index_dtype=self._index_dtype,
+            intra=call.Aqk is not None,
+            rooted=self.factors is not None,
+        )
+
     def _config(self, scan: bool, tiles: int) -> RecurrenceConfig:
         return self.target.recurrence_config(
             dtype_name(self.call.v.dtype),
@@ -223,16 +256,51 @@ class Launch:
         return self.call.q.new_empty(shape, dtype=torch.float32)
 
 
+def _may_run_beside(call: Call, factors: Tensor | None) -> bool:
+    """Returns whether there are kernels of a call that run beside each other."""
+    half = call.g.dtype != torch.float32
+    return call.bounded and half and call.Aqk is None and factors is None
+
+
+# What decides how a call is spread out.
+_planner: Callable[..., Plan] = plan
+
+
+@contextmanager
+def scheduled(beside: str) -> Iterator[list[Plan]]:
+    """Inside this context the kernels of a call run beside each other ("on"), one after the other ("off"), or as the
+    plan says ("auto"); for tests and benchmarks, not for several threads. Yields the plans that calls are given inside.
+
+    Where a call has no kernels that run beside each other, they run one after the other. Lists of earlier calls, which
+    would be run again without a plan, are forgotten, and so are those that are written inside.
+    """
+    global _planner
+    before, plans = _planner, []
+
+    def planner(*facts: Any) -> Plan:
+        plans.append(plan(*facts[:-1], "off" if facts[-1] == "off" else beside))
+        return plans[-1]
+
+    _planner = planner
+    shortcuts.forget()
+    try:
+        yield plans
+    finally:
+        _planner = before
+        shortcuts.forget()
+
+
 def run(
     target: Target,
     call: Call,
     *,
     multiprocessors: int | None = None,
     kernels: Kernels | None = None,
-    planner: Callable[..., Plan] = plan,
+    planner: Callable[..., Plan] | None = None,
     factors: Tensor | None = None,
 ) -> Tensor:
     """Launches one call on torch's current stream, and returns the blocks of its chunks, of a call in one piece of all.
+    Kernels that run beside each other leave nothing in them.
 
     The call has tensors as the kernels read them. factors [slots, HV, 4, 64] fp32, for a call in one piece: blocks are
     those for a backward pass, and factors of tokens are written there. Tests without a GPU pass the number of
@@ -246,10 +314,10 @@ def run(
     if call.packed:
         copy = call.cu_seqlens_cpu
         longest = None if copy is None else tensors.longest_sequence(copy)
-    spread = planner(
+    spread = (planner or _planner)(
         target, batch, tokens, heads_v, call.packed_sequences, count,
         whole if workspace is None else workspace.numel(), call.intracard_cp, longest,
-        call.segment_tokens,
+        call.segment_tokens, (0, 0), "auto" if _may_run_beside(call, factors) else "off",
     )  # fmt: skip
     initial, final, indices, in_place = call.initial, call.final, call.state_indices, call.in_place
     targets, fresh = call.output_state_indices, call.has_initial_state

@@ -6,13 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .config import BLOCK_BYTES, CHUNK, MAX_GRID_Z, MIN_SEGMENT_CHUNKS, chunk_slots
+from .config import BLOCK_BYTES, CHUNK, MAX_GRID_Z, MIN_SEGMENT_CHUNKS, TEAMS, chunk_slots
 
 if TYPE_CHECKING:
     from .target import Target
 
 GAIN = 1.03  # cutting must win this much
+# Machines of which the kernel that prepares their chunks keeps a table.
+MOST_MACHINES = 128
 MAX_PARTS = 16
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The recurrence on multiprocessors of its own, beside those that prepare its chunks.
+
+    machines: how many walk through chains, `share` steps each (`kernels.order`). ctas: of the recurrence, prepare_ctas:
+    of the other kernel. lead: how many steps a chunk that is begun may be in front of what its machine has come to.
+    """
+
+    machines: int
+    share: int
+    ctas: int
+    prepare_ctas: int
+    lead: int
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,7 @@ class Plan:
 
     tiles: of v_tile columns of v per CTA of the recurrence. segment_tokens: length of a segment, a multiple of 64; 0
     when sequences stay whole. segments: how many there may be in all. piece_slots: chunks that the workspace holds at
-    once.
+    once. beside: how both kernels run at the same time; None: one after the other.
     """
 
     tiles: int
@@ -29,6 +46,7 @@ class Plan:
     segments: int
     pieces: int
     piece_slots: int
+    beside: Beside | None = None
 
     @property
     def split(self) -> bool:
@@ -50,12 +68,31 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class BesideCosts:
+    """The times of kernels beside each other, in microseconds.
+
+    start_us: until the first blocks are there, and behind the last ones, by the tiles of a machine's CTAs. prepare_us:
+    of a chunk and value head on a multiprocessor, alone_us: where the card does nothing else. step_us: of a step of a
+    machine, by its tiles. chain_us: of a chain more. lead: steps from the last one of a machine whose block may be
+    missing to one that may not be begun yet, at least.
+    """
+
+    start_us: Mapping[int, float]
+    prepare_us: float
+    alone_us: float
+    step_us: Mapping[int, float]
+    chain_us: float
+    lead: int
+
+
+@dataclass(frozen=True)
 class Costs:
     """The times of an architecture's kernels, in microseconds.
 
     A chain is a CTA that walks through chunks one after the other. Alone it needs chain_us a chunk, by its tiles of v;
     all chains together are limited by the memory, which needs block_us a chunk and value head. start_us: of a kernel,
-    until its first chunk is done. merge_us, merge_step_us: of a merge of two segments, and of each further one.
+    until its first chunk is done. merge_us, merge_step_us: of a merge of two segments, and of each further one. beside:
+    None where kernels do not run beside each other.
     """
 
     start_us: float
@@ -65,6 +102,7 @@ class Costs:
     scan_block_us: float
     merge_us: float
     merge_step_us: float
+    beside: BesideCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +160,44 @@ class CostModel:
         scan = self.scan_us(longest, self.maps[1]) if self.maps[1] else 0.0
         return scan + self.walk_us(longest, -(-total // longest))
 
+    def beside(self, longest: int, total: int, sequences: int) -> tuple[float, int, Beside] | None:
+        """Returns the time of both kernels beside each other, the tiles per CTA, and how; None on a card with too few
+        multiprocessors. total: slots of all sequences.
+
+        A machine has one tile per CTA only where no chain waits for another machine that does: more would not be
+        faster than all tiles in one, which reads blocks once.
+        """
+        costs = self.costs.beside
+        assert costs is not None
+        steps, chains, best = total * self.value_heads, sequences * self.value_heads, None
+        for tiles, step_us in costs.step_us.items():
+            per_machine = self.v_tiles // tiles
+            most = min((self.multiprocessors - 1) // per_machine, MOST_MACHINES, steps)
+            for machines in range(1, most + 1):
+                share = max(longest, -(-steps // machines))
+                if -(-steps // share) != machines or (tiles < self.v_tiles and share > longest):
+                    continue
+                left = self.multiprocessors - machines * per_machine
+                walk_us = share * step_us + chains / machines * costs.chain_us
+                time = costs.start_us[tiles] + _slower(walk_us, steps * costs.prepare_us / left)
+                if best is None or time < best[0]:
+                    # A team has a chunk in hand when it begins another one.
+                    lead = costs.lead + -(-2 * TEAMS * left // machines)
+                    way = Beside(machines, share, machines * per_machine, left, lead)
+                    best = time, tiles, way
+        return best
+
+    def apart_us(self, longest: int, total: int, parts: int) -> float:
+        """Returns the time of both kernels one after the other, with the longest sequence in `parts`."""
+        costs = self.costs.beside
+        assert costs is not None
+        prepare_us = self.costs.start_us + total * self.value_heads * (
+            costs.alone_us / self.multiprocessors
+        )
+        if parts == 1:
+            return prepare_us + self.whole_us(longest, total)
+        return prepare_us + self.cut_us(longest, total, parts)
+
     def parts_of(self, longest: int, total: int, intracard_cp: str) -> int:
         """Returns into how many segments the longest sequence is cut; 1: sequences stay whole."""
         if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
@@ -162,6 +238,11 @@ class CostModel:
         return Cut(length, segments, -(-total * CHUNK // length))
 
 
+def _slower(time: float, other: float) -> float:
+    """Returns how long two things take that slow each other down if they take about the same time."""
+    return (time**8 + other**8) ** 0.125
+
+
 def _pace_us(chain: float, memory: float) -> float:
     """Returns the time of a chunk where a chain and the memory slow each other down: more than that of the slower."""
     return (chain**2.5 + memory**2.5) ** 0.4
@@ -179,12 +260,14 @@ def plan(
     longest: int | None = None,
     segment_tokens: int = 0,
     maps: tuple[int, int] = (0, 0),
+    beside: str = "off",
 ) -> Plan:
     """Decides from shapes alone, so that a captured CUDA graph holds for every packing of its tokens.
 
     sequences: of packed input, else None. workspace: its bytes. intracard_cp: "auto", "on" or "off". longest: tokens of
     the longest sequence where it is known; otherwise one sequence may hold all tokens but one of each other.
-    segment_tokens: where to cut instead, if not 0. maps: as in `CostModel`.
+    segment_tokens: where to cut instead, if not 0. maps: as in `CostModel`. beside: whether both kernels run at the
+    same time, "auto", "on" or "off"; not in several pieces, nor where sequences have to be cut.
     """
     model = CostModel(target.costs, target.v_tiles, value_heads, multiprocessors, maps)
     slots = chunk_slots(batch, tokens, sequences)
@@ -193,4 +276,20 @@ def plan(
     cut = model.cut(
         batch, tokens, sequences, intracard_cp if pieces == 1 else "off", longest, segment_tokens
     )
-    return Plan(model.tiles(cut.alike), cut.segment_tokens, cut.segments, pieces, piece_slots)
+    spread = Plan(model.tiles(cut.alike), cut.segment_tokens, cut.segments, pieces, piece_slots)
+    forced = segment_tokens or intracard_cp == "on" or any(maps)
+    if beside == "off" or target.costs.beside is None or pieces > 1 or forced:
+        return spread
+    if longest is None:
+        longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
+    # A packed sequence may have a slot without tokens.
+    chunks = max(1, -(-longest // CHUNK)) + (sequences is not None)
+    count = batch if sequences is None else sequences
+    best = model.beside(chunks, slots, count)
+    if best is None:
+        return spread
+    time, tiles, way = best
+    parts = -(-chunks * CHUNK // cut.segment_tokens) if cut.segment_tokens else 1
+    if beside == "auto" and time > model.apart_us(chunks, slots, parts):
+        return spread
+    return Plan(tiles, 0, count, 1, piece_slots, way)

@@ -20,7 +20,7 @@ import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cula_core.cute.memory import by_token, repeated, swizzled
+from cula_core.cute.memory import EVICT_FIRST, by_token, repeated, swizzled
 from cula_core.cute.output import GROUP, OutputTiles
 from cula_core.cute.schedule import counter_of
 from cula_core.cute.types import DTYPES, F32, I32
@@ -29,7 +29,9 @@ from cula_core.cute.widen import read, write
 from cula_core.cute.work import ITEM_WORDS, SLOTS, receive
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, RecurrenceConfig
 from cula_core.delta_rule.kernels.block import DECAY, KG, KH, QG, SQUARE, STAGED_AQK, T_PRIME
+from cula_core.delta_rule.kernels.flags import carried_flag, counter_at
 from cula_core.delta_rule.kernels.items import Item, Loader, Stages
+from cula_core.delta_rule.kernels.machines import PARTS, MachineLoader
 from cula_core.delta_rule.kernels.states import States
 
 from ..arch import TARGET
@@ -59,10 +61,11 @@ class KdaRecurrence:
         self.tiles = config.tiles
         # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
         self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
-        self.outputs = OutputTiles(self.dtype, BARRIER_TILE)
+        self.outputs = OutputTiles(self.dtype, BARRIER_TILE, EVICT_FIRST if config.beside else None)
         self.stages = Stages(config)
         self.states = States(config, self)
-        self.loader = Loader(config, self.stages, self.states)
+        kind = MachineLoader if config.beside else Loader
+        self.loader = kind(config, self.stages, self.states)
 
     @cute.jit
     def __call__(
@@ -90,6 +93,42 @@ class KdaRecurrence:
         stream,
     ):
         """Launches the kernel with the arguments of `launch.recurrence_arguments`; what the config lacks is None."""
+        self.start(
+            blocks, v, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows, checkpoint_offsets,
+            maps, starts, factors, segments, None, None, None, null_slot, checkpoint_every, segment_tokens,
+            first_slot, cutlass.Int32(0), ctas, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def start(
+        self,
+        blocks: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
+        final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        factors: cute.Tensor,
+        segments: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        flags: cute.Tensor,
+        carried: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
+        first_slot: cutlass.Int32,
+        share: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernel. cu_seqlens, flags, carried, share: of one beside the kernel that prepares its chunks."""
         tile = swizzled((CHUNK, V_TILE), "k", self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_token(v), tile, (CHUNK, V_TILE))
@@ -97,10 +136,11 @@ class KdaRecurrence:
         counter = counter_of(segments, int(not self.config.scan))
         self.kernel(
             blocks, tma_v, mV, tma_o, mO, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows,
-            checkpoint_offsets, maps, starts, factors, segments, counter, null_slot, checkpoint_every, segment_tokens,
-            first_slot,
+            checkpoint_offsets, maps, starts, factors, segments, counter, cu_seqlens, flags, carried, null_slot,
+            checkpoint_every, segment_tokens, first_slot, share,
         ).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
+            use_pdl=self.config.beside,
         )  # fmt: skip
 
     @cute.kernel
@@ -125,10 +165,14 @@ class KdaRecurrence:
         factors: cute.Tensor,
         segments: cute.Tensor,
         counter: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        flags: cute.Tensor,
+        carried: cute.Tensor,
         null_slot: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         segment_tokens: cutlass.Int32,
         first_slot: cutlass.Int32,
+        share: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -164,14 +208,42 @@ class KdaRecurrence:
             consumer_group=pipeline.CooperativeGroup(thread, GROUP * self.tiles),
             defer_sync=True,
         )
+        parts = None
+        if cutlass.const_expr(self.config.beside):
+            count = PARTS * self.stages.count
+            parts = smem.allocate_array(cutlass.Int64, 2 * count)
+            if tidx == 0:
+                for i in cutlass.range_constexpr(count):
+                    cute.arch.mbarrier_init(parts + i, 1)
+                    cute.arch.mbarrier_init(parts + count + i, GROUP * self.tiles)
+            # A machine waits for the one before it, which has to be there by then.
+            ticket = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
+            if tidx == 0:
+                machines = self.machines()
+                tickets = counter_at(flags, machines, share, 1)
+                ticket[0] = cute.arch.atomic_add(tickets.llvm_ptr, I32(1))
         cute.arch.mbarrier_init_fence()
         self.stages.clear(base, tidx, self.threads)
         cute.arch.sync_threads()
         if warp_idx >= 4 * self.tiles:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_decrease(24)
-            if warp_idx == 4 * self.tiles:
-                self.loader.load(
+            if cutlass.const_expr(self.config.beside):
+                if warp_idx == 4 * self.tiles:
+                    self.loader.load_machine(
+                        parts, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, cu_seqlens, flags,
+                        null_slot, self.machines(), ticket[0], share, out.shape[1],
+                    )  # fmt: skip
+                # One of two readers does not know whether the other one is done.
+                if cutlass.const_expr(self.tiles == self.config.v_tiles):
+                    if warp_idx == 4 * self.tiles + 1:
+                        self.loader.give_up(
+                            parts, blocks, indices, targets, fresh, cu_seqlens, null_slot, ticket[0], share,
+                            out.shape[1],
+                        )  # fmt: skip
+            if cutlass.const_expr(not self.config.beside):
+                if warp_idx == 4 * self.tiles:
+                    self.loader.load(
                     ring, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, factors, roots, segments,
                     counter, null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
@@ -179,8 +251,9 @@ class KdaRecurrence:
             if cutlass.const_expr(self.tiles > 1):
                 cute.arch.setmaxregister_increase(240)
             self.walk(
-                ring, items, base, o_base, roots, item_words, tma_o, mO, out, initial, final, checkpoints,
-                checkpoint_rows, checkpoint_offsets, checkpoint_every, maps, starts, warp_idx // 4, tidx % GROUP,
+                parts if self.config.beside else ring, items, base, o_base, roots, item_words, tma_o, mO, out, initial,
+                final, checkpoints, checkpoint_rows, checkpoint_offsets, checkpoint_every, maps, starts, flags, carried,
+                share, warp_idx // 4, tidx % GROUP,
             )  # fmt: skip
 
     # ---- the chain --------------------------------------------------------------------------------------------------
@@ -205,6 +278,9 @@ class KdaRecurrence:
         checkpoint_every: cutlass.Int32,
         maps: cute.Tensor,
         starts: cute.Tensor,
+        flags: cute.Tensor,
+        carried: cute.Tensor,
+        share: cutlass.Int32,
         group: cutlass.Int32,
         tidx: cutlass.Int32,
     ):
@@ -265,7 +341,18 @@ class KdaRecurrence:
                 chunks = 0
                 if cutlass.const_expr(not scan):
                     self.outputs.clear(out, batch, token, length, head, column, tidx)
-            self.states.start(s, initial, starts, item, column, part_s)
+            if cutlass.const_expr(self.config.beside):
+                if item.chunk == 0:
+                    self.states.start(s, initial, starts, item, column, part_s)
+                else:
+                    before = item.segment - 1
+                    flag = carried_flag(flags, self.machines(), share, before, column)
+                    there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
+                    while there == 0:
+                        there = cute.arch.load(flag, I32, sem="acquire", scope="gpu")
+                    self.read_state(s, carried[before, 0, None, None], column, part_s)
+            else:
+                self.states.start(s, initial, starts, item, column, part_s)
             if cutlass.const_expr(not scan):
                 rows = cute.domain_offset((token, 0), mO[None, None, head, batch])
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
@@ -274,7 +361,7 @@ class KdaRecurrence:
             for c in cutlass.range(chunks, unroll=1):
                 stage = at.index
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
-                ring.consumer_wait(at)
+                self.come(ring, 0, at)
                 self.load_values(
                     load_v, v_source[None, None, None, stage], v, length - c * CHUNK, column, lane
                 )
@@ -288,10 +375,14 @@ class KdaRecurrence:
                 if cutlass.const_expr(scan):
                     warpgroup.wait_group(0)
                 else:
+                    self.come(ring, 1, at)
+                    if cutlass.const_expr(self.config.beside):
+                        warpgroup.fence()
                     issue(mma_x, o, s_a, qg[None, None, None, stage], True)
                     if c > 0:
                         self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(1)
+                    self.go(ring, 0, at)
                 if cutlass.const_expr(self.config.rooted):
                     x.store(self.stages.rooted(v, roots, stage, lane).load() - x.load())
                 else:
@@ -300,6 +391,8 @@ class KdaRecurrence:
                 warpgroup.fence()
                 issue(mma_x, x, x_a, tt[None, None, None, stage], True)
                 warpgroup.wait_group(0)
+                self.go(ring, 1, at)
+                self.come(ring, 2, at)
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_s, s, x_a, kg[None, None, None, stage], False)
@@ -307,7 +400,10 @@ class KdaRecurrence:
                     issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
                 warpgroup.wait_group(0)
                 # By every thread, for what it has read itself; the pipeline's own release is one lane's for its warp.
-                cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
+                if cutlass.const_expr(self.config.beside):
+                    self.go(ring, 2, at)
+                else:
+                    cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(at.index))
                 at.advance()
                 if cutlass.const_expr(not scan):
                     self.outputs.store(store_o, o, tOsO[None, None, None, turn % SLOTS])
@@ -325,11 +421,39 @@ class KdaRecurrence:
                     )  # fmt: skip
                 if cutlass.const_expr(self.config.final_state):
                     self.states.save(s, final, item, column, part_s)
+                if cutlass.const_expr(self.config.beside):
+                    if item.last == 0:
+                        own = carried[item.segment, 0, None, None]
+                        self.write_state(s, own, column, part_s)
+                        cute.arch.fence_acq_rel_gpu()
+                        cute.arch.barrier(barrier_id=BARRIER_TILE + group, number_of_threads=GROUP)
+                        if tidx == 0:
+                            flag = carried_flag(flags, self.machines(), share, item.segment, column)
+                            cute.arch.store(flag, I32(1), sem="release", scope="gpu")
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
         if cutlass.const_expr(not scan):
             if tidx < 32:
                 cute.arch.cp_async_bulk_wait_group(0)
+
+    def machines(self):
+        """Returns how many machines there are: CTAs that have all columns of v together."""
+        ctas, _, _ = cute.arch.grid_dim()
+        return ctas // (self.config.v_tiles // self.tiles)
+
+    @cute.jit
+    def come(self, ring, part: cutlass.Constexpr, at):
+        """Waits for a part of a stage; without parts for all of it in front of the first one."""
+        if cutlass.const_expr(self.config.beside):
+            cute.arch.mbarrier_wait(ring + part * self.stages.count + at.index, at.phase)
+        elif cutlass.const_expr(part == 0):
+            ring.consumer_wait(at)
+
+    @cute.jit
+    def go(self, ring, part: cutlass.Constexpr, at):
+        """Frees a part of a stage, of what this thread has read there."""
+        if cutlass.const_expr(self.config.beside):
+            cute.arch.mbarrier_arrive(ring + (PARTS + part) * self.stages.count + at.index)
 
     def second(self, tiled_mma, part, base, offset, shape, major):
         """Returns a matrix of the block, in every stage, as the second operand of a product."""
@@ -369,3 +493,43 @@ class KdaRecurrence:
     @cute.jit
     def write_identity(self, s: cute.Tensor, column, part_s):
         fill_identity(s, part_s, V_TILE, HEAD_DIM, column * V_TILE)
+
+
+class KdaRecurrenceBeside(KdaRecurrence):
+    """The same beside the kernel that prepares its chunks: CTAs of machines, which walk through chains in order."""
+
+    @cute.jit
+    def __call__(
+        self,
+        blocks: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        targets: cute.Tensor,
+        fresh: cute.Tensor,
+        final: cute.Tensor,
+        checkpoints: cute.Tensor,
+        checkpoint_rows: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
+        maps: cute.Tensor,
+        starts: cute.Tensor,
+        factors: cute.Tensor,
+        segments: cute.Tensor,
+        null_slot: cutlass.Int32,
+        checkpoint_every: cutlass.Int32,
+        segment_tokens: cutlass.Int32,
+        first_slot: cutlass.Int32,
+        cu_seqlens: cute.Tensor,
+        flags: cute.Tensor,
+        carried: cute.Tensor,
+        share: cutlass.Int32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernel with the arguments of `build.beside_arguments`; what the config lacks is None."""
+        self.start(
+            blocks, v, out, initial, indices, targets, fresh, final, checkpoints, checkpoint_rows, checkpoint_offsets,
+            maps, starts, factors, segments, cu_seqlens, flags, carried, null_slot, checkpoint_every, segment_tokens,
+            first_slot, share, ctas, stream,
+        )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cula_core.constants import STATE_DTYPES
+from cula_core.delta_rule.config import LINE as LINE
+from cula_core.delta_rule.config import UNCUT as UNCUT
 from cula_core.delta_rule.config import MergeConfig
 
 CHUNK = 64
@@ -19,14 +21,10 @@ TRIANGLE = CHUNK * (CHUNK + SUB) // 2
 TABLES = 3 * CHUNK + 8 + CHUNK // 2
 # Of a chunk and state head, in elements of 16 bits: T', Aqk, tables; a multiple of 128 bytes.
 BLOCK = -(-(2 * TRIANGLE + 2 * TABLES) // 64) * 64
-# Chunks of a segment where sequences are whole: more than any has.
-UNCUT = 1 << 24
 # Tiles of 64 columns that a machine may have: of v, and of the map of the keys.
 PLACES = 2 * V_TILES
 # Steps that the ends of a packed sequence count, beside those of its slots.
 ENDS = 1
-# Words from one flag to the next: what one CTA writes while another looks must not share a line of the L2 with others.
-LINE = 32
 # Log2 of what is left of a state at which it counts as nothing: fp32 has 24 bits, and the rest is a reserve.
 FADED = -40.0
 ACTIVATION_DTYPES = ("bfloat16", "float16")

@@ -18,7 +18,7 @@ from cula_core.delta_rule.config import (
     PrepareConfig,
     chunk_slots,
 )
-from cula_core.delta_rule.plan import Plan, plan
+from cula_core.delta_rule.plan import Beside, Plan, plan
 from cula_core.delta_rule.prefill import prepared
 from cula_core.delta_rule.target import Target
 from cula_core.dtypes import dtype_name
@@ -65,8 +65,11 @@ def prepare_config(
     )
 
 
-def forced(tiles: int | None, segment_chunks: int) -> Callable[..., Plan]:
-    """Returns `plan`, but with these tiles, and with segments of so many chunks, which may be shorter than pays."""
+def forced(
+    tiles: int | None, segment_chunks: int, beside: tuple[int, int] | None = None
+) -> Callable[..., Plan]:
+    """Returns `plan`, but with these tiles, and with segments of so many chunks, which may be shorter than pays, or
+    with so many machines and CTAs that prepare beside them."""
 
     def make(
         target: Target, batch: int, tokens: int, heads_v: int, sequences: int | None, *rest
@@ -78,7 +81,17 @@ def forced(tiles: int | None, segment_chunks: int) -> Callable[..., Plan]:
             segments = (
                 batch * -(-tokens // length) if sequences is None else tokens // length + sequences
             )
-        return replace(made, tiles=tiles or made.tiles, segment_tokens=length, segments=segments)
+        way = None
+        if beside is not None:
+            steps = chunk_slots(batch, tokens, sequences) * heads_v
+            machines, ctas = beside
+            share = -(-steps // machines)
+            machines = -(-steps // share)
+            each = target.v_tiles // (tiles or made.tiles)
+            way = Beside(machines, share, machines * each, ctas, 4)
+        return replace(
+            made, tiles=tiles or made.tiles, segment_tokens=length, segments=segments, beside=way
+        )
 
     return make
 
@@ -87,8 +100,8 @@ class Run:
     """A problem in memory: guards around and NaN in all that its kernels may write.
 
     empty: makes such memory, as the fixture `emulated` does. as_views: inputs are views of larger tensors full of NaN,
-    outputs and states have gaps. tiles, segment_chunks: in place of the planner's choice, which intracard_cp asks for.
-    intra: memory for what a backward pass takes. slots: chunks that the workspace holds, None for all.
+    outputs and states have gaps. tiles, segment_chunks, beside: in place of the planner's choice, which intracard_cp
+    asks for. intra: memory for what a backward pass takes. slots: chunks that the workspace holds, None for all.
     """
 
     def __init__(
@@ -100,6 +113,7 @@ class Run:
         as_views: bool = False,
         tiles: int | None = None,
         segment_chunks: int = 0,
+        beside: tuple[int, int] | None = None,
         intracard_cp: str | None = None,
         slots: int | None = None,
         multiprocessors: int = 132,
@@ -107,7 +121,7 @@ class Run:
         intra: Sequence[Tensor] = (),
     ) -> None:
         self._target, self._problem, self._multiprocessors = target, problem, multiprocessors
-        self._planner = plan if intracard_cp else forced(tiles, segment_chunks)
+        self._planner = plan if intracard_cp else forced(tiles, segment_chunks, beside)
         v = problem.given["v"]
         batch, tokens, heads_v = v.shape[:3]
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cula_core.delta_rule.launch import scheduled
+
 from ..sanitizing import run_checks
 from .checks import MAX_BFLOAT16_ERROR, check
 from .gradient_cases import UNBOUNDED, gradient_case, through_autograd
@@ -84,6 +86,24 @@ PROBLEMS = (
 )  # fmt: skip
 
 
+# Those of the problems above that are run with both kernels beside each other too, with gates of 16 bits.
+BESIDE = (
+    "dense", "one token, no states", "V first, fp16", "two tiles", "many items", "equal keys", "no rate, no bias",
+    "logits", "operands bf16", "views", "packed, pool", "packed, pool read", "packed, two tiles", "packed, many",
+)  # fmt: skip
+
+
+def run_beside(
+    chunk_kda: Callable[..., tuple], problem: Problem, seed: int, device: str
+) -> dict[str, float]:
+    """Returns the errors of one problem, whose kernels run beside each other."""
+    given = {"gate_dtype": BF16} | problem.given
+    with scheduled("on") as plans:
+        errors = run(chunk_kda, problem._replace(given=given), seed, device)
+    assert plans and all(plan.beside for plan in plans)
+    return errors
+
+
 def run(
     chunk_kda: Callable[..., tuple], problem: Problem, seed: int, device: str
 ) -> dict[str, float]:
@@ -131,17 +151,24 @@ def run_here(
     step: int = 1,
     device: str = "cuda",
     trains: bool = False,
+    beside: bool = False,
 ) -> int:
     """Runs every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong.
 
-    trains: gradients too.
+    trains: gradients too. beside: also with kernels beside each other.
     """
 
-    def errors_of(seed: int, problem: Problem) -> str:
-        errors = run(chunk_kda, problem, seed, device)
+    def errors_of(runs: Callable[..., dict[str, float]], seed: int, problem: Problem) -> str:
+        errors = runs(chunk_kda, problem, seed, device)
         return "  ".join(f"{what} {error:.1e}" for what, error in errors.items())
 
-    checks = [(p.name, partial(errors_of, seed, p)) for seed, p in enumerate(PROBLEMS)]
+    checks = [(p.name, partial(errors_of, run, seed, p)) for seed, p in enumerate(PROBLEMS)]
+    if beside:
+        checks += [
+            (f"{p.name}, beside", partial(errors_of, run_beside, seed, p))
+            for seed, p in enumerate(PROBLEMS)
+            if p.name in BESIDE
+        ]
     if trains:
         checks += [
             (name, partial(gradient_errors, chunk_kda, *case, device))
@@ -150,6 +177,11 @@ def run_here(
     return run_checks((f"{name:28}", check) for name, check in checks[first::step])
 
 
-def main(chunk_kda: Callable[..., tuple], arguments: list[str], trains: bool = False) -> int:
+def main(
+    chunk_kda: Callable[..., tuple],
+    arguments: list[str],
+    trains: bool = False,
+    beside: bool = False,
+) -> int:
     """Runs the problems that `tools/sanitizer.py` names, as [first, step]; returns the exit status."""
-    return int(run_here(chunk_kda, *map(int, arguments), trains=trains) > 0)
+    return int(run_here(chunk_kda, *map(int, arguments), trains=trains, beside=beside) > 0)

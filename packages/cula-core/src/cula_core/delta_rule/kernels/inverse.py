@@ -27,11 +27,34 @@ INVERSE_BYTES = 2 * (AKK + CHUNK * STRIDE) + 4 * CHUNK * DIAG_STRIDE
 
 
 class Barrier(IntEnum):
-    """Named barriers of the chunk-parallel kernel."""
+    """Named barriers of a team of the chunk-parallel kernel."""
 
+    WHOLE = 0  # all threads of the team
     HALF = 1  # the first half of the threads has read what the inverse overwrites
     SPAN = 2  # decays over sub-blocks are there
     GROUP = 3  # the threads that invert
+    FREE = 4  # the operands have been read, and the next chunk may take their place
+
+
+def sync_team(team):
+    """Waits for all threads of a team; of a CTA that is one, `team` is the number 0."""
+    if isinstance(team, int):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.barrier(
+            barrier_id=Barrier.WHOLE + len(Barrier) * team, number_of_threads=2 * GROUP
+        )
+
+
+def tile_of(sub, row, d: cutlass.Constexpr, shared: cutlass.Constexpr):
+    """Returns whether a warp has the products with the sub-block d before, their rows and the column's sub-block.
+
+    row: of the lane in the warp's own sub-block. The last one has the most sub-blocks before it, and the first one
+    none: where they are `shared`, the warp of the first has the products of the last one with the first.
+    """
+    if d < SUBS - 1 or not shared:
+        return d <= sub, row, sub - d
+    return sub == 0, row + (SUBS - 1) * SUB, 0
 
 
 class Inverse:
@@ -61,26 +84,32 @@ class Inverse:
         )
 
     @cute.jit
-    def invert(self, base: cute.Pointer, diag, acc, betas, sub, lane, row, tidx):
+    def invert(
+        self, base: cute.Pointer, diag, acc, betas, sub, lane, row, tidx, team, meanwhile=None
+    ):
         """Inverts I + Akk.
 
         diag, acc: products of keys as the MMA leaves them. base: memory for `matrices` that nobody else reads.
+        meanwhile: what the last warp does while others substitute.
         """
         sA, sInv, sZ = self.matrices(base)
         self.store_akk(sA, sZ, diag, acc, betas, sub, lane, row)
-        self.sync_group()
+        self.sync_group(team)
         pair = cute.arch.make_warp_uniform(tidx // 32)
         if pair < 2:
             self.substitute(sZ[None, None, tidx // SUB], sInv, tidx // SUB, tidx % SUB)
-        self.sync_group()
+        elif cutlass.const_expr(meanwhile is not None):
+            if pair == SUBS - 1:
+                meanwhile()
+        self.sync_group(team)
         if pair < 2:
             self.complement(sA, sInv, 2 * pair + 1, 2 * pair, 1, lane)
-        self.sync_group()
+        self.sync_group(team)
         if pair < 2:
             self.complement(sA, sInv, pair + 2, 0, 2, lane)
 
-    def sync_group(self):
-        cute.arch.barrier(barrier_id=Barrier.GROUP, number_of_threads=GROUP)
+    def sync_group(self, team):
+        cute.arch.barrier(barrier_id=Barrier.GROUP + len(Barrier) * team, number_of_threads=GROUP)
 
     @cute.jit
     def store_akk(self, sA: cute.Tensor, sZ: cute.Tensor, diag, acc, betas, sub, lane, row):
@@ -94,12 +123,16 @@ class Inverse:
             at = lane % 4 * 4 + (lane // 4 * 2 + r + sub * SUB) * DIAG_STRIDE
             cute.autovec_copy(own, view(sZ.iterator, at, 4))
             for d in cutlass.range_constexpr(1, SUBS):
-                if d <= sub:
+                here, rows, column = tile_of(sub, row, d, self.config.beside)
+                if here:
+                    strength = beta
+                    if cutlass.const_expr(d == SUBS - 1 and not self.config.rooted):
+                        strength = betas[rows + r]
                     for c in cutlass.range_constexpr(4):
-                        own[c] = beta * acc[2 * r + c // 2, c % 2, d - 1]
+                        own[c] = strength * acc[2 * r + c // 2, c % 2, d - 1]
                     rounded = cute.make_rmem_tensor(4, F16)
                     rounded.store(own.load().to(F16))
-                    at = (row + r - SUB) * AKK_STRIDE + (sub - d) * SUB + lane % 4 * 4
+                    at = (rows + r - SUB) * AKK_STRIDE + column * SUB + lane % 4 * 4
                     cute.autovec_copy(rounded, view(sA.iterator, at, 4))
 
     @cute.jit

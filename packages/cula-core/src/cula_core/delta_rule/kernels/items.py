@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from ...cute.memory import load_tile, repeated, view
+from ...cute.memory import EVICT_FIRST, load_tile, repeated, view
 from ...cute.types import DTYPES, F32, I32
 from ...cute.work import SLOTS, draw, post
 from ..config import CHUNK, COMES_ON, GOES_ON, RecurrenceConfig
@@ -202,23 +202,38 @@ class Loader:
                             self.fetch_roots(
                                 factors[slot + c, head, 0, None], roots, at.index, full
                             )
-                    for i in cutlass.range_constexpr(tiles):
-                        sV = self.stages.matrix(
-                            base,
-                            self.stages.v_at + i * CHUNK * self.config.v_tile,
-                            (CHUNK, self.config.v_tile),
-                            "k",
-                            self.stages.dtype,
-                        )
-                        load_tile(
-                            tma_v, mV, token + c * CHUNK, head, segment.batch, (tile + i) % self.config.v_tiles,
-                            sV[None, None, at.index], full,
-                        )  # fmt: skip
+                    self.fetch_values(
+                        tma_v,
+                        mV,
+                        token + c * CHUNK,
+                        head,
+                        segment.batch,
+                        tile,
+                        base,
+                        at.index,
+                        full,
+                    )
                     at.advance()
             if cutlass.const_expr(self.config.packed):
                 number = draw(counter, lane)
             number = number + ctas
         post(items, item_at, item_words, lambda: (0,), lane)
+
+    @cute.jit
+    def fetch_values(self, tma_v, mV, token, head, batch, tile, base: cute.Pointer, stage, full):
+        """Loads v of a chunk."""
+        for i in cutlass.range_constexpr(self.config.tiles):
+            sV = self.stages.matrix(
+                base,
+                self.stages.v_at + i * CHUNK * self.config.v_tile,
+                (CHUNK, self.config.v_tile),
+                "k",
+                self.stages.dtype,
+            )
+            load_tile(
+                tma_v, mV, token, head, batch, (tile + i) % self.config.v_tiles, sV[None, None, stage], full,
+                EVICT_FIRST if self.config.beside else None,
+            )  # fmt: skip
 
     @cute.jit
     def segment(

@@ -50,7 +50,7 @@ from .fragments import (
     widen_pair,
     write_columns,
 )
-from .inverse import GROUP, INVERSE_BYTES, SUBS, Barrier, Inverse
+from .inverse import GROUP, INVERSE_BYTES, SUBS, Barrier, Inverse, sync_team, tile_of
 from .peaks import raise_peak
 from .tokens import Gate, Tokens
 
@@ -81,6 +81,7 @@ class Thread(NamedTuple):
     place: cutlass.Int32
     row: cutlass.Int32 = None
     channel: cutlass.Int32 = None
+    team: cutlass.Int32 | int = 0
 
     def with_tokens(self):
         """Returns the same with row and channel, which are computed for chunks that have tokens only."""
@@ -366,29 +367,68 @@ class KdaPrepare:
 
     @cute.jit
     def hand_on(self, shared, mine: cute.Tensor, block, aqk, akk, left, thread):
-        """Writes the block: Aqk and the operands by the first half of the threads, while the second inverts."""
+        """Writes the block."""
+        self.hand_most_on(shared, mine, block, aqk, left, thread)
+        self.inverse.store_tprime(shared.base, block, akk, shared.betas, thread.tidx, left)
+
+    @cute.jit
+    def hand_most_on(
+        self, shared, mine: cute.Tensor, block, aqk, left, thread, between=None, behind=None
+    ):
+        """Writes the block but T': Aqk and the operands by the first half of the threads, while the second inverts.
+
+        between: what the last warp does while others substitute. behind: what the first half does after
+        that, when nobody reads the operands any longer. Returns what `behind` does, and zero in the second half.
+        """
         half, sub, lane, tidx = thread.half, thread.sub, thread.lane, thread.tidx
-        cute.arch.sync_threads()
+        first = len(Barrier) * thread.team
+        held = F32(0.0)
+        sync_team(thread.team)
         for i in cutlass.range_constexpr(2):
             other = shared.diag[None, tidx ^ GROUP, i].load()
             mine[None, i].store((mine[None, i].load() + other) * TF32_CUT)
         if half == 0:
-            cute.arch.barrier_arrive(barrier_id=Barrier.HALF, number_of_threads=THREADS)
+            cute.arch.barrier_arrive(barrier_id=Barrier.HALF + first, number_of_threads=THREADS)
             self.span(shared.ends, shared.spans, block, tidx)
         acc = cute.make_rmem_tensor((4, 2, SUBS - 1), F32)  # [registers of C, tile, distance]
         acc.fill(0.0)
         self.multiply(shared.x, shared.ends, acc, sub, half, lane)
         if half == 0:
             self.attend(block, aqk, mine, acc, sub, lane, thread.row, left)
-            cute.arch.barrier(barrier_id=Barrier.SPAN, number_of_threads=GROUP)
+            cute.arch.barrier(barrier_id=Barrier.SPAN + first, number_of_threads=GROUP)
             self.store(shared.x, block, shared.spans, sub, lane)
+            if cutlass.const_expr(behind is not None):
+                cute.arch.barrier(barrier_id=Barrier.FREE + first, number_of_threads=THREADS)
+                held = behind()
         else:
-            cute.arch.barrier(barrier_id=Barrier.HALF, number_of_threads=THREADS)
+            meanwhile = None
+            if cutlass.const_expr(behind is not None):
+                meanwhile = lambda: self.pass_on(between, first, lane)
+                if sub < SUBS - 1:
+                    cute.arch.barrier_arrive(
+                        barrier_id=Barrier.FREE + first, number_of_threads=THREADS
+                    )
+            cute.arch.barrier(barrier_id=Barrier.HALF + first, number_of_threads=THREADS)
             self.inverse.invert(
-                shared.base, mine, acc, shared.betas, sub, lane, thread.row, tidx - GROUP
+                shared.base,
+                mine,
+                acc,
+                shared.betas,
+                sub,
+                lane,
+                thread.row,
+                tidx - GROUP,
+                thread.team,
+                meanwhile,
             )
-        cute.arch.sync_threads()
-        self.inverse.store_tprime(shared.base, block, akk, shared.betas, tidx, left)
+        sync_team(thread.team)
+        return held
+
+    @cute.jit
+    def pass_on(self, between, first, lane):
+        """Does what a warp does between, and lets the first half of the threads know."""
+        between()
+        cute.arch.barrier_arrive(barrier_id=Barrier.FREE + first, number_of_threads=THREADS)
 
     # ---- operands and products --------------------------------------------------------------------------------------
 
@@ -507,7 +547,8 @@ class KdaPrepare:
         """
         mine = cute.make_rmem_tensor((4, 2), F32)
         given = cute.make_rmem_tensor((4, 2), F32)
-        cute.arch.sync_warp()  # gates of other lanes lie there
+        if cutlass.const_expr(not self.config.beside):
+            cute.arch.sync_warp()  # gates of other lanes lie there
         for tile in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(4):
                 q, k = diag[i, tile, 0], diag[i, tile, 1]
@@ -559,27 +600,39 @@ class KdaPrepare:
         b = cute.make_rmem_tensor((2, 2, 2), self.operand)
         left = sX[None, None, half]
         right = sX[None, None, 2]
+        rows = sub
+        if cutlass.const_expr(self.config.beside):
+            rows = SUBS - 1 if sub == 0 else sub
         for side in cutlass.range_constexpr(2):
-            lines = (side * SUBS + sub) * OF_WARP
+            lines = (side * SUBS + rows) * OF_WARP
             for m in cutlass.range_constexpr(2):
                 for step in cutlass.range_constexpr(2):
                     fetch_first(left, lines, m, step, lane, a[None, None, None, step])
                 for d in cutlass.range_constexpr(SUBS - 1):
-                    if d < sub:
+                    here, _, _ = tile_of(sub, 0, d + 1, self.config.beside)
+                    if cutlass.const_expr(self.config.beside and 0 < d < SUBS - 2):
+                        # The products of the last sub-block with the first have the decays of all between.
+                        if sub == 0:
+                            for step in cutlass.range_constexpr(2):
+                                self.decay(a, ends, side, m, step, rows - d, lane)
+                    if here:
                         for step in cutlass.range_constexpr(2):
                             if cutlass.const_expr(d > 0):
-                                for i in cutlass.range_constexpr(2):
-                                    at = 32 * m + UNIT * (2 * step + i) + lane % 4 * 2
-                                    end = view(
-                                        ends[None, sub - d].iterator, side * (HEAD_DIM // 2) + at, 2
-                                    )
-                                    decay = end.load().to(self.operand)
-                                    for r in cutlass.range_constexpr(2):
-                                        own = a[None, r, i, step]
-                                        own.store(own.load() * decay)
+                                self.decay(a, ends, side, m, step, rows - d, lane)
                             before = lines - OF_WARP * (d + 1)
                             fetch_second(right, before, m, step, lane, b)
                             rows_by_rows(mma, acc[None, None, d], a[None, None, None, step], b)
+
+    @cute.jit
+    def decay(self, a: cute.Tensor, ends: cute.Tensor, side, m, step, sub, lane):
+        """Multiplies 16 rows with the decays of a sub-block between."""
+        for i in cutlass.range_constexpr(2):
+            at = 32 * m + UNIT * (2 * step + i) + lane % 4 * 2
+            end = view(ends[None, sub].iterator, side * (HEAD_DIM // 2) + at, 2)
+            decay = end.load().to(self.operand)
+            for r in cutlass.range_constexpr(2):
+                own = a[None, r, i, step]
+                own.store(own.load() * decay)
 
     @cute.jit
     def attend(self, block, aqk, diag, acc, sub, lane, row, left):
@@ -588,8 +641,9 @@ class KdaPrepare:
         rounded = cute.make_rmem_tensor(4, self.operand)
         column = lane % 4 * 4
         for d in cutlass.range_constexpr(SUBS):
-            if d <= sub:
-                unit = unit_of_triangle(row, (sub - d) * SUB + column // UNIT * UNIT)
+            here, rows, block_column = tile_of(sub, row, d, self.config.beside)
+            if here:
+                unit = unit_of_triangle(rows, block_column * SUB + column // UNIT * UNIT)
                 target = view(block.iterator, AQK + unit + column % UNIT, 4)
                 for r in cutlass.range_constexpr(2):
                     for c in cutlass.range_constexpr(4):
@@ -601,7 +655,8 @@ class KdaPrepare:
                     rounded.store(own.load().to(self.operand))
                     cute.autovec_copy(rounded, view(target.iterator, r * SUB, 4))
                     if cutlass.const_expr(self.config.intra):
-                        write_columns(aqk, own, row + r, (sub - d) * SUB + column, left, self.dtype)
+                        at = block_column * SUB + column
+                        write_columns(aqk, own, rows + r, at, left, self.dtype)
             elif cutlass.const_expr(self.config.intra):
                 own.fill(0.0)
                 for r in cutlass.range_constexpr(2):

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import warp
 
 from ...constants import LOG2_E
 from ...cute.functions import exp2, sigmoid
-from ...cute.memory import copy_async, view
+from ...cute.memory import EVICT_FIRST, copy_async, view
 from ...cute.types import DTYPES, F32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
@@ -25,6 +25,7 @@ from .fragments import (
     unit_of,
     widen,
 )
+from .inverse import sync_team
 
 NORM_EPS = 1e-6
 # A token's log2 decay is held at or above this where nothing bounds it: 2^-150 is zero in fp32.
@@ -96,7 +97,10 @@ class Tokens:
         """Starts to load 16 bytes of each row from the channel on, by whole lines, to units [channel, place]."""
         for j in cutlass.range_constexpr(ROUNDS):
             source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
-            copy_async(source, units[None, thread.lines + place_in_line(thread.lane, j)])
+            copy_async(
+                source, units[None, thread.lines + place_in_line(thread.lane, j)],
+                EVICT_FIRST if self.config.beside else None,
+            )  # fmt: skip
 
     @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
@@ -122,7 +126,8 @@ class Tokens:
         norm.fill(1.0)
         if cutlass.const_expr(self.config.l2norm):
             mma = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
-            cute.arch.sync_warp()
+            if cutlass.const_expr(not self.config.beside):  # else a barrier says that all is there
+                cute.arch.sync_warp()
             a = cute.make_rmem_tensor((2, 2, 2), self.dtype)
             b = cute.make_rmem_tensor((2, 2, 2), self.dtype)
             for which in cutlass.range_constexpr(2):
@@ -143,7 +148,7 @@ class Tokens:
                     odd = lane // 4 % 2 == 1
                     norms[half, row, which] = acc[1, 0] if odd else acc[0, 0]
                     norms[half, row + 1, which] = acc[3, 1] if odd else acc[2, 1]
-        cute.arch.sync_threads()
+        sync_team(thread.team)
         if cutlass.const_expr(self.config.l2norm):
             squares = cute.make_rmem_tensor((2, 2), F32)
             for which in cutlass.range_constexpr(2):

@@ -22,9 +22,10 @@ from cula_core.cute.memory import by_token, load_tile, repeated, swizzled, view
 from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.wgmma import issue, mma
+from cula_core.delta_rule.kernels.order import Order
 
 from ...kernels.chunks import clear_past
-from ..config import CHUNK, HEAD_DIM, LINE, SUB, TABLES, PrepareConfig
+from ..config import CHUNK, ENDS, HEAD_DIM, LINE, SUB, TABLES, PrepareConfig
 from .gates import Gates
 from .layout import (
     BY_TOKEN,
@@ -39,7 +40,6 @@ from .layout import (
     release,
     square,
 )
-from .order import Order
 from .solve import SCRATCH_BYTES, Solve
 from .tokens import ALL_TABLES, GATES, NORM, STRENGTH, SUM, Tokens
 from .weights import store_growth, weigh_left, weighed_diagonal
@@ -124,7 +124,7 @@ class GatedDeltaPrepare:
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.gates, self.tokens = Gates(config), Tokens(config, self.dtype)
-        self.solve, self.order = Solve(self.operand), Order(config.packed)
+        self.solve, self.order = Solve(self.operand), Order(config.packed, ENDS)
 
     @cute.jit
     def __call__(

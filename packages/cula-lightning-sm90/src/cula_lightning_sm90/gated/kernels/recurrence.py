@@ -21,9 +21,11 @@ from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.warp import prefix_sum
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
+from cula_core.delta_rule.kernels.order import Order
 
 from ..config import (
     CHUNK,
+    ENDS,
     FADED,
     HEAD_DIM,
     LINE,
@@ -38,7 +40,6 @@ from .items import CARRIED, MAPPED, Item
 from .keys import CONVERTERS, Keys
 from .layout import BY_TOKEN, DECAY, GROWTH, SQUARE
 from .loads import Loads
-from .order import Order
 from .outputs import TALL, Outputs
 from .workspace import blocks_in, carried_in
 
@@ -75,7 +76,7 @@ class GatedDeltaRecurrence:
         self.outputs = Outputs(self.dtype, self.tiles, config.packed)
         self.chain = Chain(config, self.stages, self.outputs)
         self.keys, self.loads = Keys(config, self.stages), Loads(config, self.stages)
-        self.order = Order(config.packed)
+        self.order = Order(config.packed, ENDS)
 
     @cute.jit
     def __call__(

@@ -1,0 +1,269 @@
+"""Both kernels beside each other: the bits of one after the other, and what the emulator can say of their barriers."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+
+import cula_cp_sm90
+from cula_core.delta_rule import launch
+from cula_core.delta_rule.plan import CostModel
+from cula_cp_sm90.arch import TARGET
+from cula_emulator.memory import poisoned_memory
+from cula_testing.comparing import same
+from cula_testing.kda import states
+from cula_testing.kda.problems import make_problem
+from cula_testing.kda.running import Run, compiler
+
+
+def outcome(emulated, problem, **options):
+    run = Run(TARGET, problem, emulated.empty, **options)
+    run.launch(compiler(emulated, TARGET, "sm_90a"))
+    return run.outcome()
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize(
+    "lengths,heads,machines,ctas",
+    [
+        ((200,), (1, 3), 2, 1),
+        ((330, 330), (2, 4), 5, 2),
+        ((130,), (3, 3), 9, 1),
+        ((700,), (5, 5), 4, 3),
+        ((130, 0, 64, 1, 257, 70), (1, 2), 4, 1),
+        ((65, 300, 0), (2, 2), 3, 2),
+        ((1,) * 40, (1, 1), 5, 1),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_same_bits(emulated, lengths, heads, machines, ctas, packed, tiles):
+    if not packed and len(set(lengths)) > 1:
+        lengths = lengths[:1]
+    problem = make_problem(lengths, heads, final="separate", gate_dtype="bfloat16", packed=packed)
+    a, b = (outcome(emulated, problem, tiles=tiles, beside=way) for way in (None, (machines, ctas)))
+    for x, y in zip(a, b):
+        assert torch.equal(x, y) and x.isfinite().all()
+
+
+def _forced(forced, way, tiles, segment_chunks):
+    return forced(tiles, segment_chunks, way)
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize("machines, ctas", [(1, 1), (3, 2), (7, 1)])
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize(
+    "name", [n for n, case in states.CASES.items() if not case.segment_chunks and not case.slots]
+)
+def test_states_as_engines_keep_them(emulated, monkeypatch, name, tiles, machines, ctas):
+    case, outs = states.CASES[name], []
+    compiled = compiler(emulated, TARGET, "sm_90a")
+    forced = states.forced
+    for way in (None, (machines, ctas)):
+        given = case.given("cpu", torch.bfloat16)
+        given["g"] = given["g"].bfloat16()
+        monkeypatch.setattr(states, "forced", partial(_forced, forced, way))
+        with poisoned_memory():
+            result = states._call(cula_cp_sm90, given, case, tiles, compiled)
+        outs.append(states.written(given, result))
+    for key, x in outs[0].items():
+        assert same(x, outs[1][key]), key
+
+
+@pytest.mark.emulated(seeds=1)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gate": "log", "rate": False, "bias": False},
+        {"gate": "softplus", "kind": "typical", "bounded": True},
+        {"gate": "safe", "bias": False, "strength": "doubled"},
+        {"gate": "safe", "rate": False, "strength": "sigmoid", "l2norm": False},
+        {"dtype": "float16", "gate_dtype": "float16"},
+        {"operand": "bfloat16", "initial": False, "final": None},
+    ],
+)
+def test_every_option(emulated, fields):
+    problem = make_problem(
+        (200, 70, 0),
+        (1, 2),
+        packed=True,
+        **{"gate_dtype": "bfloat16", "final": "separate"} | fields,
+    )
+    a, b = (outcome(emulated, problem, beside=way, as_views=True) for way in (None, (3, 1)))
+    for x, y in zip(a, b):
+        assert x is y is None or same(x, y)
+
+
+# ---- on a GPU: what the emulator, which runs one kernel after the other, cannot show ---------------------------------
+
+
+def given(device, tokens, heads=64, group=1, lengths=None, seed=0):
+    torch.manual_seed(seed)
+    x = {n: torch.randn(1, tokens, heads // group, 128, device=device).bfloat16() for n in "qk"}
+    x |= {n: torch.randn(1, tokens, heads, 128, device=device).bfloat16() for n in "vg"}
+    x["beta"] = torch.rand(1, tokens, heads, device=device)
+    x |= {
+        "A_log": torch.rand(heads, device=device),
+        "dt_bias": torch.randn(heads * 128, device=device),
+    }
+    if lengths is not None:
+        x["cu_seqlens_cpu"] = torch.tensor([0, *accumulate(lengths)])
+        x["cu_seqlens"] = x["cu_seqlens_cpu"].to(device, torch.int32)
+    return x | {
+        "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "safe_gate": True, "lower_bound": -5.0,
+        "output_final_state": True,
+    }  # fmt: skip
+
+
+def attend(x, beside):
+    """Returns outputs and final states; "on": with both kernels beside each other, "off": one after the other."""
+    with launch.scheduled(beside) as plans:
+        outcome = cula_cp_sm90.chunk_kda(**x, use_intracard_cp=False)
+    assert all((plan.beside is not None) == (beside == "on") for plan in plans) and plans
+    return outcome
+
+
+SIZES = {
+    "dense": (4000, 64, 1, None),
+    "long": (20_000, 32, 2, None),
+    "few heads": (6000, 6, 1, None),
+    "packed": (9000, 32, 4, (1, 64, 0, 4000, 2935, 2000)),
+    "many short ones": (6400, 16, 1, (64,) * 100),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, heads, group, lengths", SIZES.values(), ids=list(SIZES))
+def test_same_bits_on_a_gpu(cuda, tokens, heads, group, lengths):
+    x = given(cuda, tokens, heads, group, lengths)
+    expected = attend(x, "off")
+    for _ in range(20):
+        assert all(map(same, attend(x, "on"), expected))
+
+
+@pytest.mark.gpu
+def test_streams_side_by_side(cuda):
+    """More calls than fit on the card at once: machines of one wait until CTAs of another are done."""
+    problems = [given(cuda, 1000 + 700 * n, 64, seed=n) for n in range(6)]
+    expected = [attend(x, "off") for x in problems]
+    torch.cuda.synchronize()
+    streams, got = [torch.cuda.Stream() for _ in problems], []
+    with launch.scheduled("on"):
+        for _ in range(30):
+            got = []
+            for stream, x in zip(streams, problems):
+                with torch.cuda.stream(stream):
+                    got.append(cula_cp_sm90.chunk_kda(**x, use_intracard_cp=False))
+        torch.cuda.synchronize()
+    for one, other in zip(got, expected):
+        assert all(map(same, one, other))
+
+
+@pytest.mark.gpu
+def test_calls_in_turns(cuda):
+    """Memory is that of the call before, of which neither flags nor blocks may be taken for this one's."""
+    problems = [given(cuda, 3000, 16, seed=n) for n in range(2)]
+    expected = [attend(x, "off") for x in problems]
+    with launch.scheduled("on"):
+        for _ in range(10):
+            for x, outcome in zip(problems, expected):
+                got = cula_cp_sm90.chunk_kda(**x, use_intracard_cp=False)
+                assert all(map(same, got, outcome))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph(cuda):
+    x = given(cuda, 3000)
+    expected = attend(x, "off")
+    with launch.scheduled("on"):
+        cula_cp_sm90.chunk_kda(**x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = cula_cp_sm90.chunk_kda(**x)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(same, got, expected))
+
+
+@pytest.mark.gpu
+def test_a_lead_that_is_too_short(cuda, monkeypatch):
+    """Teams wait for machines that wait for chunks which these teams have in hand, but not for ever."""
+    decide = CostModel.beside
+
+    def short(*facts):
+        time, tiles, way = decide(*facts)
+        return time, tiles, replace(way, lead=1)
+
+    monkeypatch.setattr(CostModel, "beside", short)
+    for heads in (4, 64):
+        x = given(cuda, 3000, heads)
+        expected = attend(x, "off")
+        for _ in range(3):
+            assert all(map(same, attend(x, "on"), expected))
+
+
+@pytest.mark.gpu
+def test_ten_thousand_times(cuda):
+    x = given(cuda, 1000)
+    expected = attend(x, "off")
+    with launch.scheduled("on"):
+        cula_cp_sm90.chunk_kda(**x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = cula_cp_sm90.chunk_kda(**x)
+    differ = torch.zeros((), dtype=torch.int64, device=cuda)
+    for _ in range(10_000):
+        for y in got:
+            y.fill_(float("nan"))
+        graph.replay()
+        for y, z in zip(got, expected):
+            differ += (y != z).sum()
+    assert differ.item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [16, 40, 104])
+def test_a_part_of_the_card(cuda, count):
+    """With fewer multiprocessors than CTAs were planned for, machines begin when others have prepared everything."""
+    from torch.cuda.green_contexts import GreenContext
+
+    x = given(cuda, 4000)
+    expected = attend(x, "off")
+    torch.cuda.synchronize()
+    part = GreenContext.create(num_sms=count, device_id=torch.cuda.current_device())
+    part.set_context()
+    try:
+        got = [attend(x, "on") for _ in range(3)]
+        torch.cuda.synchronize()
+    finally:
+        part.pop_context()
+    for outcome in got:
+        assert all(map(same, outcome, expected))
+
+
+FIRST = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from test_beside import attend, given
+x = given("cuda", 4000)
+torch.save([y.cpu() for y in attend(x, "on")], sys.argv[2])
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_a_process(cuda, tmp_path):
+    """Modules are loaded when their kernels are launched first, which may wait for the card."""
+    path = str(tmp_path / "outcome.pt")
+    line = [sys.executable, "-c", FIRST, os.path.dirname(__file__), path]
+    subprocess.run(line, env=os.environ | {"CUDA_MODULE_LOADING": "LAZY"}, timeout=300, check=True)
+    expected = attend(given(cuda, 4000), "off")
+    for y, z in zip(torch.load(path), expected):
+        assert same(y, z.cpu())
