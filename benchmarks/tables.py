@@ -5,10 +5,10 @@
 A document marks a region with `<!-- bench:OP:GPU -->` and `<!-- /bench -->`, each on a line of its own; the command
 replaces everything between them. `key=value` words may follow the GPU: `settings=PATTERN` (a shell pattern) and
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
-`table=NAME` chooses a table of `ops/lite/tables.py`, `ops/lightning/tables.py` or `ops/delta/tables.py`. An op's name
-with `_sustained` behind it is the table of its times under a sustained load, beside those of bursts, `first_call` that
-of first calls, `models` that of whole models, `several_gpus` that of calls on several GPUs, and `kda_learning` that of
-losses.
+`table=NAME` chooses a table of `ops/lite/tables.py`, `ops/lightning/tables.py`, `ops/delta/tables.py` or
+`ops/kda/schedule_tables.py`. An op's name with `_sustained` behind it is the table of its times under a sustained load,
+beside those of bursts, `first_call` that of first calls, `models` that of whole models, `several_gpus` that of calls on
+several GPUs, and `kda_learning` that of losses.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
 `lite_trajectory` (`ops/lite/trajectory_rows.py`), `lite_end_to_end` (`ops/lite/end_to_end_rows.py`),
 `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
@@ -49,7 +49,7 @@ from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.delta import h20_section
 from benchmarks.ops.delta import tables as delta_tables
-from benchmarks.ops.kda import flashkda_tables
+from benchmarks.ops.kda import flashkda_tables, schedule_tables
 from benchmarks.ops.kda import published as kda_published
 from benchmarks.ops.kda import tables as kda_tables
 from benchmarks.ops.lightning import published as gated_published
@@ -65,7 +65,12 @@ NOT_GPUS = {"cpu", "predicted", "published", "suite"}
 # GPUs whose results stand in the documents of the packages; those of any other have a page of their own.
 DOCUMENTED = {"h200"}
 # Tables that `table=NAME` chooses.
-TABLES = {**lite_tables.TABLES, **lightning_tables.TABLES, **delta_tables.TABLES}
+TABLES = {
+    **lite_tables.TABLES,
+    **lightning_tables.TABLES,
+    **delta_tables.TABLES,
+    **schedule_tables.TABLES,
+}
 # Modules whose ops have tables of their own.
 OF_THEIR_OWN = (
     kda_tables, kda_published, flashkda_tables, gated_published, lite_published, trajectory_rows, end_to_end_rows,

@@ -123,7 +123,15 @@ HOPPER_PACKAGES = (
     "liteattention-sm90",
 )
 HOPPER = ((9, 0),)
-HOPPER_OPS = (*DECODE, *DELTA, *PREFILL, *GATED, *KDA, *LITE)
+HOPPER_OPS = (
+    *DECODE,
+    *DELTA,
+    *PREFILL,
+    *GATED,
+    *KDA,
+    ("kda_prefill_schedule", *GRAPH),
+    *LITE,
+)
 ANY_PACKAGES = ("cula-lightning-decode", "cula-delta-decode", "liteattention-sm89")
 CARDS = {
     "h20": Card(

@@ -41,8 +41,9 @@ METHODS = {
     "eager-host": "wall time of a host program (eager-host)",
     "eager-event": "events around every call (eager-event)",
 }
-# What checks say that is no error: whether a peer cut sequences (kda_prefill_cut, lightning_prefill_delta).
-FLAGS = {"cut"}
+# What checks say that is no error: whether a peer cut sequences (kda_prefill_cut, lightning_prefill_delta), whether two
+# kernels ran beside each other (kda_prefill_schedule).
+FLAGS = {"cut", "beside"}
 # Titles of files that have none, or one that is a paragraph.
 TITLES = {
     "batch_invariance_study": "Prefill: what the same bits in every batch cost",

@@ -6,6 +6,7 @@ OPS = (
     "kda_prefill_flashkda",
     "kda_prefill_kernels",
     "kda_prefill_parts",
+    "kda_prefill_schedule",
     "kda_training",
 )
 

@@ -5,15 +5,17 @@ A package is named by its import name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from cula_core import tensors
 from cula_core.delta_rule import plan as planning
 from cula_core.delta_rule.config import (
     BLOCK_BYTES,
@@ -76,11 +78,32 @@ def plan(
     sequences: int | None,
     multiprocessors: int,
     longest: int | None = None,
+    beside: str = "off",
 ) -> Any:
-    """How a package spreads a call over a card: `tiles` of v per CTA, `segments`, `segment_tokens` and `split`."""
+    """How a package spreads a call over a card: `tiles` of v per CTA, `segments`, `segment_tokens` and `split`.
+
+    beside: whether both kernels run at the same time, "auto", "on" or "off"; `beside` of the plan is None where they
+    do not.
+    """
     shape = (batch, tokens, value_heads, sequences)
     workspace = workspace_bytes(*shape)
-    return planning.plan(_target(name), *shape, multiprocessors, workspace, longest=longest)
+    return planning.plan(
+        _target(name), *shape, multiprocessors, workspace, longest=longest, beside=beside
+    )
+
+
+def multiprocessors() -> int | None:
+    """How many multiprocessors this machine's GPU has, or None without a GPU."""
+    on_gpu = torch.cuda.is_available()
+    return tensors.multiprocessors(torch.device("cuda")) if on_gpu else None
+
+
+def may_run_beside(bounded: bool, gate_dtype: torch.dtype) -> bool:
+    """Whether there are kernels for such gates that run beside each other, in a call for inference."""
+    from cula_core.delta_rule import launch
+
+    call: Any = SimpleNamespace(bounded=bounded, g=SimpleNamespace(dtype=gate_dtype), Aqk=None)
+    return launch._may_run_beside(call, None)
 
 
 def pace_us(chain_us: float, memory_us: float) -> float:
@@ -99,8 +122,20 @@ def kernel_of(config: Any) -> str:
     return "scan" if name == "recurrence" and config.scan else name
 
 
-def launching_only(kernels: Collection[str]) -> AbstractContextManager[Any]:
-    """Inside this context calls launch the named kernels and leave the others out."""
+def scheduled(beside: str) -> AbstractContextManager[list[Any]]:
+    """`launch.scheduled`: kernels of calls inside run beside each other ("on"), one after the other ("off"), or as the
+    planner decides ("auto")."""
+    from cula_core.delta_rule import launch
+
+    return launch.scheduled(beside)
+
+
+@contextmanager
+def launching_only(kernels: Collection[str]) -> Iterator[None]:
+    """Inside this context calls launch the named kernels and leave the others out.
+
+    Kernels run one after the other: of two that run beside each other, neither can be left out.
+    """
     from cula_core.delta_rule import launch
 
     kernels_of = launch.kernels_of
@@ -111,9 +146,18 @@ def launching_only(kernels: Collection[str]) -> AbstractContextManager[Any]:
             compiled(config) if kernel_of(config) in kernels else lambda *arguments: None
         )
 
-    return mock.patch.object(launch, "kernels_of", chosen)
+    with scheduled("off"), mock.patch.object(launch, "kernels_of", chosen):
+        yield
 
 
-def cut_into(parts: int) -> AbstractContextManager[Any]:
-    """Inside this context a call that may cut sequences cuts the longest one into `parts` segments."""
-    return mock.patch.object(planning.CostModel, "parts_of", lambda *shape: parts)
+@contextmanager
+def cut_into(parts: int) -> Iterator[None]:
+    """Inside this context a call that may cut sequences cuts the longest one into `parts` segments.
+
+    Kernels run one after the other; beside each other they would keep sequences whole.
+    """
+    with (
+        scheduled("off"),
+        mock.patch.object(planning.CostModel, "parts_of", lambda *shape: parts),
+    ):
+        yield

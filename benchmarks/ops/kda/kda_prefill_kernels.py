@@ -110,8 +110,9 @@ OP = dataclasses.replace(
     providers=(CULA, *map(_variant, (*internals.KERNELS, REPEATED))),
     check=check,
     notes=(
-        "prepare, scan, merge, recurrence: calls that launch this kernel alone; cula launches all of them. With few "
-        "heads sequences are cut, and scan and merge run as well.",
+        "prepare, scan, merge, recurrence: calls that launch this kernel alone, as it is where kernels run one after "
+        "the other. With few heads sequences are cut, and scan and merge run as well. cula launches all kernels, and "
+        "may have two beside each other.",
         "prepare_repeated: prepare of as many sequences of one chunk, whose inputs are all the same memory. It reads "
         "from the L2 and writes to memory what prepare writes.",
         "bytes: those of the kernel, workspace included; of cula inputs, final states and o once each.",

@@ -70,6 +70,7 @@ OP = dataclasses.replace(
     check=check,
     notes=(
         "parts_n: the longest sequence is cut into n segments, others into segments of that length; with 1 none is. "
+        "Kernels run one after the other. "
         "cula chooses from shapes alone.",
         *kda_prefill.NOTES[:2],
     ),

@@ -6,9 +6,13 @@ import torch
 from benchmarks.ops.kda import kda_prefill_kernels
 from benchmarks.ops.kda import problem as kda
 from benchmarks.ops.kda import providers as kda_providers
+from benchmarks.ops.kda.internals import kernel_of
 from benchmarks.ops.kda.problem import setting
 from benchmarks.ops.kda.providers import CULA
 from benchmarks.ops.kda.work import H200, work
+from cula_core.delta_rule import launch  # noqa: F401 (only what is imported is pretended)
+from cula_core.delta_rule import plan as planning
+from cula_testing.shortcuts import pretended_gpu
 
 KERNELS = {p.name: p for p in kda_prefill_kernels.OP.providers}
 
@@ -38,6 +42,26 @@ def test_each_kernel_is_launched_alone(launched, problem, all_of_them):
     kda_prefill_kernels._in_two(problem, x)
     assert [kernel for kernel, _ in launched] == all_of_them
     assert bool((kda_providers.workspace(problem, "cpu") == 255).all())
+
+
+def test_each_kernel_is_launched_alone_after_calls_of_all(monkeypatch):
+    """Neither a list that cula leaves behind nor a plan with kernels beside each other changes what is launched."""
+    monkeypatch.setattr(planning, "GAIN", 0.0)  # the planner always has kernels beside each other
+    problem = setting(8192, heads=1)
+    x = kda.make_inputs(problem, "cpu", 0)
+    with pretended_gpu() as launches:
+        for name, provider in KERNELS.items():
+            call = provider.bind(problem, x)
+            for _ in range(3):
+                launches.seen.clear()
+                call()
+                found = [unit.config for unit, *_ in launches.seen]
+                beside = [getattr(config, "beside", False) for config in found]
+                if name == "cula":
+                    assert beside == [True, True]
+                else:
+                    assert [kernel_of(config) for config in found] == [name.split("_")[0]]
+                    assert beside == [False]
 
 
 def test_what_is_repeated_is_one_chunk(launched):
