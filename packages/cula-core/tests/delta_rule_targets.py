@@ -24,7 +24,7 @@ HOPPER = Target(
             start_us={1: 30.0, 2: 36.0},
             prepare_us=3.75,
             alone_us=4.12,
-            step_us={1: 1.06, 2: 1.65},
+            step_us={1: 1.22, 2: 1.65},
             chain_us=2.0,
             lead=10,
         ),

@@ -289,7 +289,7 @@ def plan(
     if best is None:
         return spread
     time, tiles, way = best
-    parts = -(-chunks * CHUNK // cut.segment_tokens) if cut.segment_tokens else 1
+    parts = -(-longest // cut.segment_tokens) if cut.segment_tokens else 1
     if beside == "auto" and time > model.apart_us(chunks, slots, parts):
         return spread
     return Plan(tiles, 0, count, 1, piece_slots, way)
