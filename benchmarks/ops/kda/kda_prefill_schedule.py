@@ -34,12 +34,17 @@ def _beside_supports(problem: Setting) -> str | None:
     gate_dtype = torch.float32 if has(problem, "fp32gate") else torch.bfloat16
     if not internals.may_run_beside(kda.is_bounded(problem), gate_dtype):
         return "only kernels for bounded gates of 16 bits run beside each other"
+    if planned(problem, "on").beside is None:
+        return f"{internals.package()} has no plan with both kernels beside each other"
+    return None
+
+
+def planned(problem: Setting, beside: str) -> Any:
+    """How a call is spread over this machine's GPU, or without one over an H200."""
     p, name = problem.params, str(internals.package())
     card = internals.multiprocessors() or H200.sms
     shape = (batch_of(problem), p["T"], p["H"], p.get("N"), card, kda.longest(problem))
-    if internals.plan(name, *shape, beside="on").beside is None:
-        return f"{name} has no plan with both kernels beside each other"
-    return None
+    return internals.plan(name, *shape, beside=beside)
 
 
 BESIDE = Provider(
