@@ -12,10 +12,13 @@ import torch
 
 import cula_cp_sm90
 from cula_core.delta_rule import launch
+from cula_core.delta_rule.config import PrepareConfig
 from cula_core.delta_rule.plan import CostModel
 from cula_cp_sm90.arch import TARGET
+from cula_emulator import resources
 from cula_emulator.memory import poisoned_memory
 from cula_testing.comparing import same
+from cula_testing.compiled import report
 from cula_testing.kda import states
 from cula_testing.kda.problems import make_problem
 from cula_testing.kda.running import Run, compiler
@@ -98,6 +101,45 @@ def test_every_option(emulated, fields):
     a, b = (outcome(emulated, problem, beside=way, as_views=True) for way in (None, (3, 1)))
     for x, y in zip(a, b):
         assert x is y is None or same(x, y)
+
+
+# ---- machine code ----------------------------------------------------------------------------------------------------
+
+# Bytes a thread that have no place in 72 registers, which 25 warps leave.
+SPILLED = {"safe": 48, "softplus": 48, "log": 192}
+
+
+@pytest.mark.parametrize("index_dtype", [None, "int32"])
+@pytest.mark.parametrize("gate", list(SPILLED))
+def test_machine_code_of_the_kernel_that_prepares(gate, index_dtype):
+    computed = gate != "log"
+    config = PrepareConfig(
+        "bfloat16", "bfloat16", "bfloat16", gate=gate, bounded=True, l2norm=True, rate=computed, bias=computed,
+        index_dtype=index_dtype, beside=True,
+    )  # fmt: skip
+    kernel = report(launch.unit(TARGET, config, "sm_90a")).kernel
+    expect = ("LDGSTS", "LDSM", "HMMA", "MEMBAR")
+    resources.check(kernel, expect=expect, spills=True, stack=True)
+    assert kernel.threads == (800, 1, 1) and kernel.registers <= 72
+    assert max(kernel.spill_loads, kernel.spill_stores) <= SPILLED[gate]
+    alone = report(launch.unit(TARGET, replace(config, beside=False), "sm_90a")).kernel
+    assert kernel.count("HMMA") == alone.count("HMMA")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_machine_code_of_the_recurrence(tiles, packed):
+    config = TARGET.recurrence_config(
+        "bfloat16", operand="float16", tiles=tiles, packed=packed, initial_state=True, final_state=True, beside=True,
+        index_dtype="int32" if packed else None,
+    )  # fmt: skip
+    kernel = report(launch.unit(TARGET, config, "sm_90a")).kernel
+    resources.check(kernel, expect=("HGMMA", "UBLKCP", "UTMALDG", "UTMASTG"))
+    assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0) and not kernel.warnings
+    assert kernel.threads == ({1: 160, 2: 384}[tiles], 1, 1)
+    # As many products and waits as where the kernels follow each other.
+    assert kernel.count("HGMMA") == 28 and kernel.count("WARPGROUP.DEPBAR") == 3
+    assert kernel.count("UTMALDG") == tiles
 
 
 # ---- on a GPU: what the emulator, which runs one kernel after the other, cannot show ---------------------------------
