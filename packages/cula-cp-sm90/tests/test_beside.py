@@ -32,22 +32,21 @@ def outcome(emulated, problem, **options):
 
 @pytest.mark.emulated(seeds=1)
 @pytest.mark.parametrize(
-    "lengths,heads,machines,ctas",
+    "lengths, heads, machines, ctas, packed, tiles",
     [
-        ((200,), (1, 3), 2, 1),
-        ((330, 330), (2, 4), 5, 2),
-        ((130,), (3, 3), 9, 1),
-        ((700,), (5, 5), 4, 3),
-        ((130, 0, 64, 1, 257, 70), (1, 2), 4, 1),
-        ((65, 300, 0), (2, 2), 3, 2),
-        ((1,) * 40, (1, 1), 5, 1),
+        ((200,), (1, 3), 2, 1, False, 1),
+        ((330, 330), (2, 4), 5, 2, False, 2),
+        ((330, 330), (2, 4), 5, 2, True, 1),
+        ((130,), (3, 3), 9, 1, False, 2),
+        ((700,), (5, 5), 4, 3, False, 1),
+        ((700,), (5, 5), 4, 3, True, 2),
+        ((130, 0, 64, 1, 257, 70), (1, 2), 4, 1, True, 1),
+        ((130, 0, 64, 1, 257, 70), (1, 2), 4, 1, True, 2),
+        ((65, 300, 0), (2, 2), 3, 2, True, 2),
+        ((1,) * 40, (1, 1), 5, 1, True, 1),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("tiles", [1, 2])
 def test_same_bits(emulated, lengths, heads, machines, ctas, packed, tiles):
-    if not packed and len(set(lengths)) > 1:
-        lengths = lengths[:1]
     problem = make_problem(lengths, heads, final="separate", gate_dtype="bfloat16", packed=packed)
     a, b = (outcome(emulated, problem, tiles=tiles, beside=way) for way in (None, (machines, ctas)))
     for x, y in zip(a, b):
@@ -59,8 +58,7 @@ def _forced(forced, way, tiles, segment_chunks):
 
 
 @pytest.mark.emulated(seeds=1)
-@pytest.mark.parametrize("machines, ctas", [(1, 1), (3, 2), (7, 1)])
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("tiles, machines, ctas", [(1, 3, 2), (2, 7, 1)])
 @pytest.mark.parametrize(
     "name", [n for n, case in states.CASES.items() if not case.segment_chunks and not case.slots]
 )

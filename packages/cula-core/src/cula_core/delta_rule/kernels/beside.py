@@ -43,7 +43,19 @@ def again(x, loop, *, loc=None, ip=None):
 
 
 class KdaPrepareBeside(KdaPrepare):
-    """CTAs of three teams, each of which does what a CTA of `KdaPrepare` does, chunk after chunk."""
+    """Persistent CTAs of three teams, each of which does what a CTA of `KdaPrepare` does, chunk after chunk.
+
+    | warps | work |
+    |---|---|
+    | 0-3 of a team | Aqk and results but T', then loads of the next chunk |
+    | 4-7 of a team | inverse; meanwhile warp 7 finds the next chunk, and waits if it is too early for that |
+    | 24 | flags of the blocks of all teams |
+
+    | shared memory | bytes |
+    |---|---|
+    | of each team as of a CTA of `KdaPrepare`; the next chunk, rate and barriers | 74,752 + 128 |
+    | bounds of the machines' steps | 2,048 |
+    """
 
     def __init__(self, config):
         super().__init__(config)
