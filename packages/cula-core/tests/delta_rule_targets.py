@@ -27,6 +27,7 @@ HOPPER = Target(
             step_us={1: 1.22, 2: 1.65},
             chain_us=2.0,
             lead=10,
+            multiprocessors=100,
         ),
     ),
     recurrence="no_such_module:KdaRecurrence",

@@ -186,6 +186,30 @@ def test_a_card_of_one_multiprocessor_has_one_kernel_at_a_time():
     assert beside(4096, 4, multiprocessors=2).beside.machines == 1
 
 
+@pytest.mark.parametrize("heads, tokens", [(64, 16_384), (48, 5000), (24, 8192), (2, 3000)])
+def test_no_other_number_of_machines_would_be_faster(heads, tokens):
+    costs, chunks = HOPPER.costs.beside, -(-tokens // CHUNK)
+    steps = chunks * heads
+    found = CostModel(HOPPER.costs, HOPPER.v_tiles, heads, SMS).beside(chunks, chunks, 1)
+    for tiles, step_us in costs.step_us.items():
+        each = HOPPER.v_tiles // tiles
+        for machines in range(1, (SMS - 1) // each + 1):
+            share = max(chunks, -(-steps // machines))
+            if -(-steps // share) < machines or (tiles < HOPPER.v_tiles and share > chunks):
+                continue
+            walk = share * step_us + heads / machines * costs.chain_us
+            prepare = steps * costs.prepare_us / (SMS - machines * each)
+            time = costs.start_us[tiles] + (walk**8 + prepare**8) ** 0.125
+            assert time > 0.995 * found[0]
+
+
+def test_a_small_card_has_one_kernel_at_a_time_unless_told():
+    for multiprocessors, found in ((99, False), (100, True)):
+        spread = beside(16_384, 64, beside="auto", multiprocessors=multiprocessors)
+        assert (spread.beside is not None) == found
+    assert beside(16_384, 64, multiprocessors=78).beside is not None
+
+
 def test_several_pieces_and_other_architectures_have_one_kernel_at_a_time():
     room = 10 * BLOCK_BYTES
     assert plan(HOPPER, 1, 4096, 1, None, SMS, room, beside="on").beside is None

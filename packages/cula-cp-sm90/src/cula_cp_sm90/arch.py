@@ -28,6 +28,7 @@ TARGET = Target(
             step_us={1: 1.22, 2: 1.65},
             chain_us=2.0,
             lead=10,
+            multiprocessors=100,
         ),
     ),
     recurrence="cula_cp_sm90.kernels.recurrence:KdaRecurrence",

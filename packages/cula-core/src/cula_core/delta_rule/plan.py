@@ -15,6 +15,7 @@ GAIN = 1.03  # cutting must win this much
 # Machines of which the kernel that prepares their chunks keeps a table.
 MOST_MACHINES = 128
 MAX_PARTS = 16
+EVENLY = 8  # exponent of the mean of two times that slow each other down only where they are about the same
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class BesideCosts:
     start_us: until the first blocks are there, and behind the last ones, by the tiles of a machine's CTAs. prepare_us:
     of a chunk and value head on a multiprocessor, alone_us: where the card does nothing else. step_us: of a step of a
     machine, by its tiles. chain_us: of a chain more. lead: steps from the last one of a machine whose block may be
-    missing to one that may not be begun yet, at least.
+    missing to one that may not be begun yet, at least. multiprocessors: that a card has at least for which this holds;
+    one with fewer may have slower tensor cores, or be a part of a card.
     """
 
     start_us: Mapping[int, float]
@@ -83,6 +85,7 @@ class BesideCosts:
     step_us: Mapping[int, float]
     chain_us: float
     lead: int
+    multiprocessors: int
 
 
 @dataclass(frozen=True)
@@ -173,13 +176,25 @@ class CostModel:
         for tiles, step_us in costs.step_us.items():
             per_machine = self.v_tiles // tiles
             most = min((self.multiprocessors - 1) // per_machine, MOST_MACHINES, steps)
-            for machines in range(1, most + 1):
-                share = max(longest, -(-steps // machines))
-                if -(-steps // share) != machines or (tiles < self.v_tiles and share > longest):
+            if most < 1:
+                continue
+            walk_us = steps * step_us + chains * costs.chain_us
+            prepare_us = steps * costs.prepare_us
+            counts: tuple[int, ...] = (-(-steps // longest),)
+            if tiles == self.v_tiles:
+                # Where `_slower` is least, if machines need not be whole.
+                apart = per_machine * (prepare_us / walk_us) ** EVENLY
+                ideal = int(self.multiprocessors / (per_machine + apart ** (1 / (EVENLY + 1))))
+                counts = (ideal, ideal + 1)
+            for count in counts:
+                share = max(longest, -(-steps // min(max(count, 1), most)))
+                if tiles < self.v_tiles and share > longest:
                     continue
+                machines = -(-steps // share)
                 left = self.multiprocessors - machines * per_machine
-                walk_us = share * step_us + chains / machines * costs.chain_us
-                time = costs.start_us[tiles] + _slower(walk_us, steps * costs.prepare_us / left)
+                time = costs.start_us[tiles] + _slower(
+                    share * step_us + chains / machines * costs.chain_us, prepare_us / left
+                )
                 if best is None or time < best[0]:
                     # A team has a chunk in hand when it begins another one.
                     lead = costs.lead + -(-2 * TEAMS * left // machines)
@@ -240,7 +255,7 @@ class CostModel:
 
 def _slower(time: float, other: float) -> float:
     """Returns how long two things take that slow each other down if they take about the same time."""
-    return (time**8 + other**8) ** 0.125
+    return (time**EVENLY + other**EVENLY) ** (1 / EVENLY)
 
 
 def _pace_us(chain: float, memory: float) -> float:
@@ -278,7 +293,10 @@ def plan(
     )
     spread = Plan(model.tiles(cut.alike), cut.segment_tokens, cut.segments, pieces, piece_slots)
     forced = segment_tokens or intracard_cp == "on" or any(maps)
-    if beside == "off" or target.costs.beside is None or pieces > 1 or forced:
+    costs = target.costs.beside
+    if beside == "off" or costs is None or pieces > 1 or forced:
+        return spread
+    if beside == "auto" and multiprocessors < costs.multiprocessors:
         return spread
     if longest is None:
         longest = tokens if sequences is None else max(tokens - sequences + 1, 1)

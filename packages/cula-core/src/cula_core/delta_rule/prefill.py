@@ -160,7 +160,8 @@ class Prefill:
             segment_tokens: cuts every sequence after each so many tokens, a multiple of 64 and at least 1024, whatever
                 the batch and the GPU, so that a sequence has the same bits in every call. Needs a workspace for one
                 piece. None: as use_intracard_cp says. No effect on the CPU.
-            out: `[B, T, HV, V]` in the dtype of v, written and returned. None: allocated.
+            out: `[B, T, HV, V]` in the dtype of v, written and returned; shares no memory with q, k, g and beta, which
+                are read meanwhile. None: allocated.
             state_pool: `[rows, HV, K, V]`, or V, K, in place of an initial_state and like it, updated in place.
             initial_state_indices: `[N]` int32, any stride, the row of state_pool of every sequence. Negative, or
                 `null_slot`: padding, no row is read or written and the outputs are zero. No row of a pool that is
