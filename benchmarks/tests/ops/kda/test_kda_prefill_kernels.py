@@ -1,5 +1,7 @@
 """KDA prefill kernel by kernel."""
 
+import math
+
 import pytest
 import torch
 
@@ -46,7 +48,8 @@ def test_each_kernel_is_launched_alone(launched, problem, all_of_them):
 
 def test_each_kernel_is_launched_alone_after_calls_of_all(monkeypatch):
     """Neither a list that cula leaves behind nor a plan with kernels beside each other changes what is launched."""
-    monkeypatch.setattr(planning, "GAIN", 0.0)  # the planner always has kernels beside each other
+    # The planner always has kernels beside each other.
+    monkeypatch.setattr(planning.CostModel, "apart_us", lambda *facts: math.inf)
     problem = setting(8192, heads=1)
     x = kda.make_inputs(problem, "cpu", 0)
     with pretended_gpu() as launches:

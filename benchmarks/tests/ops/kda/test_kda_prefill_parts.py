@@ -1,5 +1,7 @@
 """KDA prefill with sequences cut into given numbers of segments."""
 
+import math
+
 import pytest
 
 from benchmarks.ops.kda import internals, kda_prefill_parts
@@ -30,7 +32,8 @@ def test_parts_are_those_that_the_planner_may_take(card, capability):
 
 def test_every_run_is_cut_as_its_provider_says(monkeypatch):
     """Neither a list that cula leaves behind nor a plan with kernels beside each other changes what is launched."""
-    monkeypatch.setattr(planning, "GAIN", 0.0)  # the planner always has kernels beside each other
+    # The planner always has kernels beside each other.
+    monkeypatch.setattr(planning.CostModel, "apart_us", lambda *facts: math.inf)
     problem = setting(4096, heads=1)
     x = kda.make_inputs(problem, "cpu", 0)
     with pretended_gpu() as launches:

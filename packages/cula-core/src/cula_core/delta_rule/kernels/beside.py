@@ -23,7 +23,7 @@ MOST_MACHINES = 128
 LOOK_NS = 1500  # between looks at how far a machine is
 # How often a team looks: before a chunk, because meanwhile it holds back the one in hand, for which that machine may
 # wait; and in all for machines that have not begun, and may not before this kernel ends.
-LOOKS, PATIENCE = 20, 1000
+LOOKS, PATIENCE = 20, 100
 
 
 @dsl_user_op

@@ -85,7 +85,7 @@ class Inverse:
 
     @cute.jit
     def invert(
-        self, base: cute.Pointer, diag, acc, betas, sub, lane, row, tidx, team, meanwhile=None
+        self, base: cute.Pointer, diag, acc, betas, sub, lane, row, tidx, team=0, meanwhile=None
     ):
         """Inverts I + Akk.
 

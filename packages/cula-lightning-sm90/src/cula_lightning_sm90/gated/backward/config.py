@@ -30,9 +30,11 @@ class ChunkConfig:
 class PrepareConfig(ChunkConfig):
     """Static facts of the kernel that writes the blocks of chunks."""
 
-    # As parts of KDA's kernel ask for them: keys have roots of strengths, and nothing is written for the caller.
+    # As parts of KDA's kernel ask for them: keys have roots of strengths, nothing is written for the caller, and other
+    # kernels come behind this one.
     rooted = True
     intra = False
+    beside = False
 
 
 @dataclass(frozen=True)
