@@ -275,10 +275,11 @@ def scheduled(beside: str) -> Iterator[list[Plan]]:
     would be run again without a plan, are forgotten, and so are those that are written inside.
     """
     global _planner
-    before, plans = _planner, []
+    before, plans = _planner, list[Plan]()
+    decide: Callable[..., Plan] = plan
 
     def planner(*facts: Any) -> Plan:
-        plans.append(plan(*facts[:-1], "off" if facts[-1] == "off" else beside))
+        plans.append(decide(*facts[:-1], "off" if facts[-1] == "off" else beside))
         return plans[-1]
 
     _planner = planner
