@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,12 +19,8 @@ from benchmarks.ops.kda.work import H200
 from benchmarks.ops.sequences import batch_of, has
 
 
-def _scheduled(beside: str) -> AbstractContextManager[list[Any]]:
-    return internals.scheduled(beside)
-
-
 def _call(beside: str, problem: Setting, x: Inputs) -> Callable[[], Result]:
-    return bind_inside(functools.partial(_scheduled, beside), problem, x)
+    return bind_inside(functools.partial(internals.scheduled, beside), problem, x)
 
 
 def _beside_supports(problem: Setting) -> str | None:
@@ -72,7 +67,7 @@ def check(provider: Provider, problem: Setting, device: Any) -> dict[str, float]
     if provider.role == "ceiling":
         return kda_providers.check(provider, problem, device)
     wanted = SCHEDULES[provider.name]
-    with _scheduled(wanted) as plans:
+    with internals.scheduled(wanted) as plans:
         errors = kda_providers.check(CULA, problem, device)
     found = {"off" if plan.beside is None else "on" for plan in plans}
     if len(found) != 1 or wanted not in {"auto", *found}:

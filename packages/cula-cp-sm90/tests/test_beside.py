@@ -217,15 +217,21 @@ def test_calls_in_turns(cuda):
                 assert all(map(same, got, outcome))
 
 
-@pytest.mark.gpu
-def test_a_captured_graph(cuda):
-    x = given(cuda, 3000)
-    expected = attend(x, "off")
+def captured(x):
+    """Returns a graph of a call whose kernels run beside each other, and what a replay writes."""
     with launch.scheduled("on"):
         cula_cp_sm90.chunk_kda(**x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = cula_cp_sm90.chunk_kda(**x)
+    return graph, got
+
+
+@pytest.mark.gpu
+def test_a_captured_graph(cuda):
+    x = given(cuda, 3000)
+    expected = attend(x, "off")
+    graph, got = captured(x)
     for _ in range(50):
         graph.replay()
     torch.cuda.synchronize()
@@ -253,11 +259,7 @@ def test_a_lead_that_is_too_short(cuda, monkeypatch):
 def test_ten_thousand_times(cuda):
     x = given(cuda, 1000)
     expected = attend(x, "off")
-    with launch.scheduled("on"):
-        cula_cp_sm90.chunk_kda(**x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = cula_cp_sm90.chunk_kda(**x)
+    graph, got = captured(x)
     differ = torch.zeros((), dtype=torch.int64, device=cuda)
     for _ in range(10_000):
         for y in got:

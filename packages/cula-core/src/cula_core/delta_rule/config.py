@@ -12,11 +12,13 @@ OPERAND_DTYPES = ("float16", "bfloat16")
 GATES = ("log", "softplus", "safe")
 MIN_SEGMENT_CHUNKS = 16
 TEAMS = 3  # of 256 threads of a CTA that prepares chunks beside the recurrence
+MOST_MACHINES = 128  # whose bounds that kernel keeps
 UNCUT = 1 << 24  # chunks of a segment where sequences are whole
 # Words of a line of the L2: what is looked at while it changes has one for itself.
 LINE = 32
 # Tiles of v of a machine: it walks through all of a head.
 TILES_OF_MACHINE = 2
+COUNTERS = 2  # of chunks that are prepared and of machines
 # What `use_intracard_cp` may be, and how planners call it.
 INTRACARD_CP: dict[bool | str, str] = {"auto": "auto", True: "on", False: "off"}
 # Chunks that one launch of the chunk-parallel kernel takes: a grid has one CTA more there, for the table of segments.
@@ -38,7 +40,7 @@ def chunk_slots(batch: int, tokens: int, sequences: int | None) -> int:
 
 def flag_words(machines: int, share: int) -> int:
     """Returns the words by which kernels beside each other tell how far they are (`kernels.flags`)."""
-    return machines * ((share + 1) * LINE + TILES_OF_MACHINE) + 2
+    return machines * ((share + 1) * LINE + TILES_OF_MACHINE) + COUNTERS
 
 
 def workspace_bytes(batch: int, tokens: int, value_heads: int, sequences: int | None = None) -> int:

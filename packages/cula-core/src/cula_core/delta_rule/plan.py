@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .config import BLOCK_BYTES, CHUNK, MAX_GRID_Z, MIN_SEGMENT_CHUNKS, TEAMS, chunk_slots
+from .config import (
+    BLOCK_BYTES,
+    CHUNK,
+    MAX_GRID_Z,
+    MIN_SEGMENT_CHUNKS,
+    MOST_MACHINES,
+    TEAMS,
+    chunk_slots,
+)
 
 if TYPE_CHECKING:
     from .target import Target
 
 GAIN = 1.03  # cutting must win this much
-# Machines of which the kernel that prepares their chunks keeps a table.
-MOST_MACHINES = 128
 MAX_PARTS = 16
 EVENLY = 8  # exponent of the mean of two times that slow each other down only where they are about the same
 
@@ -236,8 +242,7 @@ class CostModel:
         segment_tokens: int = 0,
     ) -> Cut:
         """Decides where sequences are cut; the arguments are those of `plan`."""
-        if longest is None:
-            longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
+        longest = _longest(tokens, sequences, longest)
         chunks = max(1, -(-longest // CHUNK))
         total = max(chunks, batch * -(-tokens // CHUNK))
         if segment_tokens:
@@ -251,6 +256,13 @@ class CostModel:
             batch * -(-tokens // length) if sequences is None else tokens // length + sequences
         )
         return Cut(length, segments, -(-total * CHUNK // length))
+
+
+def _longest(tokens: int, sequences: int | None, longest: int | None) -> int:
+    """Returns the tokens of the longest sequence, or where it is not known the most that it may have."""
+    if longest is not None:
+        return longest
+    return tokens if sequences is None else max(tokens - sequences + 1, 1)
 
 
 def _slower(time: float, other: float) -> float:
@@ -298,8 +310,7 @@ def plan(
         return spread
     if beside == "auto" and multiprocessors < costs.multiprocessors:
         return spread
-    if longest is None:
-        longest = tokens if sequences is None else max(tokens - sequences + 1, 1)
+    longest = _longest(tokens, sequences, longest)
     # A packed sequence may have a slot without tokens.
     chunks = max(1, -(-longest // CHUNK)) + (sequences is not None)
     count = batch if sequences is None else sequences

@@ -11,7 +11,7 @@ from ...cute.functions import exp2, nanosleep
 from ...cute.memory import view
 from ...cute.types import DTYPES, F32, I32
 from ...cute.work import draw
-from ..config import CHUNK, HEAD_DIM, TEAMS, UNCUT
+from ..config import CHUNK, HEAD_DIM, MOST_MACHINES, TEAMS, UNCUT
 from .flags import counter_at, progress_of, ready_flag
 from .fragments import OF_WARP, UNIT, place_of
 from .inverse import GROUP, INVERSE_BYTES, SUBS
@@ -19,7 +19,6 @@ from .order import Order
 from .prepare import PLACES, THREADS, KdaPrepare, Shared, Thread
 
 LOOKOUT = 7  # the warp of a team that finds the next chunk
-MOST_MACHINES = 128
 LOOK_NS = 1500  # between looks at how far a machine is
 # How often a team looks: before a chunk, because meanwhile it holds back the one in hand, for which that machine may
 # wait; and in all for machines that have not begun, and may not before this kernel ends.

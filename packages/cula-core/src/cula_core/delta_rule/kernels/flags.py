@@ -5,7 +5,7 @@ every tile of the state that a machine leaves to the next one; and two counters,
 zero in front of a call.
 """
 
-from ..config import LINE, TILES_OF_MACHINE
+from ..config import COUNTERS, LINE, TILES_OF_MACHINE, flag_words
 
 
 def ready_flag(flags, number):
@@ -25,4 +25,4 @@ def carried_flag(flags, machines, share, machine, tile):
 
 def counter_at(flags, machines, share, which):
     """Returns a counter: 0 of chunks that are prepared, 1 of machines."""
-    return flags.iterator + machines * ((share + 1) * LINE + TILES_OF_MACHINE) + which
+    return flags.iterator + (flag_words(machines, share) - COUNTERS) + which

@@ -16,9 +16,8 @@ from .items import Item, Loader
 from .order import Order
 
 LOOK = 8  # flags at a time
-PARTS = (
-    3  # of a stage that are loaded and freed one by one: kh, decays and v; qg and T'; kg and Aqk
-)
+# Of a stage, loaded and freed one by one: kh, decays and v; qg and T'; kg and Aqk.
+PARTS = 3
 
 
 def parts_of(tiles, v_tile):
