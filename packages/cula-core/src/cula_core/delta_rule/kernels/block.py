@@ -20,20 +20,26 @@ STAGED_AQK = T_PRIME + SQUARE
 STAGED_BLOCK = STAGED_AQK + SQUARE
 
 
+def panels(source, target):
+    """Returns runs (place in the block, place in the stage, elements) of a triangle, from these places on. Between them
+    are the rows that panels do not have."""
+    found = []
+    for panel in range(CHUNK // SUB):
+        missing = panel * SUB * SUB
+        found.append((source, target + missing, PANEL - missing))
+        source, target = source + PANEL - missing, target + PANEL
+    return found
+
+
 def runs(begin, end):
-    """Returns what a stage holds of a block, from `begin` to `end` of the stage, as (place in the block, place in the
-    stage, elements). Between these runs are the rows that panels do not have."""
+    """Returns what a stage holds of a block, from `begin` to `end` of the block, in as few runs as possible."""
     found = [(begin, begin, T_PRIME - begin)]
-    source, target = T_PRIME, T_PRIME
-    while source < end:
-        missing = (target - T_PRIME) // PANEL * SUB % CHUNK * SUB
-        size = PANEL - missing
-        if missing:
-            found.append((source, target + missing, size))
+    for run in panels(T_PRIME, T_PRIME) + (panels(AQK, STAGED_AQK) if end > AQK else []):
+        source, target, size = found[-1]
+        if (source + size, target + size) == run[:2]:
+            found[-1] = source, target, size + run[2]
         else:
-            at, there, before = found.pop()
-            found.append((at, there, before + size))
-        source, target = source + size, target + PANEL
+            found.append(run)
     return found
 
 

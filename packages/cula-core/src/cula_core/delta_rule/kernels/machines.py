@@ -9,8 +9,8 @@ from ...cute.functions import discard, nanosleep
 from ...cute.memory import EVICT_FIRST, cache_policy, view
 from ...cute.types import I32
 from ...cute.work import SLOTS, post
-from ..config import CHUNK, HEAD_DIM, SUB, TRIANGLE, UNCUT
-from .block import AQK, BLOCK, DECAY, KG, KH, PANEL, QG, STAGED_AQK, T_PRIME, WIDE
+from ..config import CHUNK, HEAD_DIM, TRIANGLE, UNCUT
+from .block import AQK, BLOCK, DECAY, KG, KH, QG, STAGED_AQK, T_PRIME, WIDE, panels
 from .flags import progress_of, ready_flag
 from .items import Item, Loader
 from .order import Order
@@ -22,20 +22,11 @@ PARTS = 3
 
 def parts_of(tiles, v_tile):
     """Returns of each part of a stage its runs, as `block.runs` does, and how many bytes are loaded."""
-
-    def triangle(source, target):
-        found = []
-        for panel in range(CHUNK // SUB):
-            missing = panel * SUB * SUB
-            found.append((source, target + missing, PANEL - missing))
-            source, target = source + PANEL - missing, target + PANEL
-        return found
-
     values = 2 * CHUNK * v_tile * tiles
     return (
         ([(KH, KH, WIDE), (DECAY, DECAY, 2 * HEAD_DIM)], 2 * WIDE + 4 * HEAD_DIM + values),
-        ([(QG, QG, WIDE), *triangle(T_PRIME, T_PRIME)], 2 * (WIDE + TRIANGLE)),
-        ([(KG, KG, WIDE), *triangle(AQK, STAGED_AQK)], 2 * (WIDE + TRIANGLE)),
+        ([(QG, QG, WIDE), *panels(T_PRIME, T_PRIME)], 2 * (WIDE + TRIANGLE)),
+        ([(KG, KG, WIDE), *panels(AQK, STAGED_AQK)], 2 * (WIDE + TRIANGLE)),
     )
 
 
