@@ -47,6 +47,7 @@ class KdaRecurrence:
     |---|---|---|
     | tile t | 4t ... | state and outputs of 64 columns |
     | load | the one behind | next item; blocks by bulk copies, v by TMA |
+    | beside: give up, watch | two more | blocks that are done with; flags of those that are there |
 
     | shared memory | bytes | slots |
     |---|---|---|
@@ -59,8 +60,9 @@ class KdaRecurrence:
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.tiles = config.tiles
-        # A warpgroup per tile and a warp that loads; registers move between whole warpgroups only.
-        self.threads = GROUP * self.tiles + (32 if self.tiles == 1 else GROUP)
+        # A warpgroup per tile and warps that load; registers move between whole warpgroups only.
+        self.whole = self.tiles > 1 or config.beside
+        self.threads = GROUP * self.tiles + (GROUP if self.whole else 32)
         self.outputs = OutputTiles(self.dtype, BARRIER_TILE, EVICT_FIRST if config.beside else None)
         self.stages = Stages(config)
         self.states = States(config, self)
@@ -218,7 +220,9 @@ class KdaRecurrence:
                     cute.arch.mbarrier_init(parts + count + i, GROUP * self.tiles)
             # A machine waits for the one before it, which has to be there by then.
             ticket = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
+            there = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
             if tidx == 0:
+                there[0] = I32(0)
                 machines = self.machines()
                 tickets = counter_at(flags, machines, share, 1)
                 ticket[0] = cute.arch.atomic_add(tickets.llvm_ptr, I32(1))
@@ -226,14 +230,18 @@ class KdaRecurrence:
         self.stages.clear(base, tidx, self.threads)
         cute.arch.sync_threads()
         if warp_idx >= 4 * self.tiles:
-            if cutlass.const_expr(self.tiles > 1):
+            if cutlass.const_expr(self.whole):
                 cute.arch.setmaxregister_decrease(24)
             if cutlass.const_expr(self.config.beside):
                 if warp_idx == 4 * self.tiles:
                     self.loader.load_machine(
                         parts, items, base, item_words, blocks, tma_v, mV, indices, targets, fresh, cu_seqlens, flags,
-                        null_slot, self.machines(), ticket[0], share, out.shape[1],
+                        there, null_slot, self.machines(), ticket[0], share, out.shape[1],
                     )  # fmt: skip
+                if warp_idx == 4 * self.tiles + 2:
+                    self.loader.watch(
+                        there, blocks, cu_seqlens, flags, self.machines(), ticket[0], share, out.shape[1]
+                    )
                 # One of two readers does not know whether the other one is done.
                 if cutlass.const_expr(self.tiles == self.config.v_tiles):
                     if warp_idx == 4 * self.tiles + 1:
@@ -248,7 +256,7 @@ class KdaRecurrence:
                     counter, null_slot, segment_tokens, first_slot, out.shape[2], out.shape[1], out.shape[0],
                 )  # fmt: skip
         else:
-            if cutlass.const_expr(self.tiles > 1):
+            if cutlass.const_expr(self.whole):
                 cute.arch.setmaxregister_increase(240)
             self.walk(
                 parts if self.config.beside else ring, items, base, o_base, roots, item_words, tma_o, mO, out, initial,
@@ -358,14 +366,15 @@ class KdaRecurrence:
                 gO = cute.local_tile(rows, (CHUNK, V_TILE), (None, column))
             if cutlass.const_expr(self.config.checkpoints is not None):
                 due = self.states.first_kept(item, checkpoint_offsets, checkpoint_every)
+            if cutlass.const_expr(self.config.beside):
+                if chunks > 0:
+                    self.load(ring, at, load_v, v_source, v, decays, decay, length, column, lane)
             for c in cutlass.range(chunks, unroll=1):
                 stage = at.index
                 s_a.store(as_operand(s, s_a).load().to(self.operand))
-                self.come(ring, 0, at)
-                self.load_values(
-                    load_v, v_source[None, None, None, stage], v, length - c * CHUNK, column, lane
-                )
-                cute.autovec_copy(decays[None, None, stage], decay)
+                left = length - c * CHUNK
+                if cutlass.const_expr(not self.config.beside):
+                    self.load(ring, at, load_v, v_source, v, decays, decay, left, column, lane)
                 for n in cutlass.range_constexpr(HEAD_DIM // 8):
                     for a in cutlass.range_constexpr(2):
                         for b in cutlass.range_constexpr(2):
@@ -379,8 +388,9 @@ class KdaRecurrence:
                     if cutlass.const_expr(self.config.beside):
                         warpgroup.fence()
                     issue(mma_x, o, s_a, qg[None, None, None, stage], True)
-                    if c > 0:
-                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                    if cutlass.const_expr(not self.config.beside):
+                        if c > 0:
+                            self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
                     warpgroup.wait_group(1)
                     self.go(ring, 0, at)
                 if cutlass.const_expr(self.config.rooted):
@@ -390,14 +400,26 @@ class KdaRecurrence:
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_x, x, x_a, tt[None, None, None, stage], True)
+                self.come(ring, 2, at)
                 warpgroup.wait_group(0)
                 self.go(ring, 1, at)
-                self.come(ring, 2, at)
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_s, s, x_a, kg[None, None, None, stage], False)
                 if cutlass.const_expr(not scan):
                     issue(mma_x, o, x_a, aqk[None, None, None, stage], False)
+                if cutlass.const_expr(self.config.beside):
+                    # While these products run, the longest ones. Where the memory is the limit, as without parts, it
+                    # would be wrong to wait for the next chunk before this one's stage is free.
+                    if c > 0:
+                        self.outputs.send(tma_o, gO, sO, c - 1, turn - 1, group, tidx)
+                    if left > CHUNK:
+                        then = at.clone()
+                        then.advance()
+                        behind = left - CHUNK
+                        self.load(
+                            ring, then, load_v, v_source, v, decays, decay, behind, column, lane
+                        )
                 warpgroup.wait_group(0)
                 # By every thread, for what it has read itself; the pipeline's own release is one lane's for its warp.
                 if cutlass.const_expr(self.config.beside):
@@ -460,6 +482,13 @@ class KdaRecurrence:
         return tiled_mma.make_fragment_B(
             part.partition_B(self.stages.part(base, offset, shape, major))
         )
+
+    @cute.jit
+    def load(self, ring, at, load_v, v_source, v, decays, decay, left, column, lane):
+        """Waits for the first part of a stage, and loads its values and decays into registers."""
+        self.come(ring, 0, at)
+        self.load_values(load_v, v_source[None, None, None, at.index], v, left, column, lane)
+        cute.autovec_copy(decays[None, None, at.index], decay)
 
     @cute.jit
     def load_values(self, load_v, source: cute.Tensor, v: cute.Tensor, left, column, lane):

@@ -245,6 +245,9 @@ class KdaPrepareBeside(KdaPrepare):
                 batch, start, length, slot = self.order.tokens_of(cu_seqlens, here.sequence, tokens)
                 left, head = length - here.chunk * CHUNK, here.head
                 token, slot = start + here.chunk * CHUNK, slot + here.chunk
+                if (left <= 0) & (lane == 0):  # a slot without tokens
+                    empty = ready_flag(flags, machine * share + step)
+                    cute.arch.store(empty, I32(1), sem="relaxed", scope="gpu")
             if left > 0:
                 flag = machine * share + step
                 if (lead > 0) & (lane == 0):

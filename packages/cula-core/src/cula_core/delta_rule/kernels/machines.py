@@ -55,6 +55,7 @@ class MachineLoader(Loader):
         fresh: cute.Tensor,
         cu_seqlens: cute.Tensor,
         flags: cute.Tensor,
+        there: cute.Tensor,
         null_slot: cutlass.Int32,
         machines: cutlass.Int32,
         ticket: cutlass.Int32,
@@ -94,8 +95,7 @@ class MachineLoader(Loader):
             chunks = cutlass.select_(row < 0, I32(0), cute.ceil_div(length, CHUNK))
             for c in cutlass.range(chunks, unroll=1):
                 if walked + c >= seen:
-                    first = machine * share + walked + c
-                    seen = walked + c + self.wait(flags, first, chunks - c, lane)
+                    seen = self.wait(there, walked + c)
                 self.fetch_parts(
                     parts, bulk, blocks[slot + here.chunk + c, here.head, None], base, at, tma_v, mV, token + c * CHUNK,
                     here.head, batch, tile,
@@ -147,24 +147,43 @@ class MachineLoader(Loader):
             cute.arch.store(progress, walked, sem="relaxed", scope="gpu")
 
     @cute.jit
-    def wait(self, flags: cute.Tensor, first, most, lane):
-        """Waits for the block of flag `first`; returns how many of the next `most` are there, at most LOOK."""
-        found = I32(0)
-        while found == 0:
+    def wait(self, there: cute.Tensor, step):
+        """Waits for the block of a step; returns how many steps have theirs."""
+        seen = cute.arch.load(there.iterator, I32, sem="acquire", scope="cta", ss="cta")
+        while seen <= step:
+            nanosleep(50)
+            seen = cute.arch.load(there.iterator, I32, sem="acquire", scope="cta", ss="cta")
+        # Blocks are read through another proxy than flags, and by another warp than has read those.
+        cute.arch.fence_proxy("async.global")
+        return seen
+
+    @cute.jit
+    def watch(
+        self, there: cute.Tensor, blocks: cute.Tensor, cu_seqlens: cute.Tensor, flags: cute.Tensor, machines, ticket,
+        share, tokens,
+    ):  # fmt: skip
+        """Says in `there` how many of the machine's first steps have their blocks; by a warp of its own, because a fence
+        behind flags waits for whatever else the warp has asked of the memory."""
+        lane = cute.arch.lane_idx()
+        machine, _ = self.place(ticket)
+        begin, _, _, end = self.bounds(cu_seqlens, machine, share, blocks, tokens)
+        seen = I32(0)
+        while seen < end - begin:
             flag = I32(0)
-            if lane < cutlass.min(most, LOOK):
-                flag = cute.arch.load(
-                    ready_flag(flags, first + lane), I32, sem="relaxed", scope="gpu"
-                )
+            if lane < cutlass.min(end - begin - seen, LOOK):
+                number = machine * share + seen + lane
+                flag = cute.arch.load(ready_flag(flags, number), I32, sem="relaxed", scope="gpu")
             ready = cute.arch.vote_ballot_sync(flag != 0)
             found = I32(cute.arch.popc(ready & ~(ready + 1)))  # the ones in front of a zero
             if found == 0:
                 nanosleep(100)
-        # Blocks are read through another proxy than flags, and by a lane that has not read all of those.
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_warp()
-        cute.arch.fence_proxy("async.global")
-        return found
+            else:
+                cute.arch.fence_acq_rel_gpu()
+                cute.arch.fence_proxy("async.global")
+                cute.arch.sync_warp()
+                seen = seen + found
+                if lane == 0:
+                    cute.arch.store(there.iterator, seen, sem="release", scope="cta", ss="cta")
 
     @cute.jit
     def give_up(
