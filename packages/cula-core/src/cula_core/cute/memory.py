@@ -36,13 +36,14 @@ def copy_async(source: cute.Tensor, target: cute.Tensor, policy: cutlass.Constex
 
 
 @dsl_user_op
-def copy_with_policy(target, source, policy, *, loc=None, ip=None):
-    """cp.async of 16 bytes; target: address in shared memory, source: in global memory."""
+def copy_with_policy(target, source, policy, behind=(0, 0), *, loc=None, ip=None):
+    """cp.async of 16 bytes; target: address in shared memory, source: in global memory. behind: how many bytes further
+    on both are, which costs no instruction."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (target, source, policy)]
     llvm.inline_asm(
         None,
         operands,
-        "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2;",
+        f"cp.async.cg.shared.global.L2::cache_hint [$0+{behind[0]}], [$1+{behind[1]}], 16, $2;",
         "r,l,l",
         has_side_effects=True,
         is_align_stack=False,

@@ -38,6 +38,8 @@ from ..arch import TARGET
 
 V_TILE = TARGET.v_tile
 BARRIER_TILE = 1
+# By tiles: of a thread of a tile, and of the others, where registers move between warpgroups.
+REGISTERS = {1: (256, 64), 2: (240, 24)}
 
 
 class KdaRecurrence:
@@ -231,7 +233,7 @@ class KdaRecurrence:
         cute.arch.sync_threads()
         if warp_idx >= 4 * self.tiles:
             if cutlass.const_expr(self.whole):
-                cute.arch.setmaxregister_decrease(24)
+                cute.arch.setmaxregister_decrease(REGISTERS[self.tiles][1])
             if cutlass.const_expr(self.config.beside):
                 if warp_idx == 4 * self.tiles:
                     self.loader.load_machine(
@@ -240,7 +242,14 @@ class KdaRecurrence:
                     )  # fmt: skip
                 if warp_idx == 4 * self.tiles + 2:
                     self.loader.watch(
-                        there, blocks, cu_seqlens, flags, self.machines(), ticket[0], share, out.shape[1]
+                        there,
+                        blocks,
+                        cu_seqlens,
+                        flags,
+                        self.machines(),
+                        ticket[0],
+                        share,
+                        out.shape[1],
                     )
                 # One of two readers does not know whether the other one is done.
                 if cutlass.const_expr(self.tiles == self.config.v_tiles):
@@ -257,7 +266,7 @@ class KdaRecurrence:
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.whole):
-                cute.arch.setmaxregister_increase(240)
+                cute.arch.setmaxregister_increase(REGISTERS[self.tiles][0])
             self.walk(
                 parts if self.config.beside else ring, items, base, o_base, roots, item_words, tma_o, mO, out, initial,
                 final, checkpoints, checkpoint_rows, checkpoint_offsets, checkpoint_every, maps, starts, flags, carried,

@@ -8,12 +8,12 @@ from cutlass.memory import SmemAllocator
 
 from ...constants import LOG2_E
 from ...cute.functions import exp2, nanosleep
-from ...cute.memory import view
+from ...cute.memory import EVICT_FIRST, copy_with_policy, view
 from ...cute.types import DTYPES, F32, I32
 from ...cute.work import draw
 from ..config import CHUNK, HEAD_DIM, MOST_MACHINES, TEAMS, UNCUT
 from .flags import counter_at, progress_of, ready_flag
-from .fragments import OF_WARP, UNIT, place_of
+from .fragments import OF_WARP, ROUNDS, UNIT, place_in_line, place_of
 from .inverse import GROUP, INVERSE_BYTES, SUBS
 from .order import Order
 from .prepare import PLACES, THREADS, KdaPrepare, Shared, Thread
@@ -299,16 +299,25 @@ class KdaPrepareBeside(KdaPrepare):
         held = F32(0.0)
         if flag >= 0:
             head_k, _ = divmod(head, group)
-            rows, channel = self.tokens.lines(token, left, thread)
-            planes = (
-                (mQ[batch, None, head_k, None], shared.raw[None, None, 0]),
-                (mK[batch, None, head_k, None], shared.raw[None, None, 1]),
-                (mG[batch, None, head, None], shared.gates),
-            )
-            for source, target in planes:
-                for half in cutlass.range_constexpr(2):
-                    other = thread._replace(lines=thread.lines + half * SUBS * OF_WARP)
-                    self.tokens.load(source, target, rows, channel + half * (HEAD_DIM // 2), other)
+            rows, channel = self.tokens.lines(I32(0), left, thread)
+            policy = cutlass.Int64(EVICT_FIRST)
+            planes = []
+            for x, own in ((mQ, head_k), (mK, head_k), (mG, head)):
+                first = view(x[batch, token, own, None].iterator, channel, UNIT)
+                planes.append((first.iterator.toint(), cutlass.Int64(x.stride[1]) * 2))
+            for j in cutlass.range_constexpr(ROUNDS):
+                place = thread.lines + place_in_line(thread.lane, j)
+                target = shared.raw[None, place, 0].iterator.toint()
+                row = cutlass.Int64(cutlass.Uint32(rows[j]))  # of the chunk: never negative
+                for which, (first, stride) in enumerate(planes):
+                    source = first + row * stride
+                    for half in cutlass.range_constexpr(2):
+                        # Planes lie behind each other, and in each the lines of the other half of the channels.
+                        behind = (
+                            UNIT * (PLACES * which + SUBS * OF_WARP * half),
+                            HEAD_DIM // 2 * half,
+                        )
+                        copy_with_policy(target, source, policy, tuple(2 * n for n in behind))
             cute.arch.cp_async_mbarrier_arrive_noinc(filled + thread.sub)
             if cutlass.const_expr(self.config.bias):
                 held = bias[head, thread.tidx]

@@ -79,6 +79,16 @@ def unit_of_triangle(row, column):
     return above + row * SUB + swizzle(unit, row // 4 % 2) * UNIT
 
 
+def place_in_triangle(number):
+    """Returns the row and the first column of a unit of T' or Aqk, by its number in the block."""
+    # Panels have 64, 48, 32 and 16 rows of two units.
+    panel = I32(0)
+    for first in (128, 224, 288):
+        panel = panel + I32(number >= first)
+    row = SUB * panel + (number - SUB * panel * (9 - panel)) // 2
+    return row, SUB * panel + swizzle(number % 2, row // 4 % 2) * UNIT
+
+
 def place_of(pair, unit):
     """Returns where unit 0 ... 7 of the even one of two tokens lies among those of a warp.
 

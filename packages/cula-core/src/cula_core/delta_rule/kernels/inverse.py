@@ -12,9 +12,9 @@ from cutlass.cute.nvgpu import warp
 
 from ...cute.memory import view
 from ...cute.types import DTYPES, F16, F32
-from ..config import CHUNK, SUB, PrepareConfig
+from ..config import CHUNK, SUB, TRIANGLE, PrepareConfig
 from .block import T_PRIME
-from .fragments import UNIT, unit_of_triangle, write_columns
+from .fragments import UNIT, place_in_triangle, write_columns
 
 GROUP = 128  # threads that invert
 SUBS = CHUNK // SUB
@@ -214,37 +214,38 @@ class Inverse:
 
     @cute.jit
     def store_tprime(self, base: cute.Pointer, block, akk, betas, tidx, left):
-        """Writes T' to the block, and for the caller whole rows of the inverse, which have no beta.
+        """Writes T' to the block, and for the caller whole rows of the inverse, which have no beta; by 256 threads.
 
-        Each of 256 threads has a unit of two rows, from the diagonal on.
+        A thread has one or two units of the triangle, in the order of the block.
         """
-        units = CHUNK // UNIT  # of a row
-        row, column = tidx // units, tidx % units * UNIT
-        apart = 2 * GROUP // units
-        beta = cute.make_rmem_tensor(UNIT, F32)
-        beta.fill(1.0)
-        if cutlass.const_expr(not self.config.rooted):
-            cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
         _, sInv, _ = self.matrices(base)
-        source = view(sInv.iterator, row * STRIDE + column, UNIT)
         held = cute.make_rmem_tensor(UNIT, F16)
         weighed = cute.make_rmem_tensor(UNIT, F32)
         rounded = cute.make_rmem_tensor(UNIT, self.operand)
-        for i in cutlass.range_constexpr(CHUNK // apart):
-            if column // SUB <= (row + apart * i) // SUB:
-                cute.autovec_copy(view(source.iterator, apart * i * STRIDE, UNIT), held)
+        beta = cute.make_rmem_tensor(UNIT, F32)
+        beta.fill(1.0)
+        for i in cutlass.range_constexpr(2):
+            number = tidx + 2 * GROUP * i
+            if number < TRIANGLE // UNIT:
+                row, column = place_in_triangle(number)
+                if cutlass.const_expr(not self.config.rooted):
+                    cute.autovec_copy(view(betas.iterator, column, UNIT), beta)
+                cute.autovec_copy(view(sInv.iterator, row * STRIDE + column, UNIT), held)
                 for c in cutlass.range_constexpr(UNIT):
                     weighed[c] = held[c].to(F32) * beta[c]
                 rounded.store(weighed.load().to(self.operand))
-                unit = T_PRIME + unit_of_triangle(row + apart * i, column)
-                cute.autovec_copy(rounded, view(block.iterator, unit, UNIT))
-                if cutlass.const_expr(self.config.intra):
+                cute.autovec_copy(rounded, view(block.iterator, T_PRIME + UNIT * number, UNIT))
+        if cutlass.const_expr(self.config.intra):
+            units = CHUNK // UNIT  # of a row
+            column, apart = tidx % units * UNIT, 2 * GROUP // units
+            for i in cutlass.range_constexpr(CHUNK // apart):
+                row = tidx // units + apart * i
+                weighed.fill(0.0)
+                if column // SUB <= row // SUB:
+                    cute.autovec_copy(view(sInv.iterator, row * STRIDE + column, UNIT), held)
                     for c in cutlass.range_constexpr(UNIT):
                         weighed[c] = held[c].to(F32)
-                    write_columns(akk, weighed, row + apart * i, column, left, self.dtype)
-            elif cutlass.const_expr(self.config.intra):
-                weighed.fill(0.0)
-                write_columns(akk, weighed, row + apart * i, column, left, self.dtype)
+                write_columns(akk, weighed, row, column, left, self.dtype)
 
 
 def tile(matrix, i, j):

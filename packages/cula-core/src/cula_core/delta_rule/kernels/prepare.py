@@ -449,18 +449,17 @@ class KdaPrepare:
                 if cutlass.const_expr(self.config.bounded):
                     self.tokens.decays(gate, g, first)
                 widen_pair(raw, first // 2, wide)
-                for i in cutlass.range_constexpr(2):
-                    last[i] = cute.arch.shuffle_sync(
-                        g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
-                    )
-                    end[i] = exp2(last[i])
-                if thread.lane >= 28:
-                    at = thread.sub * HEAD_DIM + thread.channel + 32 * m + first
-                    cute.autovec_copy(end, view(shared.ends.iterator, at, 2))
+                if cutlass.const_expr(not self.config.bounded):
+                    for i in cutlass.range_constexpr(2):
+                        last[i] = cute.arch.shuffle_sync(
+                            g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
+                        )
                 for r in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
                         c = first + i
                         grown = exp2(g[c, r])
+                        if cutlass.const_expr(r == 1):  # of the last token: the sub-block's decay
+                            end[i] = cute.arch.shuffle_sync(grown, 28, mask_and_clamp=LANE_OF_UNIT)
                         k = wide[i, r, 1] * norm[r, 1]
                         x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown
                         x[r, i, 1] = k * grown
@@ -468,6 +467,9 @@ class KdaPrepare:
                             x[r, i, 2] = k * exp2(-g[c, r])
                         else:
                             x[r, i, 2] = k * exp2(last[i] - g[c, r])
+                if thread.lane >= 28:
+                    at = thread.sub * HEAD_DIM + thread.channel + 32 * m + first
+                    cute.autovec_copy(end, view(shared.ends.iterator, at, 2))
                 if cutlass.const_expr(self.config.bounded):
                     rows_by_rows_tf32(diag, x)
                     for r in cutlass.range_constexpr(2):
