@@ -22,23 +22,19 @@ def view(pointer, offset, size, unit=None):
 
 
 @cute.jit
-def copy_async(source: cute.Tensor, target: cute.Tensor, policy: cutlass.Constexpr = None):
-    """Starts an asynchronous copy of 16 bytes from global to shared memory (cp.async).
-
-    policy: of the L2, None or EVICT_FIRST.
-    """
-    if cutlass.const_expr(policy is None):
-        mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
-        copy = cute.make_copy_atom(mode, source.element_type, num_bits_per_copy=128)
-        cute.copy(copy, source, target)
-    else:
-        copy_with_policy(target.iterator.toint(), source.iterator.toint(), cutlass.Int64(policy))
+def copy_async(source: cute.Tensor, target: cute.Tensor):
+    """Starts an asynchronous copy of 16 bytes from global to shared memory (cp.async)."""
+    mode = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
+    copy = cute.make_copy_atom(mode, source.element_type, num_bits_per_copy=128)
+    cute.copy(copy, source, target)
 
 
 @dsl_user_op
 def copy_with_policy(target, source, policy, behind=(0, 0), *, loc=None, ip=None):
-    """cp.async of 16 bytes; target: address in shared memory, source: in global memory. behind: how many bytes further
-    on both are, which costs no instruction."""
+    """Starts such a copy with a policy of the L2, a number of 64 bits.
+
+    target, source: addresses. behind: how many bytes further on both are, which costs no instruction.
+    """
     operands = [x.ir_value(loc=loc, ip=ip) for x in (target, source, policy)]
     llvm.inline_asm(
         None,

@@ -242,15 +242,8 @@ class KdaRecurrence:
                     )  # fmt: skip
                 if warp_idx == 4 * self.tiles + 2:
                     self.loader.watch(
-                        there,
-                        blocks,
-                        cu_seqlens,
-                        flags,
-                        self.machines(),
-                        ticket[0],
-                        share,
-                        out.shape[1],
-                    )
+                        there, blocks, cu_seqlens, flags, self.machines(), ticket[0], share, out.shape[1]
+                    )  # fmt: skip
                 # One of two readers does not know whether the other one is done.
                 if cutlass.const_expr(self.tiles == self.config.v_tiles):
                     if warp_idx == 4 * self.tiles + 1:

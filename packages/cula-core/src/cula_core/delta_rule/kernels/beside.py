@@ -313,11 +313,9 @@ class KdaPrepareBeside(KdaPrepare):
                     source = first + row * stride
                     for half in cutlass.range_constexpr(2):
                         # Planes lie behind each other, and in each the lines of the other half of the channels.
-                        behind = (
-                            UNIT * (PLACES * which + SUBS * OF_WARP * half),
-                            HEAD_DIM // 2 * half,
-                        )
-                        copy_with_policy(target, source, policy, tuple(2 * n for n in behind))
+                        there = PLACES * which + SUBS * OF_WARP * half
+                        behind = 2 * UNIT * there, HEAD_DIM * half
+                        copy_with_policy(target, source, policy, behind)
             cute.arch.cp_async_mbarrier_arrive_noinc(filled + thread.sub)
             if cutlass.const_expr(self.config.bias):
                 held = bias[head, thread.tidx]

@@ -162,8 +162,10 @@ class MachineLoader(Loader):
         self, there: cute.Tensor, blocks: cute.Tensor, cu_seqlens: cute.Tensor, flags: cute.Tensor, machines, ticket,
         share, tokens,
     ):  # fmt: skip
-        """Says in `there` how many of the machine's first steps have their blocks; by a warp of its own, because a fence
-        behind flags waits for whatever else the warp has asked of the memory."""
+        """Says in `there` how many of the machine's first steps have their blocks.
+
+        By a warp of its own: the fence behind flags waits for whatever else its warp has asked of the memory.
+        """
         lane = cute.arch.lane_idx()
         machine, _ = self.place(ticket)
         begin, _, _, end = self.bounds(cu_seqlens, machine, share, blocks, tokens)

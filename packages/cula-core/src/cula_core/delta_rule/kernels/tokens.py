@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import warp
 
 from ...constants import LOG2_E
 from ...cute.functions import exp2, sigmoid
-from ...cute.memory import EVICT_FIRST, copy_async, view
+from ...cute.memory import copy_async, view
 from ...cute.types import DTYPES, F32
 from ..config import CHUNK, HEAD_DIM, SUB, PrepareConfig
 from .fragments import (
@@ -97,10 +97,7 @@ class Tokens:
         """Starts to load 16 bytes of each row from the channel on, by whole lines, to units [channel, place]."""
         for j in cutlass.range_constexpr(ROUNDS):
             source = view(x[rows[j], None].iterator, channel, 128 // x.element_type.width)
-            copy_async(
-                source, units[None, thread.lines + place_in_line(thread.lane, j)],
-                EVICT_FIRST if self.config.beside else None,
-            )  # fmt: skip
+            copy_async(source, units[None, thread.lines + place_in_line(thread.lane, j)])
 
     @cute.jit
     def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
