@@ -129,9 +129,9 @@ HARDEST = tuple(
 )  # fmt: skip
 # With these the compiler finds too few registers for three CTAs; the marks go when the kernel needs fewer.
 SPILLS = (
-    ("sm_90a", PrepareConfig(
-        "float16", "float16", "bfloat16", "bfloat16", gate="log", beta_sigmoid=True, rate=False, bias=False,
-        index_dtype="int32",
+    ("sm_100a", PrepareConfig(
+        "bfloat16", "float16", "float16", "float16", gate="log", l2norm=False, beta_sigmoid=True, neg_eigval=True,
+        rate=False, bias=False,
     )),
     ("sm_100a", PrepareConfig(
         "float16", "bfloat16", "bfloat16", "bfloat16", gate="log", l2norm=False, beta_sigmoid=True, rate=False,
