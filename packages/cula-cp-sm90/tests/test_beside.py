@@ -136,8 +136,8 @@ def test_machine_code_of_the_recurrence(tiles, packed):
     assert (kernel.count("LDL"), kernel.count("STL")) == (0, 0) and not kernel.warnings
     assert kernel.threads == (128 * (tiles + 1), 1, 1)
     # The compiler knows that all threads have the same operands in shared memory: else it moves every address from a
-    # register that could differ, twice for each product.
-    assert kernel.count("R2UR") < 2 * 28
+    # register that could differ, twice for each product, beside those of other warps.
+    assert kernel.count("R2UR") < 3 * 28
     # As many products and waits as where the kernels follow each other.
     assert kernel.count("HGMMA") == 28 and kernel.count("WARPGROUP.DEPBAR") == 3
     assert kernel.count("UTMALDG") == tiles

@@ -135,6 +135,9 @@ class KdaPrepare:
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.tokens, self.inverse = Tokens(config), Inverse(config)
+        # Whether a sub-block's decays come from the lanes that have its last token, or every lane computes them. That
+        # takes fewer registers where keys have roots of strengths.
+        self.ends_from_lanes = not config.rooted and config.bounded
 
     @cute.jit
     def __call__(
@@ -449,16 +452,17 @@ class KdaPrepare:
                 if cutlass.const_expr(self.config.bounded):
                     self.tokens.decays(gate, g, first)
                 widen_pair(raw, first // 2, wide)
-                if cutlass.const_expr(not self.config.bounded):
+                if cutlass.const_expr(not self.ends_from_lanes):
                     for i in cutlass.range_constexpr(2):
                         last[i] = cute.arch.shuffle_sync(
                             g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
                         )
+                        end[i] = exp2(last[i])
                 for r in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
                         c = first + i
                         grown = exp2(g[c, r])
-                        if cutlass.const_expr(r == 1):  # of the last token: the sub-block's decay
+                        if cutlass.const_expr(self.ends_from_lanes and r == 1):
                             end[i] = cute.arch.shuffle_sync(grown, 28, mask_and_clamp=LANE_OF_UNIT)
                         k = wide[i, r, 1] * norm[r, 1]
                         x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown
