@@ -1,8 +1,8 @@
 """Words by which kernels that run at the same time tell each other how far they are.
 
-A flag for every step of a machine, set once its block is there; how many steps each machine has begun; a flag for
-every tile of the state that a machine leaves to the next one; and two counters, of chunks and of machines. All are
-zero in front of a call.
+A flag for every step of a machine, set once its block is there, or there is none to come; how many steps each machine
+has begun; a flag for every tile of the state that a machine leaves to the next one; and two counters, of chunks and of
+machines. All are zero in front of a call.
 """
 
 from ..config import COUNTERS, LINE, TILES_OF_MACHINE, flag_words

@@ -31,8 +31,9 @@ def parts_of(tiles, v_tile):
 
 
 class MachineLoader(Loader):
-    """The warps that find a machine's items of work, load their chunks and give blocks up.
+    """The warps that find a machine's items of work, watch flags, load chunks and give blocks up.
 
+    there: how many of the machine's first steps have their blocks, as the one that watches tells the one that loads.
     parts: barriers [stage, part of a stage, full or empty].
     """
 
