@@ -126,6 +126,17 @@ HARDEST = tuple(
     )
     for dtype in ACTIVATION_DTYPES
     for gate in ("safe", "softplus")
+) + tuple(
+    (
+        "sm_90a",
+        PrepareConfig(
+            "bfloat16", "float32", "float32", operand, gate=gate, bounded=gate == "safe", l2norm=l2norm,
+            index_dtype=index_dtype, rooted=True, peaks=True,
+        ),
+    )
+    for gate in ("safe", "softplus")
+    for operand, l2norm in (("float16", False), ("float16", True), ("bfloat16", True))
+    for index_dtype in (None, "int32")
 )  # fmt: skip
 # With these the compiler finds too few registers for three CTAs; the marks go when the kernel needs fewer.
 SPILLS = (
@@ -173,7 +184,8 @@ def test_prepare(arch, config):
     # Rows come and go in units of 16 bytes: 4 of a thread of q, of k and of gates, which are half of those in fp32, and
     # 24 units of results.
     assert kernel.count("LDGSTS.128") >= 12
-    assert kernel.count("LDG.128") == (4 if config.gate_dtype == "float32" else 0)
+    read = (config.gate_dtype == "float32") + config.peaks
+    assert kernel.count("LDG.128") == 4 * read
     assert kernel.count("STG.128") >= 24
 
 

@@ -90,8 +90,7 @@ def run(name: str, emulated) -> Memory:
         empty(*dht.shape, dtype=torch.float32),
     )
     config = dataclasses.replace(prepare_config(problem), rooted=True, peaks=True)
-    # Without the norm the roots cost 8 bytes.
-    kernel = emulated_kernel(emulated, unit(config, "sm_90a"), may_spill=not config.l2norm)
+    kernel = emulated_kernel(emulated, unit(config, "sm_90a"))
     longest = max(tokens, CHUNK)
     kernel(
         x["q"], x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens, segments, memory.blocks, None, None,

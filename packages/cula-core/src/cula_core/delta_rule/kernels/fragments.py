@@ -85,8 +85,9 @@ def place_in_triangle(number):
     panel = I32(0)
     for first in (128, 224, 288):
         panel = panel + I32(number >= first)
-    row = SUB * panel + (number - SUB * panel * (9 - panel)) // 2
-    return row, SUB * panel + swizzle(number % 2, row // 4 % 2) * UNIT
+    # A shift, because the compiler does not see that the difference is not negative.
+    row = SUB * panel + ((number - SUB * panel * (9 - panel)) >> 1)
+    return row, SUB * panel + swizzle(number & 1, row >> 2 & 1) * UNIT
 
 
 def place_of(pair, unit):

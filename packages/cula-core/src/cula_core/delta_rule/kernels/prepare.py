@@ -135,9 +135,6 @@ class KdaPrepare:
         self.config = config
         self.dtype, self.operand = DTYPES[config.dtype], DTYPES[config.operand]
         self.tokens, self.inverse = Tokens(config), Inverse(config)
-        # Whether a sub-block's decays come from the lanes that have its last token, or every lane computes them. That
-        # takes fewer registers where keys have roots of strengths.
-        self.ends_from_lanes = not config.rooted and config.bounded
 
     @cute.jit
     def __call__(
@@ -256,7 +253,11 @@ class KdaPrepare:
             if cutlass.const_expr(self.config.peaks):
                 incoming = mDo[batch, None, head, None]
                 raise_peak(incoming, peaks[sequence, None], head, rows, channel, lanes.lane)
-            self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
+            own = None
+            if cutlass.const_expr(self.config.rooted):
+                own = factors[slot, head, None, None]
+            strengths = mBeta[batch, None, head]
+            self.tokens.strengths(strengths, shared.betas, own, token, left, thread.tidx)
             speed = F32(1.0)
             if cutlass.const_expr(self.config.rate):
                 speed = exp2(rate[head] * LOG2_E)
@@ -273,8 +274,7 @@ class KdaPrepare:
                 akk = cute.domain_offset((token, 0), mAkk[batch, None, head, None])
             self.hand_on(shared, mine, block, aqk, akk, left, thread)
             if cutlass.const_expr(self.config.rooted):
-                own, strengths = factors[slot, head, None, None], mBeta[batch, None, head]
-                self.tokens.write_factors(shared, own, strengths, token, left, thread.tidx)
+                self.tokens.write_norms(shared, own, thread.tidx)
         else:
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:
@@ -452,7 +452,7 @@ class KdaPrepare:
                 if cutlass.const_expr(self.config.bounded):
                     self.tokens.decays(gate, g, first)
                 widen_pair(raw, first // 2, wide)
-                if cutlass.const_expr(not self.ends_from_lanes):
+                if cutlass.const_expr(not self.config.bounded):
                     for i in cutlass.range_constexpr(2):
                         last[i] = cute.arch.shuffle_sync(
                             g[first + i, 1], 28, mask_and_clamp=LANE_OF_UNIT
@@ -462,7 +462,7 @@ class KdaPrepare:
                     for i in cutlass.range_constexpr(2):
                         c = first + i
                         grown = exp2(g[c, r])
-                        if cutlass.const_expr(self.ends_from_lanes and r == 1):
+                        if cutlass.const_expr(self.config.bounded and r == 1):
                             end[i] = cute.arch.shuffle_sync(grown, 28, mask_and_clamp=LANE_OF_UNIT)
                         k = wide[i, r, 1] * norm[r, 1]
                         x[r, i, 0] = wide[i, r, 0] * norm[r, 0] * grown

@@ -100,8 +100,14 @@ class Tokens:
             copy_async(source, units[None, thread.lines + place_in_line(thread.lane, j)])
 
     @cute.jit
-    def strengths(self, mBeta: cute.Tensor, betas: cute.Tensor, token, left, tidx):
-        """Writes the strengths of the chunk's tokens, or their roots, to shared memory; zero past the end."""
+    def strengths(
+        self, mBeta: cute.Tensor, betas: cute.Tensor, factors: cute.Tensor, token, left, tidx
+    ):
+        """Writes the strengths of the chunk's tokens, or their roots, to shared memory; zero past the end.
+
+        Of roots r also the chunk's factors [4, token] are written: 0 is r, 3 is strengths divided by r, which differ
+        from r where strengths are less than the least.
+        """
         if tidx < CHUNK:
             strength = F32(0.0)
             if tidx < left:
@@ -109,7 +115,10 @@ class Tokens:
             if cutlass.const_expr(self.config.rooted):
                 least = cutlass.max(strength, F32(LEAST_STRENGTH))
                 # One below zero has no root: on a GPU no check refuses it.
-                strength = cute.math.sqrt(cutlass.select_(strength < 0.0, strength, least))
+                root = cute.math.sqrt(cutlass.select_(strength < 0.0, strength, least))
+                factors[0, tidx] = root
+                factors[3, tidx] = strength * cute.arch.rcp_approx(root)
+                strength = root
             betas[tidx] = strength
 
     @cute.jit
@@ -172,21 +181,15 @@ class Tokens:
         return strength
 
     @cute.jit
-    def write_factors(self, shared, factors: cute.Tensor, mBeta: cute.Tensor, token, left, tidx):
-        """Writes the chunk's factors [4, token]: roots r of strengths, 1 / norm of q and of k, and strengths divided by
-        r, which differ from r where strengths are less than the least."""
-        if tidx < CHUNK:
-            root, given = shared.betas[tidx], F32(0.0)
-            if tidx < left:
-                given = self.strength(mBeta[token + tidx]) * cute.arch.rcp_approx(root)
-            factors[0, tidx] = root
-            factors[3, tidx] = given
-            for which in cutlass.range_constexpr(2):
-                factor = F32(1.0)
-                if cutlass.const_expr(self.config.l2norm):
-                    total = shared.norms[0, tidx, which] + shared.norms[1, tidx, which]
-                    factor = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
-                factors[1 + which, tidx] = factor
+    def write_norms(self, shared, factors: cute.Tensor, tidx):
+        """Writes the chunk's other factors: 1 / norm of q and of k."""
+        if tidx < 2 * CHUNK:
+            which, token = tidx // CHUNK, tidx % CHUNK
+            factor = F32(1.0)
+            if cutlass.const_expr(self.config.l2norm):
+                total = shared.norms[0, token, which] + shared.norms[1, token, which]
+                factor = cute.math.rsqrt(total + NORM_EPS, fastmath=True)
+            factors[1 + which, token] = factor
 
     @cute.jit
     def decays(self, gate, g: cute.Tensor, first: cutlass.Constexpr):

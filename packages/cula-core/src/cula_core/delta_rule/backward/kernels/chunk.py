@@ -73,7 +73,7 @@ def elements_at(matrix: cute.Tensor, address, size: int):
 
 class ChunkKernel:
     """Base of the kernels. shared: what a kernel has in shared memory; of it are read full and empty, barriers of every
-    input, y, and factors [4, token] as `Tokens.write_factors` has them."""
+    input, y, and factors [4, token] as `Tokens` writes them."""
 
     def __init__(self, config):
         self.config = config

@@ -80,7 +80,7 @@ class Shared(NamedTuple):
     the pairs. largest [warp]: bits of the largest of dA or dM.
 
     There are two places for what follows, and for begun and done; see `of_turn`. factors [4, token]: as
-    `Tokens.write_factors` has them. sums [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's
+    `Tokens` writes them. sums [token, 2]: see `sum_decays`. columns [warp, token]: of W, of the warp's
     rows. numbers [Token, token]. kept [warp]: the sum of S D. peak: bits of the largest gradient.
     """
 

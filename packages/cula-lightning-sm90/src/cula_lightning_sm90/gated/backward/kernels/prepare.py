@@ -147,10 +147,11 @@ class ChunkPrepare(KdaPrepare):
             cute.arch.cp_async_commit_group()
             incoming = mDo[batch, None, head, None]
             raise_peak(incoming, peaks[sequence, None], head, rows, channel, lanes.lane)
-            self.tokens.strengths(mBeta[batch, None, head], shared.betas, token, left, thread.tidx)
+            own, strengths = factors[slot, head, None, None], mBeta[batch, None, head]
+            self.tokens.strengths(strengths, shared.betas, own, token, left, thread.tidx)
             if thread.tidx >= THREADS - 32:
-                own = cute.domain_offset((token,), mG[batch, None, head])
-                sum_decays(own, shared.sums, left, thread.lane)
+                decays = cute.domain_offset((token,), mG[batch, None, head])
+                sum_decays(decays, shared.sums, left, thread.lane)
             cute.arch.cp_async_wait_group(0)
             norm = cute.make_rmem_tensor((2, 2), F32)  # [token, q or k]
             self.tokens.normalize(shared, norm, scale, inside, thread)
@@ -161,8 +162,7 @@ class ChunkPrepare(KdaPrepare):
             cute.arch.sync_threads()
             block = blocks[slot, head, None]
             self.hand_on(shared, norm, block, left, thread)
-            own, strengths = factors[slot, head, None, None], mBeta[batch, None, head]
-            self.tokens.write_factors(shared, own, strengths, token, left, thread.tidx)
+            self.tokens.write_norms(shared, own, thread.tidx)
         else:
             if cutlass.const_expr(segments is not None):
                 if number + head == 0:
