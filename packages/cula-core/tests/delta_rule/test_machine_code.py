@@ -182,7 +182,7 @@ def test_prepare(arch, config):
     assert kernel.threads == (256, 1, 1)
     assert_ctas_fit(kernel, PREPARE_CTAS[config.bounded])
     # Rows come and go in units of 16 bytes: 4 of a thread of q, of k and of gates, which are half of those in fp32, and
-    # 24 units of results.
+    # 24 units of results. The other half comes to registers, and so does do, of which peaks are taken.
     assert kernel.count("LDGSTS.128") >= 12
     read = (config.gate_dtype == "float32") + config.peaks
     assert kernel.count("LDG.128") == 4 * read
