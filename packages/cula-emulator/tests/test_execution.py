@@ -29,6 +29,12 @@ BODIES = {
     "I: bar.sync 0; setp.eq.u32 %p3, %r2, 63; @%p3 mbarrier.arrive.shared.b64 _, [%r20];"
     "W: add.u32 %r10, %r10, 1; mbarrier.try_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra W;"
     "st.global.b32 [%rd5], %r10;",
+    # The second warp waits for a phase of a barrier that the first one completes twice; in between that meets the third.
+    "aliased": "mov.u32 %r20, bar; setp.lt.u32 %p1, %r2, 32; setp.lt.u32 %p2, %r2, 64;"
+    "setp.ne.u32 %p3, %r2, 0; @%p3 bra I; mbarrier.init.shared.b64 [%r20], 32; I: bar.sync 0;"
+    "@%p1 bra A; @!%p2 bra M; W: mbarrier.try_wait.parity.shared.b64 %p4, [%r20], 0; @!%p4 bra W; bra E;"
+    "A: mbarrier.arrive.shared.b64 _, [%r20]; M: bar.sync 1, 64; bar.sync 1, 64; @!%p1 bra E;"
+    "mbarrier.arrive.shared.b64 _, [%r20]; E: st.global.b32 [%rd5], 1;",
     "commit": "mov.u32 %r11, tile; shl.b32 %r10, %r2, 2; add.u32 %r11, %r11, %r10; cvt.u64.u32 %rd6, %r10;"
     "add.s64 %rd7, %rd1, %rd6; cp.async.ca.shared.global [%r11], [%rd7], 4; cp.async.commit_group;"
     "cp.async.wait_group 0; ld.shared.b32 %r13, [%r11]; st.global.b32 [%rd5], %r13;",
@@ -111,6 +117,14 @@ def test_a_skipped_commit_is_missed(module):
     assert launch(module, "commit", async_mode="lazy", ignore_line=line).eq(-1).all()  # poison
 
 
+def test_a_slow_warp_comes_too_late(module):
+    """It looks at a barrier that has completed two phases, which looks as if it had completed none."""
+    for slow in (None, 0, 2):
+        assert launch(module, "aliased", threads=96, slow_warp=slow).eq(1).all()
+    with pytest.raises(emulator.Deadlock, match="mbarrier.try_wait"):
+        launch(module, "aliased", threads=96, slow_warp=1)
+
+
 def test_a_seed_fixes_the_run(module):
     runs = []
     for _ in range(2):
@@ -121,7 +135,13 @@ def test_a_seed_fixes_the_run(module):
 
 @pytest.mark.parametrize(
     "named",
-    [{"async_mode": "eager"}, {"concurrent_ctas": 0}, {"time_limit": 0}, {"time_limit": -1.0}],
+    [
+        {"async_mode": "eager"},
+        {"concurrent_ctas": 0},
+        {"slow_warp": -1},
+        {"time_limit": 0},
+        {"time_limit": -1.0},
+    ],
     ids=str,
 )
 def test_options_are_checked(named):
