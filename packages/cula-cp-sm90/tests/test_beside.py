@@ -24,9 +24,11 @@ from cula_testing.kda.problems import make_problem
 from cula_testing.kda.running import Run, compiler
 
 
-def outcome(emulated, problem, **options):
+def outcome(emulated, problem, schedule=None, **options):
+    """schedule: changes of that of the test."""
     run = Run(TARGET, problem, emulated.empty, **options)
-    run.launch(compiler(emulated, TARGET, "sm_90a"))
+    compiled = compiler(emulated, TARGET, "sm_90a")
+    run.launch(lambda config: partial(compiled(config), **schedule or {}))
     return run.outcome()
 
 
@@ -51,6 +53,19 @@ def test_same_bits(emulated, lengths, heads, machines, ctas, packed, tiles):
     a, b = (outcome(emulated, problem, tiles=tiles, beside=way) for way in (None, (machines, ctas)))
     for x, y in zip(a, b):
         assert torch.equal(x, y) and x.isfinite().all()
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("warp", [0, 4, 7, 8, 9, 10, 24])
+def test_no_warp_may_come_too_late(emulated, warp):
+    """Whoever waits for what others do finds it, however far they are by then."""
+    problem = make_problem(
+        (130, 0, 64, 1, 257, 70), (1, 2), final="separate", gate_dtype="bfloat16", packed=True
+    )
+    ways = ({}, None), ({"slow_warp": warp}, (4, 1))
+    a, b = (outcome(emulated, problem, how, tiles=2, beside=way) for how, way in ways)
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
 
 
 def _forced(forced, way, tiles, segment_chunks):

@@ -222,9 +222,9 @@ class KdaRecurrence:
                     cute.arch.mbarrier_init(parts + count + i, GROUP * self.tiles)
             # A machine waits for the one before it, which has to be there by then.
             ticket = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
-            there = smem.allocate_tensor(I32, cute.make_layout(1), byte_alignment=4)
+            there = smem.allocate_tensor(I32, cute.make_layout(2), byte_alignment=4)
             if tidx == 0:
-                there[0] = I32(0)
+                there[0], there[1] = I32(0), I32(0)
                 machines = self.machines()
                 tickets = counter_at(flags, machines, share, 1)
                 ticket[0] = cute.arch.atomic_add(tickets.llvm_ptr, I32(1))
@@ -244,11 +244,10 @@ class KdaRecurrence:
                     self.loader.watch(
                         there, blocks, cu_seqlens, flags, self.machines(), ticket[0], share, out.shape[1]
                     )  # fmt: skip
-                # One of two readers does not know whether the other one is done.
-                if cutlass.const_expr(self.tiles == self.config.v_tiles):
+                if cutlass.const_expr(self.loader.gives_up):
                     if warp_idx == 4 * self.tiles + 1:
                         self.loader.give_up(
-                            parts, blocks, indices, targets, fresh, cu_seqlens, null_slot, ticket[0], share,
+                            there, blocks, indices, targets, fresh, cu_seqlens, null_slot, ticket[0], share,
                             out.shape[1],
                         )  # fmt: skip
             if cutlass.const_expr(not self.config.beside):

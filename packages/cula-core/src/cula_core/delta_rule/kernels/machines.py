@@ -18,6 +18,9 @@ from .order import Order
 LOOK = 8  # flags at a time
 # Of a stage, loaded and freed one by one: kh, decays and v; qg and T'; kg and Aqk.
 PARTS = 3
+# Words by which the warps of a machine tell each other how many of its first steps have their blocks, and how many of
+# its chunks have been read for the last time.
+READY, READ = 0, 1
 
 
 def parts_of(tiles, v_tile):
@@ -33,13 +36,15 @@ def parts_of(tiles, v_tile):
 class MachineLoader(Loader):
     """The warps that find a machine's items of work, watch flags, load chunks and give blocks up.
 
-    there: how many of the machine's first steps have their blocks, as the one that watches tells the one that loads.
-    parts: barriers [stage, part of a stage, full or empty].
+    there: READY, which the one that watches tells the one that loads, and READ, which that one tells the one that gives
+    blocks up. parts: barriers [stage, part of a stage, full or empty].
     """
 
     def __init__(self, config, stages, states):
         super().__init__(config, stages, states)
         self.order = Order(config.packed, by_head=True)
+        # One of two readers does not know whether the other one is done.
+        self.gives_up = config.tiles == config.v_tiles
 
     @cute.jit
     def load_machine(
@@ -72,7 +77,7 @@ class MachineLoader(Loader):
         heads = blocks.shape[1]
         begin, rest, cut, end = self.bounds(cu_seqlens, machine, share, blocks, tokens)
         progress = progress_of(flags, machines, share, machine)
-        walked, seen = I32(0), I32(0)
+        walked, seen, read = I32(0), I32(0), I32(-self.stages.count)
         while walked < end - begin:
             step = self.order.walked_within(walked, begin, rest, cut, end)
             here = self.order.find(cu_seqlens, step, heads, tokens, UNCUT, True)
@@ -96,16 +101,24 @@ class MachineLoader(Loader):
             chunks = cutlass.select_(row < 0, I32(0), cute.ceil_div(length, CHUNK))
             for c in cutlass.range(chunks, unroll=1):
                 if walked + c >= seen:
-                    seen = self.wait(there, walked + c)
+                    seen = self.wait(there, READY, walked + c)
+                    # Blocks are read through another proxy than flags, and by another warp than has read those.
+                    cute.arch.fence_proxy("async.global")
                 self.fetch_parts(
                     parts, bulk, blocks[slot + here.chunk + c, here.head, None], base, at, tma_v, mV, token + c * CHUNK,
                     here.head, batch, tile,
                 )  # fmt: skip
                 self.report(progress, walked + c + 1, tile, lane)
                 at.advance()
+                read = self.tell(there, read + 1, lane)
             walked = walked + steps
             self.report(progress, walked, tile, lane)
         post(items, item_at, item_words, lambda: (0,), lane)
+        if cutlass.const_expr(self.gives_up):
+            for _ in cutlass.range_constexpr(self.stages.count):
+                self.wait_for_room(parts, PARTS - 1, at)
+                at.advance()
+                read = self.tell(there, read + 1, lane)
         # The kernel behind this one in the stream waits for this one alone, but needs the end of both.
         cute.arch.griddepcontrol_wait()
 
@@ -117,7 +130,7 @@ class MachineLoader(Loader):
         """Loads the parts of a stage, each as soon as its place is free."""
         for part, (found, size) in enumerate(parts_of(self.config.tiles, self.config.v_tile)):
             full = parts + part * self.stages.count + at.index
-            cute.arch.mbarrier_wait(full + PARTS * self.stages.count, at.phase)
+            self.wait_for_room(parts, part, at)
             source = block.iterator.align(128)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -129,6 +142,10 @@ class MachineLoader(Loader):
                     )  # fmt: skip
             if cutlass.const_expr(part == 0):
                 self.fetch_values(tma_v, mV, token, head, batch, tile, base, at.index, full)
+
+    def wait_for_room(self, parts, part, at):
+        """Waits until a part of a stage has been read."""
+        cute.arch.mbarrier_wait(parts + (PARTS + part) * self.stages.count + at.index, at.phase)
 
     def place(self, ticket):
         """Returns the machine, and the CTA's first tile of v."""
@@ -148,14 +165,21 @@ class MachineLoader(Loader):
             cute.arch.store(progress, walked, sem="relaxed", scope="gpu")
 
     @cute.jit
-    def wait(self, there: cute.Tensor, step):
-        """Waits for the block of a step; returns how many steps have theirs."""
-        seen = cute.arch.load(there.iterator, I32, sem="acquire", scope="cta", ss="cta")
-        while seen <= step:
+    def tell(self, there: cute.Tensor, read, lane):
+        """Says how many chunks have been read for the last time; returns that."""
+        if cutlass.const_expr(self.gives_up):
+            if lane == 0:
+                cute.arch.store(there.iterator + READ, read, sem="release", scope="cta", ss="cta")
+        return read
+
+    @cute.jit
+    def wait(self, there: cute.Tensor, which: cutlass.Constexpr, number):
+        """Waits until one of the words is greater than a number; returns it."""
+        word = there.iterator + which
+        seen = cute.arch.load(word, I32, sem="acquire", scope="cta", ss="cta")
+        while seen <= number:
             nanosleep(50)
-            seen = cute.arch.load(there.iterator, I32, sem="acquire", scope="cta", ss="cta")
-        # Blocks are read through another proxy than flags, and by another warp than has read those.
-        cute.arch.fence_proxy("async.global")
+            seen = cute.arch.load(word, I32, sem="acquire", scope="cta", ss="cta")
         return seen
 
     @cute.jit
@@ -186,19 +210,24 @@ class MachineLoader(Loader):
                 cute.arch.sync_warp()
                 seen = seen + found
                 if lane == 0:
-                    cute.arch.store(there.iterator, seen, sem="release", scope="cta", ss="cta")
+                    cute.arch.store(
+                        there.iterator + READY, seen, sem="release", scope="cta", ss="cta"
+                    )
 
     @cute.jit
     def give_up(
-        self, parts: cute.Pointer, blocks: cute.Tensor, indices: cute.Tensor, targets: cute.Tensor, fresh: cute.Tensor,
+        self, there: cute.Tensor, blocks: cute.Tensor, indices: cute.Tensor, targets: cute.Tensor, fresh: cute.Tensor,
         cu_seqlens: cute.Tensor, null_slot, ticket, share, tokens,
     ):  # fmt: skip
-        """Keeps blocks that the machine has walked through from being written to memory; by a warp of its own."""
+        """Keeps blocks that the machine has walked through from being written to memory; by a warp of its own.
+
+        It counts chunks instead of waiting for barriers of stages: nobody waits for it, so these might have two phases
+        behind them before it looks.
+        """
         lane = cute.arch.lane_idx()
         machine, _ = self.place(ticket)
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages.count)
         begin, rest, cut, end = self.bounds(cu_seqlens, machine, share, blocks, tokens)
-        walked = I32(0)
+        walked, read, given = I32(0), I32(0), I32(0)
         while walked < end - begin:
             step = self.order.walked_within(walked, begin, rest, cut, end)
             here = self.order.find(cu_seqlens, step, blocks.shape[1], tokens, UNCUT, True)
@@ -208,13 +237,12 @@ class MachineLoader(Loader):
             chunks = cutlass.min(cute.ceil_div(length, CHUNK) - here.chunk, steps)
             chunks = cutlass.select_(row < 0, I32(0), chunks)
             for c in cutlass.range(chunks, unroll=1):
-                cute.arch.mbarrier_wait(
-                    parts + (2 * PARTS - 1) * self.stages.count + at.index, at.phase
-                )
+                if given >= read:
+                    read = self.wait(there, READ, given)
+                given = given + 1
                 block = blocks[slot + here.chunk + c, here.head, None]
                 for i in cutlass.range_constexpr(-(-BLOCK // (64 * 32))):
                     line = 32 * i + lane
                     if line < BLOCK // 64:
                         discard(block.iterator + 64 * line)
-                at.advance()
             walked = walked + steps
