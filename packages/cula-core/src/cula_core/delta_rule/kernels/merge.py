@@ -21,17 +21,25 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from ...cute.memory import view
 from ...cute.types import F32, I32
 from ..config import HAS_STATE, HEAD_DIM, MergeConfig
 
 ROWS = 16  # of S^T per CTA
-THREADS = 512  # a warp has 8 columns
-STRIDE = HEAD_DIM + 4
+THREADS = 256
+COLUMNS = HEAD_DIM // (THREADS // 32)  # of a warp: two tiles, of which a lane has neighbours
+STEPS = HEAD_DIM // 8
+# Of a row in shared memory, whose elements have two parts each: two rows fall on all banks.
+STRIDE = 2 * HEAD_DIM + 16
 GROUPS = HEAD_DIM // ROWS
 
 
 class KdaMerge:
-    """One CTA per 16 rows of a transposed state, which stay in its shared memory."""
+    """One CTA per 16 rows of a transposed state, which stay in its shared memory.
+
+    Products may sum in any order, as long as both operands agree, and tiles may have any columns. So a lane's elements
+    are neighbours: of the state two, of a map two, and four sums of a row.
+    """
 
     def __init__(self, config: MergeConfig):
         self.config = config
@@ -109,7 +117,7 @@ class KdaMerge:
             given = (I32(fresh[sequence]) & HAS_STATE) != 0
         smem = SmemAllocator()
         # [row, column, leading or remaining bits]
-        halves = cute.make_layout((ROWS, HEAD_DIM, 2), stride=(STRIDE, 1, ROWS * STRIDE))
+        halves = cute.make_layout((ROWS, HEAD_DIM, 2), stride=(STRIDE, 2, 1))
         sS = smem.allocate_tensor(F32, halves, byte_alignment=16)
         if row >= 0:
             self.store_first(
@@ -123,33 +131,38 @@ class KdaMerge:
                     self.split(sS[v, k, None], state)
                     starts[self.place(segment, 1, parts), head, rows + v, k] = state
                 # The thread's share of a map, loaded while the one before it is applied.
-                ahead = cute.make_rmem_tensor((2, HEAD_DIM // 8), F32)
-                added = cute.make_rmem_tensor(4, F32)
+                mapped = cute.make_rmem_tensor((2, 2, STEPS), F32)  # [tile, half of the sum, step]
+                added = cute.make_rmem_tensor((4, 2), F32)  # [column, 8 rows further]
                 mark = self.mark_of(marks, segment, head, 1, parts)
                 next_mark = self.mark_of(marks, segment, head, 2, parts)
                 if parts > 2:
-                    self.load_map(
-                        maps[self.place(segment, 1, parts), head, None, None], ahead, added, mark, rows, tidx
-                    )  # fmt: skip
+                    source = maps[self.place(segment, 1, parts), head, None, None]
+                    self.load_added(source, added, rows, tidx)
+                    if mark == 0:
+                        for step in cutlass.range_constexpr(STEPS):
+                            self.load_step(source, mapped, step, tidx)
                 for part in cutlass.range(1, parts - 1, unroll=1):
-                    mapped = cute.make_rmem_tensor((2, HEAD_DIM // 8, 2), F32)
-                    acc = cute.make_rmem_tensor((4, 3), F32)
+                    acc = cute.make_rmem_tensor((4, 2, 3), F32)  # [register, tile, term]
                     acc.fill(0.0)
-                    acc[None, 0].store(added.load())
-                    for step in cutlass.range_constexpr(HEAD_DIM // 8):
+                    for r in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(2):
-                            self.split(mapped[i, step, None], ahead[i, step])
+                            for tile in cutlass.range_constexpr(2):
+                                acc[2 * r + i, tile, 0] = added[2 * i + tile, r]
                     own_mark, mark = mark, next_mark
                     next_mark = self.mark_of(marks, segment, head, part + 2, parts)
-                    if (part + 2 < parts) & self.any_clear(mark, next_mark):
-                        self.load_map(
-                            maps[self.place(segment, part + 1, parts), head, None, None], ahead, added, mark, rows,
-                            tidx,
-                        )  # fmt: skip
-                    if self.any_clear(own_mark, mark):
+                    source = maps[self.place(segment, part + 1, parts), head, None, None]
+                    more = (part + 2 < parts) & self.any_clear(mark, next_mark)
+                    if more:
+                        self.load_added(source, added, rows, tidx)
+                    needed = self.any_clear(own_mark, mark)
+                    if needed:
                         cute.arch.sync_threads()
+                    for step in cutlass.range_constexpr(STEPS):
                         if own_mark == 0:
-                            self.apply(sS, mapped, acc, tidx)
+                            self.apply(sS, mapped, acc, step, tidx)
+                        if more & (mark == 0):
+                            self.load_step(source, mapped, step, tidx)
+                    if needed:
                         cute.arch.sync_threads()
                         self.store_state(
                             sS, starts[self.place(segment, part + 1, parts), head, None, None], acc, rows, tidx
@@ -190,47 +203,60 @@ class KdaMerge:
         return (mark == 0) | (other == 0) if self.config.fades else cutlass.Boolean(True)
 
     @cute.jit
-    def load_map(
-        self, source: cute.Tensor, mapped: cute.Tensor, added: cute.Tensor, mark, rows, tidx
-    ):  # fmt: skip
-        """Loads A^T, or B^T, into the registers of a tile, and M^T, or M, into those of second operands [register,
-        step]."""
-        lane, first = tidx % 32, tidx // 32 * 8
-        for i in cutlass.range_constexpr(2):
-            for r in cutlass.range_constexpr(2):
-                row = self.added + rows + lane // 4 + 8 * r
-                added[2 * r + i] = source[row, first + lane % 4 * 2 + i]
-            if mark == 0:
-                for step in cutlass.range_constexpr(HEAD_DIM // 8):
-                    k, n = 8 * step + lane % 4 + 4 * i, first + lane // 4
-                    if cutlass.const_expr(self.config.back):
-                        k, n = n, k
-                    mapped[i, step] = source[HEAD_DIM + k, n]
+    def load_added(self, source: cute.Tensor, added: cute.Tensor, rows, tidx):
+        """Loads four columns of two rows of A^T, or B^T."""
+        lane, first = tidx % 32, tidx // 32 * COLUMNS
+        for r in cutlass.range_constexpr(2):
+            row = source[self.added + rows + lane // 4 + 8 * r, None]
+            cute.autovec_copy(view(row.iterator, first + lane % 4 * 4, 4), added[None, r])
 
     @cute.jit
-    def apply(self, sS: cute.Tensor, mapped: cute.Tensor, acc: cute.Tensor, tidx):
-        """Adds 16 rows of S^T M^T to three sums [register, term]."""
+    def load_step(self, source: cute.Tensor, mapped: cute.Tensor, step: cutlass.Constexpr, tidx):
+        """Loads the second operands of one step of both tiles, of M^T or M."""
+        lane, first = tidx % 32, tidx // 32 * COLUMNS
+        k, n = 8 * step + lane % 4 * 2, first + lane // 4 * 2
+        pair = cute.make_rmem_tensor(2, F32)
+        for i in cutlass.range_constexpr(2):
+            if cutlass.const_expr(self.config.back):
+                row = source[HEAD_DIM + n + i, None]
+                cute.autovec_copy(view(row.iterator, k, 2), pair)
+                mapped[i, 0, step], mapped[i, 1, step] = pair[0], pair[1]
+            else:
+                row = source[HEAD_DIM + k + i, None]
+                cute.autovec_copy(view(row.iterator, n, 2), pair)
+                mapped[0, i, step], mapped[1, i, step] = pair[0], pair[1]
+
+    @cute.jit
+    def apply(self, sS: cute.Tensor, mapped, acc: cute.Tensor, step: cutlass.Constexpr, tidx):
+        """Adds a step of 16 rows of S^T M^T to the sums [register, tile, term]."""
         tf32 = cute.make_mma_atom(warp.MmaTF32Op((16, 8, 8)))
         lane = tidx % 32
-        a = cute.make_rmem_tensor((2, 2, 2), F32)  # [8 rows further, 4 columns further, bits]
+        a = cute.make_rmem_tensor((2, 2, 2), F32)  # [8 rows further, half of the sum, bits]
+        b = cute.make_rmem_tensor((2, 2), F32)  # [half of the sum, bits]
+        own = cute.make_rmem_tensor((2, 2), F32)  # [bits, half of the sum]
         left = cute.recast_tensor(a, cutlass.TFloat32)
-        right = cute.recast_tensor(mapped, cutlass.TFloat32)
-        for step in cutlass.range_constexpr(HEAD_DIM // 8):
-            for bits in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    for r in cutlass.range_constexpr(2):
-                        column = 8 * step + lane % 4 + 4 * i
-                        a[r, i, bits] = sS[lane // 4 + 8 * r, column, bits]
+        right = cute.recast_tensor(b, cutlass.TFloat32)
+        for r in cutlass.range_constexpr(2):
+            at = (lane // 4 + 8 * r) * STRIDE + 16 * step + lane % 4 * 4
+            flat = cute.make_tensor(own.iterator, cute.make_layout(4))
+            cute.autovec_copy(view(sS.iterator, at, 4), flat)
+            for i in cutlass.range_constexpr(2):
+                for bits in cutlass.range_constexpr(2):
+                    a[r, i, bits] = own[bits, i]
+        for tile in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                self.split(b[i, None], mapped[tile, i, step])
             for term in cutlass.range_constexpr(3):
                 first = cute.make_tensor(
                     left.iterator + 4 * (term % 2), cute.make_layout(((2, 2), 1, 1))
                 )
                 second = cute.make_tensor(
-                    right.iterator + 2 * step + HEAD_DIM // 4 * (term // 2),
-                    cute.make_layout((2, 1, 1)),
+                    right.iterator + 2 * (term // 2), cute.make_layout((2, 1, 1))
                 )
-                c = cute.make_tensor(acc.iterator + 4 * term, cute.make_layout(((2, 2), 1, 1)))
-                cute.gemm(tf32, c, first, second, c)
+                sums = cute.make_tensor(
+                    acc.iterator + 4 * tile + 8 * term, cute.make_layout(((2, 2), 1, 1))
+                )
+                cute.gemm(tf32, sums, first, second, sums)
 
     @cute.jit
     def split(self, into: cute.Tensor, value):
@@ -245,10 +271,17 @@ class KdaMerge:
     @cute.jit
     def store_state(self, sS: cute.Tensor, start: cute.Tensor, acc: cute.Tensor, rows, tidx):
         """Writes the sums of the three terms to shared memory, split for the next product, and to global memory."""
-        lane, first = tidx % 32, tidx // 32 * 8
+        lane, first = tidx % 32, tidx // 32 * COLUMNS
+        four = cute.make_rmem_tensor(4, F32)
+        parts = cute.make_rmem_tensor((2, 4), F32)
         for r in cutlass.range_constexpr(2):
+            v, k = lane // 4 + 8 * r, first + lane % 4 * 4
             for i in cutlass.range_constexpr(2):
-                v, k = lane // 4 + 8 * r, first + lane % 4 * 2 + i
-                state = acc[2 * r + i, 0] + (acc[2 * r + i, 1] + acc[2 * r + i, 2])
-                self.split(sS[v, k, None], state)
-                start[rows + v, k] = state
+                for tile in cutlass.range_constexpr(2):
+                    own, c = acc[2 * r + i, tile, None], 2 * i + tile
+                    four[c] = own[0] + (own[1] + own[2])
+                    self.split(parts[None, c], four[c])
+            cute.autovec_copy(four, view(start[rows + v, None].iterator, k, 4))
+            for i in cutlass.range_constexpr(2):
+                two = cute.make_tensor(parts.iterator + 4 * i, cute.make_layout(4))
+                cute.autovec_copy(two, view(sS.iterator, v * STRIDE + 2 * k + 4 * i, 4))
