@@ -29,7 +29,7 @@ BODIES = {
     "I: bar.sync 0; setp.eq.u32 %p3, %r2, 63; @%p3 mbarrier.arrive.shared.b64 _, [%r20];"
     "W: add.u32 %r10, %r10, 1; mbarrier.try_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra W;"
     "st.global.b32 [%rd5], %r10;",
-    # The second warp waits for a phase of a barrier that the first one completes twice; in between that meets the third.
+    # The second warp waits for a phase of a barrier that the first one completes twice; between, that meets the third.
     "aliased": "mov.u32 %r20, bar; setp.lt.u32 %p1, %r2, 32; setp.lt.u32 %p2, %r2, 64;"
     "setp.ne.u32 %p3, %r2, 0; @%p3 bra I; mbarrier.init.shared.b64 [%r20], 32; I: bar.sync 0;"
     "@%p1 bra A; @!%p2 bra M; W: mbarrier.try_wait.parity.shared.b64 %p4, [%r20], 0; @!%p4 bra W; bra E;"
