@@ -6,7 +6,7 @@ The command prints how the model does on the H200, what it predicts for Blackwel
 every setting. With --json it writes the file from which documents get their tables
 (benchmarks/results/predicted/kda_prefill_blackwell.json). Times on Blackwell are predicted, not measured.
 
-The time of a call whose kernels run one after the other is the sum of their times. Each kernel takes a start, and then (in us):
+The time of a call whose kernels run one after the other is the sum of theirs. Each takes a start, and then (in us):
 
     prepare     the larger of bytes / bandwidth and (chunks x heads) / multiprocessors x clk / clock
     recurrence  the larger of chain and memory; the chain is the busiest CTA, which walks through its chunks one after

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.harness import results
 from benchmarks.ops.kda import internals, kda_prefill_kernels, model
 from benchmarks.ops.kda import tables as kda_tables
-from benchmarks.ops.kda.model import Chains, Constants
 from benchmarks.ops.kda.kda_prefill_schedule import planned
+from benchmarks.ops.kda.model import Chains, Constants
 from benchmarks.ops.kda.problem import setting
 from benchmarks.ops.kda.work import GB200, GB300, H200, Work, work
 
