@@ -6,7 +6,7 @@ The command prints how the model does on the H200, what it predicts for Blackwel
 every setting. With --json it writes the file from which documents get their tables
 (benchmarks/results/predicted/kda_prefill_blackwell.json). Times on Blackwell are predicted, not measured.
 
-The time of a call is the sum of the times of its kernels. Each kernel takes a start, and then (in us):
+The time of a call whose kernels run one after the other is the sum of theirs. Each takes a start, and then (in us):
 
     prepare     the larger of bytes / bandwidth and (chunks x heads) / multiprocessors x clk / clock
     recurrence  the larger of chain and memory; the chain is the busiest CTA, which walks through its chunks one after
@@ -171,12 +171,10 @@ def known() -> list[Setting]:
 
 
 def measured() -> list[Row]:
-    """Whole calls on the H200, in the order of the settings."""
-    result = results.load(results.result_path("kda_prefill", "h200"))
-    method = results.device_method(result)
-    times = {
-        r["setting"]: r["median_us"] for r in results.rows_of(result, role="ours", method=method)
-    }
+    """Whole calls on the H200 whose kernels run one after the other, in the order of the settings."""
+    result = results.load(results.result_path("kda_prefill_schedule", "h200"))
+    rows = results.rows_of(result, role="variant", method=results.device_method(result))
+    times = {r["setting"]: r["median_us"] for r in rows if r["provider"] == "cula_apart"}
     return [Row(s.name, work(s, H200), times[s.name]) for s in known() if s.name in times]
 
 

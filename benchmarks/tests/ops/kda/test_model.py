@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness import results
-from benchmarks.ops.kda import internals, model
+from benchmarks.ops.kda import internals, kda_prefill_kernels, model
 from benchmarks.ops.kda import tables as kda_tables
+from benchmarks.ops.kda.kda_prefill_schedule import planned
 from benchmarks.ops.kda.model import Chains, Constants
 from benchmarks.ops.kda.problem import setting
 from benchmarks.ops.kda.work import GB200, GB300, H200, Work, work
@@ -94,10 +95,12 @@ def test_rows_to_fit_and_rows_to_check():
     cut = len({r.setting for r in fitted if r.work.parts > 1})
     whole = dict.fromkeys(("prepare", "prepare_repeated", "recurrence"), 14)
     assert counts == whole | {"scan": cut, "merge": cut} and cut == 4
-    # What runs alone makes up the call, which was timed in the same turns.
+    # What runs alone makes up the call, which was timed in the same turns, where no two kernels ran beside each other.
     result = results.load(results.result_path("kda_prefill_kernels", "h200"))
-    calls = {r["setting"]: r["median_us"] for r in results.rows_of(result, role="ours")}
-    for name, us in calls.items():
+    rows = results.rows_of(result, role="ours", method=results.device_method(result))
+    apart = {s.name for s in kda_prefill_kernels.settings(False) if not planned(s, "auto").beside}
+    assert len(apart) == 7
+    for name, us in ((r["setting"], r["median_us"]) for r in rows if r["setting"] in apart):
         parts = [r.us for r in fitted if r.setting == name and r.kernel != "prepare_repeated"]
         assert sum(parts) == pytest.approx(us, rel=0.04), name
 
@@ -113,7 +116,7 @@ def test_prepare_is_held_up_by_the_multiprocessors(document):
     for name in ("B1-T4096-H64", "B1-T16384-H64", "B1-T131072-H8"):
         assert 0.92 < times[name, "prepare_repeated"] / times[name, "prepare"] < 1
     c = document["constants"]
-    assert 8000 < c["prepare_clk"] < c["highest_prepare_clk"] < 9000
+    assert 7500 < c["prepare_clk"] < c["highest_prepare_clk"] < 9000
 
 
 def test_hoppers_planner_counts_a_merge_as_it_was_measured(document):

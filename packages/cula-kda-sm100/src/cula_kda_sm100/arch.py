@@ -19,8 +19,8 @@ TARGET = Target(
         block_us=0.0128,
         scan_chain_us=0.81,
         scan_block_us=0.0065,
-        merge_us=2.7,
-        merge_step_us=3.4,
+        merge_us=4.0,
+        merge_step_us=2.1,
     ),
     recurrence="cula_kda_sm100.kernels.recurrence:KdaRecurrence",
 )
