@@ -24,9 +24,9 @@ TARGET = Target(
         beside=BesideCosts(
             start_us={1: 30.0, 2: 36.0},
             prepare_us=3.72,
-            alone_us=4.02,
+            alone_us=3.75,
             step_us={1: 1.03, 2: 1.6},
-            chain_us=2.0,
+            chain_us=2.5,
             lead=10,
             multiprocessors=100,
         ),

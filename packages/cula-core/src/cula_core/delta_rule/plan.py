@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -136,9 +137,9 @@ class CostModel:
             else self.v_tiles
         )
 
-    def walk_us(self, length: int, segments: int) -> float:
-        """Returns the time of the recurrence over segments of one length."""
-        tiles = self.tiles(segments)
+    def walk_us(self, length: int, segments: float) -> float:
+        """Returns the time of the recurrence over so many segments of one length, of which one may be a part."""
+        tiles = self.tiles(math.ceil(segments))
         chains = segments * self.value_heads
         at_once = min(chains, self.multiprocessors * tiles // self.v_tiles)
         pace = _pace_us(self.costs.chain_us[tiles], self.costs.block_us * at_once)
@@ -167,7 +168,7 @@ class CostModel:
     def whole_us(self, longest: int, total: int) -> float:
         """Returns the time of the recurrence over whole sequences, and of a scan of those that go on elsewhere."""
         scan = self.scan_us(longest, self.maps[1]) if self.maps[1] else 0.0
-        return scan + self.walk_us(longest, -(-total // longest))
+        return scan + self.walk_us(longest, total / longest)
 
     def beside(self, longest: int, total: int, sequences: int) -> tuple[float, int, Beside] | None:
         """Returns the time of both kernels beside each other, the tiles per CTA, and how; None on a card with too few
