@@ -99,7 +99,7 @@ def test_rows_to_fit_and_rows_to_check():
     result = results.load(results.result_path("kda_prefill_kernels", "h200"))
     rows = results.rows_of(result, role="ours", method=results.device_method(result))
     apart = {s.name for s in kda_prefill_kernels.settings(False) if not planned(s, "auto").beside}
-    assert len(apart) == 7
+    assert len(apart) == 8
     for name, us in ((r["setting"], r["median_us"]) for r in rows if r["setting"] in apart):
         parts = [r.us for r in fitted if r.setting == name and r.kernel != "prepare_repeated"]
         assert sum(parts) == pytest.approx(us, rel=0.04), name
