@@ -36,7 +36,8 @@ def pairs(content: Mapping[str, Any]) -> tuple[tuple[str, str], list[Pair]]:
 
     if content["rows"] and "one_ms" in content["rows"][0]:
         rank_rows.validate(content)
-        found = [Pair(rank_rows.label(r), times(r, "one_"), times(r)) for r in content["rows"]]
+        rows = [r for r in content["rows"] if r["one_ms"] is not None]
+        found = [Pair(rank_rows.label(r), times(r, "one_"), times(r)) for r in rows]
         return ("one GPU", "together"), found
     model_rows.validate(content)
     keys = dict.fromkeys(model_rows.work_of(row) for row in content["rows"])

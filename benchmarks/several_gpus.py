@@ -1,6 +1,7 @@
 """Measures operators whose tokens lie on several GPUs, beside the same call on one.
 
-    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 benchmarks/several_gpus.py [--providers cula fla] [--json [PATH]]
+    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 8 benchmarks/several_gpus.py [--providers cula fla] [--json [PATH]]
+        [--ops OP ...] [--passes forward step] [--tokens T ...] [--heads H ...] [--exchanges gather transpose]
 
 Exit codes: 0 measured, 2 wrong arguments or no GPUs.
 """
@@ -8,7 +9,9 @@ Exit codes: 0 measured, 2 wrong arguments or no GPUs.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -27,15 +30,18 @@ from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
 
 TITLE = "One sequence on several GPUs"
 NOTES = (
-    "One sequence in bfloat16 with random inputs and the final state; forward passes without gradients. The gates of "
-    "KDA are computed inside, with lower bound -5 and decays per token from .999 to .9.",
+    "One sequence in bfloat16 with random inputs. A forward of cula returns the final state, and no gradients are "
+    "wanted; a step is forward and backward with gradients of q, k, v, g and beta. The gates of KDA are computed "
+    "inside, with lower bound -5 and decays per token from .999 to .9.",
     "Every sample begins behind a barrier, after 20 ms without work, so that clocks are those of bursts; the time is "
     "that of the slowest rank. Ranks are processes with NCCL, without NVLink multicast (NCCL_NVLS_ENABLE=0).",
     "Equal: as many tokens on every rank. Balanced: the bounds of `cula.distributed.balanced_bounds`.",
 )
-SIZES = ((131072, 64), (262144, 64), (131072, 16), (262144, 16), (32768, 64))
-OF_FLA = ((131072, 64), (131072, 16))
+OPS = ("kda", "gated_delta_rule", "simple_gla")
+OF_FLA = ("kda", "gated_delta_rule")  # which of them it has across ranks
+TOKENS, HEADS = (131072, 262144, 1048576), (64, 16)
 DIM = 128
+SLAB = 8192  # tokens that are drawn from one seed
 Call = Callable[..., Any]
 
 
@@ -45,39 +51,46 @@ def calls(op: str, provider: str) -> Call:
     from cula.lightning import chunk_gated_delta_rule, chunk_simple_gla
 
     if provider == "fla":
-        from fla.ops.kda import chunk_kda as of_fla
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as gdn_of_fla
+        from fla.ops.kda import chunk_kda as kda_of_fla
 
-        return of_fla
+        return {"kda": kda_of_fla, "gated_delta_rule": gdn_of_fla}[op]
     if op == "simple_gla":
         return lambda q, k, v, g, beta, **options: chunk_simple_gla(q, k, v, g, **options)
     return {"kda": chunk_kda, "gated_delta_rule": chunk_gated_delta_rule}[op]
 
 
-def inputs(op: str, tokens: int, heads: int, device: Any) -> tuple[list[Any], dict[str, Any]]:
-    """q, k, v, g, beta, and options."""
+def inputs(
+    op: str, tokens: int, heads: int, device: Any, own: tuple[int, int] | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """q, k, v, g, beta of the tokens from own[0] to own[1] (of all), and options. Ranks draw their own alone."""
     import torch
 
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
-
-    shape = (1, tokens, heads, DIM)
-    q, k, v = (normal(*shape) for _ in range(3))
-    beta = torch.rand(shape[:3], generator=generator, device=device)
-    if op == "kda":
-        # -5 sigmoid(x): from -.001 to -.1 where x is about -6.
-        rate, bias = (
-            torch.zeros(heads, device=device),
-            torch.full((heads * DIM,), -6.0, device=device),
-        )
-        options = {
-            "A_log": rate, "dt_bias": bias, "use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -5.0,
-            "use_qk_l2norm_in_kernel": True,
-        }  # fmt: skip
-        return [q, k, v, normal(*shape), beta], options
-    g = -0.1 * torch.rand(shape[:3], generator=generator, device=device)
-    return [q, k, v, g, beta], {} if op == "simple_gla" else {"use_qk_l2norm_in_kernel": True}
+    first, last = own or (0, tokens)
+    wide, narrow = (heads, DIM), (heads,)
+    shapes = [wide, wide, wide, wide if op == "kda" else narrow, narrow]
+    dtypes = [torch.bfloat16 if shape is wide else torch.float32 for shape in shapes]
+    given = [
+        torch.empty(1, last - first, *shape, dtype=dtype, device=device)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    for start in range(first // SLAB * SLAB, last, SLAB):
+        generator = torch.Generator(device).manual_seed(start)
+        begin, end = max(start, first), min(start + SLAB, last)
+        for x in given:
+            draw = torch.randn if x.ndim == 4 else torch.rand
+            drawn = draw(SLAB, *x.shape[2:], generator=generator, device=device, dtype=x.dtype)
+            x[0, begin - first : end - first] = drawn[begin - start : end - start]
+    if op != "kda":
+        given[3] *= -0.1
+        return given, {} if op == "simple_gla" else {"use_qk_l2norm_in_kernel": True}
+    # -5 sigmoid(x): from -.001 to -.1 where x is about -6.
+    rate, bias = torch.zeros(heads, device=device), torch.full((heads * DIM,), -6.0, device=device)
+    options = {
+        "A_log": rate, "dt_bias": bias, "use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -5.0,
+        "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    return given, options
 
 
 def captured(call: Call) -> Call:
@@ -117,7 +130,7 @@ def timed(call: Call, count: int) -> dict[str, float]:
 
 
 def contexts(
-    provider: str, tokens: int, heads: int, device: Any
+    provider: str, tokens: int, heads: int, exchange: str, device: Any
 ) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     """What is passed as `cp_context`, with the bounds of the ranks and what they are called."""
     import torch
@@ -136,48 +149,140 @@ def contexts(
         return
     for name, bounds in (("equal", equal), ("balanced", balanced_bounds(tokens, ranks, heads))):
         if name == "equal" or tuple(bounds) != equal:
-            cp = ContextParallel(dist.group.WORLD, cu_seqlens=whole, bounds=bounds)
+            cp = ContextParallel(
+                dist.group.WORLD, cu_seqlens=whole, bounds=bounds, exchange=exchange
+            )
             cp.check()
             yield name, cp, tuple(bounds)
 
 
-def measure(op: str, tokens: int, heads: int, provider: str, count: int) -> list[dict[str, Any]]:
-    """The rows of a call."""
+def passed(which: str, function: Call, given: list[Any], options: dict[str, Any]) -> Call:
+    """A pass as a function without arguments, which returns outputs, and in a step all gradients behind them."""
+    import torch
+
+    if which == "forward":
+        return lambda: [function(*given, **options)[0]]
+    leaves = [x.detach().requires_grad_() for x in given]
+    # A gradient of the outputs that is at hand: it has their shape and dtype.
+    from_above = given[2]
+
+    def step() -> list[Any]:
+        with torch.enable_grad():
+            o = function(*leaves, **options)[0]
+        gradients = torch.autograd.grad(o, leaves, from_above, allow_unused=True)
+        return [o.detach(), *(x for x in gradients if x is not None)]  # simple GLA has no beta
+
+    return step
+
+
+def handed_on(function: Call, given: list[Any], options: dict[str, Any]) -> Any:
+    """Outputs of this rank's tokens where the ranks call one after the other, each with the state behind the last."""
     import torch
     import torch.distributed as dist
 
-    from cula.distributed.exchange import all_gather
+    state = torch.zeros(1, given[0].shape[2], DIM, DIM, device=given[0].device)
+    o = None
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
+            o, state = function(*given, initial_state=state, output_final_state=True, **options)
+        dist.broadcast(state, rank)
+    return o
+
+
+def rmse(found: Any, exact: Any) -> float:
+    """Relative RMSE, of the worst rank."""
+    import torch
+    import torch.distributed as dist
+
+    # Summed in pieces: a copy in float32 need not fit.
+    sums = torch.zeros(2, device=found.device, dtype=torch.float64)
+    for a, b in zip(found.split(SLAB, 1), exact.split(SLAB, 1), strict=True):
+        sums += torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()])
+    error = (sums[0] / sums[1]).sqrt()
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return round(error.item(), 7)
+
+
+def on_one(
+    run: Callable[[], Call], prepare: Callable[[Call], Call]
+) -> tuple[list[Any], Call] | None:
+    """Results of a call on every rank by itself, and the prepared call; None where one has too little memory."""
+    import torch
+    import torch.distributed as dist
+
+    found = None
+    try:
+        call = run()
+        found = call(), prepare(call)
+    except torch.OutOfMemoryError:
+        gc.collect()
+        torch.cuda.empty_cache()
+    fits = torch.tensor(int(found is not None), device="cuda")
+    dist.all_reduce(fits, dist.ReduceOp.MIN)
+    return found if fits.item() else None
+
+
+def collective(heads: int, exchange: str) -> tuple[Any, Call]:
+    """A message with the maps of a rank, and what sends it as an exchange does."""
+    import torch
+    import torch.distributed as dist
+
+    from cula.distributed.exchange import all_gather, all_to_all, shares
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    message = torch.zeros(1, heads, DIM, DIM * (1 if ranks == 2 else 2), device="cuda")
+    if exchange != "transpose":
+        return message, lambda: all_gather(message, dist.group.WORLD)
+    of_ranks = shares(heads, ranks)
+    rows = message.squeeze(0)
+    return message, lambda: all_to_all(rows, [of_ranks[rank]] * ranks, of_ranks, dist.group.WORLD)
+
+
+def measure(
+    op: str, which: str, tokens: int, heads: int, provider: str, exchange: str, count: int
+) -> list[dict[str, Any]]:
+    """The rows of a pass."""
+    import torch
+    import torch.distributed as dist
 
     device = torch.device("cuda", torch.cuda.current_device())
-    function, method = calls(op, provider), "eager" if provider == "fla" else "graph"
+    whole = function = calls(op, provider)
+    if provider == "cula" and which == "forward":
+        # FLA neither takes nor returns states beside a context, and a step does not ask for them.
+        whole = functools.partial(function, output_final_state=True)
+    method = "graph" if provider == "cula" and which == "forward" else "eager"
     prepare = captured if method == "graph" else lambda call: call
-    given, options = inputs(op, tokens, heads, device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = []
+    ways = list(contexts(provider, tokens, heads, exchange, device))
+    own = {bounds: (bounds[rank], bounds[rank + 1]) for _, _, bounds in ways}
+    rows, one, exact = [], dict.fromkeys(("ms", "p20_ms", "p80_ms")), {}
     with torch.no_grad():
-        expected = function(*given, output_final_state=True, **options)[0]
-        one = timed(prepare(lambda: function(*given, output_final_state=True, **options)), count)
-        message = torch.zeros(1, heads, DIM, DIM * (1 if ranks == 2 else 2), device=device)
-        alone = timed(captured(lambda: all_gather(message, dist.group.WORLD)), count)
-        for name, cp, bounds in contexts(provider, tokens, heads, device):
-            own = slice(*bounds[rank : rank + 2])
-            local = [x[:, own].contiguous() for x in given]
-            # FLA neither takes nor returns states beside a context.
-            more = {} if provider == "fla" else {"output_final_state": True}
-
-            def call(local: list[Any] = local, cp: Any = cp, more: dict[str, Any] = more) -> Any:
-                return function(*local, **options, **more, cp_context=cp)
-
-            exact, found = expected[:, own].float(), call()[0].float()
-            error = (found - exact).norm() / exact.norm()
-            del exact, found
-            dist.all_reduce(error, dist.ReduceOp.MAX)
+        found = on_one(lambda: passed(which, whole, *inputs(op, tokens, heads, device)), prepare)
+        if found:
+            expected, call = found
+            one = timed(call, count)
+            exact = {b: [x[:, slice(*o)].clone() for x in expected] for b, o in own.items()}
+            del expected, call
+        del found
+        gc.collect()
+        torch.cuda.empty_cache()
+        message, send = collective(heads, exchange)
+        alone = timed(captured(send), count)
+        for name, cp, bounds in ways:
+            given, options = inputs(op, tokens, heads, device, own[bounds])
+            right = exact.pop(bounds) if exact else [handed_on(function, given, options)]
+            call = passed(which, functools.partial(whole, cp_context=cp), given, options)
+            # Behind ranks that hand states on there are no gradients.
+            errors = [rmse(x, y) for x, y in zip(call(), right, strict=False)]
+            del right
             together = timed(prepare(call), count)
             rows.append({
-                "op": op, "tokens": tokens, "heads": heads, "ranks": ranks, "bounds": name, "provider": provider,
-                "method": method, **together, **{f"one_{key}": ms for key, ms in one.items()}, "samples": count,
-                "message_bytes": message.nbytes, "collective_ms": alone["ms"], "error": round(error.item(), 7),
+                "op": op, "tokens": tokens, "heads": heads, "ranks": ranks, "bounds": name, "exchange": exchange,
+                "provider": provider, "pass": which, "method": method, **together,
+                **{f"one_{key}": ms for key, ms in one.items()}, "samples": count, "message_bytes": message.nbytes,
+                "collective_ms": alone["ms"], "error": errors[0], "gradient_error": max(errors[1:], default=None),
             })  # fmt: skip
+            del call
             if rank == 0:
                 print(
                     report.as_text(rank_rows.table({"rows": rows[-1:]})),
@@ -187,20 +292,30 @@ def measure(op: str, tokens: int, heads: int, provider: str, count: int) -> list
     return rows
 
 
-def wanted(providers: Sequence[str]) -> Iterator[tuple[str, int, int, str]]:
-    """Operator, tokens, heads and provider of every call."""
-    if "cula" in providers:
-        yield from (("kda", *size, "cula") for size in SIZES)
-        yield from ((op, *SIZES[0], "cula") for op in ("gated_delta_rule", "simple_gla"))
-    if "fla" in providers:
-        yield from (("kda", *size, "fla") for size in OF_FLA)
+def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int, str, str]]:
+    """Operator, pass, tokens, heads, provider and exchange of every call."""
+    for provider, which in itertools.product(args.providers, args.passes):
+        for op in args.ops:
+            if provider == "fla" and op not in OF_FLA:
+                continue
+            for tokens, heads in itertools.product(args.tokens, args.heads):
+                for exchange in args.exchanges if provider == "cula" else ("auto",):
+                    yield op, which, tokens, heads, provider, exchange
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures operators on several GPUs, under torchrun."
     )
-    parser.add_argument("--providers", nargs="+", choices=("cula", "fla"), default=["cula"])
+    for name, known, default in (
+        ("providers", ("cula", "fla"), ("cula",)),
+        ("ops", OPS, OPS),
+        ("passes", rank_rows.PASSES, rank_rows.PASSES),
+        ("exchanges", rank_rows.EXCHANGES, ("auto",)),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(default))
+    for name, sizes in (("tokens", TOKENS), ("heads", HEADS)):
+        parser.add_argument(f"--{name}", nargs="+", type=int, default=list(sizes))
     parser.add_argument("--samples", type=int, default=20)
     add_json(parser, rank_rows.OP)
     args = parser.parse_args(argv)
@@ -225,8 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "title": TITLE, "provenance": origin, "notes": list(NOTES), "skipped": [], "rows": [],
     }  # fmt: skip
     path = json_path(args.json, rank_rows.OP, gpu_slug(origin["gpu"]))
-    for op, tokens, heads, provider in wanted(args.providers):
-        content["rows"] += measure(op, tokens, heads, provider, args.samples)
+    for call in wanted(args):
+        content["rows"] += measure(*call, args.samples)
         gc.collect()
         torch.cuda.empty_cache()
         content["provenance"]["clocks_after"] = read_smi()

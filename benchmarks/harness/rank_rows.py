@@ -1,10 +1,13 @@
 """Result files of `several_gpus.py`: their fields, and their table.
 
-A row is one call of an operator whose tokens lie on several GPUs, by one provider. `ms` is the time of the slowest rank
-from a common begin to its end, medians over all samples with their 20th and 80th percentile; `one_ms` that of the same
-call on one GPU that holds all tokens. `method`: CUDA graphs are replayed ("graph"), or calls are made ("eager").
-`bounds`: the tokens of the ranks, "equal" or "balanced". `collective_ms`: one all-gather of messages of that size by
-itself, each of `message_bytes`. `error`: relative RMSE of outputs to those on one GPU, of the worst rank.
+A row is one pass of an operator whose tokens lie on several GPUs, by one provider: forward, or a step, which is forward
+and backward with gradients of all inputs. `exchange`: how maps travel ("auto": as the provider decides). `ms` is the
+time of the slowest rank from a common begin to its end, medians over all samples with their 20th and 80th percentile;
+`one_ms` that of the same call on one GPU that holds all tokens, None where none does. `method`: CUDA graphs are
+replayed ("graph"), or calls are made ("eager"). `bounds`: the tokens of the ranks, "equal" or "balanced".
+`collective_ms`: one collective of messages of that size by itself, each of `message_bytes`. `error`: relative RMSE of
+outputs to those on one GPU, of the worst rank; where no GPU holds all tokens, to those of ranks that hand states on one
+after the other. `gradient_error`: the same of the worst gradient, None in a forward and where no GPU holds all tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from benchmarks.harness import report, results
 
 OP = "several_gpus"
 METHODS, BOUNDS = ("graph", "eager"), ("equal", "balanced")
+PASSES, EXCHANGES = ("forward", "step"), ("auto", "gather", "transpose")
 _NUMBER = (int, float)
+TIMES = ("ms", "p20_ms", "p80_ms")
+KEY = ("op", "tokens", "heads", "ranks", "bounds", "exchange", "provider", "pass")
 FIELDS: dict[str, tuple[type, ...]] = {
     "title": (str,),
     "provenance": (dict,),
@@ -31,13 +37,17 @@ ROW_FIELDS: dict[str, tuple[type, ...]] = {
     "heads": (int,),
     "ranks": (int,),
     "bounds": (str,),
+    "exchange": (str,),
     "provider": (str,),
+    "pass": (str,),
     "method": (str,),
-    **{f"{of}{name}": _NUMBER for of in ("", "one_") for name in ("ms", "p20_ms", "p80_ms")},
+    **dict.fromkeys(TIMES, _NUMBER),
+    **{f"one_{name}": (*_NUMBER, type(None)) for name in TIMES},
     "samples": (int,),
     "message_bytes": (int,),
     "collective_ms": _NUMBER,
     "error": _NUMBER,
+    "gradient_error": (*_NUMBER, type(None)),
 }
 
 
@@ -48,13 +58,20 @@ def validate(content: Any) -> None:
     for number, row in enumerate(content["rows"]):
         where = f"rows[{number}]"
         results.require_fields(row, ROW_FIELDS, where)
-        for name, known in (("method", METHODS), ("bounds", BOUNDS)):
+        choices = {"method": METHODS, "bounds": BOUNDS, "pass": PASSES, "exchange": EXCHANGES}
+        for name, known in choices.items():
             if row[name] not in known:
                 raise ValueError(f"{where}.{name}: expected one of {known}, got {row[name]!r}")
+        alone = [row[f"one_{name}"] for name in TIMES]
+        if None in alone and any(alone):
+            raise ValueError(f"{where}: expected all times of one GPU, or none")
         for of in ("", "one_"):
-            if not 0 < row[f"{of}p20_ms"] <= row[f"{of}ms"] <= row[f"{of}p80_ms"]:
+            if (
+                row[f"{of}ms"] is not None
+                and not 0 < row[f"{of}p20_ms"] <= row[f"{of}ms"] <= row[f"{of}p80_ms"]
+            ):
                 raise ValueError(f"{where}: expected 0 < {of}p20_ms <= {of}ms <= {of}p80_ms")
-        key = tuple(row[name] for name in ("op", "tokens", "heads", "ranks", "bounds", "provider"))
+        key = tuple(row[name] for name in KEY)
         if key in seen:
             raise ValueError(f"{where}: {key} appears twice")
         seen.add(key)
@@ -66,30 +83,34 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def label(row: Mapping[str, Any]) -> str:
-    return f"{row['provider']}, {row['op']} T{row['tokens']} H{row['heads']}, {row['bounds']}"
+    how = [row["bounds"], *([] if row["exchange"] == "auto" else [row["exchange"]])]
+    what = f"{row['op']} T{row['tokens']} H{row['heads']}"
+    return f"{row['provider']}, {what} {row['pass']}, {', '.join(how)}"
 
 
-def gain(row: Mapping[str, Any]) -> float:
-    """How many times as fast as one GPU."""
-    return float(row["one_ms"] / row["ms"])
+def gain(row: Mapping[str, Any]) -> str:
+    """How many times as fast as one GPU; "-" where none holds the tokens."""
+    return "-" if row["one_ms"] is None else f"{row['one_ms'] / row['ms']:.2f}"
 
 
 def table(content: Mapping[str, Any]) -> report.Table:
     """A line per row. The share of the collective is that of its time by itself."""
     header = [
         "provider and call, tokens of the ranks", "one GPU, ms", "GPUs", "together, ms", "times as fast", "timed by",
-        "collective alone, ms (share)", "relative RMSE to one GPU",
+        "collective alone, ms (share)", "relative RMSE of outputs, of gradients",
     ]  # fmt: skip
     lines = []
     for row in content["rows"]:
-        times = (
-            f"{row[of + 'ms']:.2f} ({row[of + 'p20_ms']:.2f}-{row[of + 'p80_ms']:.2f})"
+        one, together = (
+            "-" if row[of + "ms"] is None
+            else f"{row[of + 'ms']:.2f} ({row[of + 'p20_ms']:.2f}-{row[of + 'p80_ms']:.2f})"
             for of in ("one_", "")
-        )
-        one, together = times
+        )  # fmt: skip
+        errors = [row["error"], *([] if row["gradient_error"] is None else [row["gradient_error"]])]
         lines.append([
-            label(row), one, str(row["ranks"]), together, f"{gain(row):.2f}", row["method"],
-            f"{row['collective_ms']:.3f} ({row['collective_ms'] / row['ms']:.1%})", f"{row['error']:.1e}",
+            label(row), one, str(row["ranks"]), together, gain(row), row["method"],
+            f"{row['collective_ms']:.3f} ({row['collective_ms'] / row['ms']:.1%})",
+            ", ".join(f"{error:.1e}" for error in errors),
         ])  # fmt: skip
     return header, lines
 

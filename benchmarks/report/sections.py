@@ -329,14 +329,18 @@ def _models(section: Section, content: Content, path: Path) -> None:
 
 def _several_gpus(section: Section, content: Content, path: Path) -> None:
     rank_rows.validate(content)
-    rows = content["rows"]
+    rows = [row for row in content["rows"] if row["one_ms"] is not None]
     series = {
         "together": [row["ms"] / row["one_ms"] for row in rows],
         "one GPU": [1.0 for _ in rows],
     }
     labels = [rank_rows.label(row) for row in rows]
     text = "time / time on one GPU"
-    section.measured = [("forward on several GPUs", MEASURED), ("backward", NOT_MEASURED)]
+    passes = {row["pass"] for row in content["rows"]}
+    section.measured = [
+        (f"{name} on several GPUs", MEASURED if name in passes else NOT_MEASURED)
+        for name in rank_rows.PASSES
+    ]
     section.plots = [plots.bars(labels, series, text, content["title"], section.anchor)]
     section.tables = [
         Table("Medians, 20th to 80th percentile in brackets", *rank_rows.table(content))
