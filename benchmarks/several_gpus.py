@@ -136,24 +136,26 @@ def contexts(
     import torch
     import torch.distributed as dist
 
-    from cula.distributed import ContextParallel, balanced_bounds
+    from cula.distributed import ContextParallel
 
     ranks = dist.get_world_size()
     whole = torch.tensor([0, tokens])
-    equal = tuple(tokens * r // ranks for r in range(ranks + 1))
+    equal, balanced = (
+        tuple(rank_rows.bounds_of(which, tokens, heads, ranks)) for which in rank_rows.BOUNDS
+    )
     if provider == "fla":
         from fla.ops.cp import build_cp_context
 
         offsets = whole.to(device, torch.int32)
         yield "equal", build_cp_context(offsets, dist.group.WORLD, cu_seqlens_cpu=whole), equal
         return
-    for name, bounds in (("equal", equal), ("balanced", balanced_bounds(tokens, ranks, heads))):
-        if name == "equal" or tuple(bounds) != equal:
+    for name, bounds in zip(rank_rows.BOUNDS, (equal, balanced), strict=True):
+        if name == "equal" or bounds != equal:
             cp = ContextParallel(
                 dist.group.WORLD, cu_seqlens=whole, bounds=bounds, exchange=exchange
             )
             cp.check()
-            yield name, cp, tuple(bounds)
+            yield name, cp, bounds
 
 
 def passed(which: str, function: Call, given: list[Any], options: dict[str, Any]) -> Call:
@@ -317,7 +319,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, sizes in (("tokens", TOKENS), ("heads", HEADS)):
         parser.add_argument(f"--{name}", nargs="+", type=int, default=list(sizes))
     parser.add_argument("--samples", type=int, default=20)
-    add_json(parser, rank_rows.OP)
+    add_json(parser, "several_gpus_x<ranks>")
     args = parser.parse_args(argv)
     if args.samples < 2:
         parser.error("--samples: expected at least two")
@@ -331,15 +333,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch.distributed as dist
 
     rank, ranks = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-    if ranks < 2 or torch.cuda.device_count() < ranks:
-        return fail("expected torchrun with at least two processes, and a GPU for each")
+    op = f"several_gpus_x{ranks}"
+    if op not in rank_rows.OPS or torch.cuda.device_count() < ranks:
+        return fail("expected torchrun with 2, 4 or 8 processes, and a GPU for each")
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     origin = {**provenance(), "clocks_before": read_smi()}
     content: dict[str, Any] = {
         "title": TITLE, "provenance": origin, "notes": list(NOTES), "skipped": [], "rows": [],
     }  # fmt: skip
-    path = json_path(args.json, rank_rows.OP, gpu_slug(origin["gpu"]))
+    path = json_path(args.json, op, gpu_slug(origin["gpu"]))
     for call in wanted(args):
         content["rows"] += measure(*call, args.samples)
         gc.collect()

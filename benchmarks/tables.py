@@ -7,8 +7,8 @@ replaces everything between them. `key=value` words may follow the GPU: `setting
 `method=graph` choose rows; `mean=PEER` adds the geometric mean of the ratio to that peer over these settings;
 `table=NAME` chooses a table of `ops/lite/tables.py`, `ops/lightning/tables.py`, `ops/delta/tables.py` or
 `ops/kda/schedule_tables.py`. An op's name with `_sustained` behind it is the table of its times under a sustained load,
-beside those of bursts, `first_call` that of first calls, `models` that of whole models, `several_gpus` that of calls on
-several GPUs, and `kda_learning` that of losses.
+beside those of bursts, `first_call` that of first calls, `models` that of whole models, `several_gpus_x2` that of calls
+on two GPUs (`_x4`, `_x8`; `several_gpus:predicted` what all should take), and `kda_learning` that of losses.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
 `lite_trajectory` (`ops/lite/trajectory_rows.py`), `lite_end_to_end` (`ops/lite/end_to_end_rows.py`),
 `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
@@ -95,6 +95,8 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     path = results.result_path(op, gpu, root)
     if op == answers.OP:
         return answers.region(gpu, root)
+    if (op, gpu) == (rank_rows.PREDICTED, "predicted"):
+        return rank_rows.predicted()
     for others in OF_THEIR_OWN:
         if op == others.OP and path.exists():
             return others.region(path, name, root)
@@ -104,7 +106,9 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_tables.TABLES:
         return emulator_tables.region(op, path)
-    for whole in (first_calls, loss_rows, model_rows, rank_rows):
+    if op in rank_rows.OPS:
+        return rank_rows.region(path)
+    for whole in (first_calls, loss_rows, model_rows):
         if op == whole.OP:
             return whole.region(path)
     pattern = chosen.get("settings", "*")
@@ -181,7 +185,7 @@ def card_page(gpu: str, root: Path = results.RESULTS) -> str:
             end_to_end_rows.OP,
             first_calls.OP,
             model_rows.OP,
-            rank_rows.OP,
+            *rank_rows.OPS,
             loss_rows.OP,
         )
         if results.result_path(op, gpu, root).exists()

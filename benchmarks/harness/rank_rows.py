@@ -1,4 +1,4 @@
-"""Result files of `several_gpus.py`: their fields, and their table.
+"""Result files of `several_gpus.py`, one for every number of GPUs: their fields, and their table.
 
 A row is one pass of an operator whose tokens lie on several GPUs, by one provider: forward, or a step, which is forward
 and backward with gradients of all inputs. `exchange`: how maps travel ("auto": as the provider decides). `ms` is the
@@ -12,13 +12,16 @@ after the other. `gradient_error`: the same of the worst gradient, None in a for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report, results
+from benchmarks.harness import rank_model, report, results
+from cula.distributed import balanced_bounds
 
-OP = "several_gpus"
+OPS = tuple(f"several_gpus_x{ranks}" for ranks in (2, 4, 8))
+PREDICTED = "several_gpus"
 METHODS, BOUNDS = ("graph", "eager"), ("equal", "balanced")
 PASSES, EXCHANGES = ("forward", "step"), ("auto", "gather", "transpose")
 _NUMBER = (int, float)
@@ -82,10 +85,42 @@ def load(path: Path) -> dict[str, Any]:
     return results.load(path, validate)
 
 
+def predicted() -> str:
+    """What stands in a document about numbers of GPUs that may not have been measured."""
+    counts = [int(op.rpartition("x")[2]) for op in OPS]
+    header = ["KDA forward", "one GPU, ms", *(f"{n} GPUs, ms (times as fast)" for n in counts)]
+    lines = []
+    for heads, tokens in itertools.product((64, 16), (131072, 262144, 1048576)):
+        one = rank_model.one_ms(tokens, heads)
+        cells = []
+        for ranks in counts:
+            ms = rank_model.forward_ms(heads, bounds_of("equal", tokens, heads, ranks))
+            cells.append(f"{ms:.2f} ({one / ms:.1f})")
+        lines.append([f"T{tokens} H{heads}", f"{one:.2f}", *cells])
+    text = "Predicted for the H200 by `benchmarks/harness/rank_model.py`, not measured; slices are equal."
+    return f"\n{report.as_markdown((header, lines))}\n\n{text}\n\n"
+
+
 def label(row: Mapping[str, Any]) -> str:
     how = [row["bounds"], *([] if row["exchange"] == "auto" else [row["exchange"]])]
     what = f"{row['op']} T{row['tokens']} H{row['heads']}"
     return f"{row['provider']}, {what} {row['pass']}, {', '.join(how)}"
+
+
+def bounds_of(which: str, tokens: int, heads: int, ranks: int) -> Sequence[int]:
+    """Where a sequence is cut: rank r has the tokens from `bounds[r]` to `bounds[r + 1]`."""
+    if which == "balanced":
+        return balanced_bounds(tokens, ranks, heads)
+    return [tokens * r // ranks for r in range(ranks + 1)]
+
+
+def modelled(row: Mapping[str, Any]) -> str:
+    """The time by `rank_model.py`, and how much longer the call took; "-" where there is no model."""
+    if (row["provider"], row["op"], row["pass"]) != ("cula", "kda", "forward"):
+        return "-"
+    bounds = bounds_of(row["bounds"], row["tokens"], row["heads"], row["ranks"])
+    ms = rank_model.forward_ms(row["heads"], bounds, row["exchange"])
+    return f"{ms:.2f} ({row['ms'] / ms - 1:+.0%})"
 
 
 def gain(row: Mapping[str, Any]) -> str:
@@ -94,10 +129,11 @@ def gain(row: Mapping[str, Any]) -> str:
 
 
 def table(content: Mapping[str, Any]) -> report.Table:
-    """A line per row. The share of the collective is that of its time by itself."""
+    """A line per row. The share of the collective is that of its time by itself; behind a modelled time stands how much
+    longer was measured."""
     header = [
-        "provider and call, tokens of the ranks", "one GPU, ms", "GPUs", "together, ms", "times as fast", "timed by",
-        "collective alone, ms (share)", "relative RMSE of outputs, of gradients",
+        "provider and call, tokens of the ranks", "one GPU, ms", "GPUs", "together, ms", "times as fast",
+        "modelled, ms", "timed by", "collective alone, ms (share)", "relative RMSE of outputs, of gradients",
     ]  # fmt: skip
     lines = []
     for row in content["rows"]:
@@ -108,7 +144,7 @@ def table(content: Mapping[str, Any]) -> report.Table:
         )  # fmt: skip
         errors = [row["error"], *([] if row["gradient_error"] is None else [row["gradient_error"]])]
         lines.append([
-            label(row), one, str(row["ranks"]), together, gain(row), row["method"],
+            label(row), one, str(row["ranks"]), together, gain(row), modelled(row), row["method"],
             f"{row['collective_ms']:.3f} ({row['collective_ms'] / row['ms']:.1%})",
             ", ".join(f"{error:.1e}" for error in errors),
         ])  # fmt: skip

@@ -560,7 +560,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     "lite_rtx4090": _published_tables,
     first_calls.OP: _first_calls,
     model_rows.OP: _models,
-    rank_rows.OP: _several_gpus,
+    **dict.fromkeys(rank_rows.OPS, _several_gpus),
     loss_rows.OP: _losses,
     "ncu_decode": _counters,
     "batch_invariance_study": _study,

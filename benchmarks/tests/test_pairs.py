@@ -11,7 +11,7 @@ from benchmarks.harness import model_rows, rank_rows, results
 def test_models_and_ranks_are_read(tmp_path):
     for op, names, where in (
         (model_rows.OP, ("without cula", "with cula"), "provider"),
-        (rank_rows.OP, ("one GPU", "together"), "one_ms"),
+        (rank_rows.OPS[0], ("one GPU", "together"), "one_ms"),
     ):
         content = json.loads(results.result_path(op, "h200").read_text(encoding="utf-8"))
         found = pairs.pairs(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import pairs, several_gpus, tables
-from benchmarks.harness import rank_rows
+from benchmarks.harness import rank_model, rank_rows, results
 from benchmarks.report import sections
 
 
@@ -27,13 +28,11 @@ def result(first_call_result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_table_tells_gain_and_share(result, tmp_path):
-    path = tmp_path / "toy-100" / "several_gpus.json"
+    path = tmp_path / "toy-100" / "several_gpus_x2.json"
     path.parent.mkdir()
     path.write_text(json.dumps(result))
-    text = tables.rendered("<!-- bench:several_gpus:toy-100 -->\n<!-- /bench -->\n", tmp_path)
-    cells = (
-        "8.00 (7.90-8.10) | 2 | 5.00 (4.90-5.20) | 1.60 | graph | 0.100 (2.0%) | 4.0e-04, 3.0e-03"
-    )
+    text = tables.rendered("<!-- bench:several_gpus_x2:toy-100 -->\n<!-- /bench -->\n", tmp_path)
+    cells = "8.00 (7.90-8.10) | 2 | 5.00 (4.90-5.20) | 1.60 | - | graph | 0.100 (2.0%) | 4.0e-04, 3.0e-03"
     assert f"| cula, kda T128 H4 step, equal | {cells} |" in text
     assert "NVIDIA Toy 100" in text and "Not measured: kda T1: too short." in text
     section = sections.read(path)
@@ -68,9 +67,11 @@ def test_a_row_stands_once(result):
 
 
 def test_the_command_needs_ranks_and_samples(monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert several_gpus.main([]) == 2
-    assert "torchrun" in capsys.readouterr().err
+    for ranks, gpus in ((0, 1), (1, 1), (3, 3), (2, 1)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, gpus))
+        assert several_gpus.main([]) == 2
+        assert "torchrun" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         several_gpus.main(["--samples", "1"])
 
@@ -103,6 +104,62 @@ def test_a_row_without_one_gpu(result, tmp_path):
     rank_rows.validate(result)
     assert rank_rows.table(result)[1][0][1:5] == ["-", "2", "5.00 (4.90-5.20)", "-"]
     assert pairs.pairs({**result, "rows": [result["rows"][0] | {"one_ms": None}]})[1] == []
+
+
+class TestModel:
+    """Of KDA's forward: against what was measured, and its parts by hand."""
+
+    def test_two_gpus_take_what_it_says(self):
+        rows = [
+            row
+            for row in rank_rows.load(results.result_path("several_gpus_x2", "h200"))["rows"]
+            if row["provider"] == "cula" and row["op"] == "kda"
+        ]
+        assert len(rows) == 8 and {row["bounds"] for row in rows} == set(rank_rows.BOUNDS)
+        for row in rows:
+            bounds = rank_rows.bounds_of(row["bounds"], row["tokens"], row["heads"], row["ranks"])
+            ms = rank_model.forward_ms(row["heads"], bounds, row["exchange"])
+            assert ms == pytest.approx(row["ms"], rel=0.05), rank_rows.label(row)
+            assert rank_rows.modelled(row).startswith(f"{ms:.2f} (")
+
+    def test_what_it_does_not_know(self, result):
+        (row,) = result["rows"]
+        forward = row | {"pass": "forward"}
+        assert rank_rows.modelled(forward) != "-"
+        for change in ({"pass": "step"}, {"op": "simple_gla"}, {"provider": "fla"}):
+            assert rank_rows.modelled(forward | change) == "-"
+
+    def test_bytes_of_an_exchange(self):
+        """300 GB/s: 1 MB takes 10 / 3 us. A state of a head has 65,536 bytes."""
+        state = 64 * 65536 / 300e3
+        assert rank_model.exchange_us(64, 2, "auto") == pytest.approx(50 + state)
+        gathered = 50 + 7 * 2 * state + 6 * 10
+        assert rank_model.exchange_us(64, 8, "gather") == pytest.approx(gathered)
+        by_heads = 2 * 50 + 7 / 8 * 3 * state + 6 * 10
+        assert rank_model.exchange_us(64, 8, "transpose") == pytest.approx(by_heads)
+        assert rank_model.exchange_us(64, 8, "auto") == pytest.approx(by_heads)
+
+    def test_ranks_by_their_place(self):
+        """With 64 heads nothing is cut: the first one scans for A, inner ones for A and M, the last one does not."""
+        first, inner, last = (
+            rank_model.halves_us(16384, 64, comes_on, goes_on)
+            for comes_on, goes_on in ((False, True), (True, True), (True, False))
+        )
+        assert last[0] < first[0] < inner[0] and first[1] == inner[1] == last[1]
+        # Few heads are cut, so the last rank scans too; the map of an inner one is a product of many.
+        first, inner, last = (
+            rank_model.halves_us(65536, 4, comes_on, goes_on)
+            for comes_on, goes_on in ((False, True), (True, True), (True, False))
+        )
+        assert inner[0] - last[0] > 10 * rank_model.FOLD_US and last[0] < first[0] < inner[0]
+
+    def test_the_table_of_more_gpus(self):
+        text = tables.rendered("<!-- bench:several_gpus:predicted -->\n<!-- /bench -->\n")
+        lines = [line for line in text.splitlines() if line.startswith("| T")]
+        assert len(lines) == 6 and "not measured" in text
+        for line in lines:
+            gains = [float(x.split(" (")[1][:-1]) for x in line.split(" | ")[2:4]]
+            assert 1 < gains[0] < gains[1] < 4
 
 
 class OneRank:

@@ -1,0 +1,77 @@
+"""What a forward of KDA on several GPUs of one host should take, before it has been measured.
+
+A rank prepares its chunks, scans its slice for what that does to a state, and waits for the maps of all; then it walks
+from its starting state. The times of kernels are those by which `cula-cp-sm90` plans on an H200. Those of links
+(`LATENCY_US`, `GIGABYTES`) and of a fold (`FOLD_US`) are assumptions, but for the latency, which is that of messages
+between two H200s (benchmarks/results/h200/several_gpus_x2.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cula.distributed.exchange import GATHERED_BYTES
+from cula_core.delta_rule.config import CHUNK
+from cula_core.delta_rule.plan import CostModel
+from cula_cp_sm90.arch import TARGET
+
+MULTIPROCESSORS = 132
+STATE_BYTES = 4 * 128 * 128
+LATENCY_US = 50.0  # of a collective, with its begin and end
+GIGABYTES = 300.0  # a second into a rank
+FOLD_US = 10.0  # of a product of maps with states, of all heads
+
+
+def exchange_us(heads: int, ranks: int, exchange: str) -> float:
+    """From the maps of all ranks to the state in front of each; two ranks need no M."""
+    map_bytes = heads * STATE_BYTES * (1 if ranks == 2 else 2)
+    gathered = map_bytes * (ranks - 1)
+    by_heads = exchange == "transpose" or (
+        exchange == "auto" and ranks > 2 and gathered > GATHERED_BYTES
+    )
+    folds = FOLD_US * (ranks - 2)
+    if not by_heads:
+        return LATENCY_US + gathered / GIGABYTES / 1e3 + folds
+    moved = (map_bytes + heads * STATE_BYTES) * (ranks - 1) / ranks
+    return 2 * LATENCY_US + moved / GIGABYTES / 1e3 + folds
+
+
+def one_ms(tokens: int, heads: int) -> float:
+    """A call on one GPU, by the better of its two schedules."""
+    model = CostModel(TARGET.costs, TARGET.v_tiles, heads, MULTIPROCESSORS)
+    chunks = max(1, -(-tokens // CHUNK))
+    apart = model.apart_us(chunks, chunks, model.parts_of(chunks, chunks, "auto"))
+    beside = model.beside(chunks, chunks, 1)
+    assert beside is not None
+    return min(apart, beside[0]) / 1e3
+
+
+def halves_us(tokens: int, heads: int, comes_on: bool, goes_on: bool) -> tuple[float, float]:
+    """What a rank does in front of the exchange and behind it. comes_on, goes_on: whether its slice of the sequence
+    has one in front of it and one behind it."""
+    maps = 2 * goes_on + comes_on, goes_on * (1 + comes_on)
+    model = CostModel(TARGET.costs, TARGET.v_tiles, heads, MULTIPROCESSORS, maps)
+    costs, chunks = TARGET.costs, max(1, -(-tokens // CHUNK))
+    assert costs.beside is not None
+    prepare = costs.start_us + chunks * heads * costs.beside.alone_us / MULTIPROCESSORS
+    parts = model.parts_of(chunks, chunks, "auto")
+    if parts == 1:
+        scan = model.scan_us(chunks, maps[1]) if maps[1] else 0.0
+        return prepare + scan, model.walk_us(chunks, 1)
+    length = -(-chunks // parts)
+    segments = -(-chunks // length)
+    scan = model.scan_us(length, model.halves(segments) + maps[0])
+    merge = costs.merge_us + costs.merge_step_us * (parts - 2)
+    # The map of a slice inside a sequence is a product of all its segments'; that of the first one is a merged state.
+    own = (FOLD_US * (segments - 1) if comes_on else merge) if goes_on else 0.0
+    return prepare + scan + own, merge + model.walk_us(length, segments)
+
+
+def forward_ms(heads: int, bounds: Sequence[int], exchange: str = "auto") -> float:
+    """The time of the slowest rank, where rank r holds the tokens from `bounds[r]` to `bounds[r + 1]`."""
+    ranks = len(bounds) - 1
+    halves = [
+        halves_us(bounds[r + 1] - bounds[r], heads, r > 0, r < ranks - 1) for r in range(ranks)
+    ]
+    before, after = (max(times) for times in zip(*halves, strict=True))
+    return (before + exchange_us(heads, ranks, exchange) + after) / 1e3
