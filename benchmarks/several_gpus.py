@@ -136,12 +136,13 @@ def contexts(
     import torch
     import torch.distributed as dist
 
+    from benchmarks.harness import rank_model
     from cula.distributed import ContextParallel
 
     ranks = dist.get_world_size()
     whole = torch.tensor([0, tokens])
     equal, balanced = (
-        tuple(rank_rows.bounds_of(which, tokens, heads, ranks)) for which in rank_rows.BOUNDS
+        tuple(rank_model.bounds_of(which, tokens, heads, ranks)) for which in rank_rows.BOUNDS
     )
     if provider == "fla":
         from fla.ops.cp import build_cp_context

@@ -95,8 +95,6 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
     path = results.result_path(op, gpu, root)
     if op == answers.OP:
         return answers.region(gpu, root)
-    if (op, gpu) == (rank_rows.PREDICTED, "predicted"):
-        return rank_rows.predicted()
     for others in OF_THEIR_OWN:
         if op == others.OP and path.exists():
             return others.region(path, name, root)
@@ -106,7 +104,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         return f"\nNot measured on {gpu}.\n\n"
     if op in emulator_tables.TABLES:
         return emulator_tables.region(op, path)
-    if op in rank_rows.OPS:
+    if op in (*rank_rows.OPS, rank_rows.PREDICTED):
         return rank_rows.region(path)
     for whole in (first_calls, loss_rows, model_rows):
         if op == whole.OP:

@@ -1,4 +1,6 @@
-"""What a forward of KDA on several GPUs of one host should take, before it has been measured.
+"""What a forward of KDA on several GPUs of one host should take, also where it has not been measured.
+
+    python benchmarks/harness/rank_model.py [--json PATH]
 
 A rank prepares its chunks, scans its slice for what that does to a state, and waits for the maps of all; then it walks
 from its starting state. The times of kernels are those by which `cula-cp-sm90` plans on an H200. Those of links
@@ -8,8 +10,18 @@ between two H200s (benchmarks/results/h200/several_gpus_x2.json).
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.harness import rank_rows, report, results
+from cula.distributed import balanced_bounds
 from cula.distributed.exchange import GATHERED_BYTES
 from cula_core.delta_rule.config import CHUNK
 from cula_core.delta_rule.plan import CostModel
@@ -20,6 +32,19 @@ STATE_BYTES = 4 * 128 * 128
 LATENCY_US = 50.0  # of a collective, with its begin and end
 GIGABYTES = 300.0  # a second into a rank
 FOLD_US = 10.0  # of a product of maps with states, of all heads
+
+
+NOTE = (
+    "Predicted for the H200 by benchmarks/harness/rank_model.py from the planner's constants and a guess for the "
+    "links, not measured."
+)
+
+
+def bounds_of(which: str, tokens: int, heads: int, ranks: int) -> Sequence[int]:
+    """Where a sequence is cut: rank r has the tokens from `bounds[r]` to `bounds[r + 1]`."""
+    if which == "balanced":
+        return balanced_bounds(tokens, ranks, heads)
+    return [tokens * r // ranks for r in range(ranks + 1)]
 
 
 def exchange_us(heads: int, ranks: int, exchange: str) -> float:
@@ -75,3 +100,37 @@ def forward_ms(heads: int, bounds: Sequence[int], exchange: str = "auto") -> flo
     ]
     before, after = (max(times) for times in zip(*halves, strict=True))
     return (before + exchange_us(heads, ranks, exchange) + after) / 1e3
+
+
+def document() -> dict[str, Any]:
+    """The content of the file of predictions."""
+    rows = []
+    for heads, tokens in itertools.product((64, 16), (32768, 131072, 262144, 1048576)):
+        one = one_ms(tokens, heads)
+        for ranks, bounds, exchange in itertools.product(
+            (2, 4, 8), rank_rows.BOUNDS, rank_rows.EXCHANGES
+        ):
+            cuts = bounds_of(bounds, tokens, heads, ranks)
+            if bounds == "balanced" and cuts == bounds_of("equal", tokens, heads, ranks):
+                continue
+            values = tokens, heads, ranks, bounds, exchange
+            ms = forward_ms(heads, cuts, exchange)
+            rows.append({
+                **dict(zip(rank_rows.MODEL_KEY, values, strict=True)), "ms": round(ms, 4), "one_ms": round(one, 4),
+            })  # fmt: skip
+    return {"op": rank_rows.PREDICTED, "title": "KDA on several GPUs", "note": NOTE, "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Predicts KDA's forward on several GPUs.")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the prediction's file")
+    args = parser.parse_args(argv)
+    content = document()
+    print(report.as_text(rank_rows.predictions(content)), content["note"], sep="\n\n")
+    if args.json:
+        results.write(content, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

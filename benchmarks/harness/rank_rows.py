@@ -12,21 +12,21 @@ after the other. `gradient_error`: the same of the worst gradient, None in a for
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import rank_model, report, results
-from cula.distributed import balanced_bounds
+from benchmarks.harness import report, results
 
 OPS = tuple(f"several_gpus_x{ranks}" for ranks in (2, 4, 8))
-PREDICTED = "several_gpus"
+PREDICTED = "several_gpus"  # of the file in results/predicted/
 METHODS, BOUNDS = ("graph", "eager"), ("equal", "balanced")
 PASSES, EXCHANGES = ("forward", "step"), ("auto", "gather", "transpose")
 _NUMBER = (int, float)
 TIMES = ("ms", "p20_ms", "p80_ms")
-KEY = ("op", "tokens", "heads", "ranks", "bounds", "exchange", "provider", "pass")
+MODEL_KEY = ("tokens", "heads", "ranks", "bounds", "exchange")
+KEY = ("op", *MODEL_KEY, "provider", "pass")
 FIELDS: dict[str, tuple[type, ...]] = {
     "title": (str,),
     "provenance": (dict,),
@@ -85,42 +85,37 @@ def load(path: Path) -> dict[str, Any]:
     return results.load(path, validate)
 
 
-def predicted() -> str:
-    """What stands in a document about numbers of GPUs that may not have been measured."""
-    counts = [int(op.rpartition("x")[2]) for op in OPS]
-    header = ["KDA forward", "one GPU, ms", *(f"{n} GPUs, ms (times as fast)" for n in counts)]
-    lines = []
-    for heads, tokens in itertools.product((64, 16), (131072, 262144, 1048576)):
-        one = rank_model.one_ms(tokens, heads)
-        cells = []
-        for ranks in counts:
-            ms = rank_model.forward_ms(heads, bounds_of("equal", tokens, heads, ranks))
-            cells.append(f"{ms:.2f} ({one / ms:.1f})")
-        lines.append([f"T{tokens} H{heads}", f"{one:.2f}", *cells])
-    text = "Predicted for the H200 by `benchmarks/harness/rank_model.py`, not measured; slices are equal."
-    return f"\n{report.as_markdown((header, lines))}\n\n{text}\n\n"
-
-
 def label(row: Mapping[str, Any]) -> str:
     how = [row["bounds"], *([] if row["exchange"] == "auto" else [row["exchange"]])]
     what = f"{row['op']} T{row['tokens']} H{row['heads']}"
     return f"{row['provider']}, {what} {row['pass']}, {', '.join(how)}"
 
 
-def bounds_of(which: str, tokens: int, heads: int, ranks: int) -> Sequence[int]:
-    """Where a sequence is cut: rank r has the tokens from `bounds[r]` to `bounds[r + 1]`."""
-    if which == "balanced":
-        return balanced_bounds(tokens, ranks, heads)
-    return [tokens * r // ranks for r in range(ranks + 1)]
-
-
-def modelled(row: Mapping[str, Any]) -> str:
+def modelled(row: Mapping[str, Any], model: Sequence[Mapping[str, Any]]) -> str:
     """The time by `rank_model.py`, and how much longer the call took; "-" where there is no model."""
-    if (row["provider"], row["op"], row["pass"]) != ("cula", "kda", "forward"):
-        return "-"
-    bounds = bounds_of(row["bounds"], row["tokens"], row["heads"], row["ranks"])
-    ms = rank_model.forward_ms(row["heads"], bounds, row["exchange"])
-    return f"{ms:.2f} ({row['ms'] / ms - 1:+.0%})"
+    if (row["provider"], row["op"], row["pass"]) == ("cula", "kda", "forward"):
+        for other in model:
+            if all(row[name] == other[name] for name in MODEL_KEY):
+                return f"{other['ms']:.2f} ({row['ms'] / other['ms'] - 1:+.0%})"
+    return "-"
+
+
+def model(root: Path = results.RESULTS) -> list[dict[str, Any]]:
+    """The rows of the file that `rank_model.py` writes; none where there is no such file."""
+    path = results.result_path(PREDICTED, "predicted", root)
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def predictions(content: Mapping[str, Any]) -> report.Table:
+    """What KDA's forward should take, a line per size: on one GPU, and on every number of them in equal slices."""
+    rows = [r for r in content["rows"] if (r["bounds"], r["exchange"]) == ("equal", "auto")]
+    counts = sorted({r["ranks"] for r in rows})
+    sizes: dict[str, list[str]] = {}
+    for r in rows:
+        cells = sizes.setdefault(f"T{r['tokens']} H{r['heads']}", [f"{r['one_ms']:.2f}"])
+        cells.append(f"{r['ms']:.2f} ({r['one_ms'] / r['ms']:.1f})")
+    header = ["KDA forward", "one GPU, ms", *(f"{n} GPUs, ms (times as fast)" for n in counts)]
+    return header, [[size, *cells] for size, cells in sizes.items()]
 
 
 def gain(row: Mapping[str, Any]) -> str:
@@ -128,14 +123,14 @@ def gain(row: Mapping[str, Any]) -> str:
     return "-" if row["one_ms"] is None else f"{row['one_ms'] / row['ms']:.2f}"
 
 
-def table(content: Mapping[str, Any]) -> report.Table:
+def table(content: Mapping[str, Any], root: Path = results.RESULTS) -> report.Table:
     """A line per row. The share of the collective is that of its time by itself; behind a modelled time stands how much
     longer was measured."""
     header = [
         "provider and call, tokens of the ranks", "one GPU, ms", "GPUs", "together, ms", "times as fast",
         "modelled, ms", "timed by", "collective alone, ms (share)", "relative RMSE of outputs, of gradients",
     ]  # fmt: skip
-    lines = []
+    lines, times = [], model(root)
     for row in content["rows"]:
         one, together = (
             "-" if row[of + "ms"] is None
@@ -144,7 +139,7 @@ def table(content: Mapping[str, Any]) -> report.Table:
         )  # fmt: skip
         errors = [row["error"], *([] if row["gradient_error"] is None else [row["gradient_error"]])]
         lines.append([
-            label(row), one, str(row["ranks"]), together, gain(row), modelled(row), row["method"],
+            label(row), one, str(row["ranks"]), together, gain(row), modelled(row, times), row["method"],
             f"{row['collective_ms']:.3f} ({row['collective_ms'] / row['ms']:.1%})",
             ", ".join(f"{error:.1e}" for error in errors),
         ])  # fmt: skip
@@ -153,7 +148,11 @@ def table(content: Mapping[str, Any]) -> report.Table:
 
 def region(path: Path) -> str:
     """What stands in a document."""
+    if path.stem == PREDICTED:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return f"\n{report.as_markdown(predictions(content))}\n\n{content['note']}\n\n"
     content = load(path)
     text = f"Medians, slowest rank (20-80 %). {report.machine(content['provenance'])}"
     left = [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
-    return f"\n{report.as_markdown(table(content))}\n\n{' '.join([text, *left])}\n\n"
+    lines = report.as_markdown(table(content, path.parents[1]))
+    return f"\n{lines}\n\n{' '.join([text, *left])}\n\n"

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -343,9 +343,20 @@ def _several_gpus(section: Section, content: Content, path: Path) -> None:
     ]
     section.plots = [plots.bars(labels, series, text, content["title"], section.anchor)]
     section.tables = [
-        Table("Medians, 20th to 80th percentile in brackets", *rank_rows.table(content))
+        Table(
+            "Medians, 20th to 80th percentile in brackets",
+            *rank_rows.table(content, path.parents[1]),
+        )
     ]
     section.notes = list(content["notes"])
+
+
+def _predicted_ranks(section: Section, content: Content, path: Path) -> None:
+    section.sentences = [content["note"]]
+    section.tables = [
+        Table("Equal slices", *rank_rows.predictions(content)),
+        replace(_of_rows("Everything that is predicted", content["rows"]), folded=True),
+    ]
 
 
 def _checks(result: Content) -> str:
@@ -561,6 +572,7 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     first_calls.OP: _first_calls,
     model_rows.OP: _models,
     **dict.fromkeys(rank_rows.OPS, _several_gpus),
+    rank_rows.PREDICTED: _predicted_ranks,
     loss_rows.OP: _losses,
     "ncu_decode": _counters,
     "batch_invariance_study": _study,

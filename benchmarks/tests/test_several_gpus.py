@@ -117,17 +117,25 @@ class TestModel:
         ]
         assert len(rows) == 8 and {row["bounds"] for row in rows} == set(rank_rows.BOUNDS)
         for row in rows:
-            bounds = rank_rows.bounds_of(row["bounds"], row["tokens"], row["heads"], row["ranks"])
+            bounds = rank_model.bounds_of(row["bounds"], row["tokens"], row["heads"], row["ranks"])
             ms = rank_model.forward_ms(row["heads"], bounds, row["exchange"])
             assert ms == pytest.approx(row["ms"], rel=0.05), rank_rows.label(row)
-            assert rank_rows.modelled(row).startswith(f"{ms:.2f} (")
+            assert rank_rows.modelled(row, rank_rows.model()).startswith(f"{ms:.2f} (")
+
+    def test_the_file_is_what_the_model_gives(self):
+        path = results.result_path(rank_rows.PREDICTED, "predicted")
+        assert json.loads(path.read_text(encoding="utf-8")) == rank_model.document()
 
     def test_what_it_does_not_know(self, result):
         (row,) = result["rows"]
-        forward = row | {"pass": "forward"}
-        assert rank_rows.modelled(forward) != "-"
-        for change in ({"pass": "step"}, {"op": "simple_gla"}, {"provider": "fla"}):
-            assert rank_rows.modelled(forward | change) == "-"
+        forward = row | {"pass": "forward", "tokens": 131072, "heads": 64}
+        assert rank_rows.modelled(forward, rank_rows.model()) == "4.77 (+5%)"
+        for change in (
+            {"pass": "step"}, {"op": "simple_gla"}, {"provider": "fla"}, {"tokens": 64}, {"exchange": "transpose"},
+        ):  # fmt: skip
+            assert (rank_rows.modelled(forward | change, rank_rows.model()) == "-") == (
+                "exchange" not in change
+            )
 
     def test_bytes_of_an_exchange(self):
         """300 GB/s: 1 MB takes 10 / 3 us. A state of a head has 65,536 bytes."""
@@ -156,7 +164,7 @@ class TestModel:
     def test_the_table_of_more_gpus(self):
         text = tables.rendered("<!-- bench:several_gpus:predicted -->\n<!-- /bench -->\n")
         lines = [line for line in text.splitlines() if line.startswith("| T")]
-        assert len(lines) == 6 and "not measured" in text
+        assert len(lines) == 8 and "not measured" in text
         for line in lines:
             gains = [float(x.split(" (")[1][:-1]) for x in line.split(" | ")[2:4]]
             assert 1 < gains[0] < gains[1] < 4
