@@ -136,7 +136,7 @@ def contexts(
     import torch
     import torch.distributed as dist
 
-    from benchmarks.harness import rank_model
+    from benchmarks.ops.kda import rank_model
     from cula.distributed import ContextParallel
 
     ranks = dist.get_world_size()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import pairs, several_gpus, tables
-from benchmarks.harness import rank_model, rank_rows, results
+from benchmarks.harness import rank_rows, results
+from benchmarks.ops.kda import rank_model
 from benchmarks.report import sections
 
 

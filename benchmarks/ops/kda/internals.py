@@ -70,6 +70,14 @@ def sizes(name: str) -> Sizes:
     )
 
 
+def cost_model(
+    name: str, value_heads: int, multiprocessors: int, maps: tuple[int, int] = (0, 0)
+) -> Any:
+    """What a package plans by; maps: halves that a scan gives for other cards, of cut and of whole sequences."""
+    target = _target(name)
+    return planning.CostModel(target.costs, target.v_tiles, value_heads, multiprocessors, maps)
+
+
 def plan(
     name: str,
     batch: int,

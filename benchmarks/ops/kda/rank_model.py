@@ -1,6 +1,6 @@
 """What a forward of KDA on several GPUs of one host should take, also where it has not been measured.
 
-    python benchmarks/harness/rank_model.py [--json PATH]
+    python benchmarks/ops/kda/rank_model.py [--json PATH]
 
 A rank prepares its chunks, scans its slice for what that does to a state, and waits for the maps of all; then it walks
 from its starting state. The times of kernels are those by which `cula-cp-sm90` plans on an H200. Those of links
@@ -18,24 +18,22 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.harness import rank_rows, report, results
+from benchmarks.ops.kda import internals
+from benchmarks.ops.kda.work import H200, STATE_BYTES
 from cula.distributed import balanced_bounds
 from cula.distributed.exchange import GATHERED_BYTES
-from cula_core.delta_rule.config import CHUNK
-from cula_core.delta_rule.plan import CostModel
-from cula_cp_sm90.arch import TARGET
 
-MULTIPROCESSORS = 132
-STATE_BYTES = 4 * 128 * 128
+CHUNK = internals.sizes(H200.package).chunk
 LATENCY_US = 50.0  # of a collective, with its begin and end
 GIGABYTES = 300.0  # a second into a rank
 FOLD_US = 10.0  # of a product of maps with states, of all heads
 
 
 NOTE = (
-    "Predicted for the H200 by benchmarks/harness/rank_model.py from the planner's constants and a guess for the "
+    "Predicted for the H200 by benchmarks/ops/kda/rank_model.py from the planner's constants and a guess for the "
     "links, not measured."
 )
 
@@ -63,22 +61,20 @@ def exchange_us(heads: int, ranks: int, exchange: str) -> float:
 
 def one_ms(tokens: int, heads: int) -> float:
     """A call on one GPU, by the better of its two schedules."""
-    model = CostModel(TARGET.costs, TARGET.v_tiles, heads, MULTIPROCESSORS)
+    model = internals.cost_model(H200.package, heads, H200.sms)
     chunks = max(1, -(-tokens // CHUNK))
     apart = model.apart_us(chunks, chunks, model.parts_of(chunks, chunks, "auto"))
-    beside = model.beside(chunks, chunks, 1)
-    assert beside is not None
-    return min(apart, beside[0]) / 1e3
+    beside, *_ = model.beside(chunks, chunks, 1)
+    return min(apart, beside) / 1e3
 
 
 def halves_us(tokens: int, heads: int, comes_on: bool, goes_on: bool) -> tuple[float, float]:
     """What a rank does in front of the exchange and behind it. comes_on, goes_on: whether its slice of the sequence
     has one in front of it and one behind it."""
     maps = 2 * goes_on + comes_on, goes_on * (1 + comes_on)
-    model = CostModel(TARGET.costs, TARGET.v_tiles, heads, MULTIPROCESSORS, maps)
-    costs, chunks = TARGET.costs, max(1, -(-tokens // CHUNK))
-    assert costs.beside is not None
-    prepare = costs.start_us + chunks * heads * costs.beside.alone_us / MULTIPROCESSORS
+    model = internals.cost_model(H200.package, heads, H200.sms, maps)
+    costs, chunks = model.costs, max(1, -(-tokens // CHUNK))
+    prepare = costs.start_us + chunks * heads * costs.beside.alone_us / H200.sms
     parts = model.parts_of(chunks, chunks, "auto")
     if parts == 1:
         scan = model.scan_us(chunks, maps[1]) if maps[1] else 0.0
