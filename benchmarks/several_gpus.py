@@ -230,11 +230,11 @@ def collective(heads: int, exchange: str) -> tuple[Any, Call]:
     import torch
     import torch.distributed as dist
 
-    from cula.distributed.exchange import all_gather, all_to_all, shares
+    from cula.distributed.exchange import all_gather, all_to_all, by_heads, shares
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(1, heads, DIM, DIM * (1 if ranks == 2 else 2), device="cuda")
-    if exchange != "transpose":
+    if not by_heads(exchange, ranks, message.nbytes * (ranks - 1)):
         return message, lambda: all_gather(message, dist.group.WORLD)
     of_ranks = shares(heads, ranks)
     rows = message.squeeze(0)

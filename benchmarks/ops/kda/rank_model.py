@@ -24,13 +24,12 @@ from benchmarks.harness import rank_rows, report, results
 from benchmarks.ops.kda import internals
 from benchmarks.ops.kda.work import H200, STATE_BYTES
 from cula.distributed import balanced_bounds
-from cula.distributed.exchange import GATHERED_BYTES
+from cula.distributed.exchange import by_heads
 
 CHUNK = internals.sizes(H200.package).chunk
 LATENCY_US = 50.0  # of a collective, with its begin and end
 GIGABYTES = 300.0  # a second into a rank
 FOLD_US = 10.0  # of a product of maps with states, of all heads
-
 
 NOTE = (
     "Predicted for the H200 by benchmarks/ops/kda/rank_model.py from the planner's constants and a guess for the "
@@ -49,11 +48,8 @@ def exchange_us(heads: int, ranks: int, exchange: str) -> float:
     """From the maps of all ranks to the state in front of each; two ranks need no M."""
     map_bytes = heads * STATE_BYTES * (1 if ranks == 2 else 2)
     gathered = map_bytes * (ranks - 1)
-    by_heads = exchange == "transpose" or (
-        exchange == "auto" and ranks > 2 and gathered > GATHERED_BYTES
-    )
     folds = FOLD_US * (ranks - 2)
-    if not by_heads:
+    if not by_heads(exchange, ranks, gathered):
         return LATENCY_US + gathered / GIGABYTES / 1e3 + folds
     moved = (map_bytes + heads * STATE_BYTES) * (ranks - 1) / ranks
     return 2 * LATENCY_US + moved / GIGABYTES / 1e3 + folds

@@ -17,6 +17,13 @@ from cula.distributed.layout import Chain, Route
 GATHERED_BYTES = 10_000_000
 
 
+def by_heads(exchange: str, ranks: int, bytes_in: int) -> bool:
+    """Whether maps go by heads, for an `exchange` of `ContextParallel`; bytes_in: that an all-gather would bring."""
+    if exchange == "auto":
+        return ranks > 2 and bytes_in > GATHERED_BYTES
+    return exchange == "transpose"
+
+
 @dataclass(frozen=True)
 class Wire:
     """A group, and how maps travel in it: whole to every rank, or by heads to the rank that folds those heads."""

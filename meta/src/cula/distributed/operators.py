@@ -24,7 +24,7 @@ from torch import Tensor
 from cula._facts import COMMON_FACTS, FACTS
 from cula._registry import beside, resolve
 from cula.distributed.context import Plan, plan_of
-from cula.distributed.exchange import GATHERED_BYTES, Wire
+from cula.distributed.exchange import Wire, by_heads
 from cula_core import arguments
 from cula_core.delta_rule.call import Slice
 
@@ -248,10 +248,9 @@ class _Walk:
     def _wire(self, maps: Tensor) -> Wire:
         plan = self.plan
         bytes_in = maps.numel() * maps.element_size() * (plan.ranks - 1)
-        by_heads = plan.exchange == "transpose" or (
-            plan.exchange == "auto" and plan.ranks > 2 and bytes_in > GATHERED_BYTES
+        return Wire(
+            plan.group, plan.rank, plan.ranks, by_heads(plan.exchange, plan.ranks, bytes_in)
         )
-        return Wire(plan.group, plan.rank, plan.ranks, by_heads)
 
     def checked(self, starts: Tensor) -> Tensor:
         """NaN where ranks have different layouts."""
