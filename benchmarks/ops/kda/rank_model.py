@@ -69,8 +69,8 @@ def halves_us(tokens: int, heads: int, comes_on: bool, goes_on: bool) -> tuple[f
     has one in front of it and one behind it."""
     maps = 2 * goes_on + comes_on, goes_on * (1 + comes_on)
     model = internals.cost_model(H200.package, heads, H200.sms, maps)
-    costs, chunks = model.costs, max(1, -(-tokens // CHUNK))
-    prepare = costs.start_us + chunks * heads * costs.beside.alone_us / H200.sms
+    chunks = max(1, -(-tokens // CHUNK))
+    prepare = model.prepare_us(chunks)
     parts = model.parts_of(chunks, chunks, "auto")
     if parts == 1:
         scan = model.scan_us(chunks, maps[1]) if maps[1] else 0.0
@@ -78,7 +78,7 @@ def halves_us(tokens: int, heads: int, comes_on: bool, goes_on: bool) -> tuple[f
     length = -(-chunks // parts)
     segments = -(-chunks // length)
     scan = model.scan_us(length, model.halves(segments) + maps[0])
-    merge = costs.merge_us + costs.merge_step_us * (parts - 2)
+    merge = model.merge_us(parts)
     # The map of a slice inside a sequence is a product of all its segments'; that of the first one is a merged state.
     own = (FOLD_US * (segments - 1) if comes_on else merge) if goes_on else 0.0
     return prepare + scan + own, merge + model.walk_us(length, segments)

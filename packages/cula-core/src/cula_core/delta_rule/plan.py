@@ -157,9 +157,12 @@ class CostModel:
         sequences."""
         length = -(-longest // parts)
         segments = -(-total // length)
-        merge = self.costs.merge_us + self.costs.merge_step_us * (parts - 2)
         halves = max(1, self.halves(segments)) + self.maps[0]
-        return self.scan_us(length, halves) + merge + self.walk_us(length, segments)
+        return self.scan_us(length, halves) + self.merge_us(parts) + self.walk_us(length, segments)
+
+    def merge_us(self, parts: int) -> float:
+        """Returns the time of the merge of sequences of which the longest one has so many segments."""
+        return self.costs.merge_us + self.costs.merge_step_us * (parts - 2)
 
     def halves(self, segments: int) -> int:
         """Returns the halves of maps that a scan gives: of the first segment one, of the last one nothing."""
@@ -211,14 +214,17 @@ class CostModel:
 
     def apart_us(self, longest: int, total: int, parts: int) -> float:
         """Returns the time of both kernels one after the other, with the longest sequence in `parts`."""
+        if parts == 1:
+            return self.prepare_us(total) + self.whole_us(longest, total)
+        return self.prepare_us(total) + self.cut_us(longest, total, parts)
+
+    def prepare_us(self, total: int) -> float:
+        """Returns the time of the kernel that prepares the slots of all sequences, by itself."""
         costs = self.costs.beside
         assert costs is not None
-        prepare_us = self.costs.start_us + total * self.value_heads * (
+        return self.costs.start_us + total * self.value_heads * (
             costs.alone_us / self.multiprocessors
         )
-        if parts == 1:
-            return prepare_us + self.whole_us(longest, total)
-        return prepare_us + self.cut_us(longest, total, parts)
 
     def parts_of(self, longest: int, total: int, intracard_cp: str) -> int:
         """Returns into how many segments the longest sequence is cut; 1: sequences stay whole."""
