@@ -39,6 +39,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
         yield run
 
 
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    with World(1, "nccl", tmp_path_factory.mktemp("one"), seconds=500) as run:
+        yield run
+
+
 # ---- what runs on the ranks ------------------------------------------------------------------------------------------
 
 
@@ -276,6 +282,13 @@ def test_tensors_on_another_device_than_the_current_one(ranks):
 @pytest.mark.parametrize("kind", ["kda", "gdn", "gla"])
 def test_backward(ranks, kind, cut):
     ranks(backward, "cuda", kind, cut)
+
+
+@pytest.mark.parametrize("kind", ["kda", "gdn", "gla"])
+def test_one_gpu_that_holds_both_parts(one_rank, kind):
+    """Under zigzag a rank by itself has two slices of a sequence, and sends the state between them to itself."""
+    one_rank(forward, "cuda", kind, "zigzag")
+    one_rank(backward, "cuda", kind, "zigzag")
 
 
 def test_sharded_model_over_one_sequence(ranks):

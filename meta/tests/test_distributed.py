@@ -411,6 +411,41 @@ class Halves:
         return self.call(initial_state=starts)
 
 
+class TwoSteps:
+    """What kernels give that begin a backward before the gradients behind are known, by calls of the reference."""
+
+    def __init__(self, begun: list[Any], **given: Any) -> None:
+        begun.append(self)
+        self.do, self.given, self.fronts = given.pop("do"), given, 0
+
+    def pulled(self, dht: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+        given = {
+            name: x.detach().requires_grad_() if name in names else x
+            for name, x in self.given.items()
+        }
+        with torch.enable_grad():
+            results = chunk_kda(**given, output_final_state=True, cp_context=False)
+        return torch.autograd.grad(results, [given[name] for name in names], (self.do, dht))
+
+    def front(self, dht: torch.Tensor) -> torch.Tensor:
+        self.fronts += 1
+        return self.pulled(dht, ("initial_state",))[0]
+
+    def finish(self, dht: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        names = ("q", "k", "v", "g", "beta")
+        *found, front = self.pulled(dht, (*names, "initial_state"))
+        return *found, None, None, front
+
+
+def stand_in(begun: list[Any], steps: list[Any]) -> Any:
+    """For `_first_half`: functions by which calls, and with gradients their backwards, are begun."""
+
+    def found(*_: Any, requires_grad: bool) -> Any:
+        return functools.partial(*((TwoSteps, steps) if requires_grad else (Halves, begun)))
+
+    return found
+
+
 def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) -> None:
     """A call by kernels that can begin it is the same as one that is composed of whole calls."""
     x, states, _, _ = problem(11, cu_seqlens[-1], len(cu_seqlens) - 1, "kda")
@@ -422,7 +457,7 @@ def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) 
     begun: list[Halves] = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         expected = call("kda", local, cp, initial_state=start)
-        patch.setattr(operators, "_first_half", lambda *_: functools.partial(Halves, begun))
+        patch.setattr(operators, "_first_half", stand_in(begun, []))
         found = call("kda", local, cp, initial_state=start)
     assert len(begun) == 1
     for a, b in zip(found, expected, strict=True):
@@ -432,10 +467,27 @@ def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) 
     for i, piece in enumerate(cp.pieces):
         if piece.ends:
             close(found[1][i], final[piece.sequence])
-    # With gradients the call is composed.
-    wanting = Inputs(*(t.requires_grad_() for t in local))
-    call("kda", wanting, cp, initial_state=start)
-    assert len(begun) == 1
+    # With gradients, of some inputs or of all.
+    _, _, d_o, d_final = problem(12, cu_seqlens[-1], len(cu_seqlens) - 1, "kda")
+    behind = torch.stack(
+        [d_final[p.sequence] * (1 if p.ends else torch.nan) for p in cp.pieces] or [d_final[0]]
+    )[: len(cp.pieces)]
+    for wanting in ("qkvgbs", "vs", "g"):
+        grads, steps, begun = [], [], []
+        for kernels in (False, True):
+            leaves = [t.detach().clone() for t in (*local, start)]
+            for name, leaf in zip("qkvgbs", leaves, strict=True):
+                leaf.requires_grad_(name in wanting)
+            with pytest.MonkeyPatch.context() as patch:
+                if kernels:
+                    patch.setattr(operators, "_first_half", stand_in(begun, steps))
+                o, last = call("kda", Inputs(*leaves[:5]), cp, initial_state=leaves[5])
+            needing = [leaf for leaf in leaves if leaf.requires_grad]
+            grads.append(torch.autograd.grad((o, last), needing, (cp.shard(d_o, 0)[None], behind)))
+        assert len(begun) == len(steps) == 1
+        assert steps[0].fronts == any(not piece.begins for piece in cp.pieces)
+        for a, b in zip(*grads, strict=True):
+            close(a, b)
 
 
 def checkpointed() -> None:

@@ -6,7 +6,8 @@ and the call itself starts from those. A rank whose pieces all begin their seque
 kernels that can begin a call before its starting states are known share their work between the walks.
 
 Backwards, the gradients in front of the pieces (B) travel the other way; M^T is the forward's, and nothing is
-differentiated through M.
+differentiated through M. Kernels that can begin a backward find B without the other gradients; else a rank that both
+sends and receives computes all of them twice.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _Map = tuple[
 ]  # A [H, K, V] and, of a piece that lies inside a sequence, M [H, K, K] or [H, 1, 1]
 # Options of a public function that mean nothing to a call that is begun before its starting states are known.
 _OF_WHOLE_CALLS = frozenset(("impl", "cp_context", "disable_recompute", "update_state_pool"))
+# What a begun backward returns gradients of.
+_IN_ORDER = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 _served: set[tuple[Any, ...]] = set()
 
 
@@ -61,7 +64,8 @@ def across_ranks(
         choices: arguments of `op` alone, such as impl.
         refused: arguments of `check` that have to be None or False beside a context.
         one_decay: M is one number per head, from g and g_gamma, either of which may be None.
-        begin: the function by which kernel packages begin a call of `op` whose starting states are not known yet.
+        begin: the function by which kernel packages begin a call of `op` whose starting states are not known yet; with
+            `_backward` behind it the one by which they begin its backward.
     """
     for name, value in refused.items():
         if value is not None and value is not False:
@@ -105,10 +109,12 @@ def across_ranks(
         start = (initial.mT if v_first else initial).to(dtype)
     _refuse_unserved(op, packed, frozenset(tokens), start, options | choices)
     options |= choices
-    first_half = None
-    if begin is not None and not requires_grad and packed["q"].shape[1] > 0:
-        first_half = _first_half(op, begin, packed, options)
-    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, first_half)
+    begins: list[Callable[..., Any] | None] = [None, None]
+    if begin is not None and packed["q"].shape[1] > 0:
+        begins[0] = _first_half(op, begin, packed, options, requires_grad=False)
+        if requires_grad:
+            begins[1] = _first_half(op, f"{begin}_backward", packed, options, requires_grad=True)
+    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, *begins)
     o, final = _Across.apply(walk, start, *packed.values())
     o = o.unflatten(1, tuple(q.shape[:2]))[0]
     if not wanted:
@@ -128,6 +134,7 @@ class _Walk:
     options: dict[str, Any]
     one_decay: bool
     begin: Callable[..., Any] | None
+    begin_backward: Callable[..., Any] | None
 
     def __call__(
         self, tensors: Sequence[Tensor], start: Tensor, which: tuple[int, ...]
@@ -160,8 +167,28 @@ class _Walk:
             ),
             cu_seqlens=_offsets(plan.cuts, initial.device),
             initial_state=initial,
-            **{name: x for name, x in self.options.items() if name not in _OF_WHOLE_CALLS},
+            **self._own_options,
         )
+
+    @property
+    def _own_options(self) -> dict[str, Any]:
+        return {name: x for name, x in self.options.items() if name not in _OF_WHOLE_CALLS}
+
+    def backward(
+        self, tensors: Sequence[Tensor], starts: Tensor, needs: Sequence[bool], d_o: Tensor
+    ) -> _ByKernels | _ByGraph:
+        """The way back from the gradients of outputs and final states. needs: which tensors require gradients."""
+        if self.begin_backward is None:
+            return _ByGraph(*self.with_graph(tensors, starts, needs), d_o)
+        begun = self.begin_backward(
+            **dict(zip(self.names, tensors, strict=True)),
+            cu_seqlens=_offsets(self.plan.cuts, starts.device),
+            initial_state=starts,
+            do=d_o,
+            **self._own_options,
+        )
+        wanted = [name for name, need in zip(self.names, needs, strict=True) if need]
+        return _ByKernels(begun, ["initial_state", *wanted])
 
     def maps(self, tensors: Sequence[Tensor], initial: Tensor) -> list[_Map]:
         """What the pieces that travel do to a state."""
@@ -297,31 +324,20 @@ class _Across(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         starts, matrices, *tensors = ctx.saved_tensors
         route, wire = ctx.walk.plan.backward, ctx.wire
-        inputs, results = ctx.walk.with_graph(tensors, starts, ctx.needs[1:])
-        wanted = [x for x in inputs if x.requires_grad]
+        way = ctx.walk.backward(tensors, starts, ctx.needs[1:], d_o)
         d_final = d_final.clone()
         for piece in route.takes:  # only the state behind the sequence has a gradient of its own
             d_final[piece] = 0
-
-        def pull() -> tuple[Tensor, ...]:
-            found = [
-                (y, d) for y, d in zip(results, (d_o, d_final), strict=True) if y.requires_grad
-            ]
-            return torch.autograd.grad(
-                [y for y, _ in found], wanted, [d for _, d in found], retain_graph=True, allow_unused=True,
-                materialize_grads=True,
-            )  # fmt: skip
-
-        grads = pull() if route.sends or not route.takes else ()
         if wire is not None:
             maps = starts.new_zeros(route.slots, *starts.shape[1:])
-            for slot, piece in enumerate(route.sends):
-                maps[slot] = grads[0][piece]
+            if route.sends:
+                front = way.front(d_final)
+                for slot, piece in enumerate(route.sends):
+                    maps[slot] = front[piece]
             behind = wire.receive(route, starts.shape[1], wire.collect(maps), matrices, True)
             for piece, d in zip(route.takes, behind, strict=True):
                 d_final[piece] = d
-            if route.takes:
-                grads = pull()
+        grads = way.finish(d_final, bool(route.takes))
         d_initial = grads[0].clone()
         for piece in ctx.walk.plan.forward.takes:
             d_initial[piece] = 0
@@ -333,15 +349,54 @@ class _Across(torch.autograd.Function):
         )
 
 
+class _ByGraph:
+    """Gradients through the graph of a call, of the states in front and of tensors, in this order. front: of the states
+    alone, where the gradients of final states are those. finish: all; changed: whether they are others since then."""
+
+    def __init__(self, inputs: list[Tensor], results: tuple[Tensor, Tensor], d_o: Tensor) -> None:
+        self._wanted = [x for x in inputs if x.requires_grad]
+        self._results, self._d_o = results, d_o
+        self._found: tuple[Tensor, ...] = ()
+
+    def front(self, d_final: Tensor) -> Tensor:
+        return self.finish(d_final, True)[0]
+
+    def finish(self, d_final: Tensor, changed: bool) -> tuple[Tensor, ...]:
+        if changed or not self._found:
+            pairs = zip(self._results, (self._d_o, d_final), strict=True)
+            found = [(y, d) for y, d in pairs if y.requires_grad]
+            self._found = torch.autograd.grad(
+                [y for y, _ in found], self._wanted, [d for _, d in found], retain_graph=True, allow_unused=True,
+                materialize_grads=True,
+            )  # fmt: skip
+        return self._found
+
+
+class _ByKernels:
+    """The same by kernels that begin a backward. wanted: the tensors that require gradients, by name."""
+
+    def __init__(self, begun: Any, wanted: list[str]) -> None:
+        self._begun, self._wanted = begun, wanted
+        self.front = begun.front
+
+    def finish(self, d_final: Tensor, changed: bool) -> tuple[Tensor, ...]:
+        found = dict(zip(_IN_ORDER, self._begun.finish(d_final), strict=True))
+        return tuple(found[name] for name in self._wanted)
+
+
 def _first_half(
-    op: Callable[..., Any], begin: str, named: dict[str, Tensor], options: dict[str, Any]
+    op: Callable[..., Any],
+    begin: str,
+    named: dict[str, Tensor],
+    options: dict[str, Any],
+    requires_grad: bool,
 ) -> Callable[..., Any] | None:
-    """The function `begin` of the kernels that serve `op` without gradients, if they have it."""
+    """The function `begin` of the kernels that serve `op`, with gradients or without, if they have it."""
     if torch.compiler.is_compiling():
         return None
     q, v = named["q"], named["v"]
     known = options | {
-        "dtype": q.dtype, "head_dim_k": q.shape[3], "head_dim_v": v.shape[3], "requires_grad": False,
+        "dtype": q.dtype, "head_dim_k": q.shape[3], "head_dim_v": v.shape[3], "requires_grad": requires_grad,
         "state_dtype": torch.float32, "gate_dtype": named["g"].dtype, "beta_dtype": named["beta"].dtype,
         "varlen": True, "group": v.shape[2] // q.shape[2], "initial_state": True, "output_final_state": True,
     }  # fmt: skip

@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cula_core.delta_rule.backward.config import WalkConfig, heads_at_once, scratch_bytes
+from cula_core.delta_rule.backward.config import (
+    PeaksConfig,
+    WalkConfig,
+    heads_at_once,
+    scratch_bytes,
+)
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM, PrepareConfig, chunk_slots
 from cula_core.reference.kda_backward import Gradients, chunk_kda_backward
 from cula_cp_sm90.arch import TARGET
-from cula_cp_sm90.backward import launch
+from cula_cp_sm90.backward import launch, ops
 from cula_cp_sm90.backward.call import BackwardCall
 from cula_cp_sm90.backward.ops import prepared
 from cula_emulator import mutation
@@ -90,10 +95,12 @@ def run(
     multiprocessors: int = 3,
     segment_tokens: int = 0,
     kept: dict[str, Tensor] | None = None,
+    dht: Tensor | None = None,
     **options,
 ) -> Gradients:
-    """Runs the kernels as they run on a GPU."""
-    ready = prepared(called(problem)._replace(segment_tokens=segment_tokens, **kept or {}))
+    """Runs the kernels as they run on a GPU. dht: other gradients of final states."""
+    call = called(problem)._replace(segment_tokens=segment_tokens, **kept or {})
+    ready = prepared(call if dht is None else call._replace(dht=dht))
     found = Gradients(*(emulated.empty(x.shape, x.dtype) for x in ready[:8]))
 
     def kernels(config):
@@ -158,6 +165,46 @@ def test_what_the_forward_keeps(emulated, name, segment_chunks):
         assert relative_rmse(*pair) <= 1e-6 if which in ("dA_log", "ddt_bias") else same(*pair), (
             which
         )
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize(
+    "name, segment_chunks, scratch",
+    [("packed", 0, None), ("packed", 0, 0), ("cut, packed", 1, None)],
+)
+def test_in_two_steps(emulated, monkeypatch, name, segment_chunks, scratch):
+    """What stands in front of sequences comes first, by the gradients behind them that are known then; everything else
+    follows by others, much larger ones, with the bits of a call that is given those. With little scratch heads are done
+    one after the other, and nothing is kept in between."""
+    problem, cut = ALL[name], CHUNK * segment_chunks
+    call = called(problem)._replace(segment_tokens=cut)
+    assert call.dht is not None
+    early, late = 0.5 * call.dht, 1e4 * call.dht
+    kept = []
+
+    def kernels(config):
+        kept.extend([config] if isinstance(config, PeaksConfig) else [])
+        return partial(emulated_kernel(emulated, launch.unit(config, "sm_90a")))
+
+    for way in (launch.run, launch.run_front):
+        own = partial(way, multiprocessors=3, kernels=kernels, scratch=scratch)
+        monkeypatch.setattr(launch, way.__name__, own)
+    with poisoned_memory():
+        begun = ops._backward.begin(call._replace(dht=None))
+        front = begun.front(early)
+        assert not kept
+        found = begun.finish(late)
+    assert len(kept) == (scratch is None)
+    assert same(front, run(problem, emulated, dht=early, segment_tokens=cut).dh0)
+    right = run(problem, emulated, dht=late, segment_tokens=cut)
+    for which, own, other in zip(BOUNDS, found, right, strict=True):
+        if which in ("dA_log", "ddt_bias") and scratch == 0:  # as in test_what_the_forward_keeps
+            assert relative_rmse(own, other) <= 1e-6
+        else:
+            assert same(own, other.to(own.dtype).view(own.shape)), which
+    # Without a first step it is an ordinary call.
+    whole = ops._backward.begin(call._replace(dht=None)).finish(late)
+    assert all(map(same, whole, found))
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
@@ -65,16 +67,39 @@ def run(
         _run(*part, multiprocessors, kernels)
 
 
-def _run(
-    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
-) -> None:
-    """Does the heads of a call together."""
-    heads, slots = call.v.shape[2], kept.slots
-    spread = walks.spread_of(call, multiprocessors)
-    segments = walks.segments_of(call, spread)
-    facts = walks.facts_of(call) | {
+def run_front(
+    call: BackwardCall,
+    dh0: Tensor,
+    *,
+    multiprocessors: int | None = None,
+    kernels: Kernels | None = None,
+    scratch: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Writes the gradients of initial states alone, as `run` does. Returns blocks and factors of the call, None where
+    groups of heads used the same memory."""
+    kernels = kernels or kernels_of(call.q.device)
+    multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
+    alone = Gradients._make([*[None] * 7, dh0])  # dh0 is the last one
+    parts = list(in_groups(call, alone, scratch))
+    for own, found, kept in parts:
+        _walks(own, found, kept, multiprocessors, kernels).run_back()
+    return None if len(parts) > 1 else parts[0][2][:2]
+
+
+def _facts(call: BackwardCall) -> dict[str, Any]:
+    return walks.facts_of(call) | {
         "gate": call.gate, "bounded": call.bounded, "rate": call.A_log is not None, "bias": call.dt_bias is not None,
     }  # fmt: skip
+
+
+def _walks(
+    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
+) -> Walks:
+    """Launches what goes before the walks of heads that are done together, and returns these."""
+    slots = kept.slots
+    spread = walks.spread_of(call, multiprocessors)
+    segments = walks.segments_of(call, spread)
+    facts = _facts(call)
     # Where blocks were kept, nothing is left to do for them but the table of segments.
     again, peaks = call.blocks is None, walks.peaks_of(call)
     if again or segments is not None:
@@ -87,7 +112,16 @@ def _run(
         kernels(PeaksConfig(facts["dtype"], facts["index_dtype"]))(
             call.do, call.cu_seqlens, peaks, slots
         )
-    Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
+    return Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
+
+
+def _run(
+    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
+) -> None:
+    """Does the heads of a call together."""
+    both = _walks(call, found, kept, multiprocessors, kernels)
+    both.run()
+    heads, slots, peaks = call.v.shape[2], kept.slots, both.peaks
     grouped = call.q.shape[2] != heads
     dq, dk = found.dq, found.dk
     if grouped:
@@ -97,7 +131,7 @@ def _run(
         rates = call.q.new_empty((slots, heads), dtype=torch.float32)
     if call.dt_bias is not None:
         biases = call.q.new_empty((slots, heads, HEAD_DIM), dtype=torch.float32)
-    kernels(GradientsConfig(**facts, grouped=grouped))(
+    kernels(GradientsConfig(**_facts(call), grouped=grouped))(
         call.q, call.k, call.g, call.do, call.A_log, call.dt_bias, kept.factors, peaks, kept.states, kept.d_states,
         kept.z, kept.minus_y, call.cu_seqlens, dq, dk, found.dv, found.dg, found.dbeta, rates, biases, call.scale,
         call.lower_bound, 0, slots, min(multiprocessors, slots * heads),

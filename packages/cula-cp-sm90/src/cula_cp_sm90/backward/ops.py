@@ -57,6 +57,70 @@ def _launch(call: BackwardCall, found: Gradients) -> None:
     run(call, found)
 
 
+def _launch_front(call: BackwardCall, dh0: Tensor) -> tuple[Tensor, Tensor] | None:
+    from .launch import run_front
+
+    return run_front(call, dh0)
+
+
 _backward = ops.Backward(
-    "cula_cp_sm90::backward", SCHEMA, BackwardCall, Gradients, on_cpu=_run_on_cpu, prepared=prepared, launch=_launch
+    "cula_cp_sm90::backward", SCHEMA, BackwardCall, Gradients, on_cpu=_run_on_cpu, prepared=prepared, launch=_launch,
+    launch_front=_launch_front,
 )  # fmt: skip
+
+
+def begin_chunk_kda_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor,
+    do: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_intracard_cp: bool | str = "auto",
+    segment_tokens: int | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    operand_dtype: torch.dtype | None = None,
+) -> ops.Begun:
+    """Begins the backward of a call of `chunk_kda` over packed slices of sequences, as `begin_chunk_kda` does the call.
+
+    The arguments are those of `begin_chunk_kda`, with all states in front of slices, float32 `[N, HV, K, V]`, and do,
+    the gradient of the outputs. Gradients of the states behind slices are laid out like those in front.
+
+    Returns:
+        a `Begun`, whose `finish` returns the gradients of q, k, v, g, beta, A_log, dt_bias and the states in front.
+    """
+    given = rules(
+        q, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+        lower_bound, operand_dtype,
+    )  # fmt: skip
+    cuts = ops.cutting({"use_intracard_cp": use_intracard_cp, "segment_tokens": segment_tokens})
+    return _backward.begin(
+        BackwardCall(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            None,
+            do,
+            None,
+            **given,
+            state_v_first=False,
+            **cuts,
+        )  # fmt: skip
+    )

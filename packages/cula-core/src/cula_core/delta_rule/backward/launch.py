@@ -60,17 +60,27 @@ class Walks:
     dh0: Tensor | None
 
     def run(self) -> None:
-        """Launches them. Where sequences are cut, the walk back needs of the forward scan what segments apply to
-        states."""
+        """Launches them."""
+        forward, back, maps = self._scanned()
+        self._both(partial(self._walk, maps), forward, back)
+
+    def run_back(self) -> None:
+        """Launches the walk back alone, for what it leaves in front of sequences."""
+        _, back, maps = self._scanned()
+        self._walk(maps, back)
+
+    def _scanned(self) -> tuple[Way, Way, Tensor | None]:
+        """Returns both directions, and where sequences are cut the maps of segments, which it has scanned: the walk
+        back needs of the forward scan what segments apply to states."""
         call, kept, cut = self.call, self.kept, self.spread.cut
         starts = [self._matrices(HEAD_DIM) if cut else None for _ in range(2)]
         forward = Way(False, call.v, call.initial_state, None, kept.states, kept.z, starts[0])
         back = Way(True, call.do, call.dht, self.dh0, kept.d_states, kept.minus_y, starts[1])
-        maps = None
-        if cut:
-            maps = self._matrices(MAP_ROWS)
-            self._both(partial(self._scan, maps), forward, back)
-        self._both(partial(self._walk, maps), forward, back)
+        if not cut:
+            return forward, back, None
+        maps = self._matrices(MAP_ROWS)
+        self._both(partial(self._scan, maps), forward, back)
+        return forward, back, maps
 
     def _both(self, launch: Callable[[Way], None], forward: Way, back: Way) -> None:
         """Launches both directions, neither of which reads what the other writes: side by side, where chains of a few

@@ -39,12 +39,14 @@ class Backward:
         on_cpu: Callable[[Any], Any],
         prepared: Callable[[Any], Any],
         launch: Callable[[Any, Any], None],
+        launch_front: Callable[[Any, Tensor], tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
         """call, gradients: named tuples of the arguments, and of one gradient or None for each of the first of them.
         on_cpu: returns the gradients of a call. prepared: returns a call as kernels read it; launch: has them write its
-        gradients."""
+        gradients; launch_front: those of initial states alone, and returns blocks and factors if they are still there.
+        """
         self._gradients, self._count = gradients, len(gradients._fields)
-        self._prepared, self._launch = prepared, launch
+        self._prepared, self._launch, self._launch_front = prepared, launch, launch_front
 
         def serve_cpu(*values: Any) -> tuple[Tensor, ...]:
             own = call(*values)
@@ -64,6 +66,20 @@ class Backward:
         # Where gradients of gradients may follow, the operator is there to refuse them.
         direct = is_plain_cuda_call(call.q) and not torch.is_grad_enabled()
         return self._run_on_gpu(call) if direct else self._operator(*call)
+
+    def begin(self, call: Any) -> Begun:
+        """Begins a call on a GPU, whose initial states have gradients, before dht is known everywhere."""
+        return Begun(call, self._run_on_gpu, self._front)
+
+    def _front(self, call: Any) -> tuple[Tensor, Any]:
+        """Returns the gradients of initial states, and the call with what need not be computed again."""
+        assert self._launch_front is not None
+        if call.v.numel() == 0:
+            return call.dht.to(torch.float32, copy=True), call
+        ready = self._prepared(call)
+        front = torch.empty_like(ready.initial_state, memory_format=DENSE)
+        kept = self._launch_front(ready, front)
+        return front, call if kept is None else call._replace(**dict(zip(MORE, kept)))
 
     def _run_on_gpu(self, call: Any) -> tuple[Tensor, ...]:
         if call.v.numel() == 0:  # states pass through
@@ -97,6 +113,28 @@ class Backward:
             return d if d.shape == shape else d.view(shape)
 
         return tuple(result(d, *kind) for d, kind in zip(found, self._kinds(call)))
+
+
+class Begun:
+    """A backward pass over slices of sequences that lie on several GPUs: it takes the gradients of the states behind
+    them in two steps, because those behind slices that go on depend on other GPUs, which ask for `front` before."""
+
+    def __init__(
+        self,
+        call: Any,
+        run: Callable[[Any], tuple[Tensor, ...]],
+        front: Callable[[Any], tuple[Tensor, Any]],
+    ) -> None:
+        self._call, self._run, self._front = call, run, front
+
+    def front(self, dht: Tensor) -> Tensor:
+        """Returns the gradients in front of slices [N, HV, K, V], where those behind them are dht."""
+        found, self._call = self._front(self._call._replace(dht=dht))
+        return found
+
+    def finish(self, dht: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of the call's first inputs, as its operator does."""
+        return self._run(self._call._replace(dht=dht))
 
 
 def as_read(call: Any, **own: Tensor | None) -> Any:
