@@ -1,11 +1,13 @@
-"""Two GPUs of one host over NCCL, against one of them: what the tests on gloo say of the reference, of the kernels.
+"""Several GPUs of one host, against one of them: what the tests on gloo say of the reference, of the kernels.
 
-What runs on a rank takes the device, so that the same code runs on CPUs over gloo.
+Two ranks have a GPU each and NCCL. Four and eight ranks share what GPUs there are, over gloo, and their messages
+go through the host. What runs on a rank takes the device, so that the same code runs on CPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -14,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cula.distributed import ContextParallel
+from cula.distributed import ContextParallel, exchange
 from cula.kda import chunk_kda
 from cula.lightning import chunk_gated_delta_rule, chunk_lightning_attn, chunk_simple_gla
 from cula.lite import LiteAttention, SeqParallelLiteAttention
@@ -45,14 +48,35 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         yield run
 
 
+@pytest.fixture(scope="module", params=[4, 8])
+def sharing(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., list[Any]]]:
+    folder = tmp_path_factory.mktemp("sharing")
+    with World(request.param, "gloo", folder, seconds=500, detail=False) as run:
+        yield functools.partial(run, through_the_host)
+
+
 # ---- what runs on the ranks ------------------------------------------------------------------------------------------
+
+
+def through_the_host(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs it where gloo does not send what lies on a GPU."""
+
+    def staged(start: Callable[..., Tensor], x: Tensor, *more: Any) -> Tensor:
+        return wait_tensor(start(x.cpu(), *more)).to(x.device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_all_gather", "start_all_to_all"):
+            patch.setattr(exchange, name, functools.partial(staged, getattr(exchange, name)))
+        return function(*arguments)
 
 
 def sizes(device: str) -> tuple[torch.device, int, int]:
     """This rank's device, tokens of a batch and the dimension of a head."""
     if device == "cpu":
         return torch.device(device), 256, 16
-    return torch.device(device, dist.get_rank()), 4096, 128
+    return torch.device(device, dist.get_rank() % torch.cuda.device_count()), 4096, 128
 
 
 def problem(device: str) -> dict[str, Tensor]:
@@ -289,6 +313,14 @@ def test_one_gpu_that_holds_both_parts(one_rank, kind):
     """Under zigzag a rank by itself has two slices of a sequence, and sends the state between them to itself."""
     one_rank(forward, "cuda", kind, "zigzag")
     one_rank(backward, "cuda", kind, "zigzag")
+
+
+@pytest.mark.parametrize("cut", ["contiguous", "packed", "zigzag"])
+@pytest.mark.parametrize("kind", ["kda", "gdn", "gla"])
+def test_many_ranks_that_share_a_gpu(sharing, kind, cut):
+    """Slices with others on both sides, of which M travels, and ranks that hold fewer heads than there are ranks."""
+    sharing(forward, "cuda", kind, cut)
+    sharing(backward, "cuda", kind, cut)
 
 
 def test_sharded_model_over_one_sequence(ranks):

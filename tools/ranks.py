@@ -27,11 +27,15 @@ class World:
     """`ranks` processes with a process group; `with World(..) as run: run(function, *arguments)`.
 
     backend: "gloo" on CPUs, or "nccl" with a GPU for each rank. folder: an empty one, for the rendezvous. seconds: how
-    long a case may take; a rank waits for the others half of it.
+    long a case may take; a rank waits for the others half of it. detail: over gloo, messages of other sizes are told,
+    not waited for.
     """
 
-    def __init__(self, ranks: int, backend: str, folder: Path, seconds: int = 100) -> None:
+    def __init__(
+        self, ranks: int, backend: str, folder: Path, seconds: int = 100, detail: bool = True
+    ) -> None:
         self._ranks, self._backend, self._folder, self._seconds = ranks, backend, folder, seconds
+        self._detail = detail
         self._starts = 0
         self._processes: list[Any] = []
 
@@ -53,7 +57,7 @@ class World:
         store = str(self._folder / f"store{self._starts}")
         self._results = context.Queue()
         self._cases = [context.SimpleQueue() for _ in range(self._ranks)]
-        facts = (self._ranks, self._backend, store, self._seconds)
+        facts = (self._ranks, self._backend, store, self._seconds, self._detail)
         self._processes = [
             context.Process(target=_serve, args=(r, *facts, cases, self._results), daemon=True)
             for r, cases in enumerate(self._cases)
@@ -93,15 +97,22 @@ class World:
 
 
 def _serve(
-    rank: int, ranks: int, backend: str, store: str, seconds: int, cases: Any, results: Any
+    rank: int,
+    ranks: int,
+    backend: str,
+    store: str,
+    seconds: int,
+    detail: bool,
+    cases: Any,
+    results: Any,
 ) -> None:
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-        # Messages of other sizes are told, not waited for.
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        if detail:
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=seconds // 2),

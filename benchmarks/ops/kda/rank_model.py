@@ -106,9 +106,11 @@ def document() -> dict[str, Any]:
             if bounds == "balanced" and cuts == bounds_of("equal", tokens, heads, ranks):
                 continue
             values = tokens, heads, ranks, bounds, exchange
-            ms = forward_ms(heads, cuts, exchange)
+            ms, links = forward_ms(heads, cuts, exchange), exchange_us(heads, ranks, exchange) / 1e3
+            times = {"ms": ms, "links_ms": links, "one_ms": one}
             rows.append({
-                **dict(zip(rank_rows.MODEL_KEY, values, strict=True)), "ms": round(ms, 4), "one_ms": round(one, 4),
+                **dict(zip(rank_rows.MODEL_KEY, values, strict=True)),
+                **{name: round(value, 4) for name, value in times.items()},
             })  # fmt: skip
     return {"op": rank_rows.PREDICTED, "title": "KDA on several GPUs", "note": NOTE, "rows": rows}
 
