@@ -127,8 +127,8 @@ def forward(device: str, kind: str, cut: str) -> None:
     """Outputs and final states as on one device; both exchanges and a second run to the bit."""
     x = problem(device)
     found = []
-    for exchange in ("gather", "gather", "transpose"):
-        cp, cu_seqlens = context_of(device, cut, exchange)
+    for way in ("gather", "gather", "transpose"):
+        cp, cu_seqlens = context_of(device, cut, way)
         local = {name: cp.shard(t) for name, t in x.items()}
         found.append(call(kind, local, output_final_state=True, cp_context=cp))
     for again in found[1:]:

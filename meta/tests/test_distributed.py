@@ -417,6 +417,7 @@ class TwoSteps:
     def __init__(self, begun: list[Any], **given: Any) -> None:
         begun.append(self)
         self.do, self.given, self.fronts = given.pop("do"), given, 0
+        self.prepared = False
 
     def pulled(self, dht: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
         given = {
@@ -430,6 +431,9 @@ class TwoSteps:
     def front(self, dht: torch.Tensor) -> torch.Tensor:
         self.fronts += 1
         return self.pulled(dht, ("initial_state",))[0]
+
+    def prepare(self) -> None:
+        self.prepared = True
 
     def finish(self, dht: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         names = ("q", "k", "v", "g", "beta")
@@ -486,6 +490,7 @@ def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) 
             grads.append(torch.autograd.grad((o, last), needing, (cp.shard(d_o, 0)[None], behind)))
         assert len(begun) == len(steps) == 1
         assert steps[0].fronts == any(not piece.begins for piece in cp.pieces)
+        assert not (steps[0].prepared and steps[0].fronts)
         for a, b in zip(*grads, strict=True):
             close(a, b)
 

@@ -334,6 +334,8 @@ class _Across(torch.autograd.Function):
                 front = way.front(d_final)
                 for slot, piece in enumerate(route.sends):
                     maps[slot] = front[piece]
+            else:
+                way.prepare()
             behind = wire.receive(route, starts.shape[1], wire.collect(maps), matrices, True)
             for piece, d in zip(route.takes, behind, strict=True):
                 d_final[piece] = d
@@ -351,7 +353,8 @@ class _Across(torch.autograd.Function):
 
 class _ByGraph:
     """Gradients through the graph of a call, of the states in front and of tensors, in this order. front: of the states
-    alone, where the gradients of final states are those. finish: all; changed: whether they are others since then."""
+    alone, where the gradients of final states are those; prepare: what can be done in place of it. finish: all;
+    changed: whether they are others since then."""
 
     def __init__(self, inputs: list[Tensor], results: tuple[Tensor, Tensor], d_o: Tensor) -> None:
         self._wanted = [x for x in inputs if x.requires_grad]
@@ -360,6 +363,9 @@ class _ByGraph:
 
     def front(self, d_final: Tensor) -> Tensor:
         return self.finish(d_final, True)[0]
+
+    def prepare(self) -> None:
+        """Nothing: the graph is there."""
 
     def finish(self, d_final: Tensor, changed: bool) -> tuple[Tensor, ...]:
         if changed or not self._found:
@@ -377,7 +383,7 @@ class _ByKernels:
 
     def __init__(self, begun: Any, wanted: list[str]) -> None:
         self._begun, self._wanted = begun, wanted
-        self.front = begun.front
+        self.front, self.prepare = begun.front, begun.prepare
 
     def finish(self, d_final: Tensor, changed: bool) -> tuple[Tensor, ...]:
         found = dict(zip(_IN_ORDER, self._begun.finish(d_final), strict=True))

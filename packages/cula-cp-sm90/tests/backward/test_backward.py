@@ -195,6 +195,11 @@ def test_in_two_steps(emulated, monkeypatch, name, segment_chunks, scratch):
         assert not kept
         found = begun.finish(late)
     assert len(kept) == (scratch is None)
+    with poisoned_memory():
+        beforehand = ops._backward.begin(call._replace(dht=None))
+        beforehand.prepare()
+        assert all(map(same, beforehand.finish(late), found))
+    assert len(kept) == 2 * (scratch is None)
     assert same(front, run(problem, emulated, dht=early, segment_tokens=cut).dh0)
     right = run(problem, emulated, dht=late, segment_tokens=cut)
     for which, own, other in zip(BOUNDS, found, right, strict=True):
@@ -304,9 +309,12 @@ UNNOTICED_OF_SCAN = {False: Counter(), True: Counter({"wgmma.commit_group.sync.a
 
 @pytest.fixture
 def mutate(emulated) -> Callable[..., mutation.Report]:
-    """mutate(problem, back, scan, **options) skips waits of one kernel of a call, one by one; all work is one CTA's."""
+    """mutate(problem, back, scan, **options) skips waits of one kernel of a call, one by one; all work is one CTA's.
+    front: of a call for initial states alone."""
 
-    def make(problem: Problem, back: bool, scan: bool, **options) -> mutation.Report:
+    def make(
+        problem: Problem, back: bool, scan: bool, front: bool = False, **options
+    ) -> mutation.Report:
         found = []
 
         def kernels(config):
@@ -318,7 +326,12 @@ def mutate(emulated) -> Callable[..., mutation.Report]:
             return found[-1]
 
         with poisoned_memory():
-            run(problem, emulated, 1, kernels=kernels, **options)
+            if front:
+                ready = prepared(called(problem))
+                dh0 = emulated.empty(ready.initial_state.shape, torch.float32)
+                launch.run_front(ready, dh0, multiprocessors=1, kernels=kernels)
+            else:
+                run(problem, emulated, 1, kernels=kernels, **options)
         (walk,) = found
         report = mutation.run(walk.check, walk, schedules=mutation.SCHEDULES[:3])
         assert not report.not_reached, str(report)
@@ -334,6 +347,13 @@ def test_every_wait_of_a_walk_matters(mutate, back):
     problem = make_problem((130, 0, 70, 1, 0), (1, 1), packed=True, strength="doubled")
     report = mutate(problem, back, scan=False)
     assert mutation.opcodes(report.unnoticed) == UNNOTICED[back], str(report)
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_every_wait_of_a_walk_that_keeps_nothing_matters(mutate):
+    problem = make_problem((130, 0, 70, 1, 0), (1, 1), packed=True, strength="doubled")
+    report = mutate(problem, back=True, scan=False, front=True)
+    assert mutation.opcodes(report.unnoticed) == UNNOTICED_OF_SCAN[True], str(report)
 
 
 @pytest.mark.emulated(schedules="immediate")

@@ -69,20 +69,24 @@ def run(
 
 def run_front(
     call: BackwardCall,
-    dh0: Tensor,
+    dh0: Tensor | None,
     *,
     multiprocessors: int | None = None,
     kernels: Kernels | None = None,
     scratch: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Writes the gradients of initial states alone, as `run` does. Returns blocks and factors of the call, None where
-    groups of heads used the same memory."""
+    """Writes the gradients of initial states alone, if there is memory for them, as `run` does. Returns blocks and
+    factors of the call; None where `scratch` is less than those of all heads."""
     kernels = kernels or kernels_of(call.q.device)
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
     alone = Gradients._make([*[None] * 7, dh0])  # dh0 is the last one
-    parts = list(in_groups(call, alone, scratch))
+    parts = list(in_groups(call, alone, scratch, walks_keep=False))
+    if dh0 is None and len(parts) > 1:
+        return None
     for own, found, kept in parts:
-        _walks(own, found, kept, multiprocessors, kernels).run_back()
+        both = _walks(own, found, kept, multiprocessors, kernels)
+        if dh0 is not None:
+            both.run_back()
     return None if len(parts) > 1 else parts[0][2][:2]
 
 

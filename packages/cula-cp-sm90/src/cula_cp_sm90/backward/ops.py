@@ -57,7 +57,7 @@ def _launch(call: BackwardCall, found: Gradients) -> None:
     run(call, found)
 
 
-def _launch_front(call: BackwardCall, dh0: Tensor) -> tuple[Tensor, Tensor] | None:
+def _launch_front(call: BackwardCall, dh0: Tensor | None) -> tuple[Tensor, Tensor] | None:
     from .launch import run_front
 
     return run_front(call, dh0)

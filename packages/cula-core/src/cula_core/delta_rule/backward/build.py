@@ -53,7 +53,7 @@ def walk_arguments(config: WalkConfig) -> tuple:
         fake.matrix(cutlass.Int32, heads_v) if config.back else None,
         states(config.start),
         states(config.end),
-        *((None, None) if config.scan else kept(config.operand, slots, heads_v)),
+        *(kept(config.operand, slots, heads_v) if config.keeps else (None, None)),
         fake.states(heads_v, MAP_ROWS, HEAD_DIM) if config.scan else None,
         fake.states(heads_v, HEAD_DIM, HEAD_DIM) if config.split else None,
         fake.segment_table() if config.packed else None,

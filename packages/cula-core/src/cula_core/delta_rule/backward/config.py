@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import BLOCK_BYTES, CHUNK, HEAD_DIM, TRIANGLE
@@ -24,20 +25,31 @@ MIN_HEADS = 16
 SCRATCH_LIMIT = "CULA_SCRATCH_LIMIT"  # the environment variable
 
 
+def block_bytes(slots: int, heads: int) -> int:
+    """Returns the bytes of blocks and factors."""
+    return slots * heads * (BLOCK_BYTES + FACTORS * FACTOR_BYTES)
+
+
 def scratch_bytes(slots: int, heads: int) -> int:
     """Returns the bytes between the kernels of a backward pass: blocks, factors, states and rows of both walks."""
-    return slots * heads * (BLOCK_BYTES + FACTORS * FACTOR_BYTES + 2 * (STATE_BYTES + ROW_BYTES))
+    return block_bytes(slots, heads) + slots * heads * 2 * (STATE_BYTES + ROW_BYTES)
 
 
 def heads_at_once(
-    slots: int, heads: int, scratch: int | None = None, multiple: int = 1, groups: int = 1
+    slots: int,
+    heads: int,
+    scratch: int | None = None,
+    multiple: int = 1,
+    groups: int = 1,
+    size: Callable[[int, int], int] = scratch_bytes,
 ) -> int:
     """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
 
     scratch: bytes; None: SCRATCH_BYTES, and more for MIN_HEADS heads. multiple: value heads that share a query head,
-    and stay together. groups: how many there are at least where scratch is None, if value heads can be divided so.
+    and stay together. groups: how many there are at least where scratch is None, if value heads can be divided so. size:
+    the bytes of so many slots and heads.
     """
-    units, one = heads // multiple, scratch_bytes(slots, 1)
+    units, one = heads // multiple, size(slots, 1)
     most = max(SCRATCH_BYTES // one, MIN_HEADS) if scratch is None else scratch // one
     count = -(-units // max(most // multiple, 1))
     if scratch is None:
@@ -64,7 +76,7 @@ class WalkConfig:
     one). end: what is left behind the walk is written. state_v_first: as the public function has it. state_dtype: of
     both of them. split: sequences are cut into segments; those that do not come first on the walk start from states
     that were merged before. scan: the kernel keeps nothing and computes the maps of segments instead: forward what they
-    add and the matrix that they apply, back what they add.
+    add and the matrix that they apply, back what they add. kept: states and rows are kept; else, as in a scan, nothing.
     """
 
     dtype: str
@@ -78,11 +90,17 @@ class WalkConfig:
     state_dtype: str = "float32"
     split: bool = False
     scan: bool = False
+    kept: bool = True
 
     # As `Stages` and `Loader` ask for them.
     stages = STAGES
     v_tile = V_TILE
     v_tiles = V_TILES
+
+    @property
+    def keeps(self) -> bool:
+        """Whether states and rows are written."""
+        return self.kept and not self.scan
 
     @property
     def narrow(self) -> bool:

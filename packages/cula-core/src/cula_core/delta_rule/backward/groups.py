@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ...environment import bytes_of
 from ..config import BLOCK_BYTES, CHUNK
-from .config import FACTORS, ROW_BYTES, SCRATCH_LIMIT, STATE_BYTES, V_TILES, heads_at_once
+from .config import (
+    FACTORS,
+    ROW_BYTES,
+    SCRATCH_LIMIT,
+    STATE_BYTES,
+    V_TILES,
+    block_bytes,
+    heads_at_once,
+)
 from .walks import Kept, Walked, blocks_of, slots_of
 
 Call = TypeVar("Call", bound=Walked)
@@ -23,7 +31,11 @@ _TENSORS = frozenset((*_KEYS, "v", "g", "beta", "do", *_PARAMETERS, *_SECOND))
 
 
 def in_groups(
-    call: Call, found: Found, scratch: int | None = None, groups: int = 1
+    call: Call,
+    found: Found,
+    scratch: int | None = None,
+    groups: int = 1,
+    walks_keep: bool = True,
 ) -> Iterator[tuple[Call, Found, Kept]]:
     """Yields groups of value heads, which are independent: the part of a call and of its results that belongs to them,
     and memory for what lies between their kernels. All groups use the same memory, one after the other.
@@ -31,14 +43,21 @@ def in_groups(
     The call has tensors as the kernels read them; found: memory of the gradients of its first fields. scratch: bytes of
     memory that are not exceeded as long as the value heads of one head of q and k fit; None: what SCRATCH_LIMIT of the
     environment says, and else as `heads_at_once` does. groups: how many there are at least where neither says anything.
+    walks_keep: whether there is memory for states and rows; without it all heads are one group where neither says
+    anything.
     """
     if scratch is None:
         scratch = bytes_of(SCRATCH_LIMIT, None)
     heads = call.v.shape[2]
     shared = heads // call.q.shape[2]
     slots = slots_of(call)
-    together = heads_at_once(slots, heads, scratch, shared, groups)
-    memory = _memory(call, slots, together)
+    if walks_keep:
+        together = heads_at_once(slots, heads, scratch, shared, groups)
+    elif scratch is None:
+        together = heads
+    else:
+        together = heads_at_once(slots, heads, scratch, shared, size=block_bytes)
+    memory = _memory(call, slots, together, walks_keep)
     for start in range(0, heads, together):
         count = min(together, heads - start)
         kept = memory if count == together else Kept(*(_of_heads(x, count) for x in memory))
@@ -50,14 +69,14 @@ def in_groups(
         yield *own, kept
 
 
-def _memory(call: Walked, slots: int, heads: int) -> Kept:
+def _memory(call: Walked, slots: int, heads: int, walks_keep: bool) -> Kept:
     operand = getattr(torch, call.operand)
 
     def empty(*inner: int, dtype: torch.dtype = operand) -> Tensor:
         return call.v.new_empty((slots, heads, *inner), dtype=dtype)
 
     def kept(size: int) -> Tensor:
-        return empty(V_TILES, size // 2 // V_TILES)
+        return empty(V_TILES, size // 2 // V_TILES if walks_keep else 0)
 
     first = empty(0), empty(0)
     if blocks_of(call) is None:

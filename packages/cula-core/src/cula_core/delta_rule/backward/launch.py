@@ -30,14 +30,14 @@ def walk_unit(config: WalkConfig | MergeConfig | PeaksConfig, arch: str) -> Unit
 
 class Way(NamedTuple):
     """What one of both walks reads and writes: v or do, states in front of it and behind it or None, kept states and
-    rows; and where sequences are cut memory for what segments start from, [segments, HV, V, K] fp32."""
+    rows or None; and where sequences are cut memory for what segments start from, [segments, HV, V, K] fp32."""
 
     back: bool
     v: Tensor
     start: Tensor | None
     end: Tensor | None
-    states: Tensor
-    rows: Tensor
+    states: Tensor | None
+    rows: Tensor | None
     starts: Tensor | None
 
 
@@ -65,9 +65,9 @@ class Walks:
         self._both(partial(self._walk, maps), forward, back)
 
     def run_back(self) -> None:
-        """Launches the walk back alone, for what it leaves in front of sequences."""
+        """Launches the walk back alone, for what it leaves in front of sequences, and keeps nothing."""
         _, back, maps = self._scanned()
-        self._walk(maps, back)
+        self._walk(maps, back._replace(states=None, rows=None))
 
     def _scanned(self) -> tuple[Way, Way, Tensor | None]:
         """Returns both directions, and where sequences are cut the maps of segments, which it has scanned: the walk
@@ -119,6 +119,7 @@ class Walks:
         config = WalkConfig(
             dtype_name(way.v.dtype), way.back, call.operand, tiles, self.segments is not None, way.start is not None,
             way.end is not None, call.state_v_first, split=way.starts is not None, scan=scan,
+            kept=scan or way.states is not None,
         )  # fmt: skip
         self.kernels(config)(
             self.kept.blocks, way.v, None if way.back else self.kept.factors, self.peaks if way.back else None,

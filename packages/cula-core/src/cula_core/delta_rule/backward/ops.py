@@ -39,11 +39,12 @@ class Backward:
         on_cpu: Callable[[Any], Any],
         prepared: Callable[[Any], Any],
         launch: Callable[[Any, Any], None],
-        launch_front: Callable[[Any, Tensor], tuple[Tensor, Tensor] | None] | None = None,
+        launch_front: Callable[[Any, Tensor | None], tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
         """call, gradients: named tuples of the arguments, and of one gradient or None for each of the first of them.
         on_cpu: returns the gradients of a call. prepared: returns a call as kernels read it; launch: has them write its
-        gradients; launch_front: those of initial states alone, and returns blocks and factors if they are still there.
+        gradients; launch_front: those of initial states alone, if there is memory for them, and returns blocks and
+        factors if they are still there.
         """
         self._gradients, self._count = gradients, len(gradients._fields)
         self._prepared, self._launch, self._launch_front = prepared, launch, launch_front
@@ -71,13 +72,15 @@ class Backward:
         """Begins a call on a GPU, whose initial states have gradients, before dht is known everywhere."""
         return Begun(call, self._run_on_gpu, self._front)
 
-    def _front(self, call: Any) -> tuple[Tensor, Any]:
-        """Returns the gradients of initial states, and the call with what need not be computed again."""
+    def _front(self, call: Any) -> tuple[Tensor | None, Any]:
+        """Returns the gradients of initial states, and the call with what need not be computed again. Where dht is
+        None, nothing but the latter."""
         assert self._launch_front is not None
         if call.v.numel() == 0:
-            return call.dht.to(torch.float32, copy=True), call
-        ready = self._prepared(call)
-        front = torch.empty_like(ready.initial_state, memory_format=DENSE)
+            return None if call.dht is None else call.dht.to(torch.float32, copy=True), call
+        ready, front = self._prepared(call), None
+        if call.dht is not None:
+            front = torch.empty_like(ready.initial_state, memory_format=DENSE)
         kept = self._launch_front(ready, front)
         return front, call if kept is None else call._replace(**dict(zip(MORE, kept)))
 
@@ -117,19 +120,26 @@ class Backward:
 
 class Begun:
     """A backward pass over slices of sequences that lie on several GPUs: it takes the gradients of the states behind
-    them in two steps, because those behind slices that go on depend on other GPUs, which ask for `front` before."""
+    them in two steps, because those behind slices that go on depend on other GPUs, some of which need `front` before.
+    """
 
     def __init__(
         self,
         call: Any,
         run: Callable[[Any], tuple[Tensor, ...]],
-        front: Callable[[Any], tuple[Tensor, Any]],
+        front: Callable[[Any], tuple[Tensor | None, Any]],
     ) -> None:
+        """call: without dht. run, front: those of `Backward`."""
         self._call, self._run, self._front = call, run, front
+
+    def prepare(self) -> None:
+        """Does what depends on no gradient of a state, while others find `front`."""
+        _, self._call = self._front(self._call)
 
     def front(self, dht: Tensor) -> Tensor:
         """Returns the gradients in front of slices [N, HV, K, V], where those behind them are dht."""
         found, self._call = self._front(self._call._replace(dht=dht))
+        assert found is not None
         return found
 
     def finish(self, dht: Tensor) -> tuple[Tensor, ...]:

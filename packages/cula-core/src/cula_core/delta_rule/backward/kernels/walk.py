@@ -12,7 +12,7 @@ took: rounded once. Gradients are scaled by a power of two (`scaling`).
 Where sequences are cut into segments, a scan walks through these first, on states of which it keeps the last alone:
 what a segment adds, A^T forward and B^T back, from zero or from what is given in front of the walk; and forward, from
 the identity and with v = 0, the matrix M^T that it applies. Back it applies M itself, so that needs no scan. Of these
-maps `delta_rule.kernels.merge` makes what segments start from.
+maps `delta_rule.kernels.merge` makes what segments start from. A walk whose end alone is wanted keeps nothing either.
 """
 
 from typing import NamedTuple
@@ -70,8 +70,8 @@ class KdaWalk:
     |---|---|---|
     | block with all of T' and Aqk (forward without qg and Aqk), v or do [64, 64] per tile | 2 stage | config.stages |
     | roots of strengths (forward) | 256 | config.stages |
-    | S or D [64 V, 128 K] per tile, but in a scan | 16,384 tiles | 1 |
-    | z or -y [64, 64] per tile, but in a scan | 8192 tiles | 2 |
+    | S or D [64 V, 128 K] per tile, if kept | 16,384 tiles | 1 |
+    | z or -y [64, 64] per tile, if kept | 8192 tiles | 2 |
     """
 
     def __init__(self, config: WalkConfig):
@@ -145,7 +145,7 @@ class KdaWalk:
             )
         base = smem.allocate_array(self.operand, stages.count * stages.size, byte_alignment=1024)
         state_base = row_base = None
-        if cutlass.const_expr(not self.config.scan):
+        if cutlass.const_expr(self.config.keeps):
             state_base = smem.allocate_array(self.operand, self.tiles * WIDE, byte_alignment=1024)
             row_base = smem.allocate_array(
                 self.operand, SLOTS * self.tiles * SQUARE, byte_alignment=1024
@@ -297,7 +297,7 @@ class KdaWalk:
         tidx: cutlass.Int32,
     ):
         """Walks with the states of 64 columns, item after item."""
-        back, scan = self.config.back, self.config.scan
+        back, scan, keeps = self.config.back, self.config.scan, self.config.keeps
         lane = tidx % 32
         mma_k = mma(self.operand, CHUNK, OperandMajorMode.K)
         mma_mn = mma(self.operand, CHUNK, OperandMajorMode.MN)
@@ -320,7 +320,7 @@ class KdaWalk:
         v_source = load_v.partition_S(
             self.stages.matrix(base + group * SQUARE, self.stages.v_at, (V_TILE, CHUNK), "mn", self.dtype)
         )  # fmt: skip
-        if cutlass.const_expr(not scan):
+        if cutlass.const_expr(keeps):
             state_base, row_base = state_base + group * WIDE, row_base + group * (SLOTS * SQUARE)
             store_rows = cute.make_tiled_copy_C(
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.operand), mma_k
@@ -388,7 +388,7 @@ class KdaWalk:
                     issue(mma_s, s, do_a, qg[None, None, None, stage], False)
                 else:
                     issue(mma_k, x, s_a, first[None, None, None, stage], False)
-                if cutlass.const_expr(not scan):
+                if cutlass.const_expr(keeps):
                     # Under these products the state goes out, and z or -y of the chunk before.
                     self.keep_state(store_state, s_kept, state_target, group, tidx)
                     if tidx < 32:
@@ -416,7 +416,7 @@ class KdaWalk:
                 x_a.store(as_operand(x, x_a).load().to(self.operand))
                 warpgroup.fence()
                 issue(mma_s, s, x_a, last[None, None, None, stage], False)
-                if cutlass.const_expr(not scan):
+                if cutlass.const_expr(keeps):
                     cute.copy(
                         store_rows,
                         store_rows.retile(x_kept),
@@ -429,22 +429,23 @@ class KdaWalk:
                 turn = turn + 1
             if cutlass.const_expr(scan):
                 self.write_map(s, maps, item, column, part_s)
-            elif chunks > 0:
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
-                if tidx < 32:
-                    slot = item.slot + (I32(0) if cutlass.const_expr(back) else chunks - 1)
-                    self.send(
-                        view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE),
-                        rows[slot, head, column, None],
-                    )
-                    cute.arch.cp_async_bulk_commit_group()
+            if cutlass.const_expr(keeps):
+                if chunks > 0:
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
+                    if tidx < 32:
+                        slot = item.slot + (I32(0) if cutlass.const_expr(back) else chunks - 1)
+                        self.send(
+                            view(row_base, (turn + 1) % SLOTS * SQUARE, SQUARE),
+                            rows[slot, head, column, None],
+                        )
+                        cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(self.config.end):
                 if item.ends != 0:
                     self.write_state(s, end, item, column, shrunk, part_s)
             item = receive(Item, items, item_at, item_words)
             item_at.advance()
-        if cutlass.const_expr(not scan):
+        if cutlass.const_expr(keeps):
             if tidx < 32:
                 cute.arch.cp_async_bulk_wait_group(0)
 
