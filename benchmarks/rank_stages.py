@@ -38,9 +38,9 @@ NOTES = (
     "One sequence in bfloat16 with random inputs, in equal slices. A forward returns the final state, and no gradients "
     "are wanted; a step is forward and backward with gradients of q, k, v, g and beta. The gates of KDA are computed "
     "inside, with lower bound -5 and decays per token from .999 to .9.",
-    "One GPU is one rank after the other, in a process group whose collectives copy the rank's own message. CUDA graphs "
-    "are replayed, each after 20 ms without work, so that clocks are those of bursts; events in them lie around each "
-    "collective, whose time does not count.",
+    "One GPU is one rank after the other, in a process group whose collectives copy the rank's own message. CUDA "
+    "graphs are replayed, each after 20 ms without work, so that clocks are those of bursts; events in them lie around "
+    "each collective, whose time does not count.",
 )
 RANKS = (2, 4, 8)
 COLLECTIVES = ("all_gather", "all_to_all")

@@ -6,7 +6,9 @@ The world of three processes that serves all tests of the session runs functions
 from __future__ import annotations
 
 import functools
+import inspect
 import random
+import sys
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -595,3 +597,55 @@ def test_offsets_made_in_inference_serve_training_too():
     with torch.inference_mode():
         offsets = operators._offsets((0, 3, 8), torch.device("cpu"))
     assert not offsets.is_inference() and offsets.tolist() == [0, 3, 8]
+
+
+@pytest.mark.parametrize(
+    "kind, heads, more",
+    [
+        ("kda", (2, 2, 4), {"safe_gate": True, "lower_bound": -5.0, "use_gate_in_kernel": True}),
+        ("kda", (2, 2, 2), {"use_qk_l2norm_in_kernel": True}),
+        ("gdn", (4, 2, 2), {"softplus_beta": 2.0, "use_gate_in_kernel": True}),
+        ("gdn", (2, 2, 4), {"operand_dtype": torch.bfloat16, "segment_tokens": 1024, "g": None}),
+    ],
+)
+def test_begun_calls_are_served_by_what_serves_calls(monkeypatch, kind, heads, more):
+    """Both ask for an implementation by the same facts."""
+    op, module = {
+        "kda": (chunk_kda, sys.modules["cula.kda"]),
+        "gdn": (chunk_gated_delta_rule, sys.modules["cula._gated_delta_rule"]),
+    }[kind]
+    q, k, v = (torch.randn(1, 8, n, 16, requires_grad=True) for n in heads)
+    most = max(heads)
+    gates = torch.randn(1, 8, most, 16) if kind == "kda" else torch.randn(1, 8, most)
+    x = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": gates,
+        "beta": torch.rand(1, 8, most),
+        "A_log": torch.zeros(most),
+    }
+    x |= {name: value for name, value in more.items() if name in x}
+    more = {name: value for name, value in more.items() if name not in x}
+    asked = []
+
+    def resolve(*facts: object) -> object:
+        asked.append(facts)
+        raise LookupError
+
+    monkeypatch.setattr(module, "resolve", resolve)
+    monkeypatch.setattr(operators, "resolve", resolve)
+    defaults = {
+        name: p.default
+        for name, p in inspect.signature(op).parameters.items()
+        if name not in (*x, "dt_bias", "initial_state", "output_final_state", "cu_seqlens", "out", "state_pool",
+                        "has_initial_state", "state_v_first", "return_intermediate_states")
+    }  # fmt: skip
+    named = {name: t for name, t in x.items() if t is not None}
+    states = {"initial_state": torch.zeros(2, most, 16, 16), "output_final_state": True}
+    cu_seqlens = torch.tensor([0, 3, 8])
+    with pytest.raises(LookupError):
+        op(**x, **more, **states, cu_seqlens=cu_seqlens)
+    with pytest.raises(LookupError):
+        operators._first_half(op, "begin", named, defaults | more | {"impl": "auto"}, True)
+    assert asked[0] == asked[1]

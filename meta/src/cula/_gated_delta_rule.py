@@ -176,6 +176,7 @@ def chunk_gated_delta_rule(
                 "checkpoint_rows": checkpoint_rows, "checkpoint_offsets": checkpoint_offsets,
                 "chunk_indices": chunk_indices, "out": out, "cp_context": None,
             },
+            begin="begin_chunk_gated_delta_rule",
         )
         # fmt: on
     states = initial_state if state_pool is None else state_pool

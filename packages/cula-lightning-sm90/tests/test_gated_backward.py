@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cula_core.delta_rule.backward.config import PeaksConfig
 from cula_core.delta_rule.config import CHUNK, HEAD_DIM
 from cula_core.reference.kda_backward import chunk_kda_backward
 from cula_emulator import mutation, resources
 from cula_emulator.memory import poisoned_memory
-from cula_lightning_sm90.gated.backward import launch, plan
+from cula_lightning_sm90.gated.backward import launch, ops, plan
 from cula_lightning_sm90.gated.backward.call import BackwardCall, Gradients
 from cula_lightning_sm90.gated.backward.config import (
     ChunkConfig,
@@ -183,6 +184,39 @@ def test_groups_of_heads(emulated, monkeypatch):
     assert heads_of_groups(call, multiprocessors=3) == [1, 1]
     for one, *others in zip(together, limited, run(call, emulated)):
         assert one is None or all(same(one, other) for other in others)
+
+
+@pytest.mark.emulated(schedules="immediate")
+@pytest.mark.parametrize("segment_tokens, scratch", [(0, None), (0, 0), (CHUNK, None)])
+def test_in_two_steps(emulated, monkeypatch, segment_tokens, scratch):
+    """What stands in front of sequences comes first, by the gradients behind them that are known then; everything else
+    follows by others, much larger ones, with the bits of a call that is given those. With little scratch heads are done
+    one after the other, and nothing is kept in between; else chunks are prepared once."""
+    call = called(replace(PROBLEMS["packed"], heads=(2, 2), v_first=False))._replace(
+        segment_tokens=segment_tokens
+    )
+    assert call.dht is not None
+    early, late = 0.5 * call.dht, 1e4 * call.dht
+    peaks = []
+
+    def kernels(config):
+        peaks.extend([config] if isinstance(config, PeaksConfig) else [])
+        return partial(emulated_kernel(emulated, launch.unit(config)))
+
+    for way in (launch.run, launch.run_front):
+        own = partial(way, multiprocessors=3, kernels=kernels, scratch=scratch)
+        monkeypatch.setattr(launch, way.__name__, own)
+    with poisoned_memory():
+        begun, beforehand = (ops._backward.begin(call._replace(dht=None)) for _ in range(2))
+        front, found = begun.front(early), begun.finish(late)
+        beforehand.prepare()
+        again = beforehand.finish(late)
+    assert len(peaks) == 2 * (scratch is None)
+    monkeypatch.undo()
+    assert same(front, run(call._replace(dht=early), emulated).dh0)
+    right = run(call._replace(dht=late), emulated)
+    for own, other, once in zip(found, right, again, strict=True):
+        assert same(own, other) and same(own, once)
 
 
 def heads_of_groups(call: BackwardCall, multiprocessors: int) -> list[int]:

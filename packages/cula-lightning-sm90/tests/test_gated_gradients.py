@@ -10,6 +10,7 @@ import pytest
 import torch
 from gated_gradients import NAMES, check, differentiate, gradient_case
 
+from cula_lightning_sm90 import begin_chunk_gated_delta_rule_backward
 from cula_lightning_sm90.gated.backward import launch
 from cula_lightning_sm90.gated.backward.call import BackwardCall
 from cula_lightning_sm90.gated.backward.ops import prepared
@@ -187,3 +188,31 @@ class TestOnGpu(Gradients):
                     there.copy_(here)
             graph.replay()
             assert all(same(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"segment_tokens": 1024}], ids=["whole", "cut"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_in_two_steps_on_a_gpu(cuda, kind, options):
+    """What stands in front of slices, by other gradients behind them than those that all gradients follow by."""
+    case = gradient_case(kind, (3100, 0, 70), cuda, heads=(1, 2), **BOTH)
+    assert case.dht is not None
+    early = case.with_gradients(case.do, case.dht * 1e-3)
+    given = {name: x for name, x in case.given.items() if name not in ("A_log", "dt_bias")}
+    given["g"] = given["g"][..., 0]  # type: ignore[index]
+    left = ("safe_gate", "lower_bound", "state_v_first")
+    flags = {name: x for name, x in case.flags.items() if name not in left} | options
+
+    def finished(begun, dht) -> dict[str, torch.Tensor]:
+        q, k, v, g, beta, rate, bias, front = begun.finish(dht)
+        assert rate is bias is None
+        return dict(zip(NAMES, (q, k, v, g, beta, front)))
+
+    begun, whole = (
+        begin_chunk_gated_delta_rule_backward(**given, do=case.do, **flags) for _ in range(2)
+    )
+    front = begun.front(early.dht)
+    check(finished(begun, case.dht), case)
+    expected = finished(whole, early.dht)
+    check(expected, early)
+    assert front.dtype == torch.float32 and same(front, expected["initial_state"])

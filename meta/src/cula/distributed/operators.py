@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cula import _check
 from cula._facts import COMMON_FACTS, FACTS
 from cula._registry import beside, resolve
 from cula.distributed.context import Plan, plan_of
@@ -400,13 +401,17 @@ def _first_half(
     """The function `begin` of the kernels that serve `op`, with gradients or without, if they have it."""
     if torch.compiler.is_compiling():
         return None
-    q, v = named["q"], named["v"]
+    q = named["q"]
+    dim_k, dim_v, group, grouped = _check.grouped_operands(q, named["k"], named["v"])
+    softplus = tuple(options.get(name) for name in ("softplus_beta", "softplus_threshold"))
     known = options | {
-        "dtype": q.dtype, "head_dim_k": q.shape[3], "head_dim_v": v.shape[3], "requires_grad": requires_grad,
-        "state_dtype": torch.float32, "gate_dtype": named["g"].dtype, "beta_dtype": named["beta"].dtype,
-        "varlen": True, "group": v.shape[2] // q.shape[2], "initial_state": True, "output_final_state": True,
+        "dtype": q.dtype, "head_dim_k": dim_k, "head_dim_v": dim_v, "requires_grad": requires_grad,
+        "state_dtype": torch.float32, "gate_dtype": _check.dtype_of("g", named.get("g")),
+        "beta_dtype": _check.dtype_of("beta", named.get("beta")), "varlen": True, "group": group,
+        "initial_state": True, "output_final_state": True, "state_v_first": False, "grouped_queries": grouped,
+        "softplus": softplus != (1.0, 20.0), "lower_bound": options.get("lower_bound") is not None,
     }  # fmt: skip
-    facts = (known.get(name) for name in (*COMMON_FACTS, *FACTS[op.__name__]))
+    facts = (known.get(name, False) for name in (*COMMON_FACTS, *FACTS[op.__name__]))
     return beside(resolve(op.__name__, options["impl"], q.device, *facts), begin)
 
 

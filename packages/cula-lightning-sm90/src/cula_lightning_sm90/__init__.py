@@ -1,6 +1,7 @@
 """Lightning attention, simple GLA and gated delta rule prefill for NVIDIA Hopper: one pass over q, k and v by TMA and
 WGMMA."""
 
+from .gated.backward import ops as _backward
 from .gated.ops import chunk_gated_delta_rule
 from .ops import (
     chunk_lightning_attn,
@@ -17,3 +18,6 @@ __all__ = [
     "lightning_attn_fwd",
     "lightning_attn_fwd_varlen",
 ]
+
+# For a dispatcher that spreads sequences over GPUs.
+begin_chunk_gated_delta_rule_backward = _backward.begin_chunk_gated_delta_rule_backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import PeaksConfig, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.delta_rule.backward.launch import Walks, walk_unit
+from cula_core.delta_rule.backward.launch import run_front as launch_front
 from cula_core.delta_rule.config import HEAD_DIM, MergeConfig, PrepareConfig
 from cula_core.once import once
 from cula_core.reference.kda_backward import Gradients
@@ -75,19 +77,13 @@ def run_front(
     kernels: Kernels | None = None,
     scratch: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Writes the gradients of initial states alone, if there is memory for them, as `run` does. Returns blocks and
-    factors of the call; None where `scratch` is less than those of all heads."""
+    """Writes the gradients of initial states alone, or none, and returns blocks and factors: what
+    `run_front` of `cula_core` says."""
     kernels = kernels or kernels_of(call.q.device)
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
-    alone = Gradients._make([*[None] * 7, dh0])  # dh0 is the last one
-    parts = list(in_groups(call, alone, scratch, walks_keep=False))
-    if dh0 is None and len(parts) > 1:
-        return None
-    for own, found, kept in parts:
-        both = _walks(own, found, kept, multiprocessors, kernels)
-        if dh0 is not None:
-            both.run_back()
-    return None if len(parts) > 1 else parts[0][2][:2]
+    found = Gradients._make([*[None] * 7, dh0])  # dh0 is the last one
+    start = partial(_walks, multiprocessors=multiprocessors, kernels=kernels)
+    return launch_front(call, found, start, scratch)
 
 
 def _facts(call: BackwardCall) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def heads_at_once(
     """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
 
     scratch: bytes; None: SCRATCH_BYTES, and more for MIN_HEADS heads. multiple: value heads that share a query head,
-    and stay together. groups: how many there are at least where scratch is None, if value heads can be divided so. size:
-    the bytes of so many slots and heads.
+    and stay together. groups: how many there are at least where scratch is None, if value heads can be divided so.
+    size: returns the bytes of so many slots and heads.
     """
     units, one = heads // multiple, size(slots, 1)
     most = max(SCRATCH_BYTES // one, MIN_HEADS) if scratch is None else scratch // one

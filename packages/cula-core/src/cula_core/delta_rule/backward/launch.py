@@ -1,12 +1,12 @@
-"""Launches both walks of a backward pass. Where sequences are cut, scans of segments and merges of their maps go before
-them."""
+"""Launches both walks of a backward pass, or what a front asks of them. Where sequences are cut, scans of segments and
+merges of their maps go before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,34 @@ from ...dtypes import dtype_name
 from ...streams import side_by_side
 from ..config import HEAD_DIM, MergeConfig
 from .config import MAP_ROWS, V_TILES, PeaksConfig, WalkConfig
+from .groups import in_groups
 from .plan import Spread
 from .walks import Kept, Walked, sequences_of
 
 Kernels = Callable[[WalkConfig | MergeConfig], Callable[..., None]]
+
+
+def run_front(
+    call: Walked,
+    found: Any,
+    start: Callable[[Any, Any, Kept], Walks],
+    scratch: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Launches the part of a backward pass that ends with the gradients of initial states, and keeps blocks and factors
+    of the call if it can.
+
+    found: memory of these gradients, and of no others; where it has none either, nothing is done but what can be kept.
+    start: launches what goes before the walks of heads that are done together, and returns these. scratch: as of
+    `in_groups`. Returns the blocks and the factors; None where there is too little memory for those of all heads.
+    """
+    parts = list(in_groups(call, found, scratch, walks_keep=False))
+    if len(parts) > 1 and found.dh0 is None:
+        return None
+    for own, memory, kept in parts:
+        both = start(own, memory, kept)
+        if memory.dh0 is not None:
+            both.run_back()
+    return parts[0][2][:2] if len(parts) == 1 else None
 
 
 def walk_unit(config: WalkConfig | MergeConfig | PeaksConfig, arch: str) -> Unit:

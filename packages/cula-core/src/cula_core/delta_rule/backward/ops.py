@@ -68,9 +68,12 @@ class Backward:
         direct = is_plain_cuda_call(call.q) and not torch.is_grad_enabled()
         return self._run_on_gpu(call) if direct else self._operator(*call)
 
-    def begin(self, call: Any) -> Begun:
-        """Begins a call on a GPU, whose initial states have gradients, before dht is known everywhere."""
-        return Begun(call, self._run_on_gpu, self._front)
+    def begin(self, call: Any, of_inputs: Callable[[tuple[Tensor, ...]], tuple] = tuple) -> Begun:
+        """Begins a call on a GPU, whose initial states have gradients, before dht is known everywhere.
+
+        of_inputs: returns gradients of a function's inputs, from the operator's results.
+        """
+        return Begun(call, lambda own: of_inputs(self._run_on_gpu(own)), self._front)
 
     def _front(self, call: Any) -> tuple[Tensor | None, Any]:
         """Returns the gradients of initial states, and the call with what need not be computed again. Where dht is
@@ -126,10 +129,10 @@ class Begun:
     def __init__(
         self,
         call: Any,
-        run: Callable[[Any], tuple[Tensor, ...]],
+        run: Callable[[Any], tuple[Tensor | None, ...]],
         front: Callable[[Any], tuple[Tensor | None, Any]],
     ) -> None:
-        """call: without dht. run, front: those of `Backward`."""
+        """call: without dht. run: returns the gradients of the inputs of a call. front: that of `Backward`."""
         self._call, self._run, self._front = call, run, front
 
     def prepare(self) -> None:
@@ -142,8 +145,8 @@ class Begun:
         assert found is not None
         return found
 
-    def finish(self, dht: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of the call's first inputs, as its operator does."""
+    def finish(self, dht: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the inputs."""
         return self._run(self._call._replace(dht=dht))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from cula_core import tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
-from cula_core.delta_rule.backward.config import WalkConfig
+from cula_core.delta_rule.backward.config import PeaksConfig, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
 from cula_core.delta_rule.backward.launch import Walks, walk_unit
+from cula_core.delta_rule.backward.launch import run_front as launch_front
 from cula_core.delta_rule.config import MergeConfig
 from cula_core.once import once
 
@@ -21,13 +24,13 @@ from . import plan
 from .call import BackwardCall, Gradients
 from .config import SUMS, ChunkConfig, GradientsConfig, PrepareConfig
 
-Config = ChunkConfig | WalkConfig | MergeConfig
+Config = ChunkConfig | PeaksConfig | WalkConfig | MergeConfig
 Kernels = Callable[[Config], Callable[..., None]]
 
 
 def unit(config: Config) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
-    if isinstance(config, WalkConfig | MergeConfig):
+    if isinstance(config, WalkConfig | MergeConfig | PeaksConfig):
         return walk_unit(config, ARCH)
     return Unit(f"{__package__}.build", config, ARCH, ())
 
@@ -58,18 +61,50 @@ def run(
         _run(*part, multiprocessors, kernels)
 
 
+def run_front(
+    call: BackwardCall,
+    dh0: Tensor | None,
+    *,
+    multiprocessors: int | None = None,
+    kernels: Kernels = compile,
+    scratch: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Writes the gradients of initial states alone, or none, and returns blocks and factors: what `run_front` of
+    `cula_core` says."""
+    multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
+    found = Gradients._make([*[None] * 5, dh0])  # dh0 is the last one
+    start = partial(_walks, multiprocessors=multiprocessors, kernels=kernels)
+    return launch_front(call, found, start, scratch)
+
+
+def _walks(
+    call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
+) -> Walks:
+    """Launches what goes before the walks of heads that are done together, and returns these."""
+    spread, facts = walks.spread_of(call, multiprocessors), walks.facts_of(call)
+    peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
+    # Where blocks were kept, nothing is left to do for them but the table of segments.
+    again = call.blocks is None
+    if again or segments is not None:
+        kernels(PrepareConfig(**facts))(
+            call.q, call.k, call.g, call.beta, call.cu_seqlens, segments, kept.blocks, call.do, kept.factors, peaks,
+            call.scale, spread.segment_tokens, kept.slots if again else 0,
+        )  # fmt: skip
+    if not again:
+        kernels(PeaksConfig(facts["dtype"], facts["index_dtype"]))(
+            call.do, call.cu_seqlens, peaks, kept.slots
+        )
+    return Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
+
+
 def _run(
     call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
 ) -> None:
     """Does the heads of a call together."""
     heads_k, heads, slots = call.q.shape[2], call.v.shape[2], kept.slots
-    spread, facts = walks.spread_of(call, multiprocessors), walks.facts_of(call)
-    peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
-    kernels(PrepareConfig(**facts))(
-        call.q, call.k, call.g, call.beta, call.cu_seqlens, segments, kept.blocks, call.do, kept.factors, peaks,
-        call.scale, spread.segment_tokens, slots,
-    )  # fmt: skip
-    Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0).run()
+    both, facts = _walks(call, found, kept, multiprocessors, kernels), walks.facts_of(call)
+    both.run()
+    peaks = both.peaks
     ctas, sums = min(multiprocessors, slots * heads_k), None
     if heads_k < heads:
         sums = call.q.new_empty((ctas, *SUMS), dtype=torch.float32)

@@ -47,7 +47,69 @@ def _rules(q: Tensor, options: dict[str, Any]) -> _Rules:
 def _gradients(
     kept: dict[str, Any], rules: _Rules, do: Tensor | None, dht: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, copy = kept.values()
+    call, of_inputs = _call(*kept.values(), rules=rules, do=do, dht=dht)
+    return of_inputs(_backward(call))
+
+
+def begin_chunk_gated_delta_rule_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor,
+    do: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    use_intracard_cp: bool | str = "auto",
+    operand_dtype: torch.dtype | None = None,
+    segment_tokens: int | None = None,
+) -> ops.Begun:
+    """Begins the backward of a call of `chunk_gated_delta_rule` over packed slices of sequences on several GPUs.
+
+    The arguments are those of the call, with all states in front of slices, float32 `[N, HS, K, V]`, and do, the
+    gradient of the outputs. Gradients of the states behind slices are laid out like those in front.
+
+    Returns:
+        a `Begun`, whose `finish` returns the gradients of q, k, v, g, beta, A_log, dt_bias and the states in front.
+    """
+    options = {
+        "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "softplus_beta": softplus_beta, "softplus_threshold": softplus_threshold, "state_v_first": False,
+        "use_intracard_cp": use_intracard_cp, "operand_dtype": operand_dtype, "segment_tokens": segment_tokens,
+    }  # fmt: skip
+    rules = _rules(q, options)
+    given = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None)
+    return _backward.begin(*_call(*given, rules=rules, do=do, dht=None))
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    copy: Tensor | None,
+    *,
+    rules: _Rules,
+    do: Tensor | None,
+    dht: Tensor | None,
+) -> tuple[BackwardCall, Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...]]]:
+    """Returns the operator's call, and a function that makes gradients of the inputs of what it returns."""
     fields, softplus = rules
     heads = max(q.shape[2], v.shape[2])
     # Heads of q and k that differ, or that are more than those of v, are repeated.
@@ -66,15 +128,19 @@ def _gradients(
         _repeated(q, same), _repeated(k, same), values, decay, strength, initial, cu_seqlens,
         torch.zeros_like(values) if do is None else do, dht, cu_seqlens_cpu=copy, **fields,
     )  # fmt: skip
-    dq, dk, dv, dg, dbeta, dh0 = _backward(call)
-    dq, dk, dv = (_of_group(d, x) for d, x in ((dq, q), (dk, k), (dv, v)))
-    of_rate = of_bias = None
-    if softplus is not None:
-        dg, of_rate, of_bias = _gate_backward(dg, g, decay, A_log, dt_bias, *softplus)
-    return (
-        dq, dk, dv, None if g is None else dg, None if beta is None else dbeta, of_rate, of_bias,
-        None if initial is None else dh0.to(initial.dtype),
-    )  # fmt: skip
+
+    def of_inputs(found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dg, dbeta, dh0 = found
+        dq, dk, dv = (_of_group(d, x) for d, x in ((dq, q), (dk, k), (dv, v)))
+        of_rate = of_bias = None
+        if softplus is not None:
+            dg, of_rate, of_bias = _gate_backward(dg, g, decay, A_log, dt_bias, *softplus)
+        return (
+            dq, dk, dv, None if g is None else dg, None if beta is None else dbeta, of_rate, of_bias,
+            None if initial is None else dh0.to(initial.dtype),
+        )  # fmt: skip
+
+    return call, of_inputs
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
@@ -124,7 +190,13 @@ def _launch(call: BackwardCall, found: Gradients) -> None:
     run(call, found)
 
 
+def _launch_front(call: BackwardCall, dh0: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    from .launch import run_front
+
+    return run_front(call, dh0)
+
+
 _backward = ops.Backward(
     "cula_lightning_sm90::gated_backward", SCHEMA, BackwardCall, Gradients,
-    on_cpu=_run_on_cpu, prepared=prepared, launch=_launch,
+    on_cpu=_run_on_cpu, prepared=prepared, launch=_launch, launch_front=_launch_front,
 )  # fmt: skip
