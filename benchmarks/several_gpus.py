@@ -320,7 +320,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, sizes in (("tokens", TOKENS), ("heads", HEADS)):
         parser.add_argument(f"--{name}", nargs="+", type=int, default=list(sizes))
     parser.add_argument("--samples", type=int, default=20)
-    add_json(parser, "several_gpus_x<ranks>")
+    add_json(parser, f"several_gpus_x<ranks>[{rank_rows.OF_FLA}]")
     args = parser.parse_args(argv)
     if args.samples < 2:
         parser.error("--samples: expected at least two")
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch.distributed as dist
 
     rank, ranks = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-    op = f"several_gpus_x{ranks}"
+    op = f"several_gpus_x{ranks}" + (rank_rows.OF_FLA if args.providers == ["fla"] else "")
     if op not in rank_rows.OPS or torch.cuda.device_count() < ranks:
         return fail("expected torchrun with 2, 4 or 8 processes, and a GPU for each")
     torch.cuda.set_device(rank)

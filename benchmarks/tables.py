@@ -8,7 +8,8 @@ replaces everything between them. `key=value` words may follow the GPU: `setting
 `table=NAME` chooses a table of `ops/lite/tables.py`, `ops/lightning/tables.py`, `ops/delta/tables.py` or
 `ops/kda/schedule_tables.py`. An op's name with `_sustained` behind it is the table of its times under a sustained load,
 beside those of bursts, `first_call` that of first calls, `models` that of whole models, `several_gpus_x2` that of calls
-on two GPUs (`_x4`, `_x8`; `several_gpus:predicted` what all should take), and `kda_learning` that of losses.
+on two GPUs (`_x4`, `_x8`, each with `_fla`; `several_gpus:predicted` what all should take), `rank_stages` that of what
+each of them computes, and `kda_learning` that of losses.
 Tables of their own have the emulator (`emulator:cpu`, `mutants:cpu`, `emulator_agreement:h200`), `lite_quality`,
 `lite_trajectory` (`ops/lite/trajectory_rows.py`), `lite_end_to_end` (`ops/lite/end_to_end_rows.py`),
 `kda_prefill_blackwell:predicted` (`ops/kda/tables.py`),
@@ -44,6 +45,7 @@ from benchmarks.harness import (
     registry,
     report,
     results,
+    stage_rows,
 )
 from benchmarks.harness.commands import fail
 from benchmarks.ops.decode import h20_page
@@ -106,7 +108,7 @@ def region(op: str, gpu: str, options: str, root: Path) -> str:
         return emulator_tables.region(op, path)
     if op in (*rank_rows.OPS, rank_rows.PREDICTED):
         return rank_rows.region(path)
-    for whole in (first_calls, loss_rows, model_rows):
+    for whole in (first_calls, loss_rows, model_rows, stage_rows):
         if op == whole.OP:
             return whole.region(path)
     pattern = chosen.get("settings", "*")
@@ -184,6 +186,7 @@ def card_page(gpu: str, root: Path = results.RESULTS) -> str:
             first_calls.OP,
             model_rows.OP,
             *rank_rows.OPS,
+            stage_rows.OP,
             loss_rows.OP,
         )
         if results.result_path(op, gpu, root).exists()

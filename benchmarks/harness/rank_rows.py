@@ -1,4 +1,4 @@
-"""Result files of `several_gpus.py`, one for every number of GPUs: their fields, and their table.
+"""Result files of `several_gpus.py`, for every number of GPUs: their fields, and their table.
 
 A row is one pass of an operator whose tokens lie on several GPUs, by one provider: forward, or a step, which is forward
 and backward with gradients of all inputs. `exchange`: how maps travel ("auto": as the provider decides). `ms` is the
@@ -19,7 +19,10 @@ from typing import Any
 
 from benchmarks.harness import report, results
 
-OPS = tuple(f"several_gpus_x{ranks}" for ranks in (2, 4, 8))
+RANKS = (2, 4, 8)
+# Beside them files of flash-linear-attention alone, which takes minutes to tune itself.
+OF_FLA = "_fla"
+OPS = tuple(f"several_gpus_x{ranks}{of}" for ranks in RANKS for of in ("", OF_FLA))
 PREDICTED = "several_gpus"  # of the file in results/predicted/
 METHODS, BOUNDS = ("graph", "eager"), ("equal", "balanced")
 PASSES, EXCHANGES = ("forward", "step"), ("auto", "gather", "transpose")

@@ -20,6 +20,7 @@ from benchmarks.harness import (
     registry,
     report,
     results,
+    stage_rows,
 )
 from benchmarks.harness.provenance import gpu_slug
 from benchmarks.ops.decode import h20_page
@@ -50,6 +51,7 @@ TITLES = {
     "decode_design_study": "Lightning decode: structures that were tried",
     "delta_design_study": "Decode with the delta rule: structures that were tried",
     "gated_design_study": "Gated delta rule prefill: structures that were tried",
+    "kda_backward_study": "KDA backward: structures that were tried",
     "kda_design_study": "KDA prefill: structures that were tried",
     "lite_design_study": "Skip-list attention: steps of its design",
     "ncu_decode": "Lightning decode: hardware counters",
@@ -351,6 +353,22 @@ def _several_gpus(section: Section, content: Content, path: Path) -> None:
     section.notes = list(content["notes"])
 
 
+def _stages(section: Section, content: Content, path: Path) -> None:
+    stage_rows.validate(content)
+    rows = [row for row in content["rows"] if row["one"] is not None]
+    series = {
+        "all stages": [sum(stage_rows.slowest(row)) / row["one"][0] for row in rows],
+        "one GPU": [1.0 for _ in rows],
+    }
+    labels = [f"{stage_rows.label(row)}, {row['ranks']} GPUs" for row in rows]
+    section.measured = [("stages of ranks", MEASURED), ("links between them", NOT_MEASURED)]
+    text = "time / time on one GPU"
+    section.plots = [plots.bars(labels, series, text, content["title"], section.anchor)]
+    section.tables = [Table("Medians", *stage_rows.table(content, path.parents[1]))]
+    left = [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
+    section.notes = [*content["notes"], *left]
+
+
 def _predicted_ranks(section: Section, content: Content, path: Path) -> None:
     section.sentences = [content["note"]]
     section.tables = [
@@ -573,12 +591,14 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     model_rows.OP: _models,
     **dict.fromkeys(rank_rows.OPS, _several_gpus),
     rank_rows.PREDICTED: _predicted_ranks,
+    stage_rows.OP: _stages,
     loss_rows.OP: _losses,
     "ncu_decode": _counters,
     "batch_invariance_study": _study,
     "decode_design_study": _study,
     "delta_design_study": _study,
     "gated_design_study": _study,
+    "kda_backward_study": _study,
     "kda_design_study": _study,
     "lite_design_study": _study,
     "prefill_states_study": _study,

@@ -3,9 +3,10 @@
     python benchmarks/ops/kda/rank_model.py [--json PATH]
 
 A rank prepares its chunks, scans its slice for what that does to a state, and waits for the maps of all; then it walks
-from its starting state. The times of kernels are those by which `cula-cp-sm90` plans on an H200. Those of links
-(`LATENCY_US`, `GIGABYTES`) and of a fold (`FOLD_US`) are assumptions, but for the latency, which is that of messages
-between two H200s (benchmarks/results/h200/several_gpus_x2.json).
+from its starting state. The times of kernels are those by which `cula-cp-sm90` plans on an H200, times what ranks took
+longer (`PREPARE`, `SCAN`, `WALK`, `AROUND_US`, `FOLD_US`: benchmarks/results/h200/rank_stages.json). Those of links
+are the latency of messages between two H200s (`LATENCY_US`: several_gpus_x2.json beside it) and an assumption
+(`GIGABYTES`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ CHUNK = internals.sizes(H200.package).chunk
 LATENCY_US = 50.0  # of a collective, with its begin and end
 GIGABYTES = 300.0  # a second into a rank
 FOLD_US = 10.0  # of a product of maps with states, of all heads
+PREPARE, SCAN, WALK = 1.06, 1.08, 0.87  # of what the planner expects
+AROUND_US = 25.0  # small kernels of a rank
 
 NOTE = (
     "Predicted for the H200 by benchmarks/ops/kda/rank_model.py from the planner's constants and a guess for the "
@@ -44,15 +47,19 @@ def bounds_of(which: str, tokens: int, heads: int, ranks: int) -> Sequence[int]:
     return [tokens * r // ranks for r in range(ranks + 1)]
 
 
-def exchange_us(heads: int, ranks: int, exchange: str) -> float:
-    """From the maps of all ranks to the state in front of each; two ranks need no M."""
+def links_us(heads: int, ranks: int, exchange: str) -> float:
+    """What maps take on their way; two ranks need no M."""
     map_bytes = heads * STATE_BYTES * (1 if ranks == 2 else 2)
     gathered = map_bytes * (ranks - 1)
-    folds = FOLD_US * (ranks - 2)
     if not by_heads(exchange, ranks, gathered):
-        return LATENCY_US + gathered / GIGABYTES / 1e3 + folds
+        return LATENCY_US + gathered / GIGABYTES / 1e3
     moved = (map_bytes + heads * STATE_BYTES) * (ranks - 1) / ranks
-    return 2 * LATENCY_US + moved / GIGABYTES / 1e3 + folds
+    return 2 * LATENCY_US + moved / GIGABYTES / 1e3
+
+
+def exchange_us(heads: int, ranks: int, exchange: str) -> float:
+    """From the maps of all ranks to the state in front of each."""
+    return links_us(heads, ranks, exchange) + FOLD_US * (ranks - 2)
 
 
 def one_ms(tokens: int, heads: int) -> float:
@@ -70,18 +77,18 @@ def halves_us(tokens: int, heads: int, comes_on: bool, goes_on: bool) -> tuple[f
     maps = 2 * goes_on + comes_on, goes_on * (1 + comes_on)
     model = internals.cost_model(H200.package, heads, H200.sms, maps)
     chunks = max(1, -(-tokens // CHUNK))
-    prepare = model.prepare_us(chunks)
+    prepare = PREPARE * model.prepare_us(chunks) + AROUND_US
     parts = model.parts_of(chunks, chunks, "auto")
     if parts == 1:
-        scan = model.scan_us(chunks, maps[1]) if maps[1] else 0.0
-        return prepare + scan, model.walk_us(chunks, 1)
+        scan = SCAN * model.scan_us(chunks, maps[1]) if maps[1] else 0.0
+        return prepare + scan, WALK * model.walk_us(chunks, 1)
     length = -(-chunks // parts)
     segments = -(-chunks // length)
-    scan = model.scan_us(length, model.halves(segments) + maps[0])
+    scan = SCAN * model.scan_us(length, model.halves(segments) + maps[0])
     merge = model.merge_us(parts)
     # The map of a slice inside a sequence is a product of all its segments'; that of the first one is a merged state.
     own = (FOLD_US * (segments - 1) if comes_on else merge) if goes_on else 0.0
-    return prepare + scan + own, merge + model.walk_us(length, segments)
+    return prepare + scan + own, merge + WALK * model.walk_us(length, segments)
 
 
 def forward_ms(heads: int, bounds: Sequence[int], exchange: str = "auto") -> float:
@@ -106,7 +113,7 @@ def document() -> dict[str, Any]:
             if bounds == "balanced" and cuts == bounds_of("equal", tokens, heads, ranks):
                 continue
             values = tokens, heads, ranks, bounds, exchange
-            ms, links = forward_ms(heads, cuts, exchange), exchange_us(heads, ranks, exchange) / 1e3
+            ms, links = forward_ms(heads, cuts, exchange), links_us(heads, ranks, exchange) / 1e3
             times = {"ms": ms, "links_ms": links, "one_ms": one}
             rows.append({
                 **dict(zip(rank_rows.MODEL_KEY, values, strict=True)),

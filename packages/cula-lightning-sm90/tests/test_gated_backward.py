@@ -247,7 +247,8 @@ def heads_of_groups(call: BackwardCall, multiprocessors: int) -> list[int]:
         (1, 8192, (1, 64), None, [64]),  # all have the same head of q and k
         (1, 8192, (3, 96), None, [64, 32]),
         (1, 8192, (64, 64), 10, [64]),  # packed
-        (1, 65_536, (64, 64), None, [16] * 4),  # more than three GiB
+        (1, 65_536, (64, 64), None, [32] * 2),  # more than three GiB
+        (1, 262_144, (64, 64), None, [16] * 4),  # more than twelve
     ],
 )
 def test_groups_by_default(monkeypatch, batch, tokens, heads, sequences, groups):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cula_core.delta_rule.config import MIN_SEGMENT_CHUNKS
+from cula_lightning_sm90.gated import launch
+from cula_lightning_sm90.gated.call import Call
 from cula_lightning_sm90.gated.config import PLACES, UNCUT, V_TILES
 from cula_lightning_sm90.gated.plan import Plan, Walk, plan
 
@@ -115,3 +118,26 @@ def test_neighbouring_heads_are_walked_in_step(longest, chains, heads, group, to
     found = plan(longest, longest, longest * chains, heads, group, 132)
     assert found.first.together == together
     assert found.first.seats >= min(chains, 60)
+
+
+def test_calls_that_are_too_large_are_refused():
+    """Before any memory is asked for; the half of the heads is not too much."""
+    launched = []
+
+    def launch_meta(heads: int) -> None:
+        x = torch.empty(1, 1 << 20, heads, 128, dtype=torch.bfloat16, device="meta")
+        values = dict.fromkeys(Call._fields) | {
+            "q": x, "k": x, "v": x, "out": x, "scale": 1.0, "softplus_beta": 1.0, "softplus_threshold": 20.0,
+            "intracard_cp": "auto", "checkpoint_every": 0, "segment_tokens": 0,
+        }  # fmt: skip
+        launch.run(
+            Call(**values), multiprocessors=132, kernels=lambda config: lambda *_: launched.append(config)
+        )  # fmt: skip
+
+    with pytest.raises(
+        ValueError, match=r"q, v: expected less than 762,600 chunks .*got 1,048,576"
+    ):
+        launch_meta(64)
+    assert not launched
+    launch_meta(32)
+    assert launched

@@ -251,7 +251,8 @@ def test_groups_of_heads(emulated):
 
 
 def test_how_many_heads_at_once():
-    """Groups are as few as the scratch allows, and equal; unless it was chosen, of 16 heads at least."""
+    """Groups are as few as the scratch allows, and equal; unless it was chosen, of 32 heads at least or as many as
+    12 GiB hold, and no fewer than 16."""
     assert heads_at_once(256, 64, 1 << 40) == 64
     assert heads_at_once(256, 64, scratch_bytes(256, 63)) == 32
     assert heads_at_once(256, 64, scratch_bytes(256, 9)) == 8
@@ -259,10 +260,11 @@ def test_how_many_heads_at_once():
     assert heads_at_once(256, 48, scratch_bytes(256, 14), multiple=3) == 12
     assert heads_at_once(256, 64, 0, multiple=64) == 64
     assert scratch_bytes(256, 64) < 3 << 30 < scratch_bytes(512, 64)
-    assert [heads_at_once(slots, 64) for slots in (256, 512, 4096)] == [64, 32, 16]
+    assert scratch_bytes(2500, 32) < 12 << 30 < scratch_bytes(2600, 32)
+    assert [heads_at_once(slots, 64) for slots in (256, 512, 2500, 4096)] == [64, 32, 32, 16]
     assert heads_at_once(4096, 40) == 14
     assert heads_at_once(4096, 8) == 8
-    assert heads_at_once(4096, 48, multiple=3) == 12
+    assert heads_at_once(4096, 48, multiple=3) == 18
     assert [heads_at_once(slots, 64, groups=2) for slots in (64, 256, 512, 4096)] == [32] * 3 + [16]
     assert heads_at_once(64, 96, multiple=32, groups=2) == 64
     assert heads_at_once(64, 64, multiple=64, groups=2) == 64

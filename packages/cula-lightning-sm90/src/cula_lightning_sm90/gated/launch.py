@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula_core import tensors
+from cula_core import arguments, tensors
 from cula_core.compiled.artifacts import Unit
 from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.config import MergeConfig, chunk_slots
@@ -17,6 +17,7 @@ from cula_core.once import once
 
 from .call import Call
 from .config import (
+    BLOCK,
     CHUNK,
     ENDS,
     HEAD_DIM,
@@ -90,7 +91,14 @@ def run(
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     flags = sum(spread.flags)
-    workspace = new(workspace_words(flags, slots * heads, first), dtype=torch.int32)
+    words = workspace_words(flags, slots * heads, first)
+    if words >= 1 << 31:
+        arguments.value_error(
+            "q, v",
+            f"less than {(1 << 31) // (BLOCK // 2):,} chunks of {CHUNK} tokens times heads of states in a call",
+            f"{slots * heads:,}; fewer heads at a time give the same results",
+        )
+    workspace = new(words, dtype=torch.int32)
     config = PrepareConfig(
         **operands,
         gate=None if call.g is None else "softplus" if call.raw_gate else "log",

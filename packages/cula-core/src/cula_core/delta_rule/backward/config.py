@@ -19,9 +19,10 @@ STATE_BYTES, ROW_BYTES = 2 * HEAD_DIM * HEAD_DIM, 2 * CHUNK * HEAD_DIM
 # Rows of the map of a segment [rows, 128] in fp32: transposed, what it adds to a state, the matrix that it applies to
 # one, and what it adds to the gradient of one.
 MAP_ROWS = 3 * HEAD_DIM
-# What a call may take between its kernels, as long as MIN_HEADS heads fit, unless a user says another number.
-SCRATCH_BYTES = 3 << 30
-MIN_HEADS = 16
+# What a call may take between its kernels, unless a user says another number: up to FULL_BYTES for FULL_HEADS heads,
+# both of whose walks fill a card side by side, and whatever MIN_HEADS heads take.
+SCRATCH_BYTES, FULL_BYTES = 3 << 30, 12 << 30
+FULL_HEADS, MIN_HEADS = 32, 16
 SCRATCH_LIMIT = "CULA_SCRATCH_LIMIT"  # the environment variable
 
 
@@ -45,12 +46,15 @@ def heads_at_once(
 ) -> int:
     """Returns how many value heads are done together, so that groups are as few and as equal as the scratch allows.
 
-    scratch: bytes; None: SCRATCH_BYTES, and more for MIN_HEADS heads. multiple: value heads that share a query head,
-    and stay together. groups: how many there are at least where scratch is None, if value heads can be divided so.
-    size: returns the bytes of so many slots and heads.
+    scratch: bytes; None: SCRATCH_BYTES, and more for FULL_HEADS or MIN_HEADS heads. multiple: value heads that share a
+    query head, and stay together. groups: how many there are at least where scratch is None, if value heads can be
+    divided so. size: returns the bytes of so many slots and heads.
     """
     units, one = heads // multiple, size(slots, 1)
-    most = max(SCRATCH_BYTES // one, MIN_HEADS) if scratch is None else scratch // one
+    if scratch is None:
+        most = max(SCRATCH_BYTES // one, min(FULL_HEADS, FULL_BYTES // one), MIN_HEADS)
+    else:
+        most = scratch // one
     count = -(-units // max(most // multiple, 1))
     if scratch is None:
         count = max(count, groups)
