@@ -271,8 +271,10 @@ def known_strengths(case: dict) -> bool:
 
 
 def known_walk(case: dict) -> bool:
-    """Whether a scan begins where nothing was merged, and writes maps alone, in CTAs with both tiles."""
-    return not (case["scan"] and (case["split"] or case["end"] or case["tiles"] == 1))
+    """Whether a scan begins where nothing was merged, and writes maps alone, in CTAs with both tiles; and whether a
+    walk that keeps nothing goes back and tells where it ends."""
+    of_end = case["kept"] or (case["back"] and case["end"] and not case["scan"])
+    return of_end and not (case["scan"] and (case["split"] or case["end"] or case["tiles"] == 1))
 
 
 def known_gates(case: dict) -> bool:
@@ -352,7 +354,7 @@ def kda_specs(package: str) -> Iterator[Spec]:
             yield {"kernel": kernel, **case, **work}
     if package in BACKWARD:
         gradients = {"BackwardGradients": KDA_TOKENS | {"grouped": BOTH}}
-        flags = ("back", "packed", "start", "end", "state_v_first", "split", "scan")
+        flags = ("back", "packed", "start", "end", "state_v_first", "split", "scan", "kept")
         walk = {
             "dtype": DTYPES, "operand": DTYPES, "tiles": (1, 2), **dict.fromkeys(flags, BOTH), "state_dtype": FLOATS,
         }  # fmt: skip
