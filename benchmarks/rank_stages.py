@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import itertools
-import statistics
 import sys
 import time
 import warnings
@@ -42,7 +40,6 @@ NOTES = (
     "graphs are replayed, each after 20 ms without work, so that clocks are those of bursts; events in them lie around "
     "each collective, whose time does not count.",
 )
-RANKS = (2, 4, 8)
 COLLECTIVES = ("all_gather", "all_to_all")
 
 
@@ -121,9 +118,8 @@ def stages(call: Callable[[], Any], device: Any, count: int) -> list[list[float]
 
     if device.type == "cuda":
         call()
-        gc.collect()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        several_gpus.free_memory()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             marked()
@@ -139,11 +135,7 @@ def stages(call: Callable[[], Any], device: Any, count: int) -> list[list[float]
         if sample >= 2:
             pairs = zip(marks[::2], marks[1::2], strict=True)
             times.append([first.elapsed_time(last) for first, last in pairs])
-    found = []
-    for of_stage in zip(*times, strict=True):
-        cuts = statistics.quantiles(of_stage, n=10)
-        found.append([round(cuts[i], 4) for i in (4, 1, 7)])
-    return found
+    return [list(several_gpus.summary(of_stage).values()) for of_stage in zip(*times, strict=True)]
 
 
 def prepared(
@@ -182,29 +174,22 @@ def measure(
     """The row of a pass, without its time on one GPU."""
     import torch
 
+    from benchmarks.ops.kda import rank_model
     from cula.distributed import ContextParallel
 
-    of_ranks = {}
+    of_ranks, bounds = {}, rank_model.bounds_of("equal", tokens, heads, ranks)
     for rank in sorted({0, 1, ranks - 1}):  # those between the first and the last do the same
         with one_of(rank, ranks, device) as mesh, torch.no_grad():
             cp = ContextParallel(mesh, cu_seqlens_cpu=torch.tensor([0, tokens]), exchange=exchange)
-            own = tokens * rank // ranks, tokens * (rank + 1) // ranks
-            call = prepared(op, which, tokens, heads, device, own, cp_context=cp)
+            low, high = bounds[rank : rank + 2]
+            call = prepared(op, which, tokens, heads, device, (low, high), cp_context=cp)
             of_ranks[str(rank)] = stages(call, device, count)
             del call
-        collect()
+        several_gpus.free_memory()
     return {
         "op": op, "tokens": tokens, "heads": heads, "ranks": ranks, "exchange": exchange, "pass": which,
         "samples": count, "stages": of_ranks,
     }  # fmt: skip
-
-
-def collect() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -216,7 +201,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(default))
     for name, sizes in (
-        ("ranks", RANKS), ("tokens", several_gpus.TOKENS), ("heads", several_gpus.HEADS),
+        ("ranks", rank_rows.RANKS), ("tokens", several_gpus.TOKENS), ("heads", several_gpus.HEADS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="+", type=int, default=list(sizes))
     parser.add_argument("--samples", type=int, default=8)
@@ -245,13 +230,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = itertools.product(args.ops, args.passes, args.tokens, args.heads)
     for op, which, tokens, heads in sizes:
         one = alone(op, which, tokens, heads, device, args.samples)
-        collect()
+        several_gpus.free_memory()
         for ranks, exchange in itertools.product(args.ranks, args.exchanges):
             size = op, which, tokens, heads, ranks, exchange
             try:
                 row = measure(*size, device, args.samples)
             except torch.OutOfMemoryError:
-                collect()
+                several_gpus.free_memory()
                 call = stage_rows.label(dict(zip(stage_rows.KEY, size, strict=True)))
                 content["skipped"].append(
                     {"call": call, "reason": "one GPU has too little memory for a slice"}

@@ -125,8 +125,21 @@ def timed(call: Call, count: int) -> dict[str, float]:
         times.append(first.elapsed_time(last))
     slowest = torch.tensor(times, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    low, middle, high = (statistics.quantiles(slowest.tolist(), n=10)[i] for i in (1, 4, 7))
+    return summary(slowest.tolist())
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """The median, and the 20th and 80th percentile."""
+    low, middle, high = (statistics.quantiles(times, n=10)[i] for i in (1, 4, 7))
     return {"ms": round(middle, 4), "p20_ms": round(low, 4), "p80_ms": round(high, 4)}
+
+
+def free_memory() -> None:
+    """Gives back what nobody refers to any more."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def contexts(
@@ -218,8 +231,7 @@ def on_one(
         call = run()
         found = call(), prepare(call)
     except torch.OutOfMemoryError:
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     fits = torch.tensor(int(found is not None), device="cuda")
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     return found if fits.item() else None
@@ -267,8 +279,7 @@ def measure(
             exact = {b: [x[:, slice(*o)].clone() for x in expected] for b, o in own.items()}
             del expected, call
         del found
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         message, send = collective(heads, exchange)
         alone = timed(captured(send), count)
         for name, cp, bounds in ways:
@@ -346,8 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = json_path(args.json, op, gpu_slug(origin["gpu"]))
     for call in wanted(args):
         content["rows"] += measure(*call, args.samples)
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         content["provenance"]["clocks_after"] = read_smi()
         rank_rows.validate(content)
         if args.json is not None and rank == 0:  # after every call, because all take minutes

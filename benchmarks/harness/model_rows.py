@@ -53,8 +53,7 @@ def validate(content: Any) -> None:
     for number, row in enumerate(content["rows"]):
         where = f"rows[{number}]"
         results.require_fields(row, ROW_FIELDS, where)
-        if row["work"] not in WORK:
-            raise ValueError(f"{where}.work: expected one of {WORK}, got {row['work']!r}")
+        results.require_choices(row, {"work": WORK}, where)
         if not 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]:
             raise ValueError(f"{where}: expected 0 < p20_ms <= ms <= p80_ms")
         if (key := (*work_of(row), row["provider"])) in seen:

@@ -65,9 +65,7 @@ def validate(content: Any) -> None:
         where = f"rows[{number}]"
         results.require_fields(row, ROW_FIELDS, where)
         choices = {"method": METHODS, "bounds": BOUNDS, "pass": PASSES, "exchange": EXCHANGES}
-        for name, known in choices.items():
-            if row[name] not in known:
-                raise ValueError(f"{where}.{name}: expected one of {known}, got {row[name]!r}")
+        results.require_choices(row, choices, where)
         alone = [row[f"one_{name}"] for name in TIMES]
         if None in alone and any(alone):
             raise ValueError(f"{where}: expected all times of one GPU, or none")
@@ -94,13 +92,25 @@ def label(row: Mapping[str, Any]) -> str:
     return f"{row['provider']}, {what} {row['pass']}, {', '.join(how)}"
 
 
+def prediction(
+    row: Mapping[str, Any], model: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """What `rank_model.py` says of a row; None where it says nothing."""
+    if (row["provider"], row["op"], row["pass"]) != ("cula", "kda", "forward"):
+        return None
+    same = (other for other in model if all(row[name] == other[name] for name in MODEL_KEY))
+    return next(same, None)
+
+
+def beside(ms: float, expected: float) -> str:
+    """A modelled time, and how much longer was measured."""
+    return f"{expected:.2f} ({ms / expected - 1:+.0%})"
+
+
 def modelled(row: Mapping[str, Any], model: Sequence[Mapping[str, Any]]) -> str:
     """The time by `rank_model.py`, and how much longer the call took; "-" where there is no model."""
-    if (row["provider"], row["op"], row["pass"]) == ("cula", "kda", "forward"):
-        for other in model:
-            if all(row[name] == other[name] for name in MODEL_KEY):
-                return f"{other['ms']:.2f} ({row['ms'] / other['ms'] - 1:+.0%})"
-    return "-"
+    other = prediction(row, model)
+    return "-" if other is None else beside(row["ms"], other["ms"])
 
 
 def model(root: Path = results.RESULTS) -> list[dict[str, Any]]:
@@ -149,6 +159,11 @@ def table(content: Mapping[str, Any], root: Path = results.RESULTS) -> report.Ta
     return header, lines
 
 
+def left_out(content: Mapping[str, Any]) -> list[str]:
+    """A sentence for every call that was skipped."""
+    return [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
+
+
 def region(path: Path) -> str:
     """What stands in a document."""
     if path.stem == PREDICTED:
@@ -156,6 +171,5 @@ def region(path: Path) -> str:
         return f"\n{report.as_markdown(predictions(content))}\n\n{content['note']}\n\n"
     content = load(path)
     text = f"Medians, slowest rank (20-80 %). {report.machine(content['provenance'])}"
-    left = [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
     lines = report.as_markdown(table(content, path.parents[1]))
-    return f"\n{lines}\n\n{' '.join([text, *left])}\n\n"
+    return f"\n{lines}\n\n{' '.join([text, *left_out(content)])}\n\n"

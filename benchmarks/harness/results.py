@@ -101,8 +101,7 @@ def validate(result: Any) -> None:
         where = f"rows[{number}]"
         require_fields(row, ROW_FIELDS, where)
         require_fields(row, {k: t for k, t in MORE_FIELDS.items() if k in row}, where)
-        if row["method"] not in METHODS:
-            raise ValueError(f"{where}.method: expected one of {METHODS}, got {row['method']!r}")
+        require_choices(row, {"method": METHODS}, where)
         if not 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]:
             raise ValueError(f"{where}: expected 0 < p20_us <= median_us <= p80_us")
         key = (row["setting"], row["provider"], row["method"])
@@ -125,6 +124,13 @@ def require_fields(value: Any, fields: Mapping[str, tuple[type, ...]], where: st
             raise ValueError(
                 f"{where}.{name}: expected {'/'.join(t.__name__ for t in types)}, got {value[name]!r}"
             )
+
+
+def require_choices(row: Mapping[str, Any], known: Mapping[str, Iterable[str]], where: str) -> None:
+    """Raises ValueError for the first field of a row, named `where`, that is none of those which are known of it."""
+    for name, choices in known.items():
+        if row[name] not in choices:
+            raise ValueError(f"{where}.{name}: expected one of {choices}, got {row[name]!r}")
 
 
 def result_path(op: str, gpu: str, root: Path = RESULTS) -> Path:

@@ -38,9 +38,7 @@ def validate(content: Any) -> None:
         where = f"rows[{number}]"
         results.require_fields(row, ROW_FIELDS, where)
         choices = {"pass": rank_rows.PASSES, "exchange": rank_rows.EXCHANGES}
-        for name, known in choices.items():
-            if row[name] not in known:
-                raise ValueError(f"{where}.{name}: expected one of {known}, got {row[name]!r}")
+        results.require_choices(row, choices, where)
         measured = {str(rank) for rank in (0, 1, row["ranks"] - 1)}
         if row["stages"].keys() != measured:
             raise ValueError(f"{where}.stages: expected ranks {sorted(measured)}")
@@ -73,14 +71,10 @@ def label(row: Mapping[str, Any]) -> str:
 
 def modelled(row: Mapping[str, Any], model: Sequence[Mapping[str, Any]]) -> str:
     """The time by `rank_model.py` without links, and how much longer the stages are; "-" where there is no model."""
-    if (row["op"], row["pass"]) == ("kda", "forward"):
-        for other in model:
-            if other["bounds"] == "equal" and all(
-                row[name] == other[name] for name in rank_rows.MODEL_KEY if name != "bounds"
-            ):
-                expected = other["ms"] - other["links_ms"]
-                return f"{expected:.2f} ({sum(slowest(row)) / expected - 1:+.0%})"
-    return "-"
+    other = rank_rows.prediction({**row, "provider": "cula", "bounds": "equal"}, model)
+    if other is None:
+        return "-"
+    return rank_rows.beside(sum(slowest(row)), other["ms"] - other["links_ms"])
 
 
 def table(content: Mapping[str, Any], root: Path = results.RESULTS) -> report.Table:
@@ -105,6 +99,5 @@ def region(path: Path) -> str:
     """What stands in a document."""
     content = load(path)
     text = f"Medians. {report.machine(content['provenance'])}"
-    left = [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
     lines = report.as_markdown(table(content, path.parents[1]))
-    return f"\n{lines}\n\n{' '.join([text, *left])}\n\n"
+    return f"\n{lines}\n\n{' '.join([text, *rank_rows.left_out(content)])}\n\n"

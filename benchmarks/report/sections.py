@@ -350,7 +350,7 @@ def _several_gpus(section: Section, content: Content, path: Path) -> None:
             *rank_rows.table(content, path.parents[1]),
         )
     ]
-    section.notes = list(content["notes"])
+    section.notes = [*content["notes"], *rank_rows.left_out(content)]
 
 
 def _stages(section: Section, content: Content, path: Path) -> None:
@@ -365,8 +365,7 @@ def _stages(section: Section, content: Content, path: Path) -> None:
     text = "time / time on one GPU"
     section.plots = [plots.bars(labels, series, text, content["title"], section.anchor)]
     section.tables = [Table("Medians", *stage_rows.table(content, path.parents[1]))]
-    left = [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
-    section.notes = [*content["notes"], *left]
+    section.notes = [*content["notes"], *rank_rows.left_out(content)]
 
 
 def _predicted_ranks(section: Section, content: Content, path: Path) -> None:
