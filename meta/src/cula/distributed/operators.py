@@ -110,12 +110,12 @@ def across_ranks(
         start = (initial.mT if v_first else initial).to(dtype)
     _refuse_unserved(op, packed, frozenset(tokens), start, options | choices)
     options |= choices
-    begins: list[Callable[..., Any] | None] = [None, None]
+    half = back = None
     if begin is not None and packed["q"].shape[1] > 0:
-        begins[0] = _first_half(op, begin, packed, options, requires_grad=False)
+        half = _first_half(op, begin, packed, options, requires_grad=False)
         if requires_grad:
-            begins[1] = _first_half(op, f"{begin}_backward", packed, options, requires_grad=True)
-    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, *begins)
+            back = _first_half(op, f"{begin}_backward", packed, options, requires_grad=True)
+    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, half, back)
     o, final = _Across.apply(walk, start, *packed.values())
     o = o.unflatten(1, tuple(q.shape[:2]))[0]
     if not wanted:
@@ -160,20 +160,23 @@ class _Walk:
         if self.begin is None:
             return None
         plan, sends, takes = self.plan, self.plan.forward.sends, self.plan.forward.takes
-        return self.begin(
-            **dict(zip(self.names, tensors, strict=True)),
-            slices=tuple(
-                Slice(plan.cuts[i], plan.cuts[i + 1], comes_on=i in takes, goes_on=i in sends)
-                for i in self.every
-            ),
-            cu_seqlens=_offsets(plan.cuts, initial.device),
-            initial_state=initial,
-            **self._own_options,
+        slices = tuple(
+            Slice(plan.cuts[i], plan.cuts[i + 1], comes_on=i in takes, goes_on=i in sends)
+            for i in self.every
         )
+        return self._by(self.begin, tensors, initial, slices=slices)
 
-    @property
-    def _own_options(self) -> dict[str, Any]:
-        return {name: x for name, x in self.options.items() if name not in _OF_WHOLE_CALLS}
+    def _by(
+        self, begin: Callable[..., Any], tensors: Sequence[Tensor], states: Tensor, **more: Any
+    ) -> Any:
+        """What a function of kernels begins over the local pieces."""
+        return begin(
+            **dict(zip(self.names, tensors, strict=True)),
+            cu_seqlens=_offsets(self.plan.cuts, states.device),
+            initial_state=states,
+            **more,
+            **{name: x for name, x in self.options.items() if name not in _OF_WHOLE_CALLS},
+        )
 
     def backward(
         self, tensors: Sequence[Tensor], starts: Tensor, needs: Sequence[bool], d_o: Tensor
@@ -181,13 +184,7 @@ class _Walk:
         """The way back from the gradients of outputs and final states. needs: which tensors require gradients."""
         if self.begin_backward is None:
             return _ByGraph(*self.with_graph(tensors, starts, needs), d_o)
-        begun = self.begin_backward(
-            **dict(zip(self.names, tensors, strict=True)),
-            cu_seqlens=_offsets(self.plan.cuts, starts.device),
-            initial_state=starts,
-            do=d_o,
-            **self._own_options,
-        )
+        begun = self._by(self.begin_backward, tensors, starts, do=d_o)
         wanted = [name for name, need in zip(self.names, needs, strict=True) if need]
         return _ByKernels(begun, ["initial_state", *wanted])
 

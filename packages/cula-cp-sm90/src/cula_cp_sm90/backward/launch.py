@@ -15,8 +15,9 @@ from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import PeaksConfig, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
-from cula_core.delta_rule.backward.launch import Walks, walk_unit
+from cula_core.delta_rule.backward.launch import Walks, begin, walk_unit
 from cula_core.delta_rule.backward.launch import run_front as launch_front
+from cula_core.delta_rule.backward.plan import Spread
 from cula_core.delta_rule.config import HEAD_DIM, MergeConfig, PrepareConfig
 from cula_core.once import once
 from cula_core.reference.kda_backward import Gradients
@@ -77,8 +78,8 @@ def run_front(
     kernels: Kernels | None = None,
     scratch: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Writes the gradients of initial states alone, or none, and returns blocks and factors: what
-    `run_front` of `cula_core` says."""
+    """Writes the gradients of initial states alone, or none, and returns blocks and factors: what `run_front` of
+    `cula_core` says."""
     kernels = kernels or kernels_of(call.q.device)
     multiprocessors = multiprocessors or tensors.multiprocessors(call.q.device)
     found = Gradients._make([*[None] * 7, dh0])  # dh0 is the last one
@@ -96,23 +97,16 @@ def _walks(
     call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
 ) -> Walks:
     """Launches what goes before the walks of heads that are done together, and returns these."""
-    slots = kept.slots
-    spread = walks.spread_of(call, multiprocessors)
-    segments = walks.segments_of(call, spread)
-    facts = _facts(call)
-    # Where blocks were kept, nothing is left to do for them but the table of segments.
-    again, peaks = call.blocks is None, walks.peaks_of(call)
-    if again or segments is not None:
-        kernels(PrepareConfig(**facts, rooted=True, peaks=again))(
+
+    def prepare(spread: Spread, segments: Tensor | None, peaks: Tensor, slots: int) -> None:
+        again = call.blocks is None
+        kernels(PrepareConfig(**_facts(call), rooted=True, peaks=again))(
             call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, segments, kept.blocks, None,
             None, call.do if again else None, kept.factors, peaks if again else None, call.scale, call.lower_bound,
-            spread.segment_tokens, spread.segment_tokens, 0, slots if again else 0,
+            spread.segment_tokens, spread.segment_tokens, 0, slots,
         )  # fmt: skip
-    if not again:
-        kernels(PeaksConfig(facts["dtype"], facts["index_dtype"]))(
-            call.do, call.cu_seqlens, peaks, slots
-        )
-    return Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
+
+    return begin(call, found, kept, multiprocessors, kernels, prepare)
 
 
 def _run(

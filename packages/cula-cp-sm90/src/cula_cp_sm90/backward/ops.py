@@ -107,20 +107,7 @@ def begin_chunk_kda_backward(
     cuts = ops.cutting({"use_intracard_cp": use_intracard_cp, "segment_tokens": segment_tokens})
     return _backward.begin(
         BackwardCall(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            initial_state,
-            cu_seqlens,
-            None,
-            do,
-            None,
-            **given,
-            state_v_first=False,
-            **cuts,
-        )  # fmt: skip
-    )
+            q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu=None, do=do, dht=None, **given,
+            state_v_first=False, **cuts,
+        )
+    )  # fmt: skip

@@ -18,9 +18,34 @@ from ..config import HEAD_DIM, MergeConfig
 from .config import MAP_ROWS, V_TILES, PeaksConfig, WalkConfig
 from .groups import in_groups
 from .plan import Spread
-from .walks import Kept, Walked, sequences_of
+from .walks import Kept, Walked, peaks_of, segments_of, sequences_of, spread_of
 
 Kernels = Callable[[WalkConfig | MergeConfig], Callable[..., None]]
+
+
+def begin(
+    call: Any,
+    found: Any,
+    kept: Kept,
+    multiprocessors: int,
+    kernels: Callable[..., Callable[..., None]],
+    prepare: Callable[[Spread, Tensor | None, Tensor, int], None],
+) -> Walks:
+    """Launches what goes before the walks of heads that are done together, and returns these.
+
+    prepare: launches a package's kernel that writes blocks, factors and peaks of so many slots, and the table of
+    segments where there is memory for it. Where blocks were kept, nothing is left to do for them but that table.
+    """
+    spread = spread_of(call, multiprocessors)
+    peaks, segments = peaks_of(call), segments_of(call, spread)
+    again = call.blocks is None
+    if again or segments is not None:
+        prepare(spread, segments, peaks, kept.slots if again else 0)
+    if not again:
+        index = None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype)
+        config = PeaksConfig(dtype_name(call.q.dtype), index)
+        kernels(config)(call.do, call.cu_seqlens, peaks, kept.slots)
+    return Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
 
 
 def run_front(

@@ -39,7 +39,7 @@ class Backward:
         on_cpu: Callable[[Any], Any],
         prepared: Callable[[Any], Any],
         launch: Callable[[Any, Any], None],
-        launch_front: Callable[[Any, Tensor | None], tuple[Tensor, Tensor] | None] | None = None,
+        launch_front: Callable[[Any, Tensor | None], tuple[Tensor, Tensor] | None],
     ) -> None:
         """call, gradients: named tuples of the arguments, and of one gradient or None for each of the first of them.
         on_cpu: returns the gradients of a call. prepared: returns a call as kernels read it; launch: has them write its
@@ -78,7 +78,6 @@ class Backward:
     def _front(self, call: Any) -> tuple[Tensor | None, Any]:
         """Returns the gradients of initial states, and the call with what need not be computed again. Where dht is
         None, nothing but the latter."""
-        assert self._launch_front is not None
         if call.v.numel() == 0:
             return None if call.dht is None else call.dht.to(torch.float32, copy=True), call
         ready, front = self._prepared(call), None

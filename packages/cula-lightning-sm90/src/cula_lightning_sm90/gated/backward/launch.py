@@ -14,8 +14,9 @@ from cula_core.compiled.libraries import kernel
 from cula_core.delta_rule.backward import walks
 from cula_core.delta_rule.backward.config import PeaksConfig, WalkConfig
 from cula_core.delta_rule.backward.groups import in_groups
-from cula_core.delta_rule.backward.launch import Walks, walk_unit
+from cula_core.delta_rule.backward.launch import Walks, begin, walk_unit
 from cula_core.delta_rule.backward.launch import run_front as launch_front
+from cula_core.delta_rule.backward.plan import Spread
 from cula_core.delta_rule.config import MergeConfig
 from cula_core.once import once
 
@@ -81,20 +82,14 @@ def _walks(
     call: BackwardCall, found: Gradients, kept: walks.Kept, multiprocessors: int, kernels: Kernels
 ) -> Walks:
     """Launches what goes before the walks of heads that are done together, and returns these."""
-    spread, facts = walks.spread_of(call, multiprocessors), walks.facts_of(call)
-    peaks, segments = walks.peaks_of(call), walks.segments_of(call, spread)
-    # Where blocks were kept, nothing is left to do for them but the table of segments.
-    again = call.blocks is None
-    if again or segments is not None:
-        kernels(PrepareConfig(**facts))(
+
+    def prepare(spread: Spread, segments: Tensor | None, peaks: Tensor, slots: int) -> None:
+        kernels(PrepareConfig(**walks.facts_of(call)))(
             call.q, call.k, call.g, call.beta, call.cu_seqlens, segments, kept.blocks, call.do, kept.factors, peaks,
-            call.scale, spread.segment_tokens, kept.slots if again else 0,
+            call.scale, spread.segment_tokens, slots,
         )  # fmt: skip
-    if not again:
-        kernels(PeaksConfig(facts["dtype"], facts["index_dtype"]))(
-            call.do, call.cu_seqlens, peaks, kept.slots
-        )
-    return Walks(kernels, multiprocessors, call, spread, kept, peaks, segments, found.dh0)
+
+    return begin(call, found, kept, multiprocessors, kernels, prepare)
 
 
 def _run(
@@ -102,13 +97,12 @@ def _run(
 ) -> None:
     """Does the heads of a call together."""
     heads_k, heads, slots = call.q.shape[2], call.v.shape[2], kept.slots
-    both, facts = _walks(call, found, kept, multiprocessors, kernels), walks.facts_of(call)
+    both = _walks(call, found, kept, multiprocessors, kernels)
     both.run()
-    peaks = both.peaks
     ctas, sums = min(multiprocessors, slots * heads_k), None
     if heads_k < heads:
         sums = call.q.new_empty((ctas, *SUMS), dtype=torch.float32)
-    kernels(GradientsConfig(**facts, grouped=sums is not None))(
-        call.q, call.k, call.g, call.do, kept.factors, peaks, kept.states, kept.d_states, kept.z, kept.minus_y,
+    kernels(GradientsConfig(**walks.facts_of(call), grouped=sums is not None))(
+        call.q, call.k, call.g, call.do, kept.factors, both.peaks, kept.states, kept.d_states, kept.z, kept.minus_y,
         call.cu_seqlens, *found[:5], sums, call.scale, slots, ctas,
     )  # fmt: skip
