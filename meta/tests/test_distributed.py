@@ -380,10 +380,12 @@ def refusals() -> None:
 
 
 class Halves:
-    """What kernels give that begin a call before the states in front are known, by calls of the reference."""
+    """What kernels give that begin a call before the states in front are known, by calls of the reference. Those of
+    simple GLA leave M, the decay of all tokens, to who exchanges the maps."""
 
-    def __init__(self, begun: list[Any], **given: Any) -> None:
+    def __init__(self, function: Any, begun: list[Any], **given: Any) -> None:
         begun.append(self)
+        self.function = function
         self.slices = given.pop("slices")
         self.starts, self.given = given.pop("initial_state"), given
         assert given["cu_seqlens"].tolist() == [
@@ -393,18 +395,21 @@ class Halves:
         self.maps = [self.map_of(n) for n, part in enumerate(self.slices) if part.goes_on]
 
     def call(self, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return chunk_kda(**self.given | changes, output_final_state=True, cp_context=False)
+        return self.function(**self.given | changes, output_final_state=True, cp_context=False)
 
     def map_of(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         part, start = self.slices[n], self.starts[n : n + 1]
         x = {
             name: self.given[name][:, part.start : part.stop]
             for name in ("q", "k", "v", "g", "beta")
+            if name in self.given
         }
         alone = x | {"cu_seqlens": None}
         if not part.comes_on:
             return self.call(**alone, initial_state=start)[1][0], None
         added = self.call(**alone, initial_state=torch.zeros_like(start))[1][0]
+        if self.function is chunk_simple_gla:
+            return added, None
         identity = torch.eye(WIDTH, dtype=start.dtype).expand(1, HEADS, -1, -1)
         alone["v"] = torch.zeros_like(x["k"])
         return added, self.call(**alone, initial_state=identity)[1][0]
@@ -416,8 +421,10 @@ class Halves:
 class TwoSteps:
     """What kernels give that begin a backward before the gradients behind are known, by calls of the reference."""
 
-    def __init__(self, begun: list[Any], **given: Any) -> None:
+    def __init__(self, function: Any, begun: list[Any], **given: Any) -> None:
         begun.append(self)
+        names = ("q", "k", "v", "initial_state", "g", "beta")
+        self.function, self.gives = function, tuple(name for name in names if name in given)
         self.do, self.given, self.fronts = given.pop("do"), given, 0
         self.prepared = False
 
@@ -427,7 +434,7 @@ class TwoSteps:
             for name, x in self.given.items()
         }
         with torch.enable_grad():
-            results = chunk_kda(**given, output_final_state=True, cp_context=False)
+            results = self.function(**given, output_final_state=True, cp_context=False)
         return torch.autograd.grad(results, [given[name] for name in names], (self.do, dht))
 
     def front(self, dht: torch.Tensor) -> torch.Tensor:
@@ -438,33 +445,33 @@ class TwoSteps:
         self.prepared = True
 
     def finish(self, dht: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        names = ("q", "k", "v", "g", "beta")
-        *found, front = self.pulled(dht, (*names, "initial_state"))
-        return *found, None, None, front
+        return self.pulled(dht, self.gives)
 
 
-def stand_in(begun: list[Any], steps: list[Any]) -> Any:
+def stand_in(function: Any, begun: list[Any], steps: list[Any]) -> Any:
     """For `_first_half`: functions by which calls, and with gradients their backwards, are begun."""
 
     def found(*_: Any, requires_grad: bool) -> Any:
-        return functools.partial(*((TwoSteps, steps) if requires_grad else (Halves, begun)))
+        kind, made = (TwoSteps, steps) if requires_grad else (Halves, begun)
+        return functools.partial(kind, function, made)
 
     return found
 
 
-def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) -> None:
+def in_two_halves(kind: str, cu_seqlens: list[int], bounds: list[int] | None, layout: str) -> None:
     """A call by kernels that can begin it is the same as one that is composed of whole calls."""
-    x, states, _, _ = problem(11, cu_seqlens[-1], len(cu_seqlens) - 1, "kda")
+    x, states, _, _ = problem(11, cu_seqlens[-1], len(cu_seqlens) - 1, kind)
+    function = {"kda": chunk_kda, "gla": chunk_simple_gla}[kind]
     cp = ContextParallel(
         dist.group.WORLD, cu_seqlens=torch.tensor(cu_seqlens), bounds=bounds, layout=layout
     )
-    local = Inputs(*(cp.shard(t, 0) for t in x))
+    local = Inputs(*(None if t is None else cp.shard(t, 0) for t in x))
     start = torch.stack([states[p.sequence] * (1 if p.begins else torch.nan) for p in cp.pieces])
     begun: list[Halves] = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        expected = call("kda", local, cp, initial_state=start)
-        patch.setattr(operators, "_first_half", stand_in(begun, []))
-        found = call("kda", local, cp, initial_state=start)
+        expected = call(kind, local, cp, initial_state=start)
+        patch.setattr(operators, "_first_half", stand_in(function, begun, []))
+        found = call(kind, local, cp, initial_state=start)
     assert len(begun) == 1
     for a, b in zip(found, expected, strict=True):
         close(a, b)
@@ -474,21 +481,22 @@ def in_two_halves(cu_seqlens: list[int], bounds: list[int] | None, layout: str) 
         if piece.ends:
             close(found[1][i], final[piece.sequence])
     # With gradients, of some inputs or of all.
-    _, _, d_o, d_final = problem(12, cu_seqlens[-1], len(cu_seqlens) - 1, "kda")
+    _, _, d_o, d_final = problem(12, cu_seqlens[-1], len(cu_seqlens) - 1, kind)
     behind = torch.stack(
         [d_final[p.sequence] * (1 if p.ends else torch.nan) for p in cp.pieces] or [d_final[0]]
     )[: len(cp.pieces)]
     for wanting in ("qkvgbs", "vs", "g"):
         grads, steps, begun = [], [], []
         for kernels in (False, True):
-            leaves = [t.detach().clone() for t in (*local, start)]
+            leaves = [None if t is None else t.detach().clone() for t in (*local, start)]
             for name, leaf in zip("qkvgbs", leaves, strict=True):
-                leaf.requires_grad_(name in wanting)
+                if leaf is not None:
+                    leaf.requires_grad_(name in wanting)
             with pytest.MonkeyPatch.context() as patch:
                 if kernels:
-                    patch.setattr(operators, "_first_half", stand_in(begun, steps))
-                o, last = call("kda", Inputs(*leaves[:5]), cp, initial_state=leaves[5])
-            needing = [leaf for leaf in leaves if leaf.requires_grad]
+                    patch.setattr(operators, "_first_half", stand_in(function, begun, steps))
+                o, last = call(kind, Inputs(*leaves[:5]), cp, initial_state=leaves[5])
+            needing = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             grads.append(torch.autograd.grad((o, last), needing, (cp.shard(d_o, 0)[None], behind)))
         assert len(begun) == len(steps) == 1
         assert steps[0].fronts == any(not piece.begins for piece in cp.pieces)
@@ -577,6 +585,7 @@ def test_arguments_that_do_not_fit_are_refused(world):
     world(refusals)
 
 
+@pytest.mark.parametrize("kind", ["kda", "gla"])
 @pytest.mark.parametrize(
     ("cu_seqlens", "bounds", "layout"),
     [
@@ -585,8 +594,8 @@ def test_arguments_that_do_not_fit_are_refused(world):
         ([0, 20, 24], None, "zigzag"),
     ],
 )
-def test_a_call_in_two_halves(world, cu_seqlens, bounds, layout):
-    world(in_two_halves, cu_seqlens, bounds, layout)
+def test_a_call_in_two_halves(world, kind, cu_seqlens, bounds, layout):
+    world(in_two_halves, kind, cu_seqlens, bounds, layout)
 
 
 def test_activation_checkpoints(world):
@@ -606,6 +615,8 @@ def test_offsets_made_in_inference_serve_training_too():
         ("kda", (2, 2, 2), {"use_qk_l2norm_in_kernel": True}),
         ("gdn", (4, 2, 2), {"softplus_beta": 2.0, "use_gate_in_kernel": True}),
         ("gdn", (2, 2, 4), {"operand_dtype": torch.bfloat16, "segment_tokens": 1024, "g": None}),
+        ("gla", (2, 2, 4), {"g_gamma": torch.zeros(4, requires_grad=True), "exact_state": True}),
+        ("gla", (2, 2, 2), {"num_splits": 2, "use_qk_l2norm_in_kernel": True}),
     ],
 )
 def test_begun_calls_are_served_by_what_serves_calls(monkeypatch, kind, heads, more):
@@ -613,6 +624,7 @@ def test_begun_calls_are_served_by_what_serves_calls(monkeypatch, kind, heads, m
     op, module = {
         "kda": (chunk_kda, sys.modules["cula.kda"]),
         "gdn": (chunk_gated_delta_rule, sys.modules["cula._gated_delta_rule"]),
+        "gla": (chunk_simple_gla, sys.modules["cula.lightning"]),
     }[kind]
     q, k, v = (torch.randn(1, 8, n, 16, requires_grad=True) for n in heads)
     most = max(heads)
@@ -625,6 +637,8 @@ def test_begun_calls_are_served_by_what_serves_calls(monkeypatch, kind, heads, m
         "beta": torch.rand(1, 8, most),
         "A_log": torch.zeros(most),
     }
+    if kind == "gla":
+        x = {"q": q, "k": k, "v": v, "g": gates, "g_gamma": None}
     x |= {name: value for name, value in more.items() if name in x}
     more = {name: value for name, value in more.items() if name not in x}
     asked = []

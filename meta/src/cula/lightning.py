@@ -442,6 +442,7 @@ def chunk_simple_gla(
                 "out": out,
             },
             one_decay=True,
+            begin="begin_chunk_simple_gla",
         )
         # fmt: on
     requires_grad = _check.requires_grad(q, k, v, g, g_gamma, initial_state)

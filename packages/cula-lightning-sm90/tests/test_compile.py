@@ -45,9 +45,9 @@ FACTORS = {
     "fresh": (False, True),
     "dtype": ACTIVATION_DTYPES,
     "state_dtype": STATE_DTYPES,
-    # (tiles, split, prescan, paired, shared)
+    # (tiles, split, prescan, paired, shared, ends)
     "work": tuple(
-        (c.tiles, c.split, c.prescan, c.paired, c.shared)
+        (c.tiles, c.split, c.prescan, c.paired, c.shared, c.ends)
         for c in candidates(Problem("bfloat16", 128, 128, "float32"))
     ),
 }
@@ -98,7 +98,7 @@ CONFIGS = [config_of(case) for case in COVERING] + REVERSED
 def label(config: Config) -> str:
     p = config.problem
     work = f"{config.tiles}{'-split' * config.split}{'-prescan' * config.prescan}"
-    work += f"{'-paired' * config.paired}{'-shared' * config.shared}"
+    work += f"{'-paired' * config.paired}{'-shared' * config.shared}{'-ends' * config.ends}"
     work += f"-{p.gate_dtype}-gate" if p.gate_dtype else ""
     names = (
         "decay",

@@ -107,10 +107,22 @@ HEAVY_RECURRENCES = [
         (2, True, "float16", True, True, "float32"),
     )
 ]  # fmt: skip
+# Of slices, whose ends a scan comes to.
+HEAVY_SCANS = [
+    {
+        "dtype": "bfloat16", "operand": operand, "l2norm": l2norm, "index_dtype": "int32", "state_v_first": False,
+        "states": SCAN["states"][1], "state_dtype": "float32",
+    }
+    for operand, l2norm in (("float16", True), ("bfloat16", False))
+]  # fmt: skip
 # The other values once: pairs are for the emulator, which spares no kernel that spills either.
 CONFIGS = [
     config_of(case)
-    for factors, heavy in ((PREPARE, [HEAVY_PREPARE]), (RECURRENCE, HEAVY_RECURRENCES), (SCAN, []))
+    for factors, heavy in (
+        (PREPARE, [HEAVY_PREPARE]),
+        (RECURRENCE, HEAVY_RECURRENCES),
+        (SCAN, HEAVY_SCANS),
+    )
     for case in covering_cases(factors, possible, heavy, strength=1)
 ]
 
@@ -154,9 +166,9 @@ def test_machine_code(config):
     beside = not walks and not config.cut
     assert ptx.count("griddepcontrol.launch_dependents") == beside
     if walks:
-        # Products with the state, with T' and Aqk, and the update; in code of its own once more for a chunk that is not
-        # full. A scan needs half of the others.
-        copies = 1 + (config.packed and writes)
+        # Products with the state, with T' and Aqk, and the update; once more where a chunk may not be full. A scan
+        # needs half of the others.
+        copies = 1 + config.partly
         assert kernel.count("HGMMA") == copies * ((1 + writes) * (8 + 4) + 4)
         assert kernel.count("WARPGROUP.ARRIVE") >= copies * (3 + writes)
         # One wait per place where results are used: the compiler adds some where it does not trust the code.

@@ -36,8 +36,6 @@ _Map = tuple[
 ]  # A [H, K, V] and, of a piece that lies inside a sequence, M [H, K, K] or [H, 1, 1]
 # Options of a public function that mean nothing to a call that is begun before its starting states are known.
 _OF_WHOLE_CALLS = frozenset(("impl", "cp_context", "disable_recompute", "update_state_pool"))
-# What a begun backward returns gradients of.
-_IN_ORDER = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 _served: set[tuple[Any, ...]] = set()
 
 
@@ -184,6 +182,7 @@ class _Walk:
         """The way back from the gradients of outputs and final states. needs: which tensors require gradients."""
         if self.begin_backward is None:
             return _ByGraph(*self.with_graph(tensors, starts, needs), d_o)
+        tensors = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         begun = self._by(self.begin_backward, tensors, starts, do=d_o)
         wanted = [name for name, need in zip(self.names, needs, strict=True) if need]
         return _ByKernels(begun, ["initial_state", *wanted])
@@ -197,6 +196,13 @@ class _Walk:
             [torch.zeros_like(initial[i]) if i in route.takes else initial[i] for i in route.sends]
         )
         ends = self(tensors, fresh, route.sends)[1]
+        return self.with_matrices(ends, tensors, initial)
+
+    def with_matrices(
+        self, ends: Sequence[Tensor], tensors: Sequence[Tensor], initial: Tensor
+    ) -> list[_Map]:
+        """The same from what the pieces that travel add to a state."""
+        route = self.plan.forward
         inside = tuple(i for i in route.sends if i in route.takes) if self.plan.matrices else ()
         matrices = (
             dict(zip(inside, self.matrices(tensors, inside, initial), strict=True))
@@ -305,6 +311,8 @@ class _Across(torch.autograd.Function):
         if begun is not None:
             held = dict(zip(sorted(route.sends), begun.maps, strict=True))
             own = [held[piece] for piece in route.sends]
+            if walk.one_decay:  # which kernels leave to all tokens' sum
+                own = walk.with_matrices([end for end, _ in own], tensors, initial)
         elif route.sends and not route.takes:
             done = call(walk.checked(initial))
             own = [(done[1][piece], None) for piece in route.sends]
@@ -384,7 +392,7 @@ class _ByKernels:
         self.front, self.prepare = begun.front, begun.prepare
 
     def finish(self, d_final: Tensor, changed: bool) -> tuple[Tensor, ...]:
-        found = dict(zip(_IN_ORDER, self._begun.finish(d_final), strict=True))
+        found = dict(zip(self._begun.gives, self._begun.finish(d_final), strict=True))
         return tuple(found[name] for name in self._wanted)
 
 
@@ -401,12 +409,14 @@ def _first_half(
     q = named["q"]
     dim_k, dim_v, group, grouped = _check.grouped_operands(q, named["k"], named["v"])
     softplus = tuple(options.get(name) for name in ("softplus_beta", "softplus_threshold"))
+    decay = named.get("g_gamma")
     known = options | {
         "dtype": q.dtype, "head_dim_k": dim_k, "head_dim_v": dim_v, "requires_grad": requires_grad,
         "state_dtype": torch.float32, "gate_dtype": _check.dtype_of("g", named.get("g")),
         "beta_dtype": _check.dtype_of("beta", named.get("beta")), "varlen": True, "group": group,
         "initial_state": True, "output_final_state": True, "state_v_first": False, "grouped_queries": grouped,
         "softplus": softplus != (1.0, 20.0), "lower_bound": options.get("lower_bound") is not None,
+        "head_decay": decay is not None, "decay_requires_grad": requires_grad and _check.requires_grad(decay),
     }  # fmt: skip
     facts = (known.get(name, False) for name in (*COMMON_FACTS, *FACTS[op.__name__]))
     return beside(resolve(op.__name__, options["impl"], q.device, *facts), begin)

@@ -1,6 +1,8 @@
 """Lightning attention, simple GLA and gated delta rule prefill for NVIDIA Hopper: one pass over q, k and v by TMA and
 WGMMA."""
 
+from . import slices as _slices
+from .gated import ops as _gated
 from .gated.backward import ops as _backward
 from .gated.ops import chunk_gated_delta_rule
 from .ops import (
@@ -20,4 +22,7 @@ __all__ = [
 ]
 
 # For a dispatcher that spreads sequences over GPUs.
+begin_chunk_gated_delta_rule = _gated.begin_chunk_gated_delta_rule
 begin_chunk_gated_delta_rule_backward = _backward.begin_chunk_gated_delta_rule_backward
+begin_chunk_simple_gla = _slices.begin_chunk_simple_gla
+begin_chunk_simple_gla_backward = _slices.begin_chunk_simple_gla_backward

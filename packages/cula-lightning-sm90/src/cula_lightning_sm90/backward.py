@@ -131,20 +131,9 @@ def gradients(
     if l2norm:
         normal = tuple(_normalised(x) for x in given)
     (q, _), (k, _) = normal
-    if do is None or scale == 0:
-        do, scale = torch.zeros_like(v, memory_format=DENSE), scale or 1.0
-    do = do.contiguous()
-    unit = None
     ends = dht is not None
-    if dht is not None:
-        dht = dht.to(work).contiguous()
-    if q.dtype == torch.float16:
-        unit = _unit(do, dht)
-        do = torch.mul(do, unit, out=torch.empty_like(do))
-        dht = None if dht is None else dht * unit
-    if dht is not None:
-        dht = dht / scale  # the kernel multiplies what it reads from a state by it
-    elif state_indices is not None and initial_state is not None:
+    do, dht, scale, unit = _as_inputs(do, dht, q, v, scale)
+    if dht is None and state_indices is not None and initial_state is not None:
         dht = torch.zeros_like(initial_state, dtype=work, memory_format=DENSE)
     dh0 = None
     if initial_state is not None:
@@ -208,6 +197,59 @@ def gradients(
                 d = d if unit is None else d / unit.flatten()
                 found.append(d.to(x.dtype).contiguous())
     return found
+
+
+def of_states_in_front(
+    run: Callable[[Call], None],
+    do: Tensor,
+    dht: Tensor,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    head_decay: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    l2norm: bool,
+    exact_state: bool,
+) -> Tensor:
+    """Returns the gradients of initial states [N, HV, K, V] alone, in the dtype of dht. run: computes final states.
+
+    The others: as in `gradients`, where the log decay per token is g plus head_decay.
+    """
+    if l2norm:
+        q = _normalised(q)[0]
+    do, start, scale, unit = _as_inputs(do, dht, q, v, scale)
+    assert start is not None
+    found = torch.empty_like(start)
+    run(
+        Call(
+            k, q, do, g, head_decay, start, None, None, found, None, cu_seqlens, torch.empty_like(do), scale, 1, False,
+            False, exact_state, 0, None, reverse=True,
+        )
+    )  # fmt: skip
+    found *= scale
+    return (found if unit is None else found / unit).to(dht.dtype)
+
+
+def _as_inputs(
+    do: Tensor | None, dht: Tensor | None, q: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor | None, float, Tensor | None]:
+    """Returns gradients of the results as the passes take them, the passes' scale, and the power of two by which the
+    gradients are multiplied beside float16, else None."""
+    if do is None or scale == 0:
+        do, scale = torch.zeros_like(v, memory_format=DENSE), scale or 1.0
+    do, unit = do.contiguous(), None
+    if dht is not None:
+        dht = dht.to(work_dtype(q)).contiguous()
+    if q.dtype == torch.float16:
+        unit = _unit(do, dht)
+        do = torch.mul(do, unit, out=torch.empty_like(do))
+        dht = None if dht is None else dht * unit
+    if dht is not None:
+        dht = dht / scale  # the kernel multiplies what it reads from a state by it
+    return do, dht, scale, unit
 
 
 def read_pool(

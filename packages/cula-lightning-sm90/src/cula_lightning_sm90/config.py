@@ -90,9 +90,9 @@ class Config:
 
     tiles: V tiles of 64 columns per CTA, each with a warpgroup of its own. split: sequences are cut into segments; then
     the pass "prescan" computes what every segment adds to the state, and the pass "forward" starts every segment from
-    the sum over its predecessors. Without a split there is only "forward". paired: two CTAs form a cluster and load
-    gates for each other. shared: the two CTAs have the V tiles of one head, load q and k for each other, and make half
-    of P each.
+    the sum over its predecessors. Without a split there is only "forward". ends: of which the last segments alone, as
+    final states are all that is wanted. paired: two CTAs form a cluster and load gates for each other. shared: the two
+    CTAs have the V tiles of one head, load q and k for each other, and make half of P each.
     """
 
     problem: Problem
@@ -101,6 +101,7 @@ class Config:
     prescan: bool = False
     paired: bool = False
     shared: bool = False
+    ends: bool = False
 
     @property
     def stage_bytes(self) -> int:
@@ -141,6 +142,8 @@ class Config:
             return "dots of two tiles leave no shared memory for a third stage"
         if self.prescan and not self.split:
             return "only split sequences are scanned in advance"
+        if self.ends and (not self.split or self.prescan):
+            return "only the forward pass of split sequences can begin with their last segments"
         if self.paired and (
             self.problem.gate_dtype is None or self.problem.packed or self.tiles > 1
         ):
@@ -155,9 +158,14 @@ class Config:
 def candidates(problem: Problem) -> list[Config]:
     """Returns every config worth compiling for a problem."""
     every = [
-        Config(problem, tiles, split, prescan, paired, shared)
+        Config(problem, tiles, **way, paired=paired, shared=shared)
         for tiles in (1, 2)
-        for split, prescan in ((False, False), (True, False), (True, True))
+        for way in (
+            {},
+            {"split": True},
+            {"split": True, "prescan": True},
+            {"split": True, "ends": True},
+        )
         for paired in (False, True)
         for shared in (False, True)
     ]

@@ -17,7 +17,7 @@ from cula_core.once import once
 from .call import Call
 from .config import CHUNK, EVERY, V_TILE, Config, DecaysConfig, Problem, TableConfig
 from .decays import Found, Sums
-from .plan import configs, plan, segment_length
+from .plan import configs, plan, segment_for_states, segment_length
 
 ARCH = "sm_90a"
 AnyConfig = Config | TableConfig | DecaysConfig
@@ -35,11 +35,18 @@ def compile(config: AnyConfig) -> Callable[..., None]:
     return kernel(unit(config))
 
 
-def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = compile) -> None:
+def run(
+    call: Call,
+    *,
+    ends: bool = False,
+    multiprocessors: int | None = None,
+    kernels: Kernels = compile,
+) -> None:
     """Launches one call on torch's current stream.
 
-    The call's tensors are as the kernel reads them. multiprocessors, their number, and kernels, which turns a config
-    into what is called, stand in for a GPU in tests.
+    The call's tensors are as the kernel reads them. ends: final states alone are wanted, and what is written to the
+    outputs is not said. multiprocessors, their number, and kernels, which turns a config into what is called, stand in
+    for a GPU in tests.
     """
     q, v, g, cu_seqlens = call.q, call.v, call.g, call.cu_seqlens
     batch, tokens, _, dim_k = call.k.shape
@@ -71,16 +78,11 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         dots=call.dots is not None,
     )
     count = multiprocessors or tensors.multiprocessors(q.device)
+    cut = call.segment_tokens
+    if ends:
+        cut = segment_for_states(_columns(call), tokens, count)
     spread = plan(
-        problem,
-        batch,
-        tokens,
-        call.sequences,
-        heads,
-        count,
-        call.num_splits,
-        _in_rows(g),
-        call.segment_tokens,
+        problem, batch, tokens, call.sequences, heads, count, call.num_splits, _in_rows(g), cut
     )
     segment_tokens = spread.segment_tokens or max(tokens, CHUNK)
     piece_tokens = spread.piece_tokens or segment_tokens
@@ -101,7 +103,7 @@ def run(call: Call, *, multiprocessors: int | None = None, kernels: Kernels = co
         call.checkpoint_rows if problem.placed else None,
         call.checkpoint_offsets if kept == "once" else None,
     )
-    for config in configs(problem, spread):
+    for config in configs(problem, spread, ends):
         forward = not config.prescan
         kernels(config)(
             q if forward else None, call.k, v, call.out, *((call.dot_with, call.dots) if forward else (None, None)),
@@ -149,12 +151,17 @@ def gradients_of_decays(sums: Sums, *, kernels: Kernels = compile) -> Found:
 
 def fits(call: Call, multiprocessors: int) -> bool:
     """Returns whether so many multiprocessors are enough for a call, with sequences that stay whole."""
-    batch, tokens, heads, dim_v = call.out.shape
-    columns = heads * (dim_v // V_TILE) * (batch if call.cu_seqlens is None else 1)
+    tokens, columns = call.out.shape[1], _columns(call)
     if columns > multiprocessors:
         return False
     cut = segment_length(columns, tokens, multiprocessors, call.num_splits, call.segment_tokens)
     return cut == 0
+
+
+def _columns(call: Call) -> int:
+    """Returns the V tiles of all heads, and of all sequences of a dense batch."""
+    batch, _, heads, dim_v = call.out.shape
+    return heads * (dim_v // V_TILE) * (batch if call.cu_seqlens is None else 1)
 
 
 def _in_rows(g: Tensor | None) -> bool:

@@ -85,8 +85,8 @@ def _run_on_cpu(call: Call) -> None:
     )  # fmt: skip
 
 
-def _run_on_gpu(call: Call, multiprocessors: int | None = None) -> None:
-    """multiprocessors: how many there are for the call; None: all."""
+def _run_on_gpu(call: Call, multiprocessors: int | None = None, ends: bool = False) -> None:
+    """multiprocessors: how many there are for the call; None: all. ends: final states alone are wanted."""
     require_hopper(call.q.device)
     if call.out.numel() == 0 or (call.initial is not None and call.initial.shape[0] == 0):
         # No token at all, or nothing but padding.
@@ -111,9 +111,14 @@ def _run_on_gpu(call: Call, multiprocessors: int | None = None) -> None:
     if not is_aligned(out):
         changes["out"] = torch.empty_like(out, memory_format=DENSE)
     call = call._replace(**changes)
-    _launch().run(call, multiprocessors=multiprocessors)
+    _launch().run(call, multiprocessors=multiprocessors, ends=ends)
     if call.out is not out:
         out.copy_(call.out)
+
+
+def run_for_states(call: Call) -> None:
+    """Computes final states alone; the outputs are memory that the kernels may write to."""
+    _run_on_gpu(call, ends=True)
 
 
 def _run_all_on_cpu(calls: Sequence[Call]) -> None:

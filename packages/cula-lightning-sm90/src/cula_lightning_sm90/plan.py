@@ -102,9 +102,21 @@ def segment_length(
     return length if length < tokens else 0
 
 
-def configs(problem: Problem, spread: Plan) -> tuple[Config, ...]:
-    """Returns the passes of a call, in order."""
+def segment_for_states(columns: int, tokens: int, multiprocessors: int) -> int:
+    """Returns the length of segments where final states alone are wanted, 0 where sequences stay whole. The arguments
+    are those of `segment_length`.
+
+    The last segment, which is the only one with outputs, gets hardly more than a chunk of the longest sequence.
+    """
+    count = max(1, min(multiprocessors // columns, (tokens - 1) // _MIN_SEGMENT, _MAX_SEGMENTS))
+    return (tokens - 1) // (count * CHUNK) * CHUNK
+
+
+def configs(problem: Problem, spread: Plan, ends: bool = False) -> tuple[Config, ...]:
+    """Returns the passes of a call, in order. ends: final states alone are wanted."""
     forward = Config(
         problem, spread.tiles, spread.split, paired=spread.paired, shared=spread.shared
     )
-    return (replace(forward, prescan=True), forward) if spread.split else (forward,)
+    if not spread.split:
+        return (forward,)
+    return replace(forward, prescan=True), replace(forward, ends=ends)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,30 @@ from .plan import Plan, plan
 from .target import Target
 
 
+class Steps(Protocol):
+    """What is left to launch of a call over slices, whose chunks are prepared.
+
+    segment_tokens: of a segment of a slice. cut: whether slices are cut into segments, else each is one, however long.
+    Maps of segments are `[segments, HV, 256, 128]`, A^T above M^T.
+    """
+
+    @property
+    def segment_tokens(self) -> int: ...
+
+    @property
+    def cut(self) -> bool: ...
+
+    def scan(self) -> Tensor:
+        """Returns the maps of segments, but of the last ones of slices that do not go on."""
+
+    def merge(self, maps: Tensor) -> Tensor:
+        """Returns the transposed states in front of segments of slices that begin a sequence."""
+
+    def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
+        """Writes the states behind slices from those in front of them, and returns the outputs. maps: of cut slices; A
+        of the first segment of each is the state behind it."""
+
+
 class Begun:
     """A call of which everything is done that needs no state in front of the slices that continue a sequence.
 
@@ -24,19 +49,17 @@ class Begun:
     M S + A. Of a slice that begins a sequence M is None, and A the state behind it.
     """
 
-    def __init__(self, launch: Launch, slices: Sequence[Slice], segments: Tensor) -> None:
-        self._launch, self._slices, self._segments = launch, slices, segments
+    def __init__(self, steps: Steps, slices: Sequence[Slice]) -> None:
+        self._steps, self._slices = steps, slices
         self._scanned: Tensor | None = None
-        if launch.spread.split or any(part.goes_on for part in slices):
-            self._scanned = launch.scan(0, segments)
+        if steps.cut or any(part.goes_on for part in slices):
+            self._scanned = steps.scan()
         self.maps = self._maps()
 
     def finish(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `[1, T, HV, V]` and the states behind all slices, from those in front of them `[N, HV, K, V]`."""
         final = torch.empty_like(starts)
-        launch = replace(self._launch, initial=starts, final=final, fresh=None)
-        merged = None
-        if launch.spread.split:
+        if self._steps.cut:
             assert self._scanned is not None
             for n, part in enumerate(self._slices):
                 first, count = self._segments_of(n)
@@ -44,9 +67,7 @@ class Begun:
                     # The merge takes A of a first segment as the state behind it.
                     own = self._scanned[first]
                     own[:, :HEAD_DIM] = _applied(own, starts[n].mT)
-            merged = launch.merge(self._scanned)
-        launch.recurrence(0, len(launch.blocks), merged, self._segments)
-        return launch.call.out, final
+        return self._steps.finish(starts, final, self._scanned), final
 
     def _maps(self) -> list[tuple[Tensor, Tensor | None]]:
         found: list[tuple[Tensor, Tensor | None]] = []
@@ -66,15 +87,43 @@ class Begun:
             elif count == 1:
                 found.append((self._scanned[first, :, :HEAD_DIM].mT, None))
             else:
-                known = self._launch.merge(self._scanned) if known is None else known
+                known = self._steps.merge(self._scanned) if known is None else known
                 last = first + count - 1
                 found.append((_applied(self._scanned[last], known[last]).mT, None))
         return found
 
     def _segments_of(self, n: int) -> tuple[int, int]:
         """The number of a slice's first segment, and how many it has."""
-        part, length = self._slices[n], self._launch.segment_tokens
+        part, length = self._slices[n], self._steps.segment_tokens
         return part.start // length + n, max(1, -(-(part.stop - part.start) // length))
+
+
+@dataclass(frozen=True)
+class _OfKda:
+    """The kernels of KDA. segments: their table."""
+
+    launch: Launch
+    segments: Tensor
+
+    @property
+    def segment_tokens(self) -> int:
+        return self.launch.segment_tokens
+
+    @property
+    def cut(self) -> bool:
+        return self.launch.spread.split
+
+    def scan(self) -> Tensor:
+        return self.launch.scan(0, self.segments)
+
+    def merge(self, maps: Tensor) -> Tensor:
+        return self.launch.merge(maps)
+
+    def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
+        launch = replace(self.launch, initial=starts, final=final, fresh=None)
+        merged = launch.merge(maps) if self.cut and maps is not None else None
+        launch.recurrence(0, len(launch.blocks), merged, self.segments)
+        return launch.call.out
 
 
 def begin(
@@ -118,7 +167,7 @@ def begin(
         final=None,
         indices=None,
         targets=None,
-        fresh=_bits(tuple(part.bits for part in slices), device),
+        fresh=bits(slices, device),
         null_slot=-1,
         in_place=False,
         # More than all tokens have, so that the number of an empty slice behind them is that of its sequence.
@@ -127,11 +176,16 @@ def begin(
     )
     segments = launch.segment_table()
     launch.prepare(0, slots, segments)
-    return Begun(launch, slices, segments)
+    return Begun(_OfKda(launch, segments), slices)
+
+
+def bits(slices: Sequence[Slice], device: torch.device) -> Tensor:
+    """Returns what kernels know of slices, a byte each."""
+    return _tensor(tuple(part.bits for part in slices), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _bits(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.uint8, device=device)
 
 

@@ -107,8 +107,9 @@ class RecurrenceConfig(Operands):
     scan: it only finds what every segment but the last ones of sequences does to a state. cut: segments begin with
     states that were found so. tiles: of 64 columns of v per CTA. indexed, redirected: sequences find the states that
     they begin and end with through indices, of which negative ones are padding. fresh: some sequences begin at zero
-    whatever their states are. in_place: final states replace those of the pool. checkpoints: states on the way are kept
-    after "every" so many tokens, or "once"; placed: in rows that the caller names. state_dtype: of all these states.
+    whatever their states are, or are slices of longer ones (`cula_core.delta_rule.slices`). in_place: final states
+    replace those of the pool. checkpoints: states on the way are kept after "every" so many tokens, or "once"; placed:
+    in rows that the caller names. state_dtype: of all these states.
     """
 
     tiles: int = 1
@@ -129,6 +130,11 @@ class RecurrenceConfig(Operands):
     def columns(self) -> int:
         """Tiles of 64 columns that a machine has."""
         return PLACES if self.scan else V_TILES
+
+    @property
+    def partly(self) -> bool:
+        """Whether a chunk may not be full: a scan comes to the ends of slices alone."""
+        return self.packed and (self.fresh or not self.scan)
 
     @property
     def waits(self) -> bool:

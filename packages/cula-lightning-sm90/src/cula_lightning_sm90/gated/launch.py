@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ ARCH = "sm_90a"
 Kernels = Callable[[Config], Callable[..., None]]
 
 
+class Maps(NamedTuple):
+    """What segments do to states: A^T and behind it M^T, `[segments, heads, 256, 128]`; and marks `[segments, heads]`,
+    not zero where a segment forgets what was before it and M, which is zero, is not there."""
+
+    found: Tensor
+    marks: Tensor
+
+
 def unit(config: Config) -> Unit:
     """Returns a config's kernel as something that can be compiled ahead of its first call."""
     return Unit(f"{__package__}.build", config, ARCH)
@@ -42,32 +51,170 @@ def compile(config: Config) -> Callable[..., None]:
     return kernel(unit(config))
 
 
-def run(
+@dataclass(frozen=True)
+class Launch:
+    """What the kernels of one call share: the call, how it is spread out, and memory between the kernels.
+
+    initial, final, fresh: states as the recurrence reads and writes them, and bytes that say what they are to sequences
+    (`RecurrenceConfig`): the call's own, or those of slices. slots: of chunks of a head.
+    """
+
+    call: Call
+    spread: Plan
+    kernels: Kernels
+    slots: int
+    workspace: Tensor
+    initial: Tensor | None
+    final: Tensor | None
+    fresh: Tensor | None
+
+    def run(self) -> None:
+        """Launches every kernel of the call."""
+        self.prepare()
+        if self.spread.second is None:
+            self._walk(self.spread.first, 0, self._flags)
+            return
+        maps = self.scan()
+        self.recurrence(maps, self.merge(maps))
+
+    def prepare(self) -> None:
+        """Writes blocks of chunks; beside it the recurrence may run."""
+        call, first = self.call, self.spread.first
+        strength = None
+        if call.beta is not None:
+            strength = "given"
+            if call.beta_logits:
+                strength = "doubled logits" if call.doubled else "logits"
+        config = PrepareConfig(
+            **self._operands,
+            gate=None if call.g is None else "softplus" if call.raw_gate else "log",
+            gate_dtype="float32" if call.g is None else dtype_name(call.g.dtype),
+            bias=call.dt_bias is not None,
+            strength=strength,
+            strength_dtype="float32" if call.beta is None else dtype_name(call.beta.dtype),
+            cut=self.spread.second is not None,
+        )
+        self.kernels(config)(
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens, self.workspace, call.scale,
+            call.softplus_beta, call.softplus_threshold, self._flags, self.slots, self._heads, first.seats,
+            first.together, first.share, self.spread.segment, self.spread.ahead, self.spread.prepare_ctas,
+        )  # fmt: skip
+
+    def scan(self) -> Maps:
+        """Returns what segments do to states."""
+        maps = self.new_maps(self._segments)
+        self._walk(self.spread.first, 0, self.spread.flags[0], maps)
+        return maps
+
+    def new_maps(self, segments: int) -> Maps:
+        """Returns memory for what segments do to states."""
+        shape = (segments, self._heads)
+        return Maps(self._new(*shape, 2 * HEAD_DIM, HEAD_DIM), self._new(*shape, dtype=torch.int32))
+
+    def merge(self, maps: Maps) -> Tensor:
+        """Returns the transposed state in front of each segment, but of those behind marked ones."""
+        call = self.call
+        starts = self._new(self._segments, self._heads, HEAD_DIM, HEAD_DIM)
+        config = MergeConfig(index_dtype=self._operands["index_dtype"], fades=True)
+        self.kernels(config)(
+            maps.found, maps.marks, starts, None, None, None, call.cu_seqlens, -1, call.sequences, call.q.shape[1],
+            self.segment_tokens,
+        )  # fmt: skip
+        return starts
+
+    def recurrence(self, maps: Maps, starts: Tensor) -> None:
+        """Writes outputs and final states from the states in front of segments."""
+        assert self.spread.second is not None
+        self._walk(self.spread.second, *self.spread.flags, maps, starts)
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens of a segment."""
+        return self.spread.segment * CHUNK
+
+    def _walk(
+        self,
+        way: Walk,
+        first_flag: int,
+        own_flags: int,
+        maps: Maps | None = None,
+        starts: Tensor | None = None,
+    ) -> None:
+        call, initial, fresh, saved = self.call, self.initial, self.fresh, self.call.kept_in
+        scan, pool, kept = maps is not None and starts is None, call.state_pool, None
+        if saved is not None:
+            saved = saved.flatten(0, 1) if saved.dim() == 5 else saved
+            kept = "every" if call.checkpoint_offsets is None else "once"
+        config = RecurrenceConfig(
+            **self._operands,
+            tiles=way.tiles,
+            state_v_first=call.state_v_first,
+            initial_state=initial is not None,
+            final_state=not scan and self.final is not None,
+            indexed=call.state_indices is not None,
+            redirected=not scan and call.output_state_indices is not None,
+            fresh=fresh is not None,
+            in_place=not scan and pool is not None,
+            checkpoints=kept if not scan else None,
+            placed=not scan and kept is not None and call.checkpoint_rows is not None,
+            scan=scan,
+            cut=starts is not None,
+            state_dtype=tensors.states_dtype(initial, None if scan else self.final),
+        )
+        self.kernels(config)(
+            call.q, call.k, call.v, call.out, initial, call.state_indices,
+            call.output_state_indices if config.redirected else None, fresh,
+            self.final if config.final_state else None, saved if config.checkpoints else None,
+            call.checkpoint_rows if config.placed else None,
+            call.checkpoint_offsets if config.checkpoints == "once" else None, call.cu_seqlens, self.workspace,
+            None if maps is None else maps.found, None if maps is None else maps.marks, starts,
+            -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK), self._flags,
+            first_flag, own_flags, self.slots, way.seats, way.together, way.share, self.spread.segment, way.ctas,
+        )  # fmt: skip
+
+    @property
+    def _operands(self) -> dict[str, Any]:
+        call, offsets = self.call, self.call.cu_seqlens
+        return {
+            "dtype": dtype_name(call.q.dtype),
+            "operand": dtype_name(call.operand_dtype or torch.float16),
+            "l2norm": call.l2norm,
+            "index_dtype": None if offsets is None else dtype_name(offsets.dtype),
+        }
+
+    @property
+    def _flags(self) -> int:
+        return sum(self.spread.flags)
+
+    @property
+    def _heads(self) -> int:
+        return self.call.out.shape[2]
+
+    @property
+    def _segments(self) -> int:
+        batch, tokens = self.call.q.shape[:2]
+        if self.call.cu_seqlens is None:
+            return batch * -(-tokens // self.segment_tokens)
+        return tokens // self.segment_tokens + self.call.sequences
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.call.q.device)
+
+
+def new_launch(
     call: Call,
     *,
     multiprocessors: int | None = None,
     kernels: Kernels = compile,
     planner: Callable[..., Plan] = plan,
-) -> None:
-    """Launches one call on torch's current stream.
+) -> Launch:
+    """Returns what launches the kernels of a call; the arguments are those of `run`.
 
-    The call's tensors are as the kernels read them, and there is at least one token. multiprocessors, their number,
-    kernels, which turns a config into what is called, and the planner stand in for a GPU in tests.
+    Raises:
+        ValueError: more chunks than the kernels' memory can hold.
     """
-    q, k, initial, pool = call.q, call.k, call.initial, call.state_pool
-    batch, tokens, heads = *q.shape[:2], call.out.shape[2]
-    offsets = call.cu_seqlens
-    operands: dict[str, Any] = {
-        "dtype": dtype_name(q.dtype),
-        "operand": dtype_name(call.operand_dtype or torch.float16),
-        "l2norm": call.l2norm,
-        "index_dtype": None if offsets is None else dtype_name(offsets.dtype),
-    }
-    strength = None
-    if call.beta is not None:
-        strength = "given"
-        if call.beta_logits:
-            strength = "doubled logits" if call.doubled else "logits"
+    batch, tokens, heads = *call.q.shape[:2], call.out.shape[2]
+    offsets, pool = call.cu_seqlens, call.state_pool
     slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
     steps = slots if offsets is None else slots + ENDS * call.sequences
     longest = usual = -(-steps // call.sequences)
@@ -80,94 +227,35 @@ def run(
         usual,
         steps * heads,
         heads,
-        heads // k.shape[2],
-        multiprocessors or tensors.multiprocessors(q.device),
+        heads // call.k.shape[2],
+        multiprocessors or tensors.multiprocessors(call.q.device),
         "off" if call.segment_tokens else call.intracard_cp,
         call.segment_tokens // CHUNK if most > call.segment_tokens else 0,
     )
-    first, second, segment = spread.first, spread.second, spread.segment
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    flags = sum(spread.flags)
-    words = workspace_words(flags, slots * heads, first)
+    words = workspace_words(sum(spread.flags), slots * heads, spread.first)
     if words >= 1 << 31:
         arguments.value_error(
             "q, v",
             f"less than {(1 << 31) // (BLOCK // 2):,} chunks of {CHUNK} tokens times heads of states in a call",
             f"{slots * heads:,}; fewer heads at a time give the same results",
         )
-    workspace = new(words, dtype=torch.int32)
-    config = PrepareConfig(
-        **operands,
-        gate=None if call.g is None else "softplus" if call.raw_gate else "log",
-        gate_dtype="float32" if call.g is None else dtype_name(call.g.dtype),
-        bias=call.dt_bias is not None,
-        strength=strength,
-        strength_dtype="float32" if call.beta is None else dtype_name(call.beta.dtype),
-        cut=second is not None,
+    fresh = call.has_initial_state
+    return Launch(
+        call,
+        spread,
+        kernels,
+        slots,
+        torch.empty(words, dtype=torch.int32, device=call.q.device),
+        call.initial,
+        call.final_state if pool is None else pool,
+        None if fresh is None else fresh.view(torch.uint8),
     )
-    kernels(config)(
-        q, k, call.g, call.beta, call.A_log, call.dt_bias, offsets, workspace, call.scale, call.softplus_beta,
-        call.softplus_threshold, flags, slots, heads, first.seats, first.together, first.share, segment, spread.ahead,
-        spread.prepare_ctas,
-    )  # fmt: skip
-    fresh, saved = call.has_initial_state, call.kept_in
-    kept = None
-    if saved is not None:
-        saved = saved.flatten(0, 1) if saved.dim() == 5 else saved
-        kept = "every" if call.checkpoint_offsets is None else "once"
-    final = call.final_state if pool is None else pool
 
-    def walk(
-        way: Walk,
-        first_flag: int,
-        own_flags: int,
-        maps: Tensor | None = None,
-        marks: Tensor | None = None,
-        starts: Tensor | None = None,
-    ) -> None:
-        scan = maps is not None and starts is None
-        config = RecurrenceConfig(
-            **operands,
-            tiles=way.tiles,
-            state_v_first=call.state_v_first,
-            initial_state=initial is not None,
-            final_state=not scan and final is not None,
-            indexed=call.state_indices is not None,
-            redirected=not scan and call.output_state_indices is not None,
-            fresh=fresh is not None,
-            in_place=not scan and pool is not None,
-            checkpoints=kept if not scan else None,
-            placed=not scan and kept is not None and call.checkpoint_rows is not None,
-            scan=scan,
-            cut=starts is not None,
-            state_dtype=tensors.states_dtype(initial, None if scan else final),
-        )
-        kernels(config)(
-            q, k, call.v, call.out, initial, call.state_indices,
-            call.output_state_indices if config.redirected else None,
-            None if fresh is None else fresh.view(torch.uint8), final if config.final_state else None,
-            saved if config.checkpoints else None, call.checkpoint_rows if config.placed else None,
-            call.checkpoint_offsets if config.checkpoints == "once" else None, offsets, workspace,
-            maps, marks, starts, -1 if call.null_slot is None else call.null_slot, max(call.checkpoint_every, CHUNK),
-            flags, first_flag, own_flags, slots, way.seats, way.together, way.share, segment, way.ctas,
-        )  # fmt: skip
 
-    if second is None:
-        walk(first, 0, flags)
-        return
-    # What segments do to states, whether they forget them, and what they begin with.
-    length = segment * CHUNK
-    whole = offsets is None
-    segments = batch * -(-tokens // length) if whole else tokens // length + call.sequences
-    maps = new(segments, heads, 2 * HEAD_DIM, HEAD_DIM)
-    marks = new(segments, heads, dtype=torch.int32)
-    starts = new(segments, heads, HEAD_DIM, HEAD_DIM)
-    of_first, of_second = spread.flags
-    walk(first, 0, of_first, maps, marks)
-    kernels(MergeConfig(index_dtype=operands["index_dtype"], fades=True))(
-        maps, marks, starts, None, None, None, offsets, -1, call.sequences, tokens, length
-    )
-    walk(second, of_first, of_second, maps, marks, starts)
+def run(call: Call, **options: Any) -> None:
+    """Launches one call on torch's current stream.
+
+    The call's tensors are as the kernels read them, and there is at least one token. options: multiprocessors, their
+    number, kernels, which turns a config into what is called, and the planner stand in for a GPU in tests.
+    """
+    new_launch(call, **options).run()

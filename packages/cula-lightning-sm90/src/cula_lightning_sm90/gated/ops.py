@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cula_core import arguments
 from cula_core.delta_decode.slots import Limits
+from cula_core.delta_rule.call import Slice
 from cula_core.delta_rule.config import INTRACARD_CP
 from cula_core.delta_rule.contract import check_trained
 from cula_core.delta_rule.gated import check_chunk_gated_delta_rule
@@ -31,6 +33,9 @@ from ..ops import require_hopper
 from .backward.ops import trained
 from .call import SCHEMA, Call
 from .config import HEAD_DIM
+
+if TYPE_CHECKING:
+    from cula_core.delta_rule.slices import Begun
 
 _PREFILL = "cula_lightning_sm90::gated_prefill"
 torch.library.define(_PREFILL, SCHEMA)
@@ -73,9 +78,7 @@ def _run_on_gpu(call: Call) -> None:
         )  # fmt: skip
         return
     out = call.out
-    changes: dict = {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
-    changes |= {name: _narrow(getattr(call, name)) for name in ("g", "beta")}
-    changes |= {name: _vector(getattr(call, name)) for name in ("A_log", "dt_bias")}
+    changes: dict = _as_read(call)
     for name in ("checkpoint_rows", "checkpoint_offsets"):
         x = getattr(call, name)
         changes[name] = None if x is None else x.to(torch.int32)
@@ -87,6 +90,15 @@ def _run_on_gpu(call: Call) -> None:
     _launch()(call)
     if call.out is not out:
         out.copy_(call.out)
+
+
+def _as_read(call: Call) -> dict[str, Tensor | None]:
+    """Returns the inputs of tokens and heads as the kernels read them."""
+    return (
+        {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
+        | {name: _narrow(getattr(call, name)) for name in ("g", "beta")}
+        | {name: _vector(getattr(call, name)) for name in ("A_log", "dt_bias")}
+    )
 
 
 def _narrow(x: Tensor | None) -> Tensor | None:
@@ -323,3 +335,73 @@ def chunk_gated_delta_rule(
     if pool is not None:
         return out, state_pool
     return out, final.transpose(2, 3) if turned and final is not None else final
+
+
+def begin_chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Sequence[Slice],
+    cu_seqlens: Tensor,
+    initial_state: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    use_intracard_cp: bool | str = "auto",
+    operand_dtype: torch.dtype | None = None,
+    segment_tokens: int | None = None,
+) -> Begun | None:
+    """Begins a call of `chunk_gated_delta_rule` over packed slices of sequences, before the states in front of them are
+    known.
+
+    It is for a dispatcher that spreads sequences over several GPUs and has checked the arguments as
+    `chunk_gated_delta_rule` does, beside which:
+
+    Args:
+        slices: at least one, the packed sequences, of at least one token together.
+        cu_seqlens: where they begin and end, as in `chunk_gated_delta_rule`.
+        initial_state: float32 `[N, HS, K, V]`; not read for slices that continue a sequence.
+
+    Returns:
+        a `Begun`, whose `maps` say what slices do to a state, and whose `finish` takes all states in front. None where
+        no slice continues a sequence: the call itself finds what follows as soon.
+
+    Raises:
+        ValueError: more chunks than the kernels' memory can hold.
+        RuntimeError: the GPU is not of compute capability 9.0.
+    """
+    if not any(part.comes_on for part in slices):
+        return None
+    require_hopper(q.device)
+    out = torch.empty(
+        *q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3], dtype=v.dtype, device=v.device
+    )
+    call = Call(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, None, None, None, None, None, None, cu_seqlens, out,
+        q.shape[3] ** -0.5 if scale is None else float(scale),
+        raw_gate=use_gate_in_kernel,
+        beta_logits=use_beta_sigmoid_in_kernel,
+        doubled=allow_neg_eigval,
+        state_v_first=False,
+        l2norm=use_qk_l2norm_in_kernel,
+        softplus_beta=softplus_beta,
+        softplus_threshold=softplus_threshold,
+        null_slot=None,
+        checkpoint_every=0,
+        operand_dtype=operand_dtype,
+        cu_seqlens_cpu=None,
+        intracard_cp=INTRACARD_CP[use_intracard_cp],
+        segment_tokens=segment_tokens or 0,
+    )  # fmt: skip
+    from .slices import begin
+
+    return begin(call._replace(**_as_read(call)), slices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cula_core.delta_rule.config import MIN_SEGMENT_CHUNKS
 
@@ -94,12 +94,14 @@ def plan(
     multiprocessors: int,
     intracard_cp: str = "auto",
     segment: int = 0,
+    sliced: bool = False,
 ) -> Plan:
     """Returns the fastest way by a model of the kernels, in which segments forget as often as not.
 
     longest, usual: chunks of the longest sequence, as far as it is known, and of a sequence on average. total: steps of
     all chains. heads: of states, group: those that share keys. intracard_cp: "off": sequences stay whole, "on": they
-    are cut, "auto": where it pays. segment: chunks after which they are cut instead, if not 0.
+    are cut, "auto": where it pays. segment: chunks after which they are cut instead, if not 0. sliced: sequences are
+    slices of longer ones, so that a scan comes in front of the recurrence also where they stay whole.
     """
     least, best = float("inf"), None
     for together in range(min(heads, MOST_TOGETHER), 0, -1):
@@ -109,7 +111,9 @@ def plan(
             if segment:
                 time, way = _cut(segment, usual, total, together, multiprocessors)
             else:
-                time, way = _way(longest, usual, total, together, multiprocessors, intracard_cp)
+                time, way = _way(
+                    longest, usual, total, together, multiprocessors, intracard_cp, sliced
+                )
             gain = SHARED_GAIN if together < group else NEIGHBOURS_GAIN
             if time * gain < least:
                 least, best = time, way
@@ -127,14 +131,18 @@ def workspace_words(flags: int, blocks: int, walk: Walk) -> int:
 
 
 def _way(
-    longest: int, usual: int, total: int, together: int, multiprocessors: int, intracard_cp: str
-) -> tuple[float, Plan]:
+    longest: int, usual: int, total: int, together: int, multiprocessors: int, intracard_cp: str, sliced: bool
+) -> tuple[float, Plan]:  # fmt: skip
     """Returns the time, and the way, where machines have so many heads."""
-    least, best = _beside(longest, usual, total, together, multiprocessors)
+    prepare_us = total * max(PREPARE_MEMORY_US, PREPARE_US / multiprocessors)
+    if sliced:
+        least, best = _cut(longest, usual, total, together, multiprocessors)
+        least, best = least + prepare_us + CUT_US, replace(best, segment=UNCUT)
+    else:
+        least, best = _beside(longest, usual, total, together, multiprocessors)
     if intracard_cp == "off" or longest < 2 * MIN_SEGMENT_CHUNKS:
         return least, best
     least = least / GAIN if intracard_cp == "auto" else float("inf")
-    prepare_us = total * max(PREPARE_MEMORY_US, PREPARE_US / multiprocessors)
     # No way takes less than the work of all multiprocessors, so that most calls need not be looked at further.
     work = prepare_us + total * (SCAN_US + CHAIN_US[2]) / multiprocessors
     parts, previous = 2, 0

@@ -349,6 +349,8 @@ class LightningPrefill(Layout):
             if cutlass.const_expr(self.problem.fresh):
                 begins = I32(fresh[sequence])
             wanted = cutlass.Boolean(True)
+            if cutlass.const_expr(self.config.ends):
+                wanted = part + 1 == parts_here
             if cutlass.const_expr(not self.forward):
                 wanted = (part + 1 < parts_here) & (row >= 0)
                 if wanted:

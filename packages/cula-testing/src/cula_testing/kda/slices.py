@@ -1,4 +1,4 @@
-"""Sequences cut into slices, as GPUs beside each other hold them, all of which one process computes in turn."""
+"""Calls of KDA over slices of sequences."""
 
 from __future__ import annotations
 
@@ -9,39 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cula_core.delta_rule import slices as sliced
-from cula_core.delta_rule.call import Slice
 from cula_core.delta_rule.config import Config, RecurrenceConfig
 from cula_core.delta_rule.target import Target
 from cula_emulator.memory import poisoned_memory
 
-from ..tensors import int32
+from .. import slices
+from ..slices import BOUNDS, LENGTHS
 from .problems import Outcome, Problem, assert_right, make_problem
 from .running import compiler, forced
 from .states import Unregistered
 from .subject import Subject
 
-LENGTHS = (70, 0, 230)
-# Of three ranks: the middle one lies inside a sequence; one rank cuts nothing.
-BOUNDS = {"three": (0, 150, 220, 300), "one": (0, 300), "in a chunk": (0, 10, 235, 300)}
-
 
 @functools.cache
 def problem() -> Problem:
     return make_problem(LENGTHS, (1, 2), packed=True)
-
-
-def slices_of(low: int, high: int) -> list[tuple[int, Slice]]:
-    """Returns the slices of a rank with tokens low .. high - 1, and whose they are. Empty sequences are the first's."""
-    found = []
-    ends = list(itertools.accumulate(LENGTHS, initial=0))
-    for n, (begin, end) in enumerate(itertools.pairwise(ends)):
-        start, stop = max(low, begin), min(high, end)
-        if start < stop or (begin == end and low <= begin < high):
-            found.append((n, Slice(start - low, stop - low, begin < start, stop < end)))
-    return found
 
 
 def over_ranks(
@@ -54,39 +38,18 @@ def over_ranks(
 ) -> Outcome:
     """Runs `begin_chunk_kda` of every rank, tells each what those before it do to a state, and finishes all."""
     given = {name: x.to(device) for name, x in problem().given.items()}
-    initial = problem().initial[: len(LENGTHS)].to(device)
     options = {"planner": forced(tiles, segment_chunks), "multiprocessors": 132} | more
-    outs: list[Tensor] = []
-    states: list[Tensor] = list(initial)  # in front of the sequences' next slices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unregistered, "_require_target", lambda *_: None)
         patch.setattr(sliced, "begin", functools.partial(sliced.begin, **options))
-        for low, high in itertools.pairwise(bounds):
-            own = slices_of(low, high)
-            cuts = int32(*[part.start for _, part in own], high - low).to(device)
-            x = {name: given[name][:, low:high] for name in ("q", "k", "v", "g", "beta")}
-            unknown = torch.stack(
-                [initial[n] * (torch.nan if part.comes_on else 1) for n, part in own]
-            )
-            begun = Unregistered(target).begin_chunk_kda(
-                **x, slices=tuple(part for _, part in own), cu_seqlens=cuts, initial_state=unknown,
-                A_log=given["A_log"], dt_bias=given["dt_bias"], scale=problem().scale, use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True, lower_bound=problem().options["lower_bound"],
-            )  # fmt: skip
-            out, final = begun.finish(torch.stack([states[n] for n, _ in own]))
-            maps = iter(begun.maps)
-            for (n, part), state in zip(own, final):
-                if part.goes_on:
-                    added, matrix = next(maps)
-                    states[n] = added if matrix is None else matrix @ states[n] + added
-                    # Not the last digit, because states are rounded for the products on the way.
-                    torch.testing.assert_close(
-                        states[n], state, rtol=0, atol=4e-3 * state.abs().max().item()
-                    )
-                else:
-                    states[n] = state
-            outs.append(out)
-    return Outcome(torch.cat(outs, 1).cpu(), torch.stack(states).cpu())
+        begin = functools.partial(
+            Unregistered(target).begin_chunk_kda, A_log=given["A_log"], dt_bias=given["dt_bias"],
+            scale=problem().scale, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            lower_bound=problem().options["lower_bound"],
+        )  # fmt: skip
+        tokens = {name: given[name] for name in ("q", "k", "v", "g", "beta")}
+        initial = problem().initial[: len(LENGTHS)].to(device)
+        return Outcome(*slices.over_ranks(begin, tokens, initial, bounds))
 
 
 @functools.cache

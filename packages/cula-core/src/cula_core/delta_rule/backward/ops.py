@@ -123,7 +123,11 @@ class Backward:
 class Begun:
     """A backward pass over slices of sequences that lie on several GPUs: it takes the gradients of the states behind
     them in two steps, because those behind slices that go on depend on other GPUs, some of which need `front` before.
+
+    gives: what `finish` returns gradients of.
     """
+
+    gives = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
     def __init__(
         self,

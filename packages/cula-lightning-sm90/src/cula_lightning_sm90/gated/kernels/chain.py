@@ -160,7 +160,7 @@ class Chain:
         at = pipeline.make_pipeline_state(consumer, stages.count)
         item_at = pipeline.make_pipeline_state(consumer, SLOTS)
         out_at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, SLOTS)
-        partly = self.config.packed and not self.config.scan  # whether a chunk may not be full
+        partly = self.config.partly
 
         item = receive(Item, items, item_at, memory.items)
         item_at.advance()

@@ -21,6 +21,7 @@ from cula_core.cute.output import GROUP
 from cula_core.cute.types import DTYPES, F32, I32
 from cula_core.cute.warp import prefix_sum
 from cula_core.cute.work import ITEM_WORDS, SLOTS, draw, post
+from cula_core.delta_rule.config import COMES_ON, GOES_ON, HAS_STATE
 from cula_core.delta_rule.kernels.order import Order
 
 from ..config import (
@@ -294,12 +295,20 @@ class GatedDeltaRecurrence:
                         at.sequence, start, at.first, tokens, segment
                     )
                     if cutlass.const_expr(self.config.scan):
-                        # The last segment is not scanned, and the first one begins with a state that is known.
-                        wanted = (not at.whole) & ((at.first > 0) | (tile < V_TILES))
+                        # The last segment's map is needed by others alone, and the first one begins with a state that
+                        # is known, unless the sequence is a slice of a longer one.
+                        more, mapped = not at.whole, at.first > 0
+                        if cutlass.const_expr(self.config.fresh):
+                            bits = I32(fresh[at.sequence])
+                            more = more | ((bits & GOES_ON) != 0)
+                            mapped = mapped | ((bits & COMES_ON) != 0)
+                        wanted = more & (mapped | (tile < V_TILES))
                         begins = cutlass.select_(at.first > 0, I32(0), begins)
                         ends = MAPPED + of_segment
-                        if not at.whole:
-                            enough = self.remembered(blocks, slot, head, at.first, at.last, lane)
+                        if more:
+                            # Steps behind the last token have no blocks.
+                            filled = cutlass.min(at.last, cute.ceil_div(length, CHUNK))
+                            enough = self.remembered(blocks, slot, head, at.first, filled, lane)
                             if enough >= 0:
                                 wanted = (tile < V_TILES) & (enough < behind)
                                 chunk = cutlass.max(chunk, enough)
@@ -376,5 +385,5 @@ class GatedDeltaRecurrence:
             target = cutlass.select_(target == null_slot, I32(-1), target)
         begins = I32(1)
         if cutlass.const_expr(self.config.fresh):
-            begins = I32(fresh[sequence])
+            begins = I32(fresh[sequence]) & HAS_STATE
         return row, target, begins

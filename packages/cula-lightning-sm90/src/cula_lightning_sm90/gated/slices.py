@@ -1,0 +1,70 @@
+"""A call over slices of sequences: the state in front of a slice may become known while the call is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula_core.delta_rule.call import Slice
+from cula_core.delta_rule.slices import Begun, bits
+
+from .call import Call
+from .config import HEAD_DIM, UNCUT
+from .launch import Launch, Maps, new_launch
+from .plan import plan
+
+
+class _Steps:
+    """What is left to launch of a call whose chunks are prepared."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self.segment_tokens, self.cut = launch.segment_tokens, launch.spread.segment < UNCUT
+        # Slices that are whole and do not go on have none, and what is here instead is not read.
+        self._maps = launch.new_maps(1)
+
+    def scan(self) -> Tensor:
+        self._maps = self._launch.scan()
+        found, marks = self._maps
+        found[:, :, HEAD_DIM:].masked_fill_(_by_head(marks), 0.0)
+        return found
+
+    def merge(self, maps: Tensor) -> Tensor:
+        marks = self._maps.marks
+        starts = self._launch.merge(Maps(maps, marks))
+        # Behind a segment that forgets the state is what it adds.
+        added = maps[:-1, :, :HEAD_DIM]
+        starts[1:] = torch.where(_by_head(marks[:-1]), added, starts[1:])
+        return starts
+
+    def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
+        launch = replace(self._launch, initial=starts, final=final, fresh=None)
+        merged = launch.merge(self._maps) if self.cut else self._maps.found[:, :, :HEAD_DIM]
+        launch.recurrence(self._maps, merged)
+        return launch.call.out
+
+
+def begin(call: Call, slices: Sequence[Slice], **options: Any) -> Begun:
+    """Launches what needs no state in front of the slices that continue a sequence, on torch's current stream.
+
+    The call has tensors as the kernels read them, cu_seqlens as slices say, initial states (those of slices that
+    continue a sequence are not read) and no pool. options: those of `launch.run`.
+    """
+    longest = max(part.stop - part.start for part in slices)
+    known = torch.tensor([0, longest])
+    launch = new_launch(
+        call._replace(cu_seqlens_cpu=known), **{"planner": partial(plan, sliced=True)} | options
+    )
+    launch = replace(launch, fresh=bits(slices, call.q.device))
+    launch.prepare()
+    return Begun(_Steps(launch), slices)
+
+
+def _by_head(marks: Tensor) -> Tensor:
+    """Which heads of segments are marked, to be broadcast over matrices."""
+    return (marks != 0)[:, :, None, None]
