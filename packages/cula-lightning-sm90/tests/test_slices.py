@@ -133,7 +133,7 @@ def assert_gradients_right(name: str, packed: bool, device: torch.device | str) 
         for n, x in leaves.items()
     }
     assert front.dtype == torch.float32
-    assert relative_rmse(front, gradients(wide, early)["initial_state"]) <= MAX_ERROR
+    assert relative_rmse(front.cpu(), gradients(wide, early)["initial_state"]) <= MAX_ERROR
     whole = gradients(leaves, dht)
     assert whole.keys() == {n for n, x in found.items() if x is not None}
     for n, x in whole.items():
@@ -172,3 +172,23 @@ def test_gradients_in_two_steps_on_a_gpu(cuda, monkeypatch, name, packed):
     monkeypatch.setattr(plan, "_MIN_SEGMENT", 64)
     torch.full((1 << 26,), float("nan"), device=cuda)
     assert_gradients_right(name, packed, cuda)
+
+
+@pytest.mark.parametrize("multiprocessors", [78, 132])
+@pytest.mark.parametrize("columns", [2, 32, 128, 200])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_hardly_any_outputs_beside_states(columns, multiprocessors, reverse):
+    """Of long sequences the segment that comes last, the only one with outputs, is a small part."""
+    for tokens in (1, 63, 64, 65, 1024, 1025, 5000, 65536, 65600, 1 << 20):
+        cut = plan.segment_for_states(columns, tokens, multiprocessors, reverse)
+        assert cut % 64 == 0 and cut < tokens
+        if not cut:
+            assert tokens <= (2047 if reverse else 64)
+            continue
+        last = cut if reverse else tokens - (-(-tokens // cut) - 1) * cut
+        most = -(-tokens // min(tokens // 1024, 16)) + 63 if reverse else 17 * 64
+        assert 0 < last <= most
+        # And what is scanned in front of it keeps the GPU busy.
+        assert -(-tokens // cut) - 1 >= min(
+            multiprocessors // columns, (tokens - 1) // 1024 - reverse, 15
+        )

@@ -80,7 +80,7 @@ def run(
     count = multiprocessors or tensors.multiprocessors(q.device)
     cut = call.segment_tokens
     if ends:
-        cut = segment_for_states(_columns(call), tokens, count)
+        cut = segment_for_states(_columns(call), tokens, count, call.reverse)
     spread = plan(
         problem, batch, tokens, call.sequences, heads, count, call.num_splits, _in_rows(g), cut
     )

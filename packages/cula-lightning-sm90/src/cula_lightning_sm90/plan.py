@@ -102,12 +102,16 @@ def segment_length(
     return length if length < tokens else 0
 
 
-def segment_for_states(columns: int, tokens: int, multiprocessors: int) -> int:
+def segment_for_states(columns: int, tokens: int, multiprocessors: int, reverse: bool) -> int:
     """Returns the length of segments where final states alone are wanted, 0 where sequences stay whole. The arguments
     are those of `segment_length`.
 
-    The last segment, which is the only one with outputs, gets hardly more than a chunk of the longest sequence.
+    The segment that comes last is the only one with outputs. It gets hardly more than a chunk of the longest sequence,
+    but against time, where it is a whole one, because segments are counted from the sequence's begin.
     """
+    if reverse:
+        count = min(tokens // _MIN_SEGMENT, _MAX_SEGMENTS)
+        return -(-tokens // (count * CHUNK)) * CHUNK if count > 1 else 0
     count = max(1, min(multiprocessors // columns, (tokens - 1) // _MIN_SEGMENT, _MAX_SEGMENTS))
     return (tokens - 1) // (count * CHUNK) * CHUNK
 
