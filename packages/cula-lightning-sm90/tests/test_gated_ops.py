@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cula_core.delta_rule.config import chunk_slots
 from cula_core.reference.gated_delta_rule import gated_delta_rule
 from cula_emulator.memory import poisoned_memory
 from cula_lightning_sm90 import chunk_gated_delta_rule
 from cula_lightning_sm90.gated import launch, ops
 from cula_lightning_sm90.gated.call import Call
+from cula_lightning_sm90.gated.config import BLOCK
 from cula_lightning_sm90.gated.plan import Plan, plan
 from cula_testing.comparing import relative_rmse, same
 from cula_testing.compiled import emulated_kernel
@@ -259,6 +261,20 @@ def assert_close(a: dict[str, Any], **more: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_kernel_serves_every_argument(on_emulator, mode):
     assert_close(raw(mode, dim=128))
+
+
+@pytest.mark.emulated(schedules="immediate")
+def test_the_kernel_serves_groups_of_heads(on_emulator, monkeypatch):
+    """Where the chunks of all of them take too much memory at once; one head of k serves two groups."""
+    a = arguments(Case((2, 1, 4), (200, 300), True, True, None), 128)
+    a |= {
+        "use_gate_in_kernel": True, "A_log": torch.tensor([0.0, -1.0, 1.0, -0.5]), "dt_bias": torch.randn(4),
+        "state_pool": torch.randn(3, 4, 128, 128), "state_indices": int32(2, 0), "checkpoint_every_n_tokens": 64,
+        "state_checkpoints": torch.zeros(1, 7, 4, 128, 128), "out": torch.empty(1, 500, 4, 128, dtype=torch.bfloat16),
+    }  # fmt: skip
+    monkeypatch.setattr(launch, "MOST_WORDS", chunk_slots(1, 500, 2) * 4 * BLOCK // 2)
+    assert_close(a)
+    assert len(on_emulator) == 2
 
 
 @pytest.mark.emulated(schedules="immediate")

@@ -8,7 +8,13 @@ import torch
 from cula_core.delta_rule.config import MIN_SEGMENT_CHUNKS
 from cula_lightning_sm90.gated import launch
 from cula_lightning_sm90.gated.call import Call
-from cula_lightning_sm90.gated.config import PLACES, UNCUT, V_TILES
+from cula_lightning_sm90.gated.config import (
+    PLACES,
+    UNCUT,
+    V_TILES,
+    PrepareConfig,
+    RecurrenceConfig,
+)
 from cula_lightning_sm90.gated.plan import Plan, Walk, plan
 
 LENGTHS = (1, 2, 15, 16, 31, 32, 33, 64, 100, 256, 1024, 2048)
@@ -120,24 +126,32 @@ def test_neighbouring_heads_are_walked_in_step(longest, chains, heads, group, to
     assert found.first.seats >= min(chains, 60)
 
 
-def test_calls_that_are_too_large_are_refused():
-    """Before any memory is asked for; the half of the heads is not too much."""
+def test_calls_that_are_too_large_go_by_heads():
+    """Or are refused, before any memory is asked for, where one head has too many chunks."""
     launched = []
 
-    def launch_meta(heads: int) -> None:
-        x = torch.empty(1, 1 << 20, heads, 128, dtype=torch.bfloat16, device="meta")
+    def launch_meta(heads: int, heads_k: int, tokens: int = 1 << 20) -> None:
+        x, k = (
+            torch.empty(1, tokens, n, 128, dtype=torch.bfloat16, device="meta")
+            for n in (heads, heads_k)
+        )
         values = dict.fromkeys(Call._fields) | {
-            "q": x, "k": x, "v": x, "out": x, "scale": 1.0, "softplus_beta": 1.0, "softplus_threshold": 20.0,
+            "q": k, "k": k, "v": x, "out": x, "scale": 1.0, "softplus_beta": 1.0, "softplus_threshold": 20.0,
             "intracard_cp": "auto", "checkpoint_every": 0, "segment_tokens": 0,
         }  # fmt: skip
         launch.run(
-            Call(**values), multiprocessors=132, kernels=lambda config: lambda *_: launched.append(config)
+            Call(**values), multiprocessors=132,
+            kernels=lambda config: lambda q, k, *_: launched.append((q.shape[2], k.shape[2], type(config))),
         )  # fmt: skip
 
     with pytest.raises(
         ValueError, match=r"q, v: expected less than 762,600 chunks .*got 1,048,576"
     ):
-        launch_meta(64)
+        launch_meta(1, 1, 1 << 26)
     assert not launched
-    launch_meta(32)
-    assert launched
+    kernels = PrepareConfig, RecurrenceConfig
+    for heads, heads_k, groups in ((64, 16, 2), (96, 6, 3), (32, 32, 1), (64, 1, 2)):
+        launch_meta(heads, heads_k)
+        own = max(heads_k // groups, 1)
+        assert launched == [(own, own, kind) for kind in kernels] * groups
+        launched.clear()

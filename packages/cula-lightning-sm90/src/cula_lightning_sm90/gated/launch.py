@@ -22,6 +22,7 @@ from .config import (
     CHUNK,
     ENDS,
     HEAD_DIM,
+    LINE,
     Config,
     PrepareConfig,
     RecurrenceConfig,
@@ -30,6 +31,8 @@ from .plan import Plan, Walk, plan, workspace_words
 
 ARCH = "sm_90a"
 Kernels = Callable[[Config], Callable[..., None]]
+# 32-bit words that the kernels of a call can share.
+MOST_WORDS = (1 << 31) - 1
 
 
 class Maps(NamedTuple):
@@ -233,10 +236,10 @@ def new_launch(
         call.segment_tokens // CHUNK if most > call.segment_tokens else 0,
     )
     words = workspace_words(sum(spread.flags), slots * heads, spread.first)
-    if words >= 1 << 31:
+    if words > MOST_WORDS:
         arguments.value_error(
             "q, v",
-            f"less than {(1 << 31) // (BLOCK // 2):,} chunks of {CHUNK} tokens times heads of states in a call",
+            f"less than {MOST_WORDS // (BLOCK // 2):,} chunks of {CHUNK} tokens times heads of states in a call",
             f"{slots * heads:,}; fewer heads at a time give the same results",
         )
     fresh = call.has_initial_state
@@ -253,9 +256,37 @@ def new_launch(
 
 
 def run(call: Call, **options: Any) -> None:
-    """Launches one call on torch's current stream.
+    """Launches one call on torch's current stream, in groups of heads where its chunks take more than `MOST_WORDS`.
 
     The call's tensors are as the kernels read them, and there is at least one token. options: multiprocessors, their
     number, kernels, which turns a config into what is called, and the planner stand in for a GPU in tests.
     """
-    new_launch(call, **options).run()
+    heads, shared = call.out.shape[2], [x.shape[2] for x in (call.q, call.k, call.v)]
+    slots = chunk_slots(*call.q.shape[:2], None if call.cu_seqlens is None else call.sequences)
+    # As few groups as can hold the blocks, and what is beside them; each has whole heads of q, k and v, or one.
+    needed = -(-slots * heads * (BLOCK // 2 + 2 * LINE) // MOST_WORDS)
+    even = (
+        n
+        for n in range(needed, heads + 1)
+        if heads % n == 0 and all(n % h == 0 or h % n == 0 for h in shared)
+    )
+    count = next(even, 1)
+    for n in range(count):
+        new_launch(call if count == 1 else _of_heads(call, n, count), **options).run()
+
+
+def _of_heads(call: Call, number: int, count: int) -> Call:
+    """Returns the call of one of so many groups of heads."""
+
+    def own(x: Tensor | None, dim: int) -> Tensor | None:
+        if x is None:
+            return None
+        heads = x.shape[dim]
+        return x.narrow(dim, number * heads // count, max(heads // count, 1))
+
+    dims = (
+        dict.fromkeys(("q", "k", "v", "g", "beta", "out"), 2)
+        | dict.fromkeys(("A_log", "dt_bias"), 0)
+        | dict.fromkeys(("initial_state", "state_pool", "final_state", "checkpoints"), -3)
+    )
+    return call._replace(**{name: own(getattr(call, name), dim) for name, dim in dims.items()})
