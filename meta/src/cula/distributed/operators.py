@@ -115,7 +115,7 @@ def across_ranks(
             back = _first_half(op, f"{begin}_backward", packed, options, requires_grad=True)
     walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, half, back)
     o, final = _Across.apply(walk, start, *packed.values())
-    o = o.unflatten(1, tuple(q.shape[:2]))[0]
+    o = o.reshape(*q.shape[:2], *o.shape[2:])  # whose gradient, unlike that of an index, is no copy
     if not wanted:
         return o, None
     final = (final.mT if v_first else final).contiguous()
