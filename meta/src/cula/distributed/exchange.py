@@ -13,6 +13,9 @@ from torch.distributed import _functional_collectives as collectives
 
 from cula.distributed.layout import Chain, Route
 
+# (output, input, group=): torch 2.13 has renamed it.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+exchange_into = dist.all_to_all_single
 # Up to so many bytes into a rank one all-gather is expected to be faster than two all-to-alls.
 GATHERED_BYTES = 10_000_000
 
@@ -95,20 +98,26 @@ def shares(heads: int, ranks: int) -> list[int]:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, one rank behind the other; every rank has as many."""
-    return collectives.wait_tensor(start_all_gather(x, group))
+    """The rows of all ranks, one rank behind the other; every rank has as many. Streams wait for it, not the host.
+
+    Functional collectives, whose result knows that it has to be waited for, would take the host much longer.
+    """
+    found = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    gather_into(found, x.contiguous(), group=group)
+    return found
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same without waiting: the result is for `wait_tensor`."""
-    # torch 2.13 has renamed it.
     gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
     return gather(x.contiguous(), 0, group)
 
 
 def all_to_all(x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup) -> Tensor:
     """`gives[r]` rows go to rank r, one rank behind the other, and `takes[r]` come from it."""
-    return collectives.wait_tensor(start_all_to_all(x, takes, gives, group))
+    found = x.new_empty(sum(takes), *x.shape[1:])
+    exchange_into(found, x.contiguous(), takes, gives, group=group)
+    return found
 
 
 def start_all_to_all(
