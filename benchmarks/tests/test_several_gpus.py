@@ -116,7 +116,7 @@ class TestModel:
             for row in rank_rows.load(results.result_path("several_gpus_x2", "h200"))["rows"]
             if (row["provider"], row["op"], row["pass"]) == ("cula", "kda", "forward")
         ]
-        assert len(rows) == 12
+        assert len(rows) == 15
         assert {row["bounds"] for row in rows} == set(rank_rows.BOUNDS)
         assert {row["exchange"] for row in rows} == set(rank_rows.EXCHANGES)
         for row in rows:
