@@ -196,7 +196,7 @@ class _Walk:
             [torch.zeros_like(initial[i]) if i in route.takes else initial[i] for i in route.sends]
         )
         ends = self(tensors, fresh, route.sends)[1]
-        return self.with_matrices(ends, tensors, initial)
+        return self.with_matrices(ends.unbind(), tensors, initial)
 
     def with_matrices(
         self, ends: Sequence[Tensor], tensors: Sequence[Tensor], initial: Tensor

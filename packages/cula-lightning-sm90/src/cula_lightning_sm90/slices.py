@@ -92,12 +92,13 @@ def begin_chunk_simple_gla(
             continue
         tokens = slice(part.start, part.stop)
         final = new_states(1, q, v, False, None)
-        given = [None if x is None else x[:, tokens] for x in (q, k, v, g)]
+        values = v[:, tokens]
         run_for_states(
             Call(
-                *given, g_gamma, None if part.comes_on else initial_state[n : n + 1], None, None, final, None, None,
-                torch.empty_like(v[:, tokens], memory_format=DENSE), 1.0, 1, False, use_qk_l2norm_in_kernel,
-                exact_state, 0, None,
+                q[:, tokens], k[:, tokens], values, None if g is None else g[:, tokens], g_gamma,
+                None if part.comes_on else initial_state[n : n + 1], None, None, final, None, None,
+                torch.empty_like(values, memory_format=DENSE), 1.0, 1, False, use_qk_l2norm_in_kernel, exact_state, 0,
+                None,
             )
         )  # fmt: skip
         maps.append((final[0], None))

@@ -216,12 +216,10 @@ def new_launch(
     Raises:
         ValueError: more chunks than the kernels' memory can hold.
     """
-    batch, tokens, heads = *call.q.shape[:2], call.out.shape[2]
-    offsets, pool = call.cu_seqlens, call.state_pool
-    slots = chunk_slots(batch, tokens, None if offsets is None else call.sequences)
-    steps = slots if offsets is None else slots + ENDS * call.sequences
+    heads, slots, pool = call.out.shape[2], _slots(call), call.state_pool
+    steps = slots if call.cu_seqlens is None else slots + ENDS * call.sequences
     longest = usual = -(-steps // call.sequences)
-    most = tokens
+    most = call.q.shape[1]
     if call.cu_seqlens_cpu is not None:
         most = tensors.longest_sequence(call.cu_seqlens_cpu)
         longest = -(-most // CHUNK) + 1 + ENDS
@@ -262,9 +260,8 @@ def run(call: Call, **options: Any) -> None:
     number, kernels, which turns a config into what is called, and the planner stand in for a GPU in tests.
     """
     heads, shared = call.out.shape[2], [x.shape[2] for x in (call.q, call.k, call.v)]
-    slots = chunk_slots(*call.q.shape[:2], None if call.cu_seqlens is None else call.sequences)
     # As few groups as can hold the blocks, and what is beside them; each has whole heads of q, k and v, or one.
-    needed = -(-slots * heads * (BLOCK // 2 + 2 * LINE) // MOST_WORDS)
+    needed = -(-_slots(call) * heads * (BLOCK // 2 + 2 * LINE) // MOST_WORDS)
     even = (
         n
         for n in range(needed, heads + 1)
@@ -275,10 +272,16 @@ def run(call: Call, **options: Any) -> None:
         new_launch(call if count == 1 else _of_heads(call, n, count), **options).run()
 
 
+def _slots(call: Call) -> int:
+    """Returns how many slots of chunks a head has."""
+    batch, tokens = call.q.shape[:2]
+    return chunk_slots(batch, tokens, None if call.cu_seqlens is None else call.sequences)
+
+
 def _of_heads(call: Call, number: int, count: int) -> Call:
     """Returns the call of one of so many groups of heads."""
 
-    def own(x: Tensor | None, dim: int) -> Tensor | None:
+    def own(x: Tensor | None, dim: int) -> Any:
         if x is None:
             return None
         heads = x.shape[dim]

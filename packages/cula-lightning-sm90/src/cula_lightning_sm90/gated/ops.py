@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def _run_on_gpu(call: Call) -> None:
         )  # fmt: skip
         return
     out = call.out
-    changes: dict = _as_read(call)
+    changes = _as_read(call)
     for name in ("checkpoint_rows", "checkpoint_offsets"):
         x = getattr(call, name)
         changes[name] = None if x is None else x.to(torch.int32)
@@ -92,7 +92,7 @@ def _run_on_gpu(call: Call) -> None:
         out.copy_(call.out)
 
 
-def _as_read(call: Call) -> dict[str, Tensor | None]:
+def _as_read(call: Call) -> dict[str, Any]:
     """Returns the inputs of tokens and heads as the kernels read them."""
     return (
         {name: aligned(getattr(call, name)) for name in ("q", "k", "v")}
