@@ -266,8 +266,8 @@ def launched(monkeypatch) -> list[Call]:
     """Sends CPU calls down the way of CUDA calls, to a launcher that records and computes what it was given."""
     calls: list[Call] = []
 
-    def run(call: Call, multiprocessors: int | None) -> None:
-        assert multiprocessors is None
+    def run(call: Call, multiprocessors: int | None, ends: bool) -> None:
+        assert multiprocessors is None and not ends
         calls.append(call)
         ops._run_on_cpu(call)
 
