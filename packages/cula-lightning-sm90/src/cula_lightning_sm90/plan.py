@@ -96,7 +96,7 @@ def segment_length(
     columns: V tiles of all heads, and of all sequences of a dense batch. The others are those of `plan`.
     """
     if num_splits is None:
-        num_splits = max(1, min(multiprocessors // columns, tokens // _MIN_SEGMENT, _MAX_SEGMENTS))
+        num_splits = _at_once(columns, tokens, multiprocessors)
     length = -(-tokens // (num_splits * CHUNK)) * CHUNK if num_splits > 1 else 0
     length = segment_tokens or length
     return length if length < tokens else 0
@@ -110,10 +110,15 @@ def segment_for_states(columns: int, tokens: int, multiprocessors: int, reverse:
     but against time, where it is a whole one, because segments are counted from the sequence's begin.
     """
     if reverse:
-        count = min(tokens // _MIN_SEGMENT, _MAX_SEGMENTS)
-        return -(-tokens // (count * CHUNK)) * CHUNK if count > 1 else 0
-    count = max(1, min(multiprocessors // columns, (tokens - 1) // _MIN_SEGMENT, _MAX_SEGMENTS))
-    return (tokens - 1) // (count * CHUNK) * CHUNK
+        most = min(tokens // _MIN_SEGMENT, _MAX_SEGMENTS)
+        return segment_length(columns, tokens, multiprocessors, most, 0)
+    in_front = tokens - 1
+    return in_front // (_at_once(columns, in_front, multiprocessors) * CHUNK) * CHUNK
+
+
+def _at_once(columns: int, tokens: int, multiprocessors: int) -> int:
+    """Returns how many segments of a sequence run side by side."""
+    return max(1, min(multiprocessors // columns, tokens // _MIN_SEGMENT, _MAX_SEGMENTS))
 
 
 def configs(problem: Problem, spread: Plan, ends: bool = False) -> tuple[Config, ...]:

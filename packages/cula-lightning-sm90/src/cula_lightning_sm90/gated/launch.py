@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +176,7 @@ class Launch:
             first_flag, own_flags, self.slots, way.seats, way.together, way.share, self.spread.segment, way.ctas,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def _operands(self) -> dict[str, Any]:
         call, offsets = self.call, self.call.cu_seqlens
         return {

@@ -25,8 +25,7 @@ class _Steps:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self.segment_tokens, self.cut = launch.segment_tokens, launch.spread.segment < UNCUT
-        # Slices that are whole and do not go on have none, and what is here instead is not read.
-        self._maps = launch.new_maps(1)
+        self._maps: Maps | None = None
 
     def scan(self) -> Tensor:
         self._maps = self._launch.scan()
@@ -35,17 +34,19 @@ class _Steps:
         return found
 
     def merge(self, maps: Tensor) -> Tensor:
-        marks = self._maps.marks
-        starts = self._launch.merge(Maps(maps, marks))
+        assert self._maps is not None
+        starts = self._launch.merge(self._maps)
         # Behind a segment that forgets the state is what it adds.
-        added = maps[:-1, :, :HEAD_DIM]
-        starts[1:] = torch.where(_by_head(marks[:-1]), added, starts[1:])
+        added, forgets = maps[:-1, :, :HEAD_DIM], _by_head(self._maps.marks[:-1])
+        starts[1:] = torch.where(forgets, added, starts[1:])
         return starts
 
     def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
         launch = replace(self._launch, initial=starts, final=final, fresh=None)
-        merged = launch.merge(self._maps) if self.cut else self._maps.found[:, :, :HEAD_DIM]
-        launch.recurrence(self._maps, merged)
+        # Of slices that are whole nothing is read of these.
+        own = self._maps or launch.new_maps(1)
+        merged = launch.merge(own) if self.cut else own.found[:, :, :HEAD_DIM]
+        launch.recurrence(own, merged)
         return launch.call.out
 
 
@@ -55,10 +56,9 @@ def begin(call: Call, slices: Sequence[Slice], **options: Any) -> Begun:
     The call has tensors as the kernels read them, cu_seqlens as slices say, initial states (those of slices that
     continue a sequence are not read) and no pool. options: those of `launch.run`.
     """
-    longest = max(part.stop - part.start for part in slices)
-    known = torch.tensor([0, longest])
+    copy = torch.tensor([part.start for part in slices] + [slices[-1].stop])
     launch = new_launch(
-        call._replace(cu_seqlens_cpu=known), **{"planner": partial(plan, sliced=True)} | options
+        call._replace(cu_seqlens_cpu=copy), **{"planner": partial(plan, sliced=True)} | options
     )
     launch = replace(launch, fresh=bits(slices, call.q.device))
     launch.prepare()
