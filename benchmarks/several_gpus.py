@@ -308,13 +308,13 @@ def measure(
 
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int, str, str]]:
     """Operator, pass, tokens, heads, provider and exchange of every call."""
-    for provider, which in itertools.product(args.providers, args.passes):
-        for op in args.ops:
-            if provider == "fla" and op not in OF_FLA:
-                continue
-            for tokens, heads in itertools.product(args.tokens, args.heads):
-                for exchange in args.exchanges if provider == "cula" else ("auto",):
-                    yield op, which, tokens, heads, provider, exchange
+    sizes = itertools.product(args.passes, args.ops, args.tokens, args.heads, args.providers)
+    for which, op, tokens, heads, provider in sizes:
+        if provider == "cula":
+            for exchange in args.exchanges:
+                yield op, which, tokens, heads, provider, exchange
+        elif op in OF_FLA:
+            yield op, which, tokens, heads, provider, "auto"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch.distributed as dist
 
     rank, ranks = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-    op = f"several_gpus_x{ranks}" + (rank_rows.OF_FLA if args.providers == ["fla"] else "")
+    op = f"several_gpus_x{ranks}" + (rank_rows.OF_FLA if "fla" in args.providers else "")
     if op not in rank_rows.OPS or torch.cuda.device_count() < ranks:
         return fail("expected torchrun with 2, 4 or 8 processes, and a GPU for each")
     torch.cuda.set_device(rank)

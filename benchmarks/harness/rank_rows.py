@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness import report, results
 
 RANKS = (2, 4, 8)
-# Beside them files of flash-linear-attention alone, which takes minutes to tune itself.
+# Calls beside flash-linear-attention's have files of their own, because it takes minutes to tune itself.
 OF_FLA = "_fla"
 OPS = tuple(f"several_gpus_x{ranks}{of}" for ranks in RANKS for of in ("", OF_FLA))
 PREDICTED = "several_gpus"  # of the file in results/predicted/
