@@ -35,6 +35,7 @@ NOTES = (
     "inside, with lower bound -5 and decays per token from .999 to .9.",
     "Every sample begins behind a barrier, after 20 ms without work, so that clocks are those of bursts; the time is "
     "that of the slowest rank. Ranks are processes with NCCL, without NVLink multicast (NCCL_NVLS_ENABLE=0).",
+    "Flash-linear-attention chooses among its candidates with 16,384 tokens a rank.",
     "Equal: as many tokens on every rank. Balanced: the bounds of `cula.distributed.balanced_bounds`.",
 )
 OPS = ("kda", "gated_delta_rule", "simple_gla")
@@ -42,6 +43,7 @@ OF_FLA = ("kda", "gated_delta_rule")  # which of them it has across ranks
 TOKENS, HEADS = (131072, 262144, 1048576), (64, 16)
 DIM = 128
 SLAB = 8192  # tokens that are drawn from one seed
+TUNED = 16384  # tokens of a rank with which FLA chooses among its candidates
 Call = Callable[..., Any]
 
 
@@ -219,6 +221,18 @@ def rmse(found: Any, exact: Any) -> float:
     return round(error.item(), 7)
 
 
+def tune(op: str, which: str, heads: int, device: Any) -> None:
+    """FLA tunes itself in its first calls, for all lengths: on a rank by itself and across ranks. With long sequences
+    that takes many minutes."""
+    import torch.distributed as dist
+
+    ((_, cp, _),) = contexts("fla", TUNED * dist.get_world_size(), heads, "auto", device)
+    given, options = inputs(op, TUNED, heads, device)
+    for context in (None, cp):
+        function = functools.partial(calls(op, "fla"), cp_context=context)
+        passed(which, function, given, options)()
+
+
 def on_one(
     run: Callable[[], Call], prepare: Callable[[Call], Call]
 ) -> tuple[list[Any], Call] | None:
@@ -272,6 +286,8 @@ def measure(
     own = {bounds: (bounds[rank], bounds[rank + 1]) for _, _, bounds in ways}
     rows, one, exact = [], dict.fromkeys(("ms", "p20_ms", "p80_ms")), {}
     with torch.no_grad():
+        if provider == "fla":
+            tune(op, which, heads, device)
         found = on_one(lambda: passed(which, whole, *inputs(op, tokens, heads, device)), prepare)
         if found:
             expected, call = found

@@ -1,5 +1,5 @@
-"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs torch, this package, cula-emulator
-and cula-testing.
+"""Tiny problems of every mode for compute-sanitizer, on a Hopper GPU; needs torch, pytest, this package,
+cula-emulator and cula-testing.
 
 Prints a line per problem; status 1 if a number is wrong. `tools/sanitizer.py` runs it under compute-sanitizer.
 racecheck reports races of tables that a warp hands over by one arriving thread, which it does not follow;
@@ -14,17 +14,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from gated_gradients import check as check_gradients
 from gated_gradients import differentiate, gradient_case
 from gpu_oracle import check, make
+from test_gated_slices import assert_right, forced
+from test_slices import assert_gradients_right, assert_slices_right
 
 from cula_core.reference.gated_delta_rule import gated_delta_rule
-from cula_lightning_sm90 import chunk_gated_delta_rule
+from cula_lightning_sm90 import chunk_gated_delta_rule, plan
 from cula_testing.comparing import relative_rmse
 from cula_testing.gated.cases import Case, arguments
 from cula_testing.gated.contract import good_arguments
 from cula_testing.sanitizing import run_checks
+from cula_testing.slices import BOUNDS
 
 LENGTHS = [70, 0, 1, 130, 64]
 
@@ -117,6 +121,25 @@ def gradient_errors(options: dict[str, Any]) -> str:
     return "gradients within their bars"
 
 
+# Ranks that hold slices of sequences.
+SLICES: dict[str, Callable[[pytest.MonkeyPatch, torch.device], None]] = {
+    "gated slices": lambda patch, cuda: assert_right(patch, BOUNDS["in a chunk"], cuda),
+    "gated slices, cut": lambda patch, cuda: assert_right(
+        patch, BOUNDS["in a chunk"], cuda, planner=forced(5, 1)
+    ),
+    "slices": lambda _, cuda: assert_slices_right("gates", BOUNDS["three"], cuda),
+    "slices, training": lambda _, cuda: assert_gradients_right("gates", True, cuda),
+}
+
+
+def slice_errors(check_slices: Callable[[pytest.MonkeyPatch, torch.device], None]) -> str:
+    """Raises where ranks do not have what whole sequences give."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_MIN_SEGMENT", 64)
+        check_slices(patch, torch.device("cuda"))
+    return "as whole sequences"
+
+
 def run_here(first: int = 0, step: int = 1) -> int:
     """Every problem, or every `step`-th from the `first` on, in this process; returns how many are wrong."""
 
@@ -132,6 +155,7 @@ def run_here(first: int = 0, step: int = 1) -> int:
     checks = [(f"{p.name:28}", partial(errors_of, seed, p)) for seed, p in enumerate(PROBLEMS)]
     checks += [(f"{name:28}", partial(gated_errors, made)) for name, made in GATED.items()]
     checks += [(f"{name:28}", partial(gradient_errors, more)) for name, more in TRAINED.items()]
+    checks += [(f"{name:28}", partial(slice_errors, made)) for name, made in SLICES.items()]
     return run_checks(checks[first::step])
 
 

@@ -12,7 +12,9 @@ def side_by_side(device: torch.device, *launches: Callable[[], None]) -> None:
     others on streams of their own, which the current one then waits for."""
     *others, last = launches
     current = torch.cuda.current_stream(device)
-    streams = [torch.cuda.Stream(device) for _ in others]
+    streams: list[torch.cuda.Stream] = []
+    for _ in others:
+        streams.append(_another(device, current, *streams))
     for stream, launch in zip(streams, others):
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -20,3 +22,12 @@ def side_by_side(device: torch.device, *launches: Callable[[], None]) -> None:
     last()
     for stream in streams:
         current.wait_stream(stream)
+
+
+def _another(device: torch.device, *taken: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A stream that is none of these. torch has 32 and hands them out in turn, so that its next one may be taken: every
+    CUDA graph is captured on one of them, and what is launched on that is behind the rest instead of beside it."""
+    stream = torch.cuda.Stream(device)
+    while stream in taken:
+        stream = torch.cuda.Stream(device)
+    return stream
