@@ -89,6 +89,21 @@ def test_every_call_has_inputs_of_its_size():
     assert len(set(calls)) == len(calls) == 2 * (3 * 6 * 2 + 2 * 6)
 
 
+def test_fla_tunes_on_a_rank_by_itself_and_across_ranks(monkeypatch):
+    seen = []
+
+    def call(q, *_, cp_context, **options):
+        seen.append((q.shape[1], cp_context))
+        return q, None
+
+    monkeypatch.setattr(several_gpus, "TUNED", 32)
+    monkeypatch.setattr(several_gpus, "calls", lambda op, provider: call)
+    monkeypatch.setattr(several_gpus, "contexts", lambda _, tokens, *more: [("equal", tokens, ())])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    several_gpus.tune("kda", "forward", 2, "cpu")
+    assert seen == [(32, None), (32, 128)]
+
+
 @pytest.mark.parametrize("op", several_gpus.OPS)
 def test_ranks_draw_what_the_whole_has(op, monkeypatch):
     monkeypatch.setattr(several_gpus, "SLAB", 16)
