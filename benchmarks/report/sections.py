@@ -140,7 +140,7 @@ def files(root: Path = results.RESULTS) -> list[Path]:
 
 def read(path: Path) -> Section:
     """The section of a result file; ValueError names a file whose shape is not known."""
-    reader = READERS.get(path.stem, _op)
+    reader = READERS.get(path.stem, _study if path.stem.endswith("_study") else _op)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         section = Section(
@@ -593,14 +593,5 @@ READERS: dict[str, Callable[[Section, Content, Path], None]] = {
     stage_rows.OP: _stages,
     loss_rows.OP: _losses,
     "ncu_decode": _counters,
-    "batch_invariance_study": _study,
-    "decode_design_study": _study,
-    "delta_design_study": _study,
-    "gated_design_study": _study,
-    "kda_backward_study": _study,
-    "kda_design_study": _study,
-    "lite_design_study": _study,
-    "prefill_states_study": _study,
-    "state_drift_study": _study,
     "time": _suite,
 }

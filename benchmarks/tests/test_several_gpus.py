@@ -164,7 +164,7 @@ class TestModel:
     def test_what_it_does_not_know(self, result):
         (row,) = result["rows"]
         forward = row | {"pass": "forward", "tokens": 131072, "heads": 64}
-        assert rank_rows.modelled(forward, rank_rows.model()) == "4.79 (+4%)"
+        assert rank_rows.modelled(forward, rank_rows.model()) == "4.80 (+4%)"
         for change in (
             {"pass": "step"}, {"op": "simple_gla"}, {"provider": "fla"}, {"tokens": 64}, {"exchange": "transpose"},
         ):  # fmt: skip

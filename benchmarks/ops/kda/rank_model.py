@@ -32,7 +32,7 @@ LATENCY_US = 50.0  # of a collective, with its begin and end
 GIGABYTES = 300.0  # a second into a rank
 FOLD_US = 10.0  # of a product of maps with states, of all heads
 PREPARE, SCAN, WALK = 1.06, 1.08, 0.87  # of what the planner expects
-AROUND_US = 30.0  # small kernels of a rank
+AROUND_US = 35.0  # small kernels of a rank
 
 NOTE = (
     "Predicted for the H200 by benchmarks/ops/kda/rank_model.py from the planner's constants and a guess for the "
