@@ -13,7 +13,6 @@ import functools
 import gc
 import itertools
 import os
-import statistics
 import sys
 import time
 import warnings
@@ -27,6 +26,7 @@ if __package__ in (None, ""):
 from benchmarks.harness import rank_rows, report, results
 from benchmarks.harness.commands import add_json, fail, json_path
 from benchmarks.harness.provenance import gpu_slug, provenance, read_smi
+from benchmarks.harness.timers import percentile
 
 TITLE = "One sequence on several GPUs"
 NOTES = (
@@ -132,7 +132,7 @@ def timed(call: Call, count: int) -> dict[str, float]:
 
 def summary(times: Sequence[float]) -> dict[str, float]:
     """The median, and the 20th and 80th percentile."""
-    low, middle, high = (statistics.quantiles(times, n=10)[i] for i in (1, 4, 7))
+    low, middle, high = (percentile(times, percent) for percent in (20, 50, 80))
     return {"ms": round(middle, 4), "p20_ms": round(low, 4), "p80_ms": round(high, 4)}
 
 

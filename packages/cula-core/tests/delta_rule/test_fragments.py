@@ -10,10 +10,13 @@ from cula_core.delta_rule.kernels.fragments import (
     LINE,
     OF_WARP,
     ROUNDS,
+    SUB,
     UNIT,
     place_in_line,
+    place_in_triangle,
     place_of,
     place_of_unit,
+    unit_of_triangle,
 )
 
 LANES = range(32)
@@ -69,3 +72,14 @@ def test_lanes_that_share_a_row_share_a_line(first, j):
 
 def test_a_line_is_half_a_row_of_a_wide_matrix():
     assert LINE * UNIT * 2 * CHUNK == WIDE
+
+
+def test_units_of_a_triangle_are_found_by_number():
+    """The lower triangle of 16 x 16 sub-blocks, a unit after the other; every row has those of its panel and before."""
+    units = [
+        (row, column) for row in range(CHUNK) for column in range(0, row // SUB * SUB + SUB, UNIT)
+    ]
+    at = [int(unit_of_triangle(*unit)) for unit in units]
+    assert sorted(at) == list(range(0, UNIT * len(units), UNIT))
+    for unit, place in zip(units, at):
+        assert tuple(map(int, place_in_triangle(place // UNIT))) == unit
