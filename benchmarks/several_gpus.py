@@ -2,6 +2,7 @@
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 8 benchmarks/several_gpus.py [--providers cula fla] [--json [PATH]]
         [--ops OP ...] [--passes forward step] [--tokens T ...] [--heads H ...] [--exchanges gather transpose]
+        [--steps eager graph]
 
 Exit codes: 0 measured, 2 wrong arguments or no GPUs.
 """
@@ -101,6 +102,7 @@ def captured(call: Call) -> Call:
     for _ in range(2):
         call()
     torch.cuda.synchronize()
+    free_memory()  # a graph has memory of its own
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -268,7 +270,14 @@ def collective(heads: int, exchange: str) -> tuple[Any, Call]:
 
 
 def measure(
-    op: str, which: str, tokens: int, heads: int, provider: str, exchange: str, count: int
+    op: str,
+    which: str,
+    tokens: int,
+    heads: int,
+    provider: str,
+    exchange: str,
+    method: str,
+    count: int,
 ) -> list[dict[str, Any]]:
     """The rows of a pass."""
     import torch
@@ -279,7 +288,6 @@ def measure(
     if provider == "cula" and which == "forward":
         # FLA neither takes nor returns states beside a context, and a step does not ask for them.
         whole = functools.partial(function, output_final_state=True)
-    method = "graph" if provider == "cula" and which == "forward" else "eager"
     prepare = captured if method == "graph" else lambda call: call
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ways = list(contexts(provider, tokens, heads, exchange, device))
@@ -322,15 +330,16 @@ def measure(
     return rows
 
 
-def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int, str, str]]:
-    """Operator, pass, tokens, heads, provider and exchange of every call."""
+def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int, str, str, str]]:
+    """Operator, pass, tokens, heads, provider, exchange and method of every call."""
     sizes = itertools.product(args.passes, args.ops, args.tokens, args.heads, args.providers)
     for which, op, tokens, heads, provider in sizes:
         if provider == "cula":
-            for exchange in args.exchanges:
-                yield op, which, tokens, heads, provider, exchange
+            methods = args.steps if which == "step" else ["graph"]
+            for exchange, method in itertools.product(args.exchanges, methods):
+                yield op, which, tokens, heads, provider, exchange, method
         elif op in OF_FLA:
-            yield op, which, tokens, heads, provider, "auto"
+            yield op, which, tokens, heads, provider, "auto", "eager"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -342,6 +351,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("ops", OPS, OPS),
         ("passes", rank_rows.PASSES, rank_rows.PASSES),
         ("exchanges", rank_rows.EXCHANGES, ("auto",)),
+        ("steps", rank_rows.METHODS, ("eager",)),
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(default))
     for name, sizes in (("tokens", TOKENS), ("heads", HEADS)):

@@ -29,7 +29,7 @@ PASSES, EXCHANGES = ("forward", "step"), ("auto", "gather", "transpose")
 _NUMBER = (int, float)
 TIMES = ("ms", "p20_ms", "p80_ms")
 MODEL_KEY = ("tokens", "heads", "ranks", "bounds", "exchange")
-KEY = ("op", *MODEL_KEY, "provider", "pass")
+KEY = ("op", *MODEL_KEY, "provider", "pass", "method")
 FIELDS: dict[str, tuple[type, ...]] = {
     "title": (str,),
     "provenance": (dict,),
@@ -88,6 +88,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def label(row: Mapping[str, Any]) -> str:
     how = [row["bounds"], *([] if row["exchange"] == "auto" else [row["exchange"]])]
+    if (row["pass"], row["method"]) == ("step", "graph"):
+        how.append("graph")
     what = f"{row['op']} T{row['tokens']} H{row['heads']}"
     return f"{row['provider']}, {what} {row['pass']}, {', '.join(how)}"
 

@@ -34,7 +34,7 @@ def test_the_table_tells_gain_and_share(result, tmp_path):
     path.write_text(json.dumps(result))
     text = tables.rendered("<!-- bench:several_gpus_x2:toy-100 -->\n<!-- /bench -->\n", tmp_path)
     cells = "8.00 (7.90-8.10) | 2 | 5.00 (4.90-5.20) | 1.60 | - | graph | 0.100 (2.0%) | 4.0e-04, 3.0e-03"
-    assert f"| cula, kda T128 H4 step, equal | {cells} |" in text
+    assert f"| cula, kda T128 H4 step, equal, graph | {cells} |" in text
     assert "NVIDIA Toy 100" in text and "Not measured: kda T1: too short." in text
     section = sections.read(path)
     measured = dict(section.measured)
@@ -87,6 +87,12 @@ def test_every_call_has_inputs_of_its_size():
     args = several_gpus.parse(["--providers", "cula", "fla", "--exchanges", "gather", "transpose"])
     calls = list(several_gpus.wanted(args))
     assert len(set(calls)) == len(calls) == 2 * (3 * 6 * 2 + 2 * 6)
+    assert {(c[4], c[1], c[-1]) for c in calls} == {
+        ("cula", "forward", "graph"), ("cula", "step", "eager"),
+        ("fla", "forward", "eager"), ("fla", "step", "eager"),
+    }  # fmt: skip
+    both = list(several_gpus.wanted(several_gpus.parse(["--steps", "eager", "graph"])))
+    assert len(set(both)) == len(both) == 3 * 6 * 3
 
 
 def test_fla_tunes_on_a_rank_by_itself_and_across_ranks(monkeypatch):
