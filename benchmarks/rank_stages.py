@@ -105,7 +105,6 @@ def stages(call: Callable[[], Any], device: Any, count: int) -> list[list[float]
     """ms of every stage of a call: medians, and the 20th and 80th percentiles."""
     import torch
 
-    call()  # compiles
     marks: list[Any] = []
 
     def marked() -> None:
@@ -116,16 +115,7 @@ def stages(call: Callable[[], Any], device: Any, count: int) -> list[list[float]
         marks.append(event(device))
         marks[-1].record()
 
-    if device.type == "cuda":
-        call()
-        torch.cuda.synchronize()
-        several_gpus.free_memory()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            marked()
-        replay = graph.replay
-    else:
-        replay = marked
+    replay = several_gpus.captured(call, marked) if device.type == "cuda" else marked
     times = []
     for sample in range(count + 2):
         time.sleep(0.02)

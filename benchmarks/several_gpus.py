@@ -96,7 +96,8 @@ def inputs(
     return given, options
 
 
-def captured(call: Call) -> Call:
+def captured(call: Call, marked: Call | None = None) -> Call:
+    """Replays a call as a CUDA graph. marked: the same call with events in it, to be recorded in its place."""
     import torch
 
     for _ in range(2):
@@ -105,7 +106,7 @@ def captured(call: Call) -> Call:
     free_memory()  # a graph has memory of its own
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        (marked or call)()
     return graph.replay
 
 

@@ -13,9 +13,9 @@ def side_by_side(device: torch.device, *launches: Callable[[], None]) -> None:
     *others, last = launches
     current = torch.cuda.current_stream(device)
     streams: list[torch.cuda.Stream] = []
-    for _ in others:
-        streams.append(_another(device, current, *streams))
-    for stream, launch in zip(streams, others):
+    for launch in others:
+        stream = _another(device, current, *streams)
+        streams.append(stream)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             launch()
