@@ -237,21 +237,27 @@ def tune(op: str, which: str, heads: int, device: Any) -> None:
 
 
 def on_one(
-    run: Callable[[], Call], prepare: Callable[[Call], Call]
-) -> tuple[list[Any], Call] | None:
-    """Results of a call on every rank by itself, and the prepared call; None where one has too little memory."""
+    run: Callable[[], Call], prepare: Callable[[Call], Call], count: int
+) -> tuple[dict[str, float], list[Any]] | None:
+    """Times and results of a call on every rank by itself; None where one has too little memory."""
     import torch
     import torch.distributed as dist
 
-    found = None
+    replay = None
     try:
         call = run()
-        found = call(), prepare(call)
+        call()
+        replay = prepare(call)
     except torch.OutOfMemoryError:
-        free_memory()
-    fits = torch.tensor(int(found is not None), device="cuda")
+        pass
+    fits = torch.tensor(int(replay is not None), device="cuda")
     dist.all_reduce(fits, dist.ReduceOp.MIN)
-    return found if fits.item() else None
+    if not fits.item():
+        return None
+    times = timed(replay, count)
+    del replay  # with the memory of a graph
+    free_memory()
+    return times, call()
 
 
 def collective(heads: int, exchange: str) -> tuple[Any, Call]:
@@ -297,12 +303,13 @@ def measure(
     with torch.no_grad():
         if provider == "fla":
             tune(op, which, heads, device)
-        found = on_one(lambda: passed(which, whole, *inputs(op, tokens, heads, device)), prepare)
+        found = on_one(
+            lambda: passed(which, whole, *inputs(op, tokens, heads, device)), prepare, count
+        )
         if found:
-            expected, call = found
-            one = timed(call, count)
+            one, expected = found
             exact = {b: [x[:, slice(*o)].clone() for x in expected] for b, o in own.items()}
-            del expected, call
+            del expected
         del found
         free_memory()
         message, send = collective(heads, exchange)
@@ -341,6 +348,13 @@ def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int, str, 
                 yield op, which, tokens, heads, provider, exchange, method
         elif op in OF_FLA:
             yield op, which, tokens, heads, provider, "auto", "eager"
+
+
+def refused(call: Sequence[Any], error: Exception) -> dict[str, str]:
+    """What flash-linear-attention did not do, and why: what it refuses, or has too little memory for."""
+    op, which, tokens, heads, provider, *_ = call
+    reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+    return {"call": f"{provider}, {op} T{tokens} H{heads} {which}", "reason": reason}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -383,7 +397,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     path = json_path(args.json, op, gpu_slug(origin["gpu"]))
     for call in wanted(args):
-        content["rows"] += measure(*call, args.samples)
+        try:
+            content["rows"] += measure(*call, args.samples)
+        except RuntimeError as error:
+            if "cula" in call:
+                raise
+            content["skipped"].append(refused(call, error))
         free_memory()
         content["provenance"]["clocks_after"] = read_smi()
         rank_rows.validate(content)

@@ -162,8 +162,11 @@ def table(content: Mapping[str, Any], root: Path = results.RESULTS) -> report.Ta
 
 
 def left_out(content: Mapping[str, Any]) -> list[str]:
-    """A sentence for every call that was skipped."""
-    return [f"Not measured: {e['call']}: {e['reason']}." for e in content["skipped"]]
+    """A sentence for every reason why calls were skipped."""
+    calls: dict[str, list[str]] = {}
+    for entry in content["skipped"]:
+        calls.setdefault(entry["reason"], []).append(entry["call"])
+    return [f"Not measured: {'; '.join(of)}: {reason}." for reason, of in calls.items()]
 
 
 def region(path: Path) -> str:

@@ -110,6 +110,21 @@ def test_fla_tunes_on_a_rank_by_itself_and_across_ranks(monkeypatch):
     assert seen == [(32, None), (32, 128)]
 
 
+def test_what_fla_refuses_is_told_once_per_reason():
+    args = several_gpus.parse(["--providers", "fla", "--tokens", "64", "--passes", "step"])
+    first, second, third, _ = several_gpus.wanted(args)
+    error = RuntimeError("CUDA out of memory. Tried to allocate 8.00 GiB.\nand more")
+    skipped = [
+        several_gpus.refused(first, error),
+        several_gpus.refused(second, RuntimeError("not on Hopper.")),
+        several_gpus.refused(third, error),
+    ]
+    assert rank_rows.left_out({"skipped": skipped}) == [
+        "Not measured: fla, kda T64 H64 step; fla, gated_delta_rule T64 H64 step: CUDA out of memory.",
+        "Not measured: fla, kda T64 H16 step: not on Hopper.",
+    ]
+
+
 @pytest.mark.parametrize("op", several_gpus.OPS)
 def test_ranks_draw_what_the_whole_has(op, monkeypatch):
     monkeypatch.setattr(several_gpus, "SLAB", 16)
