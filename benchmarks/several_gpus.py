@@ -36,9 +36,9 @@ NOTES = (
     "inside, with lower bound -5 and decays per token from .999 to .9.",
     "Every sample begins behind a barrier, after 20 ms without work, so that clocks are those of bursts; the time is "
     "that of the slowest rank. Ranks are processes with NCCL, without NVLink multicast (NCCL_NVLS_ENABLE=0).",
-    "Flash-linear-attention chooses among its candidates with 16,384 tokens a rank.",
     "Equal: as many tokens on every rank. Balanced: the bounds of `cula.distributed.balanced_bounds`.",
 )
+NOTE_OF_FLA = "Flash-linear-attention chooses among its candidates with 16,384 tokens a rank."
 OPS = ("kda", "gated_delta_rule", "simple_gla")
 OF_FLA = ("kda", "gated_delta_rule")  # which of them it has across ranks
 TOKENS, HEADS = (131072, 262144, 1048576), (64, 16)
@@ -393,7 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     origin = {**provenance(), "clocks_before": read_smi()}
     content: dict[str, Any] = {
-        "title": TITLE, "provenance": origin, "notes": list(NOTES), "skipped": [], "rows": [],
+        "title": TITLE, "provenance": origin, "notes": [*NOTES, *[NOTE_OF_FLA] * ("fla" in args.providers)],
+        "skipped": [], "rows": [],
     }  # fmt: skip
     path = json_path(args.json, op, gpu_slug(origin["gpu"]))
     for call in wanted(args):
