@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report, results
+from benchmarks.harness import rank_rows, report, results
 from benchmarks.ops.decode import h20_page
 from benchmarks.ops.lite import trajectory_rows
 
@@ -35,6 +35,7 @@ def region(gpu: str, root: Path) -> str:
         _lite(gpu, root),
         *delta_decode(gpu, root),
         *training(gpu, root),
+        *several_gpus(gpu, root),
     ]
     return f"\n{report.as_markdown((['asked for', 'answer', 'where'], rows)).replace('---:', '---')}\n\n"
 
@@ -234,6 +235,39 @@ def training(gpu: str, root: Path) -> list[list[str]]:
             "Training on Hopper: forward and backward",
             f"{'; '.join(parts)}; nothing but the inputs is kept, and the same call has the same bits",
             "[who computes gradients](docs/training.md)",
+        ]
+    ]
+
+
+def several_gpus(gpu: str, root: Path) -> list[list[str]]:
+    """A sequence on two GPUs, beside one and beside FLA on the same two, where that has been measured."""
+    path = results.result_path(f"several_gpus_x2{rank_rows.OF_FLA}", gpu, root)
+    if not path.exists():
+        return []
+    calls: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rank_rows.load(path)["rows"]:
+        if row["bounds"] == "equal":
+            key = row["pass"], row["op"], row["tokens"], row["heads"]
+            calls.setdefault(key, {})[row["provider"]] = row
+    beside: dict[str, list[float]] = {which: [] for which in rank_rows.PASSES}
+    gains: dict[str, list[float]] = {"cula": [], "fla": []}
+    for (which, *_), of in calls.items():
+        if len(of) == len(gains):
+            beside[which].append(of["fla"]["ms"] / of["cula"]["ms"])
+            for provider, row in of.items():
+                if row["one_ms"] is not None:
+                    gains[provider].append(row["one_ms"] / row["ms"])
+    (ours, theirs), (forward, step) = (
+        [f"{min(values):.2f} to {max(values):.2f}" for values in of.values()]
+        for of in (gains, beside)
+    )
+    return [
+        [
+            "Context parallelism: one sequence on several GPUs",
+            f"on the same two GPUs a training step of KDA is {step} x FLA, the forwards of KDA and of the gated delta "
+            f"rule {forward} x; two are {ours} times as fast as one (FLA: {theirs}); four and eight were not measured "
+            "together",
+            "[several GPUs](docs/several-gpus.md#how-fast)",
         ]
     ]
 

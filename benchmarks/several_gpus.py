@@ -246,7 +246,8 @@ def on_one(
     replay = None
     try:
         call = run()
-        call()
+        for _ in range(2):  # the second may find less free memory than the first
+            call()
         replay = prepare(call)
     except torch.OutOfMemoryError:
         pass

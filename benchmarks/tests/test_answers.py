@@ -21,6 +21,7 @@ def root(tmp_path):
     names += ("h200/kda_prefill_cut", "h200/kda_prefill_flashkda", "h200/lightning_prefill")
     names += ("h200/lightning_prefill_delta", "h200/gated_prefill", "h200/lite_attention")
     names += ("h200/lite_training", "h200/lite_trajectory")
+    names += ("h200/several_gpus_x2_fla",)
     names += ("h200/kda_training", "h200/lightning_training", "h200/gated_training")
     names += ("predicted/kda_prefill_blackwell", "published/kda_blackwell")
     names += DELTA
@@ -51,7 +52,7 @@ def be_faster(path, ratio, others, pattern="", matching=None):
 def test_every_request_has_an_answer_and_a_place(root):
     text = answers.region("h200", root)
     rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
-    assert len(rows) == 7 + len(DELTA) and all(len(row) == 3 for row in rows)
+    assert len(rows) == 8 + len(DELTA) and all(len(row) == 3 for row in rows)
     for *_, link in rows:
         path, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", link)[1].partition("#")
         page = (tables.ROOT / path).read_text()
@@ -106,6 +107,24 @@ def test_training_is_compared_with_fla(root):
     assert told in answers.region("h200", root)
     (root / "h200" / "gated_training.json").unlink()
     assert "| KDA 3.50 to 7.00 x FLA; nothing but" in answers.region("h200", root)
+
+
+def test_several_gpus_are_compared_with_fla_and_with_one(root):
+    def same(row):
+        fla = row["provider"] == "fla"
+        together = {"forward": 9.0, "step": 7.0}[row["pass"]] if fla else 1.0
+        row |= dict.fromkeys(("ms", "p20_ms", "p80_ms"), together)
+        if row["one_ms"] is not None:
+            one = together * (0.5 if fla else 1.5)
+            row |= dict.fromkeys(("one_ms", "one_p20_ms", "one_p80_ms"), one)
+
+    path = root / "h200" / "several_gpus_x2_fla.json"
+    change(path, same)
+    told = "step of KDA is 7.00 to 7.00 x FLA, the forwards of KDA and of the gated delta rule 9.00 to 9.00 x; two are"
+    text = answers.region("h200", root)
+    assert f"{told} 1.50 to 1.50 times as fast as one (FLA: 0.50 to 0.50); four and eight" in text
+    path.unlink()
+    assert "Context parallelism:" not in answers.region("h200", root)
 
 
 def test_skip_lists_are_compared_with_dense_kernels(root):
