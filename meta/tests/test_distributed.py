@@ -525,6 +525,27 @@ def checkpointed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def in_autocast(kind: str) -> None:
+    """Maps travel and are folded in float32: a call has the bits of one with bfloat16 activations, without autocast."""
+    x, states, d_o, _ = problem(6, 48, 1, kind)
+    single = [None if t is None else t.float() for t in x]
+    for exchange in ("gather", "transpose"):
+        cp = ContextParallel(dist.group.WORLD, cu_seqlens=torch.tensor([0, 48]), exchange=exchange)
+        own = [None if t is None else cp.shard(t, 0) for t in single]
+        found = []
+        for cast in (True, False):
+            given = Inputs(*(None if t is None else t.clone() for t in own))
+            if not cast:
+                given = given._replace(**{n: getattr(given, n).bfloat16() for n in ("q", "k", "v")})
+            leaves = [t.requires_grad_() for t in given if t is not None]
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                o, last = call(kind, given, cp, initial_state=states.float())
+                assert (o.dtype, last.dtype) == (torch.bfloat16, torch.float32)
+            grads = torch.autograd.grad(o, leaves, cp.shard(d_o, 0)[None].bfloat16())
+            found.append([o, last, *(d.float() for d in grads)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -600,6 +621,11 @@ def test_a_call_in_two_halves(world, kind, cu_seqlens, bounds, layout):
 
 def test_activation_checkpoints(world):
     world(checkpointed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast(world, kind):
+    world(in_autocast, kind)
 
 
 def test_offsets_made_in_inference_serve_training_too():

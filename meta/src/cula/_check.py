@@ -5,6 +5,7 @@ They run before anything is launched or written, and never wait for a device.
 
 from __future__ import annotations
 
+import contextlib
 from operator import index
 from typing import Any
 
@@ -273,6 +274,13 @@ def in_autocast(device_type: str) -> bool:
     """Whether autocast is on for tensors of a type of device, of which some have none."""
     # Compilers trace the second question, those of before torch 2.13 not the first one.
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def outside_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Products of what runs in it stay in their precision, where autocast is on around it too."""
+    if in_autocast(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _has_autocast(device_type: str) -> bool:

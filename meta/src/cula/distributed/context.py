@@ -41,7 +41,7 @@ _EXCHANGES = ("auto", "gather", "transpose")
 class Plan:
     """One call on one rank. cuts: the local pieces, as offsets into the rows of the batch laid end to end.
 
-    agrees: a bool on some device, whether all ranks have the same layout; None where there is nothing to compare.
+    differs: a bool on some device, whether ranks have different layouts; None where there is nothing to compare.
     """
 
     group: dist.ProcessGroup
@@ -52,7 +52,7 @@ class Plan:
     backward: Route
     matrices: bool
     exchange: str
-    agrees: Tensor | None = None
+    differs: Tensor | None = None
 
 
 class ContextParallel:
@@ -115,7 +115,7 @@ class ContextParallel:
             self._routes = self._layout.forward(self.rank), self._layout.backward(self.rank)
         self._halos: dict[tuple[int, int], Halo] = {}
         self._digests: Tensor | None = None
-        self._agrees: Tensor | None = None
+        self._differs: Tensor | None = None
         if self.ranks > 1:
             facts = (_VERSION, self.ranks, layout, exchange, self.cu_seqlens, self.bounds)
             digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
@@ -234,7 +234,7 @@ class ContextParallel:
             layout = self._layout or dense_at(rows, self._ranges(self.bounds))
             halo = self._halos[rows, size] = layout.halo(self.rank, size)
         flat, front = convolution.TokensInFront.apply(
-            x.flatten(0, 1), halo, self.group, plan.agrees
+            x.flatten(0, 1), halo, self.group, plan.differs
         )
         return flat.unflatten(0, (rows, tokens)), front, plan.cuts
 
@@ -270,15 +270,15 @@ class ContextParallel:
             cuts = _cuts(self._part_lengths(tokens, name) * rows)
         return Plan(
             self.group, self.rank, self.ranks, cuts, forward, backward, layout.needs_matrices, self.exchange,
-            self.agrees,
+            self.differs,
         )  # fmt: skip
 
     @property
-    def agrees(self) -> Tensor | None:
-        """Whether all ranks have the same layout, as a bool on the device of the group; None for a single rank."""
-        if self._agrees is None and self._digests is not None:
-            self._agrees = (collectives.wait_tensor(self._digests) == self._digest).all()
-        return self._agrees
+    def differs(self) -> Tensor | None:
+        """Whether ranks have different layouts, as a bool on the device of the group; None for a single rank."""
+        if self._differs is None and self._digests is not None:
+            self._differs = (collectives.wait_tensor(self._digests) != self._digest).any()
+        return self._differs
 
     def _part_lengths(self, tokens: int, name: str) -> list[int]:
         """Of the local parts of every row of a dense batch."""

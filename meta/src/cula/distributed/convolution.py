@@ -23,13 +23,13 @@ class TokensInFront(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: Halo, group: Any, agrees: Tensor | None) -> Any:
+    def forward(ctx: Any, x: Tensor, halo: Halo, group: Any, differs: Tensor | None) -> Any:
         ctx.halo, ctx.group = halo, group
         got = all_to_all(x[_indices(halo.rows, x.device)], halo.takes, halo.gives, group)
         front = x.new_zeros(halo.pieces * halo.size, *x.shape[1:])
         front[_indices(halo.places, x.device)] = got
-        if agrees is not None:
-            front = torch.where(agrees.to(x.device), front, torch.nan)
+        if differs is not None:
+            front = front.masked_fill(differs.to(x.device), torch.nan)
         return x.view_as(x), front.unflatten(0, (halo.pieces, halo.size))
 
     @staticmethod

@@ -59,10 +59,14 @@ class Wire:
         most = max(map(len, route.chains.values()))
         split = shares(heads, self.ranks)
         own = split[self.rank]
-        rows = vectors.new_zeros(self.ranks, own, most, *vectors.shape[2:])
-        for rank in range(self.ranks):
-            for i, state in enumerate(fold(route.chains[rank])):
-                rows[rank, :, i] = state
+        # As many for every rank: in place of those that it does not take are zeros.
+        spare = [vectors.new_zeros(own, *vectors.shape[2:])] * most
+        folded = [
+            state
+            for rank in range(self.ranks)
+            for state in [*fold(route.chains[rank]), *spare][:most]
+        ]
+        rows = torch.stack(folded).unflatten(0, (self.ranks, most)).movedim(2, 1)
         got = all_to_all(rows.flatten(0, 1), split, [own] * self.ranks, self.group)
         return got.unbind(1)[: len(route.takes)]
 
@@ -84,10 +88,11 @@ def _fold(
         if length > 1:
             assert matrices is not None
             m, before = matrices[matrix], done[chain[: length - 1]]
+            # One operation, because a small one takes the host longer than the GPU.
             if m.shape[-1] == 1:  # one decay per head
-                state = m * before + state
+                state = torch.addcmul(state, m, before)
             else:
-                state = (m.mT if transposed else m) @ before + state
+                state = torch.baddbmm(state, m.mT if transposed else m, before)
         done[part] = state
     return done[chain]
 

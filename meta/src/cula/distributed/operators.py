@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from cula_core import arguments
 from cula_core.delta_rule.call import Slice
 
 _Tensors = dict[str, Tensor | None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Map = tuple[
     Tensor, Tensor | None
 ]  # A [H, K, V] and, of a piece that lies inside a sequence, M [H, K, K] or [H, 1, 1]
@@ -71,9 +72,12 @@ def across_ranks(
             arguments.value_error(name, "None or False beside cp_context", type(value).__name__)
     given = {name: x for name, x in (tokens | shared).items() if x is not None}
     _refuse_dtensors(given | {"initial_state": options["initial_state"]})
-    q, v = given["q"], given["v"]
     for name in ("q", "k", "v"):
         arguments.four_dims(name, given[name], "[B, T, heads, dim]")
+    if given["q"].dtype is torch.float32:
+        narrow = _check.cast_by_autocast(given["q"], given["k"], given["v"])
+        given |= zip(("q", "k", "v"), narrow, strict=True)
+    q, v = given["q"], given["v"]
     for name, x in tokens.items():
         if isinstance(x, Tensor) and x.shape[:2] != q.shape[:2]:
             arguments.value_error(
@@ -266,9 +270,9 @@ class _Walk:
                 begin, stop = self.plan.cuts[piece : piece + 2]
                 total = like.new_zeros(heads)
                 if "g" in named:
-                    total = total + named["g"][0, begin:stop].to(dtype).sum(0)
+                    total = named["g"][0, begin:stop].sum(0, dtype=dtype)
                 if "g_gamma" in named:
-                    total = total + named["g_gamma"].to(dtype) * (stop - begin)
+                    total = total.add(named["g_gamma"].to(dtype), alpha=stop - begin)
                 sums.append(total)
             return torch.stack(sums).exp()[..., None, None]
         identity = torch.eye(dim_k, dtype=dtype, device=like.device).repeat(len(which), heads, 1, 1)
@@ -285,16 +289,28 @@ class _Walk:
 
     def checked(self, starts: Tensor) -> Tensor:
         """NaN where ranks have different layouts."""
-        agrees = self.plan.agrees
+        differs = self.plan.differs
         return (
-            starts if agrees is None else torch.where(agrees.to(starts.device), starts, torch.nan)
+            starts if differs is None else starts.masked_fill(differs.to(starts.device), torch.nan)
         )
+
+
+def _outside_autocast(function: _Function) -> _Function:
+    """A way of `_Across` where autocast, which would round maps and folded states, is off."""
+
+    @functools.wraps(function)
+    def exact(ctx: Any, first: Any, second: Tensor, *more: Tensor) -> Any:
+        with _check.outside_autocast(second.device.type):
+            return function(ctx, first, second, *more)
+
+    return cast(_Function, exact)
 
 
 class _Across(torch.autograd.Function):
     """`(o [1, T, H, V], final [pieces, H, K, V])`; every rank takes part in both exchanges, whatever it holds."""
 
     @staticmethod
+    @_outside_autocast
     def forward(ctx: Any, walk: _Walk, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.walk, ctx.needs = walk, ctx.needs_input_grad[1:]
         route, learns = walk.plan.forward, any(ctx.needs)
@@ -327,6 +343,7 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @_outside_autocast
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         starts, matrices, *tensors = ctx.saved_tensors
         route, wire = ctx.walk.plan.backward, ctx.wire
