@@ -78,11 +78,7 @@ class Begun:
             assert self._scanned is not None
             first, count = self._segments_of(n)
             if part.comes_on:
-                whole = self._scanned[first]  # A^T above M^T
-                for segment in range(first + 1, first + count):
-                    own = self._scanned[segment]
-                    whole = whole @ own[:, HEAD_DIM:]
-                    whole[:, :HEAD_DIM] += own[:, :HEAD_DIM]
+                whole = _joined(self._scanned[first : first + count])
                 found.append((whole[:, :HEAD_DIM].mT, whole[:, HEAD_DIM:].mT))
             elif count == 1:
                 found.append((self._scanned[first, :, :HEAD_DIM].mT, None))
@@ -187,6 +183,18 @@ def bits(slices: Sequence[Slice], device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.uint8, device=device)
+
+
+def _joined(maps: Tensor) -> Tensor:
+    """The map of segments that follow each other, A^T above M^T, from those of each. Neighbours are joined in pairs, so
+    that few products wait for each other."""
+    while len(maps) > 1:
+        paired = len(maps) // 2 * 2
+        first, second = maps[0:paired:2], maps[1:paired:2]
+        joined = first @ second[:, :, HEAD_DIM:]
+        joined[:, :, :HEAD_DIM] += second[:, :, :HEAD_DIM]
+        maps = joined if paired == len(maps) else torch.cat((joined, maps[paired:]))
+    return maps[0]
 
 
 def _applied(scanned: Tensor, state: Tensor) -> Tensor:
