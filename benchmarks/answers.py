@@ -252,7 +252,7 @@ def several_gpus(gpu: str, root: Path) -> list[list[str]]:
     beside: dict[str, list[float]] = {which: [] for which in rank_rows.PASSES}
     gains: dict[str, list[float]] = {"cula": [], "fla": []}
     for (which, *_), of in calls.items():
-        if len(of) == len(gains):
+        if of.keys() == gains.keys():
             beside[which].append(of["fla"]["ms"] / of["cula"]["ms"])
             for provider, row in of.items():
                 if row["one_ms"] is not None:
@@ -265,8 +265,8 @@ def several_gpus(gpu: str, root: Path) -> list[list[str]]:
         [
             "Context parallelism: one sequence on several GPUs",
             f"on the same two GPUs a training step of KDA is {step} x FLA, the forwards of KDA and of the gated delta "
-            f"rule {forward} x; two are {ours} times as fast as one (FLA: {theirs}); four and eight were not measured "
-            "together",
+            f"rule {forward} x; in these calls two are {ours} times as fast as one (FLA: {theirs}); four and eight "
+            "were not measured together",
             "[several GPUs](docs/several-gpus.md#how-fast)",
         ]
     ]

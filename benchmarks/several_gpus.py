@@ -96,12 +96,17 @@ def inputs(
     return given, options
 
 
+def warmed(call: Call) -> Call:
+    for _ in range(2):  # the second may find less free memory than the first
+        call()
+    return call
+
+
 def captured(call: Call, marked: Call | None = None) -> Call:
     """Replays a call as a CUDA graph. marked: the same call with events in it, to be recorded in its place."""
     import torch
 
-    for _ in range(2):
-        call()
+    warmed(call)
     torch.cuda.synchronize()
     free_memory()  # a graph has memory of its own
     graph = torch.cuda.CUDAGraph()
@@ -246,8 +251,6 @@ def on_one(
     replay = None
     try:
         call = run()
-        for _ in range(2):  # the second may find less free memory than the first
-            call()
         replay = prepare(call)
     except torch.OutOfMemoryError:
         pass
@@ -296,7 +299,7 @@ def measure(
     if provider == "cula" and which == "forward":
         # FLA neither takes nor returns states beside a context, and a step does not ask for them.
         whole = functools.partial(function, output_final_state=True)
-    prepare = captured if method == "graph" else lambda call: call
+    prepare = captured if method == "graph" else warmed
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ways = list(contexts(provider, tokens, heads, exchange, device))
     own = {bounds: (bounds[rank], bounds[rank + 1]) for _, _, bounds in ways}
@@ -353,9 +356,9 @@ def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int, str, 
 
 def refused(call: Sequence[Any], error: Exception) -> dict[str, str]:
     """What flash-linear-attention did not do, and why: what it refuses, or has too little memory for."""
-    op, which, tokens, heads, provider, *_ = call
+    row = dict(zip(("op", "pass", "tokens", "heads", "provider"), call, strict=False))
     reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
-    return {"call": f"{provider}, {op} T{tokens} H{heads} {which}", "reason": reason}
+    return {"call": f"{row['provider']}, {rank_rows.size(row)}", "reason": reason}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

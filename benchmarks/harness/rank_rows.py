@@ -86,12 +86,15 @@ def load(path: Path) -> dict[str, Any]:
     return results.load(path, validate)
 
 
+def size(row: Mapping[str, Any]) -> str:
+    return f"{row['op']} T{row['tokens']} H{row['heads']} {row['pass']}"
+
+
 def label(row: Mapping[str, Any]) -> str:
     how = [row["bounds"], *([] if row["exchange"] == "auto" else [row["exchange"]])]
     if (row["pass"], row["method"]) == ("step", "graph"):
         how.append("graph")
-    what = f"{row['op']} T{row['tokens']} H{row['heads']}"
-    return f"{row['provider']}, {what} {row['pass']}, {', '.join(how)}"
+    return f"{row['provider']}, {size(row)}, {', '.join(how)}"
 
 
 def prediction(

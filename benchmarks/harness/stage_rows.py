@@ -66,7 +66,7 @@ def slowest(row: Mapping[str, Any]) -> list[float]:
 
 def label(row: Mapping[str, Any]) -> str:
     how = "" if row["exchange"] == "auto" else f", {row['exchange']}"
-    return f"{row['op']} T{row['tokens']} H{row['heads']} {row['pass']}{how}"
+    return f"{rank_rows.size(row)}{how}"
 
 
 def modelled(row: Mapping[str, Any], model: Sequence[Mapping[str, Any]]) -> str:
