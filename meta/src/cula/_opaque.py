@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cula import reference
-from cula._check import in_autocast
+from cula._check import outside_autocast
 from cula_core.reference.common import work_dtype
 
 # What has gradients.
@@ -63,10 +63,7 @@ def load(function: str) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def exact(*args: Any, **options: Any) -> Any:
-        device = (args[0] if args else options["q"]).device.type
-        if not in_autocast(device):
-            return plain(*args, **options)
-        with torch.autocast(device, enabled=False):
+        with outside_autocast((args[0] if args else options["q"]).device.type):
             return plain(*args, **options)
 
     return _with_operator(function, exact, plain) if function in FUNCTIONS else exact

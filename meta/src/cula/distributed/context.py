@@ -54,6 +54,12 @@ class Plan:
     exchange: str
     differs: Tensor | None = None
 
+    def checked(self, x: Tensor) -> Tensor:
+        """NaN where ranks have different layouts."""
+        if self.differs is None:
+            return x
+        return x.masked_fill(self.differs.to(x.device), torch.nan)
+
 
 class ContextParallel:
     """Slices of one batch, as the ranks of a group hold them. Every rank constructs it, with the same arguments.
@@ -233,9 +239,7 @@ class ContextParallel:
         if halo is None:
             layout = self._layout or dense_at(rows, self._ranges(self.bounds))
             halo = self._halos[rows, size] = layout.halo(self.rank, size)
-        flat, front = convolution.TokensInFront.apply(
-            x.flatten(0, 1), halo, self.group, plan.differs
-        )
+        flat, front = convolution.TokensInFront.apply(x.flatten(0, 1), halo, plan)
         return flat.unflatten(0, (rows, tokens)), front, plan.cuts
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from cula.distributed.exchange import all_to_all
 from cula.distributed.layout import Halo
 from cula_core import arguments
+
+if TYPE_CHECKING:
+    from cula.distributed.context import Plan
 
 _ACTIVATIONS = (None, "silu", "swish")
 
@@ -23,14 +26,12 @@ class TokensInFront(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: Halo, group: Any, differs: Tensor | None) -> Any:
-        ctx.halo, ctx.group = halo, group
-        got = all_to_all(x[_indices(halo.rows, x.device)], halo.takes, halo.gives, group)
+    def forward(ctx: Any, x: Tensor, halo: Halo, plan: Plan) -> Any:
+        ctx.halo, ctx.group = halo, plan.group
+        got = all_to_all(x[_indices(halo.rows, x.device)], halo.takes, halo.gives, plan.group)
         front = x.new_zeros(halo.pieces * halo.size, *x.shape[1:])
         front[_indices(halo.places, x.device)] = got
-        if differs is not None:
-            front = front.masked_fill(differs.to(x.device), torch.nan)
-        return x.view_as(x), front.unflatten(0, (halo.pieces, halo.size))
+        return x.view_as(x), plan.checked(front).unflatten(0, (halo.pieces, halo.size))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -40,7 +41,7 @@ class TokensInFront(torch.autograd.Function):
         got = all_to_all(lent, halo.gives, halo.takes, ctx.group)
         # A token may have been lent several times; index_put adds in a fixed order, index_add would not.
         rows = _indices(halo.rows, d_x.device)
-        return d_x.index_put((rows,), got, accumulate=True), None, None, None
+        return d_x.index_put((rows,), got, accumulate=True), None, None
 
 
 def convolve(

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from cula_core import arguments
 from cula_core.delta_rule.call import Slice
 
 _Tensors = dict[str, Tensor | None]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Map = tuple[
     Tensor, Tensor | None
 ]  # A [H, K, V] and, of a piece that lies inside a sequence, M [H, K, K] or [H, 1, 1]
@@ -222,7 +221,7 @@ class _Walk:
         plan, route = self.plan, self.plan.forward
         starts = initial.clone()
         if route.slots == 0:
-            return self.checked(starts), None, None
+            return self.plan.checked(starts), None, None
         _, heads, dim_k, dim_v = initial.shape
         columns = (1 if self.one_decay else dim_k) if plan.matrices else 0
         maps = initial.new_zeros(route.slots, heads, dim_k, dim_v + columns)
@@ -236,7 +235,7 @@ class _Walk:
             route.takes, wire.receive(route, heads, vectors, matrices, False), strict=True
         ):
             starts[piece] = state
-        return self.checked(starts), wire, matrices
+        return self.plan.checked(starts), wire, matrices
 
     @property
     def every(self) -> tuple[int, ...]:
@@ -268,9 +267,10 @@ class _Walk:
             sums = []
             for piece in which:
                 begin, stop = self.plan.cuts[piece : piece + 2]
-                total = like.new_zeros(heads)
                 if "g" in named:
                     total = named["g"][0, begin:stop].sum(0, dtype=dtype)
+                else:
+                    total = like.new_zeros(heads)
                 if "g_gamma" in named:
                     total = total.add(named["g_gamma"].to(dtype), alpha=stop - begin)
                 sums.append(total)
@@ -287,15 +287,8 @@ class _Walk:
             plan.group, plan.rank, plan.ranks, by_heads(plan.exchange, plan.ranks, bytes_in)
         )
 
-    def checked(self, starts: Tensor) -> Tensor:
-        """NaN where ranks have different layouts."""
-        differs = self.plan.differs
-        return (
-            starts if differs is None else starts.masked_fill(differs.to(starts.device), torch.nan)
-        )
 
-
-def _outside_autocast(function: _Function) -> _Function:
+def _outside_autocast(function: Callable[..., Any]) -> Any:
     """A way of `_Across` where autocast, which would round maps and folded states, is off."""
 
     @functools.wraps(function)
@@ -303,7 +296,7 @@ def _outside_autocast(function: _Function) -> _Function:
         with _check.outside_autocast(second.device.type):
             return function(ctx, first, second, *more)
 
-    return cast(_Function, exact)
+    return exact
 
 
 class _Across(torch.autograd.Function):
@@ -330,7 +323,7 @@ class _Across(torch.autograd.Function):
             if walk.one_decay:  # which kernels leave to all tokens' sum
                 own = walk.with_matrices([end for end, _ in own], tensors, initial)
         elif route.sends and not route.takes:
-            done = call(walk.checked(initial))
+            done = call(walk.plan.checked(initial))
             own = [(done[1][piece], None) for piece in route.sends]
         else:
             own = walk.maps(tensors, initial)
@@ -342,8 +335,8 @@ class _Across(torch.autograd.Function):
         return call(starts) if done is None else done
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @_outside_autocast
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         starts, matrices, *tensors = ctx.saved_tensors
         route, wire = ctx.walk.plan.backward, ctx.wire
