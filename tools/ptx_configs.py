@@ -348,6 +348,7 @@ def kda_specs(package: str) -> Iterator[Spec]:
             lambda case: case["initial_state"] or not (case["indexed"] or case["fresh"]),
         ),
         ("Table", tables, lambda _: True),
+        ("Fold", {"arch": targets, "back": BOTH}, lambda _: True),
     ):
         for case in cover(table, possible):
             work = dict(zip(("tiles", "split", "scan"), case.pop("work", ())))

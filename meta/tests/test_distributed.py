@@ -19,6 +19,7 @@ import torch.distributed as dist
 from sequences_over_ranks import CHANNELS, HEADS, WIDTH, Inputs, problem, random_batch, whole
 
 from cula.distributed import ContextParallel, operators
+from cula.distributed.exchange import folded
 from cula.kda import chunk_kda
 from cula.lightning import chunk_gated_delta_rule, chunk_lightning_attn, chunk_simple_gla
 
@@ -448,11 +449,21 @@ class TwoSteps:
         return self.pulled(dht, self.gives)
 
 
-def stand_in(function: Any, begun: list[Any], steps: list[Any]) -> Any:
-    """For `_first_half`: functions by which calls, and with gradients their backwards, are begun."""
+def stand_in(function: Any, begun: list[Any], steps: list[Any], folds: list[Any]) -> Any:
+    """For `beside`: functions by which calls and their backwards are begun, and maps are folded."""
 
-    def found(*_: Any, requires_grad: bool) -> Any:
-        kind, made = (TwoSteps, steps) if requires_grad else (Halves, begun)
+    def fold(
+        vectors: torch.Tensor, matrices: torch.Tensor, chains: list[Any], back: bool
+    ) -> list[torch.Tensor]:
+        # As kernels read them: A^T and M^T, row behind row.
+        assert vectors.stride()[-2:] == matrices.stride()[-2:] == (1, WIDTH)
+        folds.append(chains)
+        return folded(vectors, matrices, chains, back)
+
+    def found(_: Any, name: str) -> Any:
+        if name == "fold_slices":
+            return fold
+        kind, made = (TwoSteps, steps) if name.endswith("_backward") else (Halves, begun)
         return functools.partial(kind, function, made)
 
     return found
@@ -468,11 +479,16 @@ def in_two_halves(kind: str, cu_seqlens: list[int], bounds: list[int] | None, la
     local = Inputs(*(None if t is None else cp.shard(t, 0) for t in x))
     start = torch.stack([states[p.sequence] * (1 if p.begins else torch.nan) for p in cp.pieces])
     begun: list[Halves] = []
+    folds: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         expected = call(kind, local, cp, initial_state=start)
-        patch.setattr(operators, "_first_half", stand_in(function, begun, []))
+        patch.setattr(operators, "beside", stand_in(function, begun, [], folds))
         found = call(kind, local, cp, initial_state=start)
     assert len(begun) == 1
+    # One decay per head, and states that one slice alone adds to, need no kernel.
+    chains = cp.plan(1, local.q.shape[0]).forward.chains[dist.get_rank()]
+    needed = kind == "kda" and any(len(chain) > 1 for chain in chains)
+    assert folds == [chains] * needed
     for a, b in zip(found, expected, strict=True):
         close(a, b)
     o, final = whole(x, states, cu_seqlens)
@@ -494,7 +510,7 @@ def in_two_halves(kind: str, cu_seqlens: list[int], bounds: list[int] | None, la
                     leaf.requires_grad_(name in wanting)
             with pytest.MonkeyPatch.context() as patch:
                 if kernels:
-                    patch.setattr(operators, "_first_half", stand_in(function, begun, steps))
+                    patch.setattr(operators, "beside", stand_in(function, begun, steps, []))
                 o, last = call(kind, Inputs(*leaves[:5]), cp, initial_state=leaves[5])
             needing = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             grads.append(torch.autograd.grad((o, last), needing, (cp.shard(d_o, 0)[None], behind)))
@@ -687,5 +703,5 @@ def test_begun_calls_are_served_by_what_serves_calls(monkeypatch, kind, heads, m
     with pytest.raises(LookupError):
         op(**x, **more, **states, cu_seqlens=cu_seqlens)
     with pytest.raises(LookupError):
-        operators._first_half(op, "begin", named, defaults | more | {"impl": "auto"}, True)
+        operators._served_by(op, named, defaults | more | {"impl": "auto"}, True)
     assert asked[0] == asked[1]

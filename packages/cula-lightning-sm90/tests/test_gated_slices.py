@@ -18,7 +18,7 @@ from cula_lightning_sm90.gated.config import PLACES, UNCUT
 from cula_lightning_sm90.gated.plan import Plan, Walk
 from cula_testing.comparing import relative_rmse
 from cula_testing.compiled import emulated_kernel
-from cula_testing.slices import BOUNDS, LENGTHS, over_ranks
+from cula_testing.slices import BOUNDS, LENGTHS, assert_folds, over_ranks
 from cula_testing.tensors import int32, normals
 
 MAX_ERROR = 3e-3
@@ -111,3 +111,9 @@ def test_slices_over_ranks_on_a_gpu(cuda, monkeypatch, bounds, segment):
     options = {} if segment is None else {"planner": forced(5, segment)}
     torch.full((1 << 26,), float("nan"), device=cuda)
     assert_right(monkeypatch, bounds, cuda, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("back", [False, True])
+def test_maps_are_folded_on_a_gpu(cuda, back):
+    assert_folds(cula_lightning_sm90.fold_slices, back, cuda)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from cula.distributed.layout import Chain, Route
 
+Fold = Callable[[Tensor, Tensor | None, Sequence[Chain], bool], Sequence[Tensor]]
 # (output, input, group=): torch 2.13 has renamed it.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 exchange_into = dist.all_to_all_single
@@ -46,55 +47,54 @@ class Wire:
         return rows.unflatten(0, (self.ranks, own)).movedim(2, 1).flatten(0, 1)
 
     def receive(
-        self, route: Route, heads: int, vectors: Tensor, matrices: Tensor | None, transposed: bool
+        self,
+        route: Route,
+        heads: int,
+        vectors: Tensor,
+        matrices: Tensor | None,
+        transposed: bool,
+        fold: Fold | None = None,
     ) -> Sequence[Tensor]:
-        """The folded state `[H, K, V]` of every piece in `route.takes`, from what `collect` returned."""
-        done: dict[Chain, Tensor] = {}
-
-        def fold(chains: Sequence[Chain]) -> list[Tensor]:
-            return [_fold(chain, vectors, matrices, transposed, done) for chain in chains]
-
+        """The folded state `[H, K, V]` of every piece in `route.takes`, from what `collect` returned. fold: asked
+        in place of `folded`."""
+        fold = fold or folded
         if not self.by_heads:
-            return fold(route.chains[self.rank])
+            return fold(vectors, matrices, route.chains[self.rank], transposed)
         most = max(map(len, route.chains.values()))
         split = shares(heads, self.ranks)
         own = split[self.rank]
+        every = [route.chains[rank] for rank in range(self.ranks)]
+        states = iter(fold(vectors, matrices, [chain for of in every for chain in of], transposed))
         # As many for every rank: in place of those that it does not take are zeros.
-        spare = [vectors.new_zeros(own, *vectors.shape[2:])] * most
-        folded = [
-            state
-            for rank in range(self.ranks)
-            for state in [*fold(route.chains[rank]), *spare][:most]
-        ]
-        rows = torch.stack(folded).unflatten(0, (self.ranks, most)).movedim(2, 1)
-        got = all_to_all(rows.flatten(0, 1), split, [own] * self.ranks, self.group)
+        spare = vectors.new_zeros(own, *vectors.shape[2:])
+        rows = [next(states) if i < len(of) else spare for of in every for i in range(most)]
+        sent = torch.stack(rows).unflatten(0, (self.ranks, most)).movedim(2, 1)
+        got = all_to_all(sent.flatten(0, 1), split, [own] * self.ranks, self.group)
         return got.unbind(1)[: len(route.takes)]
 
 
-def _fold(
-    chain: Chain,
-    vectors: Tensor,
-    matrices: Tensor | None,
-    transposed: bool,
-    done: dict[Chain, Tensor],
-) -> Tensor:
-    """`M S + A` along a chain. Chains with a common begin share it; done: what is folded already."""
-    for length in range(1, len(chain) + 1):
-        part = chain[:length]
-        if part in done:
-            continue
-        vector, matrix = part[-1]
-        state = vectors[vector]
-        if length > 1:
-            assert matrices is not None
-            m, before = matrices[matrix], done[chain[: length - 1]]
-            # One operation, because a small one takes the host longer than the GPU.
-            if m.shape[-1] == 1:  # one decay per head
-                state = torch.addcmul(state, m, before)
-            else:
-                state = torch.baddbmm(state, m.mT if transposed else m, before)
-        done[part] = state
-    return done[chain]
+def folded(
+    vectors: Tensor, matrices: Tensor | None, chains: Sequence[Chain], transposed: bool
+) -> list[Tensor]:
+    """`M S + A` along every chain, or `M^T S + A`. Chains with a common begin share it."""
+    done: dict[Chain, Tensor] = {}
+    for chain in chains:
+        for length in range(1, len(chain) + 1):
+            part = chain[:length]
+            if part in done:
+                continue
+            vector, matrix = part[-1]
+            state = vectors[vector]
+            if length > 1:
+                assert matrices is not None
+                m, before = matrices[matrix], done[chain[: length - 1]]
+                # One operation, because a small one takes the host longer than the GPU.
+                if m.shape[-1] == 1:  # one decay per head
+                    state = torch.addcmul(state, m, before)
+                else:
+                    state = torch.baddbmm(state, m.mT if transposed else m, before)
+            done[part] = state
+    return [done[chain] for chain in chains]
 
 
 def shares(heads: int, ranks: int) -> list[int]:

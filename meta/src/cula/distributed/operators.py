@@ -26,7 +26,8 @@ from cula import _check
 from cula._facts import COMMON_FACTS, FACTS
 from cula._registry import beside, resolve
 from cula.distributed.context import Plan, plan_of
-from cula.distributed.exchange import Wire, by_heads
+from cula.distributed.exchange import Wire, by_heads, folded
+from cula.distributed.layout import Chain
 from cula_core import arguments
 from cula_core.delta_rule.call import Slice
 
@@ -111,12 +112,16 @@ def across_ranks(
         start = (initial.mT if v_first else initial).to(dtype)
     _refuse_unserved(op, packed, frozenset(tokens), start, options | choices)
     options |= choices
-    half = back = None
-    if begin is not None and packed["q"].shape[1] > 0:
-        half = _first_half(op, begin, packed, options, requires_grad=False)
-        if requires_grad:
-            back = _first_half(op, f"{begin}_backward", packed, options, requires_grad=True)
-    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, half, back)
+    half = back = fold = None
+    if begin is not None and not torch.compiler.is_compiling():
+        kernels = _served_by(op, packed, options, requires_grad=False)
+        fold = None if one_decay else beside(kernels, "fold_slices")
+        if packed["q"].shape[1] > 0:
+            half = beside(kernels, begin)
+            if requires_grad:
+                kernels = _served_by(op, packed, options, requires_grad=True)
+                back = beside(kernels, f"{begin}_backward")
+    walk = _Walk(op, plan, tuple(packed), frozenset(tokens), options, one_decay, half, back, fold)
     o, final = _Across.apply(walk, start, *packed.values())
     o = o.reshape(*q.shape[:2], *o.shape[2:])  # whose gradient, unlike that of an index, is no copy
     if not wanted:
@@ -137,6 +142,7 @@ class _Walk:
     one_decay: bool
     begin: Callable[..., Any] | None
     begin_backward: Callable[..., Any] | None
+    fold: Callable[..., Sequence[Tensor]] | None
 
     def __call__(
         self, tensors: Sequence[Tensor], start: Tensor, which: tuple[int, ...]
@@ -224,18 +230,26 @@ class _Walk:
             return self.plan.checked(starts), None, None
         _, heads, dim_k, dim_v = initial.shape
         columns = (1 if self.one_decay else dim_k) if plan.matrices else 0
-        maps = initial.new_zeros(route.slots, heads, dim_k, dim_v + columns)
+        # A^T above M^T, as kernels write and read them.
+        maps = initial.new_zeros(route.slots, heads, dim_v + columns, dim_k).mT
         for slot, (end, matrix) in enumerate(own):
             maps[slot, ..., :dim_v] = end
             if matrix is not None:
                 maps[slot, ..., dim_v:] = matrix
         wire = self._wire(maps)
-        vectors, matrices = wire.collect(maps).split([dim_v, columns], -1)
-        for piece, state in zip(
-            route.takes, wire.receive(route, heads, vectors, matrices, False), strict=True
-        ):
+        vectors, matrices = wire.collect(maps.mT).mT.split([dim_v, columns], -1)
+        states = wire.receive(route, heads, vectors, matrices, False, self.folded)
+        for piece, state in zip(route.takes, states, strict=True):
             starts[piece] = state
         return self.plan.checked(starts), wire, matrices
+
+    def folded(
+        self, vectors: Tensor, matrices: Tensor | None, chains: Sequence[Chain], transposed: bool
+    ) -> Sequence[Tensor]:
+        """`exchange.folded`, by the kernels that serve the call where they can."""
+        if self.fold is None or matrices is None or all(len(chain) < 2 for chain in chains):
+            return folded(vectors, matrices, chains, transposed)
+        return self.fold(vectors, matrices, chains, transposed)
 
     @property
     def every(self) -> tuple[int, ...]:
@@ -345,14 +359,16 @@ class _Across(torch.autograd.Function):
         for piece in route.takes:  # only the state behind the sequence has a gradient of its own
             d_final[piece] = 0
         if wire is not None:
-            maps = starts.new_zeros(route.slots, *starts.shape[1:])
+            _, heads, dim_k, dim_v = starts.shape
+            maps = starts.new_zeros(route.slots, heads, dim_v, dim_k).mT
             if route.sends:
                 front = way.front(d_final)
                 for slot, piece in enumerate(route.sends):
                     maps[slot] = front[piece]
             else:
                 way.prepare()
-            behind = wire.receive(route, starts.shape[1], wire.collect(maps), matrices, True)
+            found = wire.collect(maps.mT).mT
+            behind = wire.receive(route, heads, found, matrices, True, ctx.walk.folded)
             for piece, d in zip(route.takes, behind, strict=True):
                 d_final[piece] = d
         grads = way.finish(d_final, bool(route.takes))
@@ -406,16 +422,13 @@ class _ByKernels:
         return tuple(found[name] for name in self._wanted)
 
 
-def _first_half(
+def _served_by(
     op: Callable[..., Any],
-    begin: str,
     named: dict[str, Tensor],
     options: dict[str, Any],
     requires_grad: bool,
-) -> Callable[..., Any] | None:
-    """The function `begin` of the kernels that serve `op`, with gradients or without, if they have it."""
-    if torch.compiler.is_compiling():
-        return None
+) -> Callable[..., Any]:
+    """What serves `op` on one rank, with gradients or without."""
     q = named["q"]
     dim_k, dim_v, group, grouped = _check.grouped_operands(q, named["k"], named["v"])
     softplus = tuple(options.get(name) for name in ("softplus_beta", "softplus_threshold"))
@@ -429,7 +442,7 @@ def _first_half(
         "head_decay": decay is not None, "decay_requires_grad": requires_grad and _check.requires_grad(decay),
     }  # fmt: skip
     facts = (known.get(name, False) for name in (*COMMON_FACTS, *FACTS[op.__name__]))
-    return beside(resolve(op.__name__, options["impl"], q.device, *facts), begin)
+    return resolve(op.__name__, options["impl"], q.device, *facts)
 
 
 def _refuse_unserved(

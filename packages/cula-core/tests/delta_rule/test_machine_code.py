@@ -22,6 +22,7 @@ from cula_core.delta_rule.config import (
     OPERAND_DTYPES,
     Config,
     FactorsConfig,
+    FoldConfig,
     MergeConfig,
     PrepareConfig,
 )
@@ -196,6 +197,14 @@ def test_factors(arch, config):
     assert_ctas_fit(kernel, 3)
     # Of each of the two products 10 sub-blocks in two tiles; four units a thread of each matrix.
     assert kernel.count("HMMA") == 2 * 10 * 2 and kernel.count("STG.128") == 4 * 4
+
+
+@pytest.mark.parametrize("back", BOTH)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fold(arch, back):
+    kernel = compiled(arch, FoldConfig(back))
+    resources.check(kernel, expect=("HMMA",))
+    assert_ctas_fit(kernel, 1)
 
 
 @pytest.mark.parametrize("arch, config", MERGES, ids=label)

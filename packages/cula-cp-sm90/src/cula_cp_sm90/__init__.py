@@ -14,3 +14,4 @@ kda_workspace_bytes = _prefill.kda_workspace_bytes
 # For a dispatcher that spreads sequences over GPUs.
 begin_chunk_kda = _prefill.begin_chunk_kda
 begin_chunk_kda_backward = ops.begin_chunk_kda_backward
+fold_slices = _prefill.fold_slices

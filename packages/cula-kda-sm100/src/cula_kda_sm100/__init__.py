@@ -9,5 +9,7 @@ __all__ = ["chunk_kda", "kda_workspace_bytes"]
 
 _prefill = Prefill(TARGET)
 chunk_kda = _prefill.chunk_kda
-begin_chunk_kda = _prefill.begin_chunk_kda  # for a dispatcher that spreads sequences over GPUs
 kda_workspace_bytes = _prefill.kda_workspace_bytes
+# For a dispatcher that spreads sequences over GPUs.
+begin_chunk_kda = _prefill.begin_chunk_kda
+fold_slices = _prefill.fold_slices

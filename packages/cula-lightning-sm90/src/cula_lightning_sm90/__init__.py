@@ -24,5 +24,6 @@ __all__ = [
 # For a dispatcher that spreads sequences over GPUs.
 begin_chunk_gated_delta_rule = _gated.begin_chunk_gated_delta_rule
 begin_chunk_gated_delta_rule_backward = _backward.begin_chunk_gated_delta_rule_backward
+fold_slices = _gated.fold_slices
 begin_chunk_simple_gla = _slices.begin_chunk_simple_gla
 begin_chunk_simple_gla_backward = _slices.begin_chunk_simple_gla_backward

@@ -15,6 +15,7 @@ from .config import (
     HEAD_DIM,
     Config,
     FactorsConfig,
+    FoldConfig,
     MergeConfig,
     PrepareConfig,
     RecurrenceConfig,
@@ -22,6 +23,7 @@ from .config import (
 from .kernels.beside import KdaPrepareBeside
 from .kernels.block import BLOCK
 from .kernels.factors import KdaFactors
+from .kernels.fold import Fold
 from .kernels.merge import KdaMerge
 from .kernels.prepare import KdaPrepare
 
@@ -40,6 +42,8 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
     if isinstance(config, RecurrenceConfig):
         arguments = beside_arguments if config.beside else recurrence_arguments
         return part(recurrence)(config), *arguments(config)
+    if isinstance(config, FoldConfig):
+        return Fold(config), *fold_arguments()
     return KdaMerge(config), *merge_arguments(config)
 
 
@@ -159,6 +163,18 @@ def merge_arguments(config: MergeConfig) -> tuple:
         fake.strided_vector(cutlass.Uint8) if config.fresh else None,
         fake.vector(INDICES[config.index_dtype]) if config.index_dtype else None,
         *(cutlass.Int32(1) for _ in range(4)),
+    )
+
+
+def fold_arguments() -> tuple:
+    """Returns A^T and M^T of slots, and states behind slices, each [.., HV, 128, 128], places [2, slices], cuts
+    [chains + 1], number of chains."""
+    heads_v = cute.sym_int()
+    return (
+        *(_states(heads_v) for _ in range(3)),
+        fake.matrix(cutlass.Int32, cute.sym_int()),
+        fake.vector(cutlass.Int32),
+        cutlass.Int32(1),
     )
 
 

@@ -174,4 +174,12 @@ class MergeConfig:
     back: bool = False
 
 
-Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig
+@dataclass(frozen=True)
+class FoldConfig:
+    """Static facts of the kernel that folds maps of slices on several GPUs. back: gradients of states, against the
+    tokens."""
+
+    back: bool = False
+
+
+Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig | FoldConfig

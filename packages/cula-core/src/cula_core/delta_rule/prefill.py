@@ -33,6 +33,7 @@ from .contract import SAFE_LOWER_BOUND, check_prefill, check_sizes, check_traine
 from .target import Target
 
 if TYPE_CHECKING:
+    from .fold import Chain
     from .slices import Begun
 
 Trained = Callable[[Callable[..., tuple], dict[str, Any]], tuple]
@@ -417,6 +418,15 @@ class Prefill:
         from .slices import begin
 
         return begin(self._target, prepared(call), slices)
+
+    def fold_slices(
+        self, added: Tensor, maps: Tensor, chains: Sequence[Chain], back: bool
+    ) -> list[Tensor]:
+        """What `cula_core.delta_rule.fold.fold` returns, by a kernel for the GPU of these tensors."""
+        from .fold import fold
+        from .launch import kernels_of
+
+        return fold(kernels_of(self._target, added.device), added, maps, chains, back)
 
     def kda_workspace_bytes(
         self, batch: int, tokens: int, value_heads: int, sequences: int | None = None

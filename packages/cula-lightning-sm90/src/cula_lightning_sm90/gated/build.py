@@ -10,8 +10,9 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cula_core.cute import fake
 from cula_core.cute.types import DTYPES, INDICES
-from cula_core.delta_rule.build import merge_arguments
-from cula_core.delta_rule.config import MergeConfig
+from cula_core.delta_rule.build import fold_arguments, merge_arguments
+from cula_core.delta_rule.config import FoldConfig, MergeConfig
+from cula_core.delta_rule.kernels.fold import Fold
 from cula_core.delta_rule.kernels.merge import KdaMerge
 
 from .config import HEAD_DIM, Config, Operands, PrepareConfig, RecurrenceConfig
@@ -25,6 +26,8 @@ def kernel(config: Config, arch: str) -> tuple[object, ...]:
         return GatedDeltaPrepare(config), *prepare_arguments(config)
     if isinstance(config, MergeConfig):
         return KdaMerge(config), *merge_arguments(config)
+    if isinstance(config, FoldConfig):
+        return Fold(config), *fold_arguments()
     return GatedDeltaRecurrence(config), *recurrence_arguments(config)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cula_core.constants import STATE_DTYPES
 from cula_core.delta_rule.config import LINE as LINE
 from cula_core.delta_rule.config import UNCUT as UNCUT
-from cula_core.delta_rule.config import MergeConfig
+from cula_core.delta_rule.config import FoldConfig, MergeConfig
 
 CHUNK = 64
 V_TILE = 64
@@ -156,4 +156,4 @@ class RecurrenceConfig(Operands):
         return super().illegal()
 
 
-Config = PrepareConfig | RecurrenceConfig | MergeConfig
+Config = PrepareConfig | RecurrenceConfig | MergeConfig | FoldConfig

@@ -35,6 +35,7 @@ from .call import SCHEMA, Call
 from .config import HEAD_DIM
 
 if TYPE_CHECKING:
+    from cula_core.delta_rule.fold import Chain
     from cula_core.delta_rule.slices import Begun
 
 _PREFILL = "cula_lightning_sm90::gated_prefill"
@@ -405,3 +406,12 @@ def begin_chunk_gated_delta_rule(
     from .slices import begin
 
     return begin(call._replace(**_as_read(call)), slices)
+
+
+def fold_slices(added: Tensor, maps: Tensor, chains: Sequence[Chain], back: bool) -> list[Tensor]:
+    """What `cula_core.delta_rule.fold.fold` returns, by a kernel for Hopper."""
+    from cula_core.delta_rule.fold import fold
+
+    from .launch import compile
+
+    return fold(compile, added, maps, chains, back)

@@ -95,3 +95,8 @@ class Slices:
         target, tiles = self.subject.target, self.subject.tiles[-1]
         for bounds in BOUNDS.values():
             assert_right(problem(), over_ranks(target, bounds, tiles, segment_chunks, cuda))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("back", [False, True])
+    def test_maps_are_folded_on_a_gpu(self, cuda, back):
+        slices.assert_folds(Unregistered(self.subject.target).fold_slices, back, cuda)
