@@ -348,7 +348,11 @@ def kda_specs(package: str) -> Iterator[Spec]:
             lambda case: case["initial_state"] or not (case["indexed"] or case["fresh"]),
         ),
         ("Table", tables, lambda _: True),
-        ("Fold", {"arch": targets, "back": BOTH}, lambda _: True),
+        (
+            "Fold",
+            {"arch": targets, "back": BOTH, "whole": BOTH},
+            lambda c: not (c["back"] and c["whole"]),
+        ),
     ):
         for case in cover(table, possible):
             work = dict(zip(("tiles", "split", "scan"), case.pop("work", ())))

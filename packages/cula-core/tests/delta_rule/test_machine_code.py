@@ -199,10 +199,10 @@ def test_factors(arch, config):
     assert kernel.count("HMMA") == 2 * 10 * 2 and kernel.count("STG.128") == 4 * 4
 
 
-@pytest.mark.parametrize("back", BOTH)
+@pytest.mark.parametrize("config", [FoldConfig(), FoldConfig(back=True), FoldConfig(whole=True)])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_fold(arch, back):
-    kernel = compiled(arch, FoldConfig(back))
+def test_fold(arch, config):
+    kernel = compiled(arch, config)
     resources.check(kernel, expect=("HMMA",))
     assert_ctas_fit(kernel, 1)
 

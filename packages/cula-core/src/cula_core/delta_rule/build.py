@@ -43,7 +43,7 @@ def kernel(config: Config, arch: str, recurrence: str | None = None) -> tuple[ob
         arguments = beside_arguments if config.beside else recurrence_arguments
         return part(recurrence)(config), *arguments(config)
     if isinstance(config, FoldConfig):
-        return Fold(config), *fold_arguments()
+        return Fold(config), *fold_arguments(config)
     return KdaMerge(config), *merge_arguments(config)
 
 
@@ -166,12 +166,14 @@ def merge_arguments(config: MergeConfig) -> tuple:
     )
 
 
-def fold_arguments() -> tuple:
-    """Returns A^T and M^T of slots, and states behind slices, each [.., HV, 128, 128], places [2, slices], cuts
-    [chains + 1], number of chains."""
+def fold_arguments(config: FoldConfig) -> tuple:
+    """Returns first states, A^T and M^T of slots, each [.., HV, 128, 128], what is behind slices, the same or whole
+    maps [.., HV, 256, 128], places [2, slices], cuts [chains + 1], number of chains."""
     heads_v = cute.sym_int()
+    height = 2 * HEAD_DIM if config.whole else HEAD_DIM
     return (
         *(_states(heads_v) for _ in range(3)),
+        fake.states(heads_v, height, HEAD_DIM),
         fake.matrix(cutlass.Int32, cute.sym_int()),
         fake.vector(cutlass.Int32),
         cutlass.Int32(1),

@@ -176,10 +176,13 @@ class MergeConfig:
 
 @dataclass(frozen=True)
 class FoldConfig:
-    """Static facts of the kernel that folds maps of slices on several GPUs. back: gradients of states, against the
-    tokens."""
+    """Static facts of the kernel that folds maps of slices.
+
+    back: gradients of states, against the tokens. whole: the map of each chain, and of states nothing else.
+    """
 
     back: bool = False
+    whole: bool = False
 
 
 Config = PrepareConfig | FactorsConfig | RecurrenceConfig | MergeConfig | FoldConfig

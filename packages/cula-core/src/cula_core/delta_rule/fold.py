@@ -1,4 +1,7 @@
-"""Folds maps of slices, which lie on several GPUs, into the states behind them, all by one kernel."""
+"""Folds maps of slices, by one kernel: the states behind them, and the map of slices that follow each other.
+
+A slice turns S into M S + A, and gradients of states, against the tokens, into M^T S + A.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,57 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .config import FoldConfig
+from .config import HEAD_DIM, FoldConfig
 
 Chain = tuple[tuple[int, int], ...]
-Kernels = Callable[[FoldConfig], Callable[..., None]]
+FoldKernels = Callable[[FoldConfig], Callable[..., None]]
 
 
 def fold(
-    kernels: Kernels, added: Tensor, maps: Tensor, chains: Sequence[Chain], back: bool
+    kernels: FoldKernels, added: Tensor, maps: Tensor, chains: Sequence[Chain], back: bool
 ) -> list[Tensor]:
     """Returns the state [HV, K, V] behind every chain, from A [slots, HV, K, V] and M [slots, HV, K, K] of slices.
 
-    Both are fp32 with the second last dimension contiguous. A slice turns S into M S + A, and with back into M^T S + A.
+    Both are fp32 with the second last dimension contiguous. back: by M^T. Of several GPUs slices may lie on any.
 
     chains: slots of A and of M of slices that follow each other; M of the first is not read.
     """
     places, cuts, rows = _table(tuple(chains), added.device)
-    states = added.new_empty((places.shape[1], added.shape[1], added.shape[3], added.shape[2]))
-    if states.numel() > 0:  # a rank may hold no heads
-        kernels(FoldConfig(back))(added.mT, maps.mT, states, places, cuts, cuts.shape[0] - 1)
-    return [states[row].mT for row in rows]
+    behind = added.new_empty((places.shape[1], added.shape[1], added.shape[3], added.shape[2]))
+    if behind.numel() > 0:  # a rank may hold no heads
+        own = added.mT
+        kernels(FoldConfig(back))(own, own, maps.mT, behind, places, cuts, cuts.shape[0] - 1)
+    return [behind[row].mT for row in rows]
+
+
+def behind(kernels: FoldKernels, segments: Tensor, start: Tensor | None = None) -> Tensor:
+    """Returns the transposed state [HV, V, K] behind segments that follow each other, from their maps
+    [segments, HV, 256, 128], A^T above M^T.
+
+    start: the state [HV, K, V] in front of them; else A of the first one is the state behind that.
+    """
+    if start is None and len(segments) == 1:
+        return segments[0, :, :HEAD_DIM]
+    added, maps = segments.split(HEAD_DIM, 2)
+    numbers = [(i, i) for i in range(len(segments))]
+    first = added
+    if start is not None:
+        first, numbers = start.mT.contiguous()[None], [(0, 0), *numbers]
+    places, cuts, (last,) = _table((tuple(numbers),), segments.device)
+    found = torch.empty((len(numbers), *added.shape[1:]), dtype=added.dtype, device=added.device)
+    kernels(FoldConfig())(first, added, maps, found, places, cuts, 1)
+    return found[last]
+
+
+def joined(kernels: FoldKernels, segments: Tensor) -> Tensor:
+    """Returns the map [HV, 256, 128] of segments that follow each other, from those of each."""
+    if len(segments) == 1:
+        return segments[0]
+    added, maps = segments.split(HEAD_DIM, 2)
+    places, cuts, _ = _table((tuple((i, i) for i in range(len(segments))),), segments.device)
+    found = torch.empty_like(segments[:1])
+    kernels(FoldConfig(whole=True))(added, added, maps, found, places, cuts, 1)
+    return found[0]
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import tensors
 from .call import Call, Slice
 from .config import CHUNK, HEAD_DIM, MAX_GRID_Z, chunk_slots
+from .fold import FoldKernels, behind, joined
 from .launch import Kernels, Launch, kernels_of, new_blocks
 from .plan import Plan, plan
 from .target import Target
@@ -21,9 +22,13 @@ from .target import Target
 class Steps(Protocol):
     """What is left to launch of a call over slices, whose chunks are prepared.
 
-    segment_tokens: of a segment of a slice. cut: whether slices are cut into segments, else each is one, however long.
+    kernels: what returns the kernel of a config. segment_tokens: of a segment of a slice. cut: whether slices are cut
+    into segments, else each is one, however long.
     Maps of segments are `[segments, HV, 256, 128]`, A^T above M^T.
     """
+
+    @property
+    def kernels(self) -> FoldKernels: ...
 
     @property
     def segment_tokens(self) -> int: ...
@@ -33,9 +38,6 @@ class Steps(Protocol):
 
     def scan(self) -> Tensor:
         """Returns the maps of segments, but of the last ones of slices that do not go on."""
-
-    def merge(self, maps: Tensor) -> Tensor:
-        """Returns the transposed states in front of segments of slices that begin a sequence."""
 
     def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
         """Writes the states behind slices from those in front of them, and returns the outputs. maps: of cut slices; A
@@ -65,27 +67,23 @@ class Begun:
                 first, count = self._segments_of(n)
                 if part.comes_on and count > 1:
                     # The merge takes A of a first segment as the state behind it.
-                    own = self._scanned[first]
-                    own[:, :HEAD_DIM] = _applied(own, starts[n].mT)
+                    own = self._scanned[first : first + 1]
+                    own[0, :, :HEAD_DIM] = behind(self._steps.kernels, own, starts[n])
         return self._steps.finish(starts, final, self._scanned), final
 
     def _maps(self) -> list[tuple[Tensor, Tensor | None]]:
         found: list[tuple[Tensor, Tensor | None]] = []
-        known = None
         for n, part in enumerate(self._slices):
             if not part.goes_on:
                 continue
             assert self._scanned is not None
             first, count = self._segments_of(n)
+            own = self._scanned[first : first + count]
             if part.comes_on:
-                whole = _joined(self._scanned[first : first + count])
+                whole = joined(self._steps.kernels, own)
                 found.append((whole[:, :HEAD_DIM].mT, whole[:, HEAD_DIM:].mT))
-            elif count == 1:
-                found.append((self._scanned[first, :, :HEAD_DIM].mT, None))
             else:
-                known = self._steps.merge(self._scanned) if known is None else known
-                last = first + count - 1
-                found.append((_applied(self._scanned[last], known[last]).mT, None))
+                found.append((behind(self._steps.kernels, own).mT, None))
         return found
 
     def _segments_of(self, n: int) -> tuple[int, int]:
@@ -102,6 +100,10 @@ class _OfKda:
     segments: Tensor
 
     @property
+    def kernels(self) -> FoldKernels:
+        return self.launch.kernels
+
+    @property
     def segment_tokens(self) -> int:
         return self.launch.segment_tokens
 
@@ -111,9 +113,6 @@ class _OfKda:
 
     def scan(self) -> Tensor:
         return self.launch.scan(0, self.segments)
-
-    def merge(self, maps: Tensor) -> Tensor:
-        return self.launch.merge(maps)
 
     def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
         launch = replace(self.launch, initial=starts, final=final, fresh=None)
@@ -183,20 +182,3 @@ def bits(slices: Sequence[Slice], device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.uint8, device=device)
-
-
-def _joined(maps: Tensor) -> Tensor:
-    """The map of segments that follow each other, A^T above M^T, from those of each. Neighbours are joined in pairs, so
-    that few products wait for each other."""
-    while len(maps) > 1:
-        paired = len(maps) // 2 * 2
-        first, second = maps[0:paired:2], maps[1:paired:2]
-        joined = first @ second[:, :, HEAD_DIM:]
-        joined[:, :, :HEAD_DIM] += second[:, :, :HEAD_DIM]
-        maps = joined if paired == len(maps) else torch.cat((joined, maps[paired:]))
-    return maps[0]
-
-
-def _applied(scanned: Tensor, state: Tensor) -> Tensor:
-    """The transposed state behind a segment."""
-    return torch.baddbmm(scanned[:, :HEAD_DIM], state, scanned[:, HEAD_DIM:])

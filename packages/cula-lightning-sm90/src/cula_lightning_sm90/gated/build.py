@@ -27,7 +27,7 @@ def kernel(config: Config, arch: str) -> tuple[object, ...]:
     if isinstance(config, MergeConfig):
         return KdaMerge(config), *merge_arguments(config)
     if isinstance(config, FoldConfig):
-        return Fold(config), *fold_arguments()
+        return Fold(config), *fold_arguments(config)
     return GatedDeltaRecurrence(config), *recurrence_arguments(config)
 
 

@@ -23,23 +23,15 @@ class _Steps:
     """What is left to launch of a call whose chunks are prepared."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+        self._launch, self.kernels = launch, launch.kernels
         self.segment_tokens, self.cut = launch.segment_tokens, launch.spread.segment < UNCUT
         self._maps: Maps | None = None
 
     def scan(self) -> Tensor:
         self._maps = self._launch.scan()
         found, marks = self._maps
-        found[:, :, HEAD_DIM:].masked_fill_(_by_head(marks), 0.0)
+        found[:, :, HEAD_DIM:].masked_fill_((marks != 0)[:, :, None, None], 0.0)
         return found
-
-    def merge(self, maps: Tensor) -> Tensor:
-        assert self._maps is not None
-        starts = self._launch.merge(self._maps)
-        # Behind a segment that forgets the state is what it adds.
-        added, forgets = maps[:-1, :, :HEAD_DIM], _by_head(self._maps.marks[:-1])
-        starts[1:] = torch.where(forgets, added, starts[1:])
-        return starts
 
     def finish(self, starts: Tensor, final: Tensor, maps: Tensor | None) -> Tensor:
         launch = replace(self._launch, initial=starts, final=final, fresh=None)
@@ -63,8 +55,3 @@ def begin(call: Call, slices: Sequence[Slice], **options: Any) -> Begun:
     launch = replace(launch, fresh=bits(slices, call.q.device))
     launch.prepare()
     return Begun(_Steps(launch), slices)
-
-
-def _by_head(marks: Tensor) -> Tensor:
-    """Which heads of segments are marked, to be broadcast over matrices."""
-    return (marks != 0)[:, :, None, None]
