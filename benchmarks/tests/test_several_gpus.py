@@ -174,7 +174,7 @@ class TestModel:
             size = row["tokens"], row["heads"], row["ranks"]
             links = rank_model.links_us(*size[1:], row["exchange"]) / 1e3
             ms = rank_model.forward_ms(row["heads"], rank_model.bounds_of("equal", *size)) - links
-            assert sum(stage_rows.slowest(row)) == pytest.approx(ms, rel=0.07), stage_rows.label(
+            assert sum(stage_rows.slowest(row)) == pytest.approx(ms, rel=0.05), stage_rows.label(
                 row
             )
 
@@ -194,12 +194,12 @@ class TestModel:
             )
 
     def test_bytes_of_an_exchange(self):
-        """300 GB/s: 1 MB takes 10 / 3 us. A state of a head has 65,536 bytes."""
+        """300 GB/s: 1 MB takes 10 / 3 us. A state of a head has 65,536 bytes. Eight ranks fold by six products."""
         state = 64 * 65536 / 300e3
         assert rank_model.exchange_us(64, 2, "auto") == pytest.approx(50 + state)
-        gathered = 50 + 7 * 2 * state + 6 * 10
+        gathered = 50 + 7 * 2 * state + 18 + 6 * 3
         assert rank_model.exchange_us(64, 8, "gather") == pytest.approx(gathered)
-        by_heads = 2 * 50 + 7 / 8 * 3 * state + 6 * 10
+        by_heads = 2 * 50 + 7 / 8 * 3 * state + 18 + 6 * 3
         assert rank_model.exchange_us(64, 8, "transpose") == pytest.approx(by_heads)
         assert rank_model.exchange_us(64, 8, "auto") == pytest.approx(by_heads)
 

@@ -4,9 +4,9 @@
 
 A rank prepares its chunks, scans its slice for what that does to a state, and waits for the maps of all; then it walks
 from its starting state. The times of kernels are those by which `cula-cp-sm90` plans on an H200, times what ranks took
-longer (`PREPARE`, `SCAN`, `WALK`, `AROUND_US`, `FOLD_US`: benchmarks/results/h200/rank_stages.json). Those of links
-are the latency of messages between two H200s (`LATENCY_US`: several_gpus_x2.json beside it) and an assumption
-(`GIGABYTES`).
+longer (`PREPARE`, `SCAN`, `WALK`, `AROUND_US`, `FOLD_US`, `AROUND_FOLD_US`: benchmarks/results/h200/rank_stages.json).
+Those of links are the latency of messages between two H200s (`LATENCY_US`: several_gpus_x2.json beside it) and an
+assumption (`GIGABYTES`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from cula.distributed.exchange import by_heads
 CHUNK = internals.sizes(H200.package).chunk
 LATENCY_US = 50.0  # of a collective, with its begin and end
 GIGABYTES = 300.0  # a second into a rank
-FOLD_US = 10.0  # of a product of maps with states, of all heads
+FOLD_US = 3.0  # of a product of maps with states, of all heads
+AROUND_FOLD_US = 18.0  # what is copied in front of such products and behind them
 PREPARE, SCAN, WALK = 1.06, 1.08, 0.87  # of what the planner expects
 AROUND_US = 35.0  # small kernels of a rank
 
@@ -57,9 +58,14 @@ def links_us(heads: int, ranks: int, exchange: str) -> float:
     return 2 * LATENCY_US + moved / GIGABYTES / 1e3
 
 
+def fold_us(products: int) -> float:
+    """Of so many maps after each other."""
+    return FOLD_US * products + AROUND_FOLD_US if products > 0 else 0.0
+
+
 def exchange_us(heads: int, ranks: int, exchange: str) -> float:
     """From the maps of all ranks to the state in front of each."""
-    return links_us(heads, ranks, exchange) + FOLD_US * (ranks - 2)
+    return links_us(heads, ranks, exchange) + fold_us(ranks - 2)
 
 
 def one_ms(tokens: int, heads: int) -> float:
@@ -86,8 +92,8 @@ def halves_us(tokens: int, heads: int, comes_on: bool, goes_on: bool) -> tuple[f
     segments = -(-chunks // length)
     scan = SCAN * model.scan_us(length, model.halves(segments) + maps[0])
     merge = model.merge_us(parts)
-    # The map of a slice inside a sequence is a product of all its segments'; that of the first one is a merged state.
-    own = (FOLD_US * (segments - 1) if comes_on else merge) if goes_on else 0.0
+    # The map of a slice is a product of all its segments'; that of the first one is the state behind it.
+    own = fold_us(segments - 1) if goes_on else 0.0
     return prepare + scan + own, merge + WALK * model.walk_us(length, segments)
 
 
