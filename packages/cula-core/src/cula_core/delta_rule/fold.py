@@ -22,16 +22,15 @@ def fold(
 ) -> list[Tensor]:
     """Returns the state [HV, K, V] behind every chain, from A [slots, HV, K, V] and M [slots, HV, K, K] of slices.
 
-    Both are fp32 with the second last dimension contiguous. back: by M^T. Of several GPUs slices may lie on any.
-
-    chains: slots of A and of M of slices that follow each other; M of the first is not read.
+    Both are fp32 with the second last dimension contiguous. chains: slots of A and of M of slices that follow each
+    other; M of the first is not read. back: M^T in place of M.
     """
     places, cuts, rows = _table(tuple(chains), added.device)
-    behind = added.new_empty((places.shape[1], added.shape[1], added.shape[3], added.shape[2]))
-    if behind.numel() > 0:  # a rank may hold no heads
-        own = added.mT
-        kernels(FoldConfig(back))(own, own, maps.mT, behind, places, cuts, cuts.shape[0] - 1)
-    return [behind[row].mT for row in rows]
+    own = added.mT
+    states = own.new_empty((places.shape[1], *own.shape[1:]))
+    if states.numel() > 0:  # a rank may hold no heads
+        kernels(FoldConfig(back))(own, own, maps.mT, states, places, cuts, cuts.shape[0] - 1)
+    return [states[row].mT for row in rows]
 
 
 def behind(kernels: FoldKernels, segments: Tensor, start: Tensor | None = None) -> Tensor:
@@ -48,9 +47,9 @@ def behind(kernels: FoldKernels, segments: Tensor, start: Tensor | None = None) 
     if start is not None:
         first, numbers = start.mT.contiguous()[None], [(0, 0), *numbers]
     places, cuts, (last,) = _table((tuple(numbers),), segments.device)
-    found = torch.empty((len(numbers), *added.shape[1:]), dtype=added.dtype, device=added.device)
-    kernels(FoldConfig())(first, added, maps, found, places, cuts, 1)
-    return found[last]
+    states = added.new_empty((len(numbers), *added.shape[1:]))
+    kernels(FoldConfig())(first, added, maps, states, places, cuts, 1)
+    return states[last]
 
 
 def joined(kernels: FoldKernels, segments: Tensor) -> Tensor:
