@@ -28,6 +28,30 @@ def by_heads(exchange: str, ranks: int, bytes_in: int) -> bool:
     return exchange == "transpose"
 
 
+def folded(
+    vectors: Tensor, matrices: Tensor | None, chains: Sequence[Chain], transposed: bool
+) -> list[Tensor]:
+    """`M S + A` along every chain, or `M^T S + A`. Chains with a common begin share it."""
+    done: dict[Chain, Tensor] = {}
+    for chain in chains:
+        for length in range(1, len(chain) + 1):
+            part = chain[:length]
+            if part in done:
+                continue
+            vector, matrix = part[-1]
+            state = vectors[vector]
+            if length > 1:
+                assert matrices is not None
+                m, before = matrices[matrix], done[chain[: length - 1]]
+                # One operation, because a small one takes the host longer than the GPU.
+                if m.shape[-1] == 1:  # one decay per head
+                    state = torch.addcmul(state, m, before)
+                else:
+                    state = torch.baddbmm(state, m.mT if transposed else m, before)
+            done[part] = state
+    return [done[chain] for chain in chains]
+
+
 @dataclass(frozen=True)
 class Wire:
     """A group, and how maps travel in it: whole to every rank, or by heads to the rank that folds those heads."""
@@ -53,11 +77,9 @@ class Wire:
         vectors: Tensor,
         matrices: Tensor | None,
         transposed: bool,
-        fold: Fold | None = None,
+        fold: Fold = folded,
     ) -> Sequence[Tensor]:
-        """The folded state `[H, K, V]` of every piece in `route.takes`, from what `collect` returned. fold: asked
-        in place of `folded`."""
-        fold = fold or folded
+        """The folded state `[H, K, V]` of every piece in `route.takes`, from what `collect` returned."""
         if not self.by_heads:
             return fold(vectors, matrices, route.chains[self.rank], transposed)
         most = max(map(len, route.chains.values()))
@@ -71,30 +93,6 @@ class Wire:
         sent = torch.stack(rows).unflatten(0, (self.ranks, most)).movedim(2, 1)
         got = all_to_all(sent.flatten(0, 1), split, [own] * self.ranks, self.group)
         return got.unbind(1)[: len(route.takes)]
-
-
-def folded(
-    vectors: Tensor, matrices: Tensor | None, chains: Sequence[Chain], transposed: bool
-) -> list[Tensor]:
-    """`M S + A` along every chain, or `M^T S + A`. Chains with a common begin share it."""
-    done: dict[Chain, Tensor] = {}
-    for chain in chains:
-        for length in range(1, len(chain) + 1):
-            part = chain[:length]
-            if part in done:
-                continue
-            vector, matrix = part[-1]
-            state = vectors[vector]
-            if length > 1:
-                assert matrices is not None
-                m, before = matrices[matrix], done[chain[: length - 1]]
-                # One operation, because a small one takes the host longer than the GPU.
-                if m.shape[-1] == 1:  # one decay per head
-                    state = torch.addcmul(state, m, before)
-                else:
-                    state = torch.baddbmm(state, m.mT if transposed else m, before)
-            done[part] = state
-    return [done[chain] for chain in chains]
 
 
 def shares(heads: int, ranks: int) -> list[int]:

@@ -18,18 +18,25 @@ FoldKernels = Callable[[FoldConfig], Callable[..., None]]
 
 
 def fold(
-    kernels: FoldKernels, added: Tensor, maps: Tensor, chains: Sequence[Chain], back: bool
+    kernels: FoldKernels,
+    added: Tensor,
+    maps: Tensor,
+    chains: Sequence[Chain],
+    back: bool,
+    first: Tensor | None = None,
 ) -> list[Tensor]:
     """Returns the state [HV, K, V] behind every chain, from A [slots, HV, K, V] and M [slots, HV, K, K] of slices.
 
-    Both are fp32 with the second last dimension contiguous. chains: slots of A and of M of slices that follow each
-    other; M of the first is not read. back: M^T in place of M.
+    All are fp32 with the second last dimension contiguous. chains: slots of A and of M of slices that follow each
+    other; M of the first is not read. back: M^T in place of M. first: where the slots of A of first slices are, else in
+    `added`.
     """
     places, cuts, rows = _table(tuple(chains), added.device)
     own = added.mT
     states = own.new_empty((places.shape[1], *own.shape[1:]))
     if states.numel() > 0:  # a rank may hold no heads
-        kernels(FoldConfig(back))(own, own, maps.mT, states, places, cuts, cuts.shape[0] - 1)
+        begins = own if first is None else first.mT
+        kernels(FoldConfig(back))(begins, own, maps.mT, states, places, cuts, cuts.shape[0] - 1)
     return [states[row].mT for row in rows]
 
 
@@ -41,15 +48,12 @@ def behind(kernels: FoldKernels, segments: Tensor, start: Tensor | None = None) 
     """
     if start is None and len(segments) == 1:
         return segments[0, :, :HEAD_DIM]
-    added, maps = segments.split(HEAD_DIM, 2)
-    numbers = [(i, i) for i in range(len(segments))]
-    first = added
+    added, maps = segments.mT.split(HEAD_DIM, -1)
+    chain, first = _in_turn(len(segments)), None
     if start is not None:
-        first, numbers = start.mT.contiguous()[None], [(0, 0), *numbers]
-    places, cuts, (last,) = _table((tuple(numbers),), segments.device)
-    states = added.new_empty((len(numbers), *added.shape[1:]))
-    kernels(FoldConfig())(first, added, maps, states, places, cuts, 1)
-    return states[last]
+        chain, first = ((0, 0), *chain), start.mT.contiguous().mT[None]
+    (state,) = fold(kernels, added, maps, [chain], False, first)
+    return state.mT
 
 
 def joined(kernels: FoldKernels, segments: Tensor) -> Tensor:
@@ -57,10 +61,14 @@ def joined(kernels: FoldKernels, segments: Tensor) -> Tensor:
     if len(segments) == 1:
         return segments[0]
     added, maps = segments.split(HEAD_DIM, 2)
-    places, cuts, _ = _table((tuple((i, i) for i in range(len(segments))),), segments.device)
+    places, cuts, _ = _table((_in_turn(len(segments)),), segments.device)
     found = torch.empty_like(segments[:1])
     kernels(FoldConfig(whole=True))(added, added, maps, found, places, cuts, 1)
     return found[0]
+
+
+def _in_turn(count: int) -> Chain:
+    return tuple((i, i) for i in range(count))
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,7 +26,6 @@ class Fold:
         self.config = config
         self.groups = 2 * GROUPS if config.whole else GROUPS
         self.merge = KdaMerge(MergeConfig(back=config.back))
-        self.merge.added = self.merge.matrix = 0
 
     @cute.jit
     def __call__(
@@ -94,7 +93,7 @@ class Fold:
                 )
             source = maps[places[1, begin + 1], head, None, None]
             for step in cutlass.range_constexpr(STEPS):
-                self.merge.load_step(source, mapped, step, tidx)
+                self.merge.load_step(source, mapped, step, 0, tidx)
         for slice in cutlass.range(begin + 1, end, unroll=1):
             acc = cute.make_rmem_tensor((4, 2, 3), F32)  # [register, tile, term]
             acc.fill(0.0)
@@ -113,7 +112,7 @@ class Fold:
             for step in cutlass.range_constexpr(STEPS):
                 self.merge.apply(sS, mapped, acc, step, tidx)
                 if more:
-                    self.merge.load_step(source, mapped, step, tidx)
+                    self.merge.load_step(source, mapped, step, 0, tidx)
             cute.arch.sync_threads()
             self.merge.store_state(
                 sS, behind[self.place(chain, slice), head, None, None], acc, rows, tidx

@@ -43,8 +43,8 @@ class KdaMerge:
 
     def __init__(self, config: MergeConfig):
         self.config = config
-        # The rows of a map where what it adds begins, and M^T.
-        self.added, self.matrix = 2 * HEAD_DIM if config.back else 0, HEAD_DIM
+        # The row of a map where what it adds begins.
+        self.added = 2 * HEAD_DIM if config.back else 0
 
     @cute.jit
     def __call__(
@@ -137,10 +137,10 @@ class KdaMerge:
                 next_mark = self.mark_of(marks, segment, head, 2, parts)
                 if parts > 2:
                     source = maps[self.place(segment, 1, parts), head, None, None]
-                    self.load_added(source, added, rows, tidx)
+                    self.load_added(source, added, self.added + rows, tidx)
                     if mark == 0:
                         for step in cutlass.range_constexpr(STEPS):
-                            self.load_step(source, mapped, step, tidx)
+                            self.load_step(source, mapped, step, HEAD_DIM, tidx)
                 for part in cutlass.range(1, parts - 1, unroll=1):
                     acc = cute.make_rmem_tensor((4, 2, 3), F32)  # [register, tile, term]
                     acc.fill(0.0)
@@ -153,7 +153,7 @@ class KdaMerge:
                     source = maps[self.place(segment, part + 1, parts), head, None, None]
                     more = (part + 2 < parts) & self.any_clear(mark, next_mark)
                     if more:
-                        self.load_added(source, added, rows, tidx)
+                        self.load_added(source, added, self.added + rows, tidx)
                     needed = self.any_clear(own_mark, mark)
                     if needed:
                         cute.arch.sync_threads()
@@ -161,7 +161,7 @@ class KdaMerge:
                         if own_mark == 0:
                             self.apply(sS, mapped, acc, step, tidx)
                         if more & (mark == 0):
-                            self.load_step(source, mapped, step, tidx)
+                            self.load_step(source, mapped, step, HEAD_DIM, tidx)
                     if needed:
                         cute.arch.sync_threads()
                         self.store_state(
@@ -203,26 +203,33 @@ class KdaMerge:
         return (mark == 0) | (other == 0) if self.config.fades else cutlass.Boolean(True)
 
     @cute.jit
-    def load_added(self, source: cute.Tensor, added: cute.Tensor, rows, tidx):
-        """Loads four columns of two rows of A^T, or B^T."""
+    def load_added(self, source: cute.Tensor, added: cute.Tensor, begin, tidx):
+        """Loads four columns of two rows of A^T, or B^T. begin: this CTA's first row of it in `source`."""
         lane, first = tidx % 32, tidx // 32 * COLUMNS
         for r in cutlass.range_constexpr(2):
-            row = source[self.added + rows + lane // 4 + 8 * r, None]
+            row = source[begin + lane // 4 + 8 * r, None]
             cute.autovec_copy(view(row.iterator, first + lane % 4 * 4, 4), added[None, r])
 
     @cute.jit
-    def load_step(self, source: cute.Tensor, mapped: cute.Tensor, step: cutlass.Constexpr, tidx):
-        """Loads the second operands of one step of both tiles, of M^T or M."""
+    def load_step(
+        self,
+        source: cute.Tensor,
+        mapped: cute.Tensor,
+        step: cutlass.Constexpr,
+        begin: cutlass.Constexpr,
+        tidx,
+    ):
+        """Loads the second operands of one step of both tiles, of M^T or M. begin: the first row of M^T in `source`."""
         lane, first = tidx % 32, tidx // 32 * COLUMNS
         k, n = 8 * step + lane % 4 * 2, first + lane // 4 * 2
         pair = cute.make_rmem_tensor(2, F32)
         for i in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.config.back):
-                row = source[self.matrix + n + i, None]
+                row = source[begin + n + i, None]
                 cute.autovec_copy(view(row.iterator, k, 2), pair)
                 mapped[i, 0, step], mapped[i, 1, step] = pair[0], pair[1]
             else:
-                row = source[self.matrix + k + i, None]
+                row = source[begin + k + i, None]
                 cute.autovec_copy(view(row.iterator, n, 2), pair)
                 mapped[0, i, step], mapped[1, i, step] = pair[0], pair[1]
 
